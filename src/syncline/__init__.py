@@ -1,0 +1,70 @@
+"""Syncline: the communication of distributed deep learning, every way of it under one interface.
+
+    import syncline
+
+    syncline.init()                                   # or init(strategy="ps(servers=2)")
+    model, optimizer = syncline.prepare(model, optimizer)
+
+Started by torchrun, by ``syncline run``, or by hand with ``init(rank=, world_size=, address=)``. Importing this package
+loads no framework; the first call that needs one does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .api import (
+        allreduce,
+        barrier,
+        broadcast,
+        clip_grad_norm_,
+        gather,
+        init,
+        is_initialized,
+        join,
+        load_state_dict,
+        local_rank,
+        no_sync,
+        prepare,
+        rank,
+        shutdown,
+        state_dict,
+        stats,
+        world_size,
+    )
+
+__all__ = [
+    "__version__",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "clip_grad_norm_",
+    "gather",
+    "init",
+    "is_initialized",
+    "join",
+    "load_state_dict",
+    "local_rank",
+    "no_sync",
+    "prepare",
+    "rank",
+    "shutdown",
+    "state_dict",
+    "stats",
+    "world_size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from . import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,64 @@
+"""Direct: every rank owns a part, and everyone deals with every owner without intermediaries.
+
+Owns the direct allreduce and its two halves, of one step each.
+
+Theory. Reduce to owner, then read from owner: the bytes of a ring in two rounds instead of 2(N-1). A port still spends
+one latency per message, so that the gain is that no message waits for another; every rank talks to every other, which
+loads a real network's core. The order is rotated: the k-th message of rank r goes to rank r + k, so that no owner is
+everyone's first. On shared memory the N-1 reductions into one chunk become one pass over N inputs. Message-passing
+libraries know the halves as pairwise or "scattered" exchange (Thakur, Rabenseifner, Gropp, IJHPCA 2005).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..plan import COPY, REDUCE, Column, Plan
+from ..registry import register
+from ..types import Group
+
+
+@register("algorithms", "direct", goal="allreduce")
+def direct(group: Group) -> Plan:
+    """Allreduce in which each rank owns a part: all parts go to their owners, all sums come back from them.
+
+    Cost: 2(N-1)a + 2(N-1)/N nb + (N-1)/N ng, in two steps (Thakur, Rabenseifner, Gropp 2005).
+    """
+    rows = np.concatenate([_to_owners(group.workers), _from_owners(group.workers, 1)])
+    return Plan.of("direct", group, group.workers, rows)
+
+
+@register("algorithms", "direct_reduce_scatter", goal="reduce_scatter")
+def direct_reduce_scatter(group: Group) -> Plan:
+    """Reduce-scatter in one step: every rank sends every other rank the part that this one owns.
+
+    Cost: (N-1)a + (N-1)/N nb + (N-1)/N ng (Thakur, Rabenseifner, Gropp 2005).
+    """
+    rows, owners = _to_owners(group.workers), range(group.workers)
+    return Plan.of("direct_reduce_scatter", group, group.workers, rows, goal="reduce_scatter", owners=owners)
+
+
+@register("algorithms", "direct_all_gather", goal="all_gather")
+def direct_all_gather(group: Group) -> Plan:
+    """All-gather in one step: every rank sends its part to every other rank.
+
+    Cost: (N-1)a + (N-1)/N nb (Thakur, Rabenseifner, Gropp 2005).
+    """
+    rows, owners = _from_owners(group.workers, 0), range(group.workers)
+    return Plan.of("direct_all_gather", group, group.workers, rows, goal="all_gather", owners=owners)
+
+
+def _to_owners(workers: int) -> Column:
+    offset, rank = np.mgrid[1:workers, 0:workers]
+    owner = (rank + offset) % workers
+    return _rows(0, rank, owner, owner, REDUCE)
+
+
+def _from_owners(workers: int, step: int) -> Column:
+    offset, owner = np.mgrid[1:workers, 0:workers]
+    return _rows(step, owner, (owner + offset) % workers, owner, COPY)
+
+
+def _rows(step: int, src: Column, dst: Column, chunk: Column, op: int) -> Column:
+    columns = (np.full_like(src, step), src, dst, chunk, np.ones_like(src), np.full_like(src, op))
+    return np.stack(columns, axis=-1).reshape(-1, 6).astype(np.int32)

@@ -1,0 +1,65 @@
+"""Hierarchical: reduce-scatter inside every node, allreduce of every part across nodes, all-gather inside.
+
+Owns the two levels and how nodes of unequal size share the parts. Both levels are rings (``ring``).
+
+Theory. Links inside a node are faster than the network. Reducing inside first lets every part cross the network once
+per node instead of once per rank, with all ranks of a node at work on parts of their own. Cho et al., "BlueConnect",
+MLSys 2019; Jia et al., "Highly scalable deep learning training system with mixed-precision", 2018.
+
+Unequal nodes. A node of p workers cuts the array into p equal parts, and the cuts of different nodes differ. All cuts
+of all nodes together make pieces, each of which has exactly one owner per node; a ring across nodes sums every piece.
+For cuts to lie between chunks, the number of chunks is a multiple of all node sizes. Where that would be too many, the
+array has as many shares as the largest node has workers, and parts are whole shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import lcm
+
+import numpy as np
+
+from ..plan import Plan
+from ..registry import register
+from ..types import Group
+from .ring import all_gather_rows, reduce_scatter_rows
+
+_MOST_CHUNKS = 1024
+"""More than that cost more to keep track of than exactly equal parts gain."""
+
+
+@register("algorithms", "hierarchical", goal="allreduce")
+def hierarchical(group: Group) -> Plan:
+    """Allreduce over two levels, inside nodes and across them; a ring when there is only one node or one rank in each.
+
+    Cost with m nodes of p ranks, links a1, b1 inside and a2, b2 across: 2(p-1)a1 + 2(p-1)/p nb1 + 2(m-1)a2 +
+    2(m-1)/m (n/p) b2 when every rank has a NIC; the last term times p when the node has one (Cho et al. 2019).
+    """
+    nodes = group.members_by_node()
+    sizes = [len(ranks) for ranks in nodes]
+    shares = lcm(*sizes)
+    if shares * len(nodes) > _MOST_CHUNKS:
+        shares = max(sizes)
+    chunks = shares * len(nodes)
+    cuts = [[shares * i // size * len(nodes) for i in range(size + 1)] for size in sizes]
+    across = max(sizes) - 1
+    inside_again = across + 2 * (len(nodes) - 1)
+    rows = []
+    for ranks, edges in zip(nodes, cuts, strict=True):
+        parts = [(low, high - low) for low, high in pairwise(edges)]
+        rows += [reduce_scatter_rows(ranks, parts, 0), all_gather_rows(ranks, parts, inside_again)]
+    for low, high in pairwise(sorted({edge for edges in cuts for edge in edges})):
+        owners = [ranks[_part_of(low, edges)] for ranks, edges in zip(nodes, cuts, strict=True)]
+        share = (high - low) // len(nodes)
+        parts = [(low + share * i, share) for i in range(len(nodes))]
+        rows += [
+            reduce_scatter_rows(owners, parts, across),
+            all_gather_rows(owners, parts, across + len(nodes) - 1),
+        ]
+    return Plan.of("hierarchical", group, chunks, np.concatenate(rows))
+
+
+def _part_of(chunk: int, edges: Sequence[int]) -> int:
+    """The number of the part in which the chunk lies."""
+    return next(i for i, (low, high) in enumerate(pairwise(edges)) if low <= chunk < high)

@@ -1,0 +1,58 @@
+"""Parameter server as a plan: push is a reduce to the servers, pull is a copy from them.
+
+Owns where servers stand and which part each holds. Does not know who applies the optimizer: with ``update=worker`` a
+training step runs this plan, with ``update=server`` the servers hold weights and run a protocol of their own, whose
+traffic has this shape.
+
+Theory. Each of S servers holds one part of S. All workers push each part to its server and pull the result from it, so
+that a server's port carries N/S times the bytes of a worker's: the bottleneck with few servers, and less traffic per
+worker than any allreduce with N of them or more. Li et al., "Scaling distributed machine learning with the parameter
+server", OSDI 2014; Jiang et al., "A unified architecture for accelerating distributed DNN training in heterogeneous
+GPU/CPU clusters" (BytePS), OSDI 2020.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..errors import UsageError
+from ..plan import COPY, REDUCE, Plan
+from ..registry import register
+from ..types import Group
+
+
+@register("algorithms", "ps", goal="allreduce", always_print=("servers",))
+def ps(
+    group: Group,
+    *,
+    servers: int = 1,
+    on: Literal["ranks", "workers"] = "ranks",
+    update: Literal["server", "worker"] = "server",  # noqa: ARG001 - who updates does not change who sends what to whom
+) -> Plan:
+    """Parameter server: workers push gradients to servers of their own ranks, or to workers that serve, and pull back.
+
+    Cost: max(nb, Nnb/S) + latencies with push and pull overlapped, twice that when pull follows push; one server:
+    2N(a + nb) (Li et al. 2014). One worker alone has nothing to exchange and gets an empty plan. Raises UsageError for
+    fewer than one server, more serving workers than workers, and a group with other servers than those asked for.
+    """
+    workers = group.workers
+    if servers < 1:
+        raise UsageError(f"ps needs at least one server, got servers={servers}")
+    own = servers if on == "ranks" else 0
+    if group.servers != own:
+        raise UsageError(
+            f"ps(servers={servers}, on={on}) needs {own} server processes of their own, the group has {group.servers}"
+        )
+    if on == "workers" and servers > workers:
+        raise UsageError(
+            f"ps(on=workers) has {workers} workers to place {servers} servers on: ask for servers={workers}"
+        )
+    first = workers if on == "ranks" else 0
+    places = [(first + part, part) for part in range(servers)]
+    # The k-th message of a worker goes to the k-th server after its own number, and servers answer in the same way.
+    pushes = [
+        (0, worker, *places[(worker + k) % servers], 1, REDUCE) for k in range(servers) for worker in range(workers)
+    ]
+    pulls = [(1, place, (part + k) % workers, part, 1, COPY) for k in range(workers) for place, part in places]
+    rows = [row for row in pushes + pulls if row[1] != row[2]]
+    return Plan.of("ps", group, servers, rows if workers > 1 else [])

@@ -1,0 +1,48 @@
+"""Recursive doubling: ranks exchange everything with partners at distance 1, 2, 4, and so on.
+
+Owns the algorithm and how a number of ranks that is no power of two is folded into one, which ``halving_doubling``
+shares.
+
+Theory. After k exchanges a rank holds the sum of a block of 2^k ranks; both partners add the same two numbers, so that
+all ranks get the same bits. lg steps are the fewest possible; every step moves the whole array. With extra ranks, each
+of them adds its array to a neighbour's first and gets the result from it at the end. Thakur, Rabenseifner, Gropp,
+"Optimization of collective communication operations in MPICH", IJHPCA 2005.
+"""
+
+from __future__ import annotations
+
+from ..plan import COPY, REDUCE, Plan
+from ..registry import register
+from ..types import Group
+
+Row = tuple[int, int, int, int, int, int]
+
+
+@register("algorithms", "recursive_doubling", goal="allreduce")
+def recursive_doubling(group: Group) -> Plan:
+    """Allreduce in the fewest steps, each moving the whole array: for small arrays.
+
+    Cost: lg (a + nb + ng) when N is a power of two; otherwise one step more before and one after, around the steps of
+    the next lower power of two (Thakur, Rabenseifner, Gropp 2005).
+    """
+    core, before, after = fold(group.workers, 1)
+    rows = list(before)
+    step = 1 if before else 0
+    for bit in range(len(core).bit_length() - 1):
+        rows += [(step, rank, core[i ^ (1 << bit)], 0, 1, REDUCE) for i, rank in enumerate(core)]
+        step += 1
+    rows += [(step, *row[1:]) for row in after]
+    return Plan.of("recursive_doubling", group, 1, rows)
+
+
+def fold(workers: int, chunks: int) -> tuple[list[int], list[Row], list[Row]]:
+    """The largest power of two of ranks, and the rows that give the others' contributions to them and the result back.
+
+    Of the first pairs of neighbours (0, 1), (2, 3), ... as many fold as there are ranks too many. All rows have step 0.
+    """
+    core_size = 1 << (workers.bit_length() - 1)
+    pairs = workers - core_size
+    core = [*range(0, 2 * pairs, 2), *range(2 * pairs, workers)]
+    before = [(0, 2 * i + 1, 2 * i, 0, chunks, REDUCE) for i in range(pairs)]
+    after = [(0, 2 * i, 2 * i + 1, 0, chunks, COPY) for i in range(pairs)]
+    return core, before, after

@@ -1,0 +1,331 @@
+"""The public calls: one session per process, and what scripts do with it.
+
+The only place that knows of *the* session of a process; everything below takes one as an argument. Ends by itself when
+the interpreter ends; an exception that ends the script is told to the other ranks with its text.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from .errors import ClosedError, NotBuiltError, UsageError
+from .launch.environment import Environment, recognise
+from .launch.store import find_secret, listen_address, open_store
+from .session import Session, Stats, connect_session
+from .strategy import Strategy
+from .types import Group
+from .wire.watch import LIVENESS_S
+
+if TYPE_CHECKING:
+    import torch
+
+    from .frameworks.torch import Prepared
+
+    Model = TypeVar("Model", bound=torch.nn.Module)
+    Tensors = TypeVar("Tensors", torch.Tensor, np.ndarray[Any, Any])
+
+_session: Session | None = None
+_prepared: list[Prepared] = []
+_inits = 0
+
+
+def init(
+    strategy: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    address: str | None = None,
+    interface: str | None = None,
+    secret: str | bytes | None = None,
+    timeout: float = 120.0,
+    liveness: float = LIVENESS_S,
+    progress: float = 30 * 60.0,
+) -> None:
+    """Join this run's processes.
+
+    Under torchrun or ``syncline run`` nothing has to be given. ``strategy`` defaults to ``SYNCLINE_STRATEGY`` and then
+    to automatic choices; it fixes who is a worker and who a server. Those who start processes themselves give ``rank``
+    (from 0, servers last), ``world_size`` (all processes, servers included) and ``address`` (``host:port`` of rank 0,
+    where the processes meet). ``interface`` is the network interface, or address, to listen on; by default the one
+    that reaches rank 0. ``secret`` keeps strangers out; ``SYNCLINE_SECRET`` by default.
+
+    Limits in seconds: ``timeout`` for all processes to come, ``liveness`` for a peer without a sign of life,
+    ``progress`` for an operation that does not move.
+    """
+    global _session, _inits
+    if _session is not None:
+        raise UsageError("syncline.init() was called before: call syncline.shutdown() first")
+    environment = recognise(rank=rank, world_size=world_size, address=address)
+    chosen = _choose(strategy, environment)
+    if environment.world == 1 and chosen.servers == 0:
+        group = Group(1)
+        _session = Session(chosen.resolve(group, one_host=True), group, 0, None)
+    else:
+        run = f"{environment.run_id}/{environment.restart}/{_inits}"
+        store = open_store(environment, timeout)
+        _session = connect_session(
+            chosen,
+            environment.rank,
+            environment.world,
+            store,
+            run=run,
+            secret=find_secret(store, run, environment, secret),
+            address=listen_address(environment, interface or os.environ.get("SYNCLINE_INTERFACE")),
+            local_rank=environment.local_rank,
+            timeout=timeout,
+            liveness_s=liveness,
+            limit_s=progress,
+            hint=environment.where,
+        )
+    _inits += 1
+    _watch_the_end()
+
+
+def _choose(strategy: str | None, environment: Environment) -> Strategy:
+    """The strategy asked for by the script or else by the launcher; servers that were started must be in it."""
+    text = strategy if strategy is not None else environment.strategy
+    started = environment.servers
+    if text is None:
+        return Strategy.parse(f"ps(servers={started})" if started else "")
+    chosen = Strategy.parse(text)
+    if started is not None and started != chosen.servers and environment.world > 1:
+        raise UsageError(
+            f"{str(chosen)!r} has {chosen.servers} server processes, {started} were started: use syncline run"
+            f" --servers {chosen.servers}"
+        )
+    return chosen
+
+
+def is_initialized() -> bool:
+    """Whether ``init`` was called and ``shutdown`` not yet."""
+    return _session is not None
+
+
+def session() -> Session:
+    """The session of this process; raises ClosedError before ``init`` and after ``shutdown``."""
+    if _session is None:
+        raise ClosedError("call syncline.init() first")
+    _session.check_usable()
+    return _session
+
+
+def rank() -> int:
+    """This worker's rank, from 0; a server answers with the last worker's."""
+    return session().rank
+
+
+def local_rank() -> int:
+    """This process's number on its host, from 0."""
+    return session().local_rank
+
+
+def world_size() -> int:
+    """The number of workers; servers do not count."""
+    return session().world_size
+
+
+def prepare(
+    model: Model, optimizer: torch.optim.Optimizer, *, unused: str = "error", weight: Any = "batch"
+) -> tuple[Model, torch.optim.Optimizer]:
+    """Make a model and its optimizer part of the run; both are returned, the training loop stays as it is.
+
+    All ranks start from rank 0's values. From now on ``backward()`` ends with averaged gradients; under a parameter
+    server ``optimizer.step()`` fetches the new weights. ``unused`` says what happens to parameters without a gradient:
+    ``"error"`` names them, ``"zeros"`` counts them as zero. ``weight`` is how much a batch counts in the mean: its size
+    (``"batch"``, the first dimension of the first tensor given to the model), a number, or a function of the model's
+    arguments.
+
+    A server process does not return from here: it serves until the workers have left, and ends with status 0.
+    """
+    here = session()
+    if here.alone:
+        return model, optimizer
+    from .frameworks import torch as adapter
+
+    made = adapter.prepare(here, model, optimizer, unused=unused, weight=weight)
+    if made is None:
+        shutdown()
+        sys.exit(0)
+    _prepared.append(made)
+    return model, optimizer
+
+
+def no_sync() -> contextlib.AbstractContextManager[None]:
+    """Backward passes inside only accumulate local gradients (gradient accumulation); the next one exchanges them."""
+    stack = contextlib.ExitStack()
+    session()
+    for made in _prepared:
+        stack.enter_context(made.replica.no_sync())
+
+    @contextlib.contextmanager
+    def scope() -> Iterator[None]:
+        with stack:
+            yield
+
+    return scope()
+
+
+@contextlib.contextmanager
+def join() -> Iterator[None]:
+    """Around a training loop whose number of batches differs between ranks.
+
+    A rank that has run out takes part in the others' exchanges with weight 0 until all have. At the end all models get
+    the values of the rank that trained longest.
+    """
+    here = session()
+    if not here.alone and any(made.client is not None for made in _prepared):
+        raise NotBuiltError(
+            "join() with a parameter server that holds the weights is not built yet: use ps(update=worker), ring or"
+            " another allreduce, or give every rank the same number of batches"
+        )
+    yield
+    for made in _prepared:
+        made.replica.shadow_until_all_joined()
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
+    """Clip the averaged gradients to a Euclidean norm of ``max_norm`` between ``backward`` and ``step``; their norm.
+
+    ``parameters`` is the model, or its parameters. Works under every strategy, also where servers hold the gradients.
+    """
+    import torch
+
+    if isinstance(parameters, torch.nn.Module):
+        parameters = parameters.parameters()
+    found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    session()
+    for made in _prepared:
+        if made.client is not None:
+            wanted = {id(tensor) for tensor in found if tensor.requires_grad}
+            if wanted != {id(parameter) for parameter in made.client.parameters}:
+                raise UsageError("under a parameter server clip_grad_norm_ takes all parameters of the prepared model")
+            return torch.tensor(made.client.clip(max_norm))
+    return torch.nn.utils.clip_grad_norm_(found, max_norm)
+
+
+def allreduce(tensor: Tensors, op: str = "mean") -> Tensors:
+    """Replace a tensor or array, on every worker, by the workers' ``mean`` or ``sum``; returns it."""
+    if op not in ("mean", "sum"):
+        raise UsageError(f"op={op!r}: choose 'mean' or 'sum'")
+    flat, write_back = _flat(tensor)
+    session().allreduce(flat, average=op == "mean")
+    write_back()
+    return tensor
+
+
+def broadcast(tensor: Tensors, root: int = 0) -> Tensors:
+    """Replace a tensor or array, on every worker, by that of rank ``root``; returns it."""
+    flat, write_back = _flat(tensor)
+    session().broadcast(flat, root)
+    write_back()
+    return tensor
+
+
+def gather(data: bytes) -> list[bytes]:
+    """Every worker's bytes, in rank order, on every worker."""
+    return session().gather(data)
+
+
+def barrier(timeout: float | None = None) -> None:
+    """Wait until all workers are here; an error names those that are not after ``timeout`` seconds."""
+    session().barrier(timeout)
+
+
+def stats() -> Stats:
+    """Time blocked in Syncline and bytes moved, since ``init``."""
+    return session().stats()
+
+
+def state_dict() -> dict[str, Any]:
+    """What Syncline itself has to remember for a resumed run, beside the model's and the optimizer's own state."""
+    here = session()
+    return {
+        "strategy": str(here.strategy),
+        "world_size": here.world_size,
+        "steps": [made.replica.steps for made in _prepared],
+    }
+
+
+def load_state_dict(state: Mapping[str, Any]) -> None:
+    """Take up what ``state_dict`` saved; refuses a state of another strategy, whose mathematics would differ."""
+    here = session()
+    if state["strategy"] != str(here.strategy):
+        raise UsageError(f"this state is of a run with {state['strategy']!r}, this run has {str(here.strategy)!r}")
+    for made, steps in zip(_prepared, state["steps"], strict=True):
+        made.replica.steps = steps
+
+
+def shutdown() -> None:
+    """End this process's part in the run. Called by itself at the end of the interpreter; may be called again."""
+    global _session
+    if _session is None:
+        return
+    for made in _prepared:
+        made.replica.detach()
+    _prepared.clear()
+    ending, _session = _session, None
+    ending.shutdown()
+
+
+def _flat(tensor: Any) -> tuple[np.ndarray[Any, Any], Any]:
+    """A one-dimensional numpy array over the tensor's memory, or over a copy, and what writes the copy back."""
+    if isinstance(tensor, np.ndarray):
+        if tensor.flags.c_contiguous:
+            return tensor.reshape(-1), lambda: None
+        copy = np.ascontiguousarray(tensor)
+        return copy.reshape(-1), lambda: np.copyto(tensor, copy)
+    import torch
+
+    from .frameworks.torch.storage import dtype_name
+    from .types import numpy_dtype
+
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"expected a torch tensor or a numpy array, got {type(tensor).__name__}")
+    if tensor.device.type != "cpu" or tensor.is_sparse:
+        raise NotBuiltError("only dense CPU tensors can be exchanged so far")
+    dense = tensor.detach().contiguous()
+    array = dense.reshape(-1).view(torch.uint8).numpy().view(numpy_dtype(dtype_name(tensor.dtype)))
+
+    def write_back() -> None:
+        if dense.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(dense)
+
+    return array, write_back
+
+
+def _watch_the_end() -> None:
+    """Say goodbye at exit, tell the others of an exception, and let go in forked children."""
+    if _inits > 1:
+        return
+    atexit.register(shutdown)
+    os.register_at_fork(after_in_child=_forget)
+    previous = sys.excepthook
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        previous(kind, error, trace)
+        if _session is not None:
+            _session.fail(error if isinstance(error, Exception) else RuntimeError(kind.__name__))
+
+    sys.excepthook = on_exception
+    earlier = threading.excepthook
+
+    def on_thread_exception(arguments: threading.ExceptHookArgs) -> None:
+        earlier(arguments)
+
+    threading.excepthook = on_thread_exception
+
+
+def _forget() -> None:
+    """In a forked child (a data loader's worker): the connections are the parent's."""
+    if _session is not None:
+        _session.forget_in_child()

@@ -1,0 +1,6 @@
+"""What is measured, always beside what a user would pick instead, on the same work, in the same run.
+
+``compare`` trains one workload under several strategies and fills the rows of a result file; ``train`` is the script
+that each of its processes runs; ``measure`` holds the clocks and the arithmetic between the two; ``machine`` says where
+it all happened.
+"""

@@ -1,0 +1,106 @@
+"""``syncline compare``: one workload trained under several strategies, side by side, by real processes.
+
+Owns the order of things: check everything before any process starts, run the single worker and then every strategy,
+keep what has been measured whatever happens later. Does not know how a strategy works or what its numbers mean:
+``cases`` checks, ``processes`` runs ``train`` and makes a row of what it reports, ``report`` shows the rows.
+
+A row that fails is listed with its error and does not stop the others. The result file is replaced after every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from rich.console import Console
+
+from ..errors import UsageError
+from ..report import table
+from ..report.rows import Result, replace_text
+from .cases import Plan, plan_of
+from .machine import describe
+from .measure import scaled
+from .processes import measure
+from .progress import Display
+
+SILENCE_LIMIT_S = 1800.0
+INTERRUPTED = 130
+
+
+def run(
+    workload: str,
+    workers: int,
+    strategies: Sequence[str],
+    epochs: int | None = None,
+    iterations: int | None = None,
+    batch: int | None = None,
+    seed: int = 0,
+    json_path: str | Path | None = None,
+    report_path: str | Path | None = None,
+    timeout: float | None = None,
+    console: Console | None = None,
+) -> int:
+    """Compare the strategies on the workload and return the exit status.
+
+    0: every row finished and its replicas agree; 1: not so; 130: interrupted, the rows so far are kept. ``batch``
+    replaces the workload's default and means the same (of all workers, or of each); ``timeout`` is how many seconds a
+    row may go without any report before it counts as failed. Raises UsageError before any process starts.
+    """
+    plan = plan_of(workload, workers, strategies, epochs, iterations, batch, seed, json_path, report_path)
+    limit = SILENCE_LIMIT_S if timeout is None else timeout
+    if limit <= 0:
+        raise UsageError(f"the time limit has to be more than 0 seconds, got {limit:g}")
+    return carry_out(plan, limit, console or Console(stderr=True), Console())
+
+
+def carry_out(plan: Plan, limit_s: float, progress: Console, output: Console) -> int:
+    """Run the planned rows, save after each, print the table and write the page; returns the exit status."""
+    result = _empty(plan)
+    interrupted = False
+    try:
+        with Display(progress) as display:
+            for case in plan.cases:
+                row = measure(case, plan.workload, plan.seed, limit_s, display)
+                result = result.with_row(scaled(row, result.baseline))
+                _save(plan, result)
+    except KeyboardInterrupt:
+        interrupted = True
+        progress.print("interrupted: the rows so far are kept")
+    _save(plan, result)
+    output.print(table.render(result))
+    _publish(plan, result, output)
+    if interrupted:
+        return INTERRUPTED
+    return 0 if all(row.finished for row in result.rows) else 1
+
+
+def _empty(plan: Plan) -> Result:
+    machine = describe()
+    return Result(
+        machine.description,
+        machine.cores,
+        machine.versions,
+        machine.commit,
+        plan.workload,
+        seed=plan.seed,
+        epochs=plan.epochs,
+        iterations=plan.iterations,
+        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        modified=machine.modified,
+    )
+
+
+def _save(plan: Plan, result: Result) -> None:
+    if plan.json_path is not None:
+        result.save(plan.json_path)
+
+
+def _publish(plan: Plan, result: Result, output: Console) -> None:
+    if plan.report_path is not None:
+        from ..report import page
+
+        replace_text(plan.report_path, page.render(result))
+    for name, path in (("results", plan.json_path), ("report", plan.report_path)):
+        if path is not None:
+            output.print(f"{name}: {path}", soft_wrap=True, markup=False, highlight=False)

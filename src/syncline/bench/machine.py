@@ -1,0 +1,95 @@
+"""Where a measurement was made: processor, memory, cores that may be used, versions, and the commit of the code.
+
+Owns nothing but reading these; every fact that cannot be found out is said to be unknown or None, and never fails a
+measurement. No host name is read: result files are meant to be published.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_GIT_LIMIT_S = 5.0
+_PACKAGES = ("torch", "numpy", "syncline")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts that a result file carries about its origin."""
+
+    description: str
+    cores: int
+    versions: dict[str, str]
+    commit: str | None
+    modified: bool | None
+
+
+def describe() -> Machine:
+    """The machine, cores, versions and commit of this process; takes some milliseconds and two calls of git."""
+    package = Path(__file__).resolve().parent.parent
+    commit = _commit(package)
+    return Machine(
+        description=", ".join(
+            (platform.machine(), _processor(), _memory(), f"{platform.system()} {platform.release()}")
+        ),
+        # The cores this process may run on, which on shared machines and in containers are fewer than there are.
+        cores=len(os.sched_getaffinity(0)),
+        versions={"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        commit=commit,
+        modified=None if commit is None else _modified(package),
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "unknown processor"
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "unknown processor")
+
+
+def _memory() -> str:
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return f"{pages * page_bytes / 2**30:.1f} GiB"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        # A package used from its source tree is not installed, but may say its version itself.
+        return str(getattr(sys.modules.get(package), "__version__", "unknown"))
+
+
+def _commit(package: Path) -> str | None:
+    """The commit of the checkout that ``package`` is the source of; None when it is installed somewhere else."""
+    answer = _git(package, "rev-parse", "--show-toplevel", "HEAD")
+    if answer is None or answer.returncode != 0:
+        return None
+    top, commit = answer.stdout.split("\n")[:2]
+    # An environment inside another project's checkout must not claim that project's commit.
+    return commit if Path(top).resolve() / "src" / package.name == package else None
+
+
+def _modified(package: Path) -> bool | None:
+    answer = _git(package, "status", "--porcelain", "--", str(package))
+    return None if answer is None or answer.returncode != 0 else bool(answer.stdout.strip())
+
+
+def _git(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None:
+    try:
+        return subprocess.run(
+            ["git", "-C", str(directory), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,184 @@
+"""The arithmetic of a measured run: an iteration's clock, medians of a worker, and a row made of all workers.
+
+Owns what the numbers of a row mean; does no I/O and reads no clock of its own, so that every rule here is tested
+without waiting. The split of an iteration follows Shi and Chu (arXiv 1711.05979); exposed communication is the time
+for which the training thread was blocked in the communication library, whatever stage it happened in, and is taken out
+of that stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean, median
+from typing import Any
+
+from ..report.rows import BASELINE, STAGES, Point, Row
+
+COMPUTE_STAGES = tuple(stage for stage in STAGES if stage != "exposed_comm_s")
+MEASURES = (*STAGES, "iteration_s", "compute_s", "images_per_s", "bytes_sent_per_step")
+_CURVE_POINTS = 300
+
+
+@dataclass
+class IterationClock:
+    """Splits one iteration into stages, each net of the time blocked in communication.
+
+    ``now`` is a clock in seconds, ``blocked`` the total time blocked so far. The calls of an iteration are ``begin``,
+    then ``lap`` at the end of each stage, then ``end``.
+    """
+
+    now: Callable[[], float]
+    blocked: Callable[[], float]
+    _start: tuple[float, float] = (0.0, 0.0)
+    _last: tuple[float, float] = (0.0, 0.0)
+    _stages: dict[str, float] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Start an iteration."""
+        self._start = self._last = (self.now(), self.blocked())
+        self._stages = dict.fromkeys(COMPUTE_STAGES, 0.0)
+
+    def lap(self, stage: str) -> None:
+        """Everything since the last call was ``stage``."""
+        at, blocked = self.now(), self.blocked()
+        # The two clocks are read one after the other, so a stage that only waited may come out a little below zero.
+        self._stages[stage] += max(0.0, (at - self._last[0]) - (blocked - self._last[1]))
+        self._last = (at, blocked)
+
+    def end(self) -> dict[str, float]:
+        """Seconds of the iteration that ends with the last lap: every stage, iteration_s, compute_s, exposed_comm_s."""
+        iteration = self._last[0] - self._start[0]
+        exposed = min(iteration, self._last[1] - self._start[1])
+        return {
+            **self._stages,
+            "iteration_s": iteration,
+            "exposed_comm_s": exposed,
+            "compute_s": iteration - exposed,
+        }
+
+
+@dataclass
+class Record:
+    """What one worker has measured so far: every iteration's numbers and the points of its curves."""
+
+    iterations: int
+    """How many iterations the run will have."""
+    measures: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})
+    points: list[Point] = field(default_factory=list)
+    seconds: float = 0.0
+    last_loss: float | None = None
+    _losses: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def done(self) -> int:
+        """Iterations measured so far."""
+        return len(self.measures["iteration_s"])
+
+    def add(self, times: Mapping[str, float], loss: float, samples: int, bytes_sent: int) -> None:
+        """Enter one iteration: its times, its training loss, its samples and the bytes sent during it."""
+        for name, value in times.items():
+            self.measures[name].append(value)
+        self.measures["images_per_s"].append(samples / times["iteration_s"] if times["iteration_s"] > 0 else 0.0)
+        self.measures["bytes_sent_per_step"].append(bytes_sent)
+        self.seconds += times["iteration_s"]
+        self.last_loss = loss
+        self._losses.append((loss, samples))
+        if len(self._losses) == math.ceil(self.iterations / _CURVE_POINTS) or self.done == self.iterations:
+            total = sum(count for _, count in self._losses)
+            mean = sum(value * count for value, count in self._losses) / total
+            self.points.append(Point(self.done, self.seconds, loss=mean))
+            self._losses = []
+
+    def evaluated(self, accuracy: float, loss: float) -> None:
+        """Enter an evaluation on the test set after the iterations so far."""
+        self.points.append(Point(self.done, self.seconds, accuracy=accuracy, test_loss=loss))
+
+    def report(self) -> dict[str, Any]:
+        """The worker's medians and curve, as JSON values."""
+        skip = warmup(self.done)
+        return {
+            "iterations": self.done,
+            "warmup": skip,
+            "measures": {name: median(values[skip:]) for name, values in self.measures.items()},
+            "curve": [asdict(point) for point in self.points],
+        }
+
+
+def warmup(iterations: int) -> int:
+    """How many first iterations medians leave out: a fifth, at most ten."""
+    return min(10, iterations // 5)
+
+
+def row_of(strategy: str, workers: int, servers: int, batch: int, reports: Sequence[Mapping[str, Any]]) -> Row:
+    """One row made of the reports of all its workers, in rank order."""
+    first = reports[0]
+    values = {name: [float(report["measures"][name]) for report in reports] for name in MEASURES}
+    measures: dict[str, Any] = {name: median(items) for name, items in values.items()}
+    measures["images_per_s"] = sum(values["images_per_s"])
+    digests = {str(report["sha256"]) for report in reports}
+    curve = _curve([report["curve"] for report in reports])
+    scored = [point for point in curve if point.accuracy is not None]
+    losses = [point.loss for point in curve if point.loss is not None]
+    return Row(
+        strategy,
+        workers,
+        accuracy=scored[-1].accuracy if scored else None,
+        loss=scored[-1].test_loss if scored else (losses[-1] if losses else None),
+        **measures,
+        replicas_equal=len(digests) == 1,
+        chosen=str(first["chosen"]),
+        servers=servers,
+        iterations=int(first["iterations"]),
+        warmup=int(first["warmup"]),
+        batch=batch,
+        replica_sha256=digests.pop() if len(digests) == 1 else None,
+        curve=curve,
+        traffic=traffic([report["sent"] for report in reports], [report["received"] for report in reports], servers),
+    )
+
+
+def scaled(row: Row, baseline: Row | None) -> Row:
+    """The row with its scaling efficiency: its throughput against that of one worker times the number of workers.
+
+    Without a ``baseline`` the row of a single worker is its own; None where either throughput is unknown.
+    """
+    base = row if baseline is None and row.strategy == BASELINE else baseline
+    if row.images_per_s is None or base is None or not base.images_per_s:
+        return row
+    return replace(row, scaling_efficiency=row.images_per_s / (row.workers * base.images_per_s))
+
+
+def traffic(
+    sent: Sequence[Mapping[str, float]], received: Sequence[Mapping[str, float]], servers: int
+) -> tuple[tuple[float, ...], ...]:
+    """Who sent how much to whom: what each worker says that it sent, and that it received from servers.
+
+    Both are per worker in rank order, with the peer's process index (as text) as key; processes are the workers, then
+    the servers, which do not report themselves.
+    """
+    workers = len(sent)
+    count = workers + servers
+    matrix = [[0.0] * count for _ in range(count)]
+    for rank in range(workers):
+        for peer, value in sent[rank].items():
+            matrix[rank][int(peer)] = float(value)
+        for peer, value in received[rank].items():
+            if int(peer) >= workers:
+                matrix[int(peer)][rank] = float(value)
+    return tuple(tuple(line) for line in matrix)
+
+
+def _curve(curves: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[Point, ...]:
+    """Rank 0's points with the training loss averaged over the workers that have the same point."""
+    losses: dict[int, list[float]] = {}
+    for points in curves:
+        for point in points:
+            if point["loss"] is not None:
+                losses.setdefault(point["iteration"], []).append(point["loss"])
+    own = [Point(**point) for point in curves[0]]
+    return tuple(
+        point if point.loss is None else Point(point.iteration, point.seconds, loss=fmean(losses[point.iteration]))
+        for point in own
+    )

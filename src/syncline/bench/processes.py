@@ -1,0 +1,118 @@
+"""One row's processes: start them, listen to them, and make a row of what they say.
+
+Owns the life of a row from the start of its processes to their end. A row that fails becomes a row with an error: the
+text names the process that failed first, since the others usually fail because it did.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..errors import SynclineError
+from ..launch.local import LocalRun, Outcome
+from ..report.rows import Row
+from .cases import Case
+from .measure import row_of
+from .messages import Job, Mailbox, Message
+from .progress import Display
+
+TRAIN = ("-m", "syncline.bench.train")
+_POLL_S = 0.1
+_KEPT_LINES = 12
+
+
+def measure(
+    case: Case, workload: str, seed: int, limit_s: float, display: Display, script: Sequence[str] = TRAIN
+) -> Row:
+    """Run one row's processes to their end; a failure is in the row's ``error``.
+
+    ``limit_s`` is how long no process may report anything before the row counts as failed; ``script`` is what Python
+    is told to run, with the job as its last argument.
+    """
+    processes = case.workers + case.servers
+    display.begin(case.strategy, processes, case.iterations)
+    with Mailbox(processes) as mailbox:
+        fds = tuple(mailbox.fds)
+        job = Job(workload, case.strategy, case.batch, case.iterations, seed, fds)
+        watch = _Watch(case, display, limit_s)
+        command = [sys.executable, *script, job.to_json()]
+        try:
+            with LocalRun(command, processes, servers=case.servers, pass_fds=fds, on_output=watch.output) as started:
+                mailbox.release()
+                watch.follow(mailbox, started)
+        except SynclineError as error:
+            watch.failure = str(error)
+    row = watch.row()
+    display.end("done" if row.error is None else "failed")
+    return row
+
+
+class _Watch:
+    """What is known of a row while its processes run."""
+
+    def __init__(self, case: Case, display: Display, limit_s: float) -> None:
+        self.failure: str | None = None
+        self._case, self._display, self._limit_s = case, display, limit_s
+        self._outcome: Outcome | None = None
+        self._results: dict[int, Message] = {}
+        self._errors: list[tuple[float, int, str]] = []
+        self._tail: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._heard = time.monotonic()
+
+    def output(self, rank: int, line: str) -> None:
+        """A process printed a line; the last ones become part of an error that has no other explanation."""
+        self._tail.append(f"{self._name(rank)}: {line}")
+
+    def follow(self, mailbox: Mailbox, started: LocalRun) -> None:
+        """Take reports until all processes have ended; raises SynclineError after too long a silence."""
+        while (outcome := started.poll()) is None:
+            self._take(mailbox.receive(_POLL_S))
+            silent = time.monotonic() - self._heard
+            if silent > self._limit_s:
+                raise SynclineError(f"no report for {silent:.0f} s, so the row was ended: raise the limit if it works")
+        while mailbox.open and (last := mailbox.receive(0.0)):
+            self._take(last)
+        self._outcome = outcome
+
+    def row(self) -> Row:
+        """The row that the reports make, or one that says why there is none."""
+        case = self._case
+        error = self._error()
+        if len(self._results) < case.workers:
+            return Row(case.strategy, case.workers, servers=case.servers, batch=case.batch, error=error)
+        reports = [self._results[rank] for rank in range(case.workers)]
+        return replace(row_of(case.strategy, case.workers, case.servers, case.batch, reports), error=error)
+
+    def _take(self, messages: Sequence[tuple[int, Message]]) -> None:
+        for rank, message in messages:
+            self._heard = time.monotonic()
+            if message["kind"] == "result":
+                self._results[rank] = message
+            elif message["kind"] == "error":
+                self._errors.append((message["at"], rank, message["text"]))
+            elif message["kind"] == "progress":
+                self._display.advance(message["iteration"], message["loss"], message["images_per_s"])
+
+    def _error(self) -> str | None:
+        """Why the row failed, None if it did not. The first failure is the cause, the others its consequences."""
+        missing = [rank for rank in range(self._case.workers) if rank not in self._results]
+        outcome = self._outcome
+        if self.failure is not None or outcome is None:
+            return self.failure or "the processes were not followed to their end"
+        killed = [ending.text for ending in outcome.endings if ending.status > 128 and not ending.told]
+        if killed:
+            return "\n".join((killed[0], *self._tail))
+        if self._errors:
+            _, rank, text = min(self._errors)
+            return f"{self._name(rank)}: {text}"
+        if outcome.status:
+            return "\n".join((outcome.text, *self._tail))
+        return f"rank {missing[0]} ended with status 0 but without a result" if missing else None
+
+    def _name(self, rank: int) -> str:
+        workers = self._case.workers
+        return f"rank {rank}" if rank < workers else f"rank {rank} (server {rank - workers})"

@@ -1,0 +1,262 @@
+"""The command line: ``syncline run | compare | bench | show | strategies``.
+
+Owns options, their texts and exit statuses, and nothing else: each verb imports what does the work when it is called,
+so that ``--help`` loads neither numpy nor a framework. Errors that Syncline raises on purpose are printed as one
+message: status 2 for a user's mistake, 1 for what went wrong later, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from .types import Group
+
+INTERRUPTED = 130
+
+
+class _Verbs(click.Group):
+    """A group whose verbs may raise any of Syncline's errors."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("syncline: interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+        except Exception as error:
+            from .errors import SynclineError, UsageError
+
+            if not isinstance(error, SynclineError):
+                raise
+            click.echo(f"syncline: {error}", err=True)
+            ctx.exit(2 if isinstance(error, UsageError) else 1)
+
+
+class _Lists(click.Command):
+    """A command whose ``multiple`` options take all values up to the next option: ``--ranks 2 4``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        lists = {
+            name
+            for option in self.params
+            if isinstance(option, click.Option) and option.multiple
+            for name in option.opts
+        }
+        return super().parse_args(ctx, spread(args, lists))
+
+
+def spread(args: Sequence[str], lists: Iterable[str]) -> list[str]:
+    """``--o a b`` as ``--o a --o b`` for the options in ``lists``, up to ``--``."""
+    names = set(lists)
+    found: list[str] = []
+    option: str | None = None  # the list that is open
+    fresh = False  # it has no value yet
+    for position, arg in enumerate(args):
+        if arg == "--":
+            return found + list(args[position:])
+        if arg.startswith("-"):
+            head, has_value, _ = arg.partition("=")
+            option, fresh = (head, not has_value) if head in names else (None, False)
+        elif option is not None:
+            if not fresh:
+                found.append(option)
+            fresh = False
+        found.append(arg)
+    return found
+
+
+def _version(ctx: click.Context, option: click.Parameter, value: bool) -> None:  # noqa: ARG001
+    if value and not ctx.resilient_parsing:
+        from . import __version__
+
+        click.echo(f"syncline {__version__}")
+        ctx.exit()
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
+def cli() -> None:
+    """Every way to exchange gradients, for real, under one interface, side by side."""
+
+
+@cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="Workers to start.")
+@click.option(
+    "--servers", type=click.IntRange(min=0), help="Server processes to start beside them; from --strategy if left out."
+)
+@click.option("--strategy", help="What syncline.init() takes when the script does not say.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(
+    workers: int, servers: int | None, strategy: str | None, module: bool, script: str, args: tuple[str, ...]
+) -> None:
+    """Run SCRIPT with ARGS in WORKERS processes of this machine (and servers, after them).
+
+    The exit status is that of the first process that failed.
+    """
+    from .errors import UsageError
+    from .launch.local import launch
+
+    env = {}
+    if strategy is not None:
+        from .strategy import Strategy
+        from .types import Group
+
+        parsed = Strategy.parse(strategy)
+        if servers is not None and servers != parsed.servers:
+            raise UsageError(f"{str(parsed)!r} needs {parsed.servers} servers, --servers says {servers}: leave it out")
+        servers = parsed.servers
+        parsed.resolve(Group(workers, servers), one_host=True)  # some are impossible for so many workers only
+        env["SYNCLINE_STRATEGY"] = str(parsed)
+    if not module and not Path(script).is_file():
+        raise UsageError(f"there is no file {script!r} to run (for a module, use -m)")
+    servers = servers or 0
+    command = [sys.executable, *(["-m"] if module else []), script, *args]
+    outcome = launch(command, workers + servers, servers=servers, env=env)
+    if outcome.status:
+        click.echo(f"syncline: {outcome.text}", err=True)
+    sys.exit(outcome.status)
+
+
+@cli.command(cls=_Lists)
+@click.option("--workload", default="digits", show_default=True, help="digits, cifar10:PATH, synthetic:alexnet, ...")
+@click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Workers of every strategy.")
+@click.option(
+    "--strategies",
+    multiple=True,
+    default=("ring", "ps(servers=1)"),
+    show_default=True,
+    metavar="TEXT...",
+    help="Strategies to compare, each quoted; see `syncline strategies`.",
+)
+@click.option("--epochs", type=click.IntRange(min=1), help="Passes over the data; default: the workload's.")
+@click.option("--iterations", type=click.IntRange(min=1), help="Training steps, instead of --epochs.")
+@click.option("--batch", type=click.IntRange(min=1), help="Batch size; default and meaning: the workload's.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights and the order of the data.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
+@click.option("--report", "report_path", type=click.Path(dir_okay=False, path_type=Path), help="Write a page here.")
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds a row may be silent.")
+def compare(
+    workload: str,
+    workers: int,
+    strategies: tuple[str, ...],
+    epochs: int | None,
+    iterations: int | None,
+    batch: int | None,
+    seed: int,
+    json_path: Path | None,
+    report_path: Path | None,
+    timeout: float | None,
+) -> None:
+    """Train one workload on a single worker and under every strategy, side by side."""
+    if epochs is not None and iterations is not None:
+        raise click.UsageError("--epochs and --iterations exclude each other")
+    from .bench import compare as bench
+
+    status = bench.run(
+        workload,
+        workers,
+        strategies,
+        epochs=epochs,
+        iterations=iterations,
+        batch=batch,
+        seed=seed,
+        json_path=json_path,
+        report_path=report_path,
+        timeout=timeout,
+    )
+    sys.exit(status)
+
+
+@cli.command(cls=_Lists)
+@click.option(
+    "--ranks", multiple=True, type=click.IntRange(min=1), default=(2, 4), show_default=True, metavar="N...",
+    help="Numbers of ranks.",
+)  # fmt: skip
+@click.option(
+    "--sizes", multiple=True, default=("1KB", "1MB", "60.97MB"), show_default=True, metavar="SIZE...",
+    help="Bytes to reduce, with units.",
+)  # fmt: skip
+@click.option(
+    "--contenders", multiple=True, metavar="TEXT...", help="Strategies and peers (gloo:native, ...); default: all."
+)
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
+def bench(ranks: tuple[int, ...], sizes: tuple[str, ...], contenders: tuple[str, ...], json_path: Path | None) -> None:
+    """Measure allreduce beside what one would use instead."""
+    from .bench import allreduce
+    from .grammar import read_value
+    from .types import Size
+
+    nbytes = [read_value(size, Size, "--sizes") for size in sizes]
+    sys.exit(allreduce.run(list(ranks), nbytes, list(contenders), json_path))
+
+
+@cli.command()
+@click.argument("algorithm")
+@click.option("--ranks", type=click.IntRange(min=1), help="Workers; default: those of --nodes, else 4.")
+@click.option("--nodes", help="Workers of each node: 2x4 is two nodes of four, or 4,4,2.")
+@click.option("--servers", type=click.IntRange(min=1), help="Short for ps(servers=...).")
+def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | None) -> None:
+    """Draw the plan of ALGORITHM, such as ring, "ps(servers=2)" or broadcast."""
+    from . import registry
+    from .grammar import read_part
+    from .parts import bind, build
+    from .report.draw import draw_plan
+
+    part = read_part(algorithm)
+    registry.get("algorithms", part.name)
+    if servers is not None:
+        part = type(part)(part.name, (*part.args, ("servers", servers)))
+    part = bind("algorithms", part)
+    own = part.arguments.get("servers", 0) if part.arguments.get("on", "ranks") == "ranks" else 0
+    click.echo(draw_plan(build("algorithms", part, _group(ranks, nodes, own))))
+
+
+@cli.command()
+def strategies() -> None:
+    """List every word that a strategy may say."""
+    from .strategy import vocabulary
+
+    words = vocabulary()
+    for word in dict.fromkeys(item.word for item in words):
+        click.secho(word, bold=True)
+        for item in words:
+            if item.word == word and item.built:
+                click.echo(f"  {item.text}\n      {item.summary}" if item.summary else f"  {item.text}")
+        later = [item.text for item in words if item.word == word and not item.built]
+        if later:
+            click.echo(f"  not built yet: {', '.join(later)}")
+
+
+def _group(ranks: int | None, nodes: str | None, servers: int) -> Group:
+    """The group to draw; raises UsageError when --ranks and --nodes disagree."""
+    from .errors import UsageError
+    from .types import Group
+
+    if nodes is None:
+        return Group(4 if ranks is None else ranks, servers)
+    try:
+        if "x" in nodes:
+            count, each = nodes.split("x")
+            sizes = [int(each)] * int(count)
+        else:
+            sizes = [int(size) for size in nodes.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise UsageError(f"--nodes must look like 2x4 or 4,4,2, got {nodes!r}")
+    if ranks is not None and ranks != sum(sizes):
+        raise UsageError(f"--ranks {ranks} and --nodes {nodes} disagree: the nodes have {sum(sizes)} workers")
+    return Group(sum(sizes), servers, tuple(node for node, size in enumerate(sizes) for _ in range(size)))
+
+
+def main() -> None:
+    """The entry point of the installed script."""
+    cli(prog_name="syncline")

@@ -1,0 +1,308 @@
+"""Runs plans over a transport: a dataflow over (rank, chunk), several runs in flight, large arrays cut into segments.
+
+Each segment of an array executes the whole plan on its own elements; a few segments flow one behind the other, so that
+sending, receiving and reducing overlap. Within a segment an action starts as soon as what it waits for has finished: a
+slow peer holds up only what needs it.
+
+Receives that reduce are posted when their segment opens, straight from the transport's memory (a peer's own memory
+over shm, scratch over tcp); receives that copy go straight into the array. Reductions into one chunk keep plan order,
+so the result does not depend on timing.
+
+Memory: the scratch for received parts is at most ``window`` segments per run.
+
+Pure apart from the transport it is given: no threads, no clocks, no knowledge of frameworks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import PeerError, SynclineError, UsageError
+from .kernels.cpu import add_into
+from .program import Action, Program
+from .transports import Handle, Transport
+from .wire.scratch import Scratch
+
+Array = NDArray[Any]
+
+SEGMENT_BYTES = 4 * 1024 * 1024
+WINDOW = 4
+
+_INDEX_BITS = 20
+_SEGMENT_BITS = 20
+_KEYS = 1 << 23
+"""Keys a run may have; tags with the highest bit set are left to single messages."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One plan under way over one array.
+
+    ``key`` is the same on all ranks and tells this run's messages from those of others in flight. A ``tolerant`` run
+    does not mind peers that have left: it then never finishes (a server waiting for a next step that does not come).
+    """
+
+    program: Program
+    array: Array
+    key: int
+    label: str
+    priority: float = 0.0
+    on_done: Callable[[], None] | None = None
+    tolerant: bool = False
+    per_segment: int = 0
+    segments: int = 0
+    opened: int = 0
+    left: int = 0
+    bytes_view: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+
+    @property
+    def done(self) -> bool:
+        """True when every segment has finished."""
+        return self.left == 0
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A received part in scratch memory of the exchange."""
+
+    buffer: NDArray[np.uint8]
+    nbytes: int
+
+    @property
+    def payload(self) -> NDArray[np.uint8]:
+        return self.buffer[: self.nbytes]
+
+
+class _Segment:
+    """The state of one segment: which actions still wait, and what has arrived too early to be applied.
+
+    A plan whose chunks belong to ranks (reduce-scatter, all-gather) is cut inside each chunk, so that a rank's chunk of
+    the whole array stays in one piece; others are cut into contiguous segments, which are kinder to the cache.
+    """
+
+    __slots__ = ("arrived", "left", "number", "run", "starts", "stops", "waits")
+
+    def __init__(self, run: Run, number: int) -> None:
+        self.run = run
+        self.number = number
+        size, per, chunks = run.array.size, run.per_segment, run.program.plan.chunks
+        if _owned(run.program):
+            edges = chunk_edges(size, chunks)
+            self.starts = [min(edges[chunk] + number * per, edges[chunk + 1]) for chunk in range(chunks)]
+            self.stops = [min(edges[chunk] + (number + 1) * per, edges[chunk + 1]) for chunk in range(chunks)]
+        else:
+            first = number * per
+            length = min(size - first, per)
+            edges = [first + edge for edge in chunk_edges(length, chunks)]
+            self.starts, self.stops = edges[:-1], edges[1:]
+        self.waits = list(run.program.waits)
+        self.left = len(run.program.actions)
+        self.arrived: dict[int, Handle | _Kept] = {}
+
+    def bounds(self, action: Action) -> tuple[int, int]:
+        """The elements of an action; those of several chunks are contiguous (see ``_cut``)."""
+        return self.starts[action.lo], self.stops[action.hi - 1]
+
+
+class Exchange:
+    """Executes runs over one transport; used from one thread."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        segment_bytes: int = SEGMENT_BYTES,
+        window: int = WINDOW,
+        has_left: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        if segment_bytes < 1 or window < 1:
+            raise UsageError(f"segments of {segment_bytes} bytes and a window of {window} make no sense")
+        self.transport = transport
+        self._segment_bytes = segment_bytes
+        self._window = window
+        self._has_left = has_left
+        self.scratch = Scratch()
+        self._under_way: dict[int, Run] = {}
+
+    def start(self, run: Run) -> None:
+        """Begin a run; its ``on_done`` is called from a later ``progress``, or at once when there is nothing to do."""
+        if run.key in self._under_way:
+            raise UsageError(f"{run.label}: key {run.key} is in use by {self._under_way[run.key].label}")
+        if not 0 <= run.key < _KEYS:
+            raise UsageError(f"{run.label}: key {run.key} is out of range")
+        array = run.array
+        if array.ndim != 1 or not array.flags.c_contiguous:
+            raise UsageError(f"{run.label}: an exchange needs a one-dimensional contiguous array")
+        run.bytes_view = array.view(np.uint8)
+        run.per_segment, run.segments = self._cut(run)
+        run.left = run.segments
+        run.opened = 0
+        if run.left == 0:
+            self._finish(run)
+            return
+        self._under_way[run.key] = run
+        while run.opened < min(self._window, run.segments):
+            self._open(run)
+
+    def progress(self, timeout: float) -> int:
+        """Turn the transport once and act on what has completed; returns how much that was."""
+        handles = self.transport.poll(timeout)
+        for handle in handles:
+            owner = handle.owner
+            if isinstance(owner, tuple):
+                self._completed(handle, *owner)
+            elif callable(owner):
+                owner(handle)
+        return len(handles)
+
+    @property
+    def waiting_for(self) -> dict[int, str]:
+        """Peer -> label of a run that waits for it: for messages about what takes so long."""
+        return {action.peer: run.label for run in self._under_way.values() for action in run.program.actions}
+
+    def _cut(self, run: Run) -> tuple[int, int]:
+        """Elements per segment (per chunk, where chunks belong to ranks), and the number of segments."""
+        size, program = run.array.size, run.program
+        if size == 0 or not program.actions:
+            return 1, 0
+        per = max(1, self._segment_bytes // run.array.itemsize)
+        if not _owned(program):
+            return per, -(-size // per)
+        widest = -(-size // program.plan.chunks)
+        if any(action.hi - action.lo > 1 for action in program.actions):
+            return widest, 1  # several chunks in one message have to lie side by side
+        per = max(1, per // program.plan.chunks)
+        return per, -(-widest // per)
+
+    def _open(self, run: Run) -> None:
+        segment = _Segment(run, run.opened)
+        run.opened += 1
+        ready = []
+        for i, action in enumerate(run.program.actions):
+            if action.kind == "reduce":
+                start, stop = segment.bounds(action)
+                if start < stop:
+                    nbytes = (stop - start) * run.array.itemsize
+                    self.transport.borrow(action.peer, _tag(segment, action), nbytes, owner=(segment, i))
+                    continue
+            if segment.waits[i] == 0:
+                ready.append(i)
+        for i in ready:
+            self._act(segment, i)
+
+    def _act(self, segment: _Segment, i: int) -> None:
+        """Action ``i`` has nothing to wait for any more; do it, and what it unlocks when there is nothing to move."""
+        todo = [i]
+        while todo:
+            i = todo.pop()
+            run, action = segment.run, segment.run.program.actions[i]
+            start, stop = segment.bounds(action)
+            if start == stop:
+                todo.extend(self._finished(segment, i))
+            elif action.kind == "reduce":
+                handle = segment.arrived.pop(i, None)
+                if handle is not None:
+                    todo.extend(self._reduce(segment, i, handle))
+            else:
+                item = run.array.itemsize
+                part = run.bytes_view[start * item : stop * item]
+                tag = _tag(segment, action)
+                if action.kind == "send":
+                    self.transport.send(action.peer, tag, part, run.priority, owner=(segment, i))
+                else:
+                    self.transport.recv(action.peer, tag, part, owner=(segment, i))
+
+    def _completed(self, handle: Handle, segment: _Segment, i: int) -> None:
+        action = segment.run.program.actions[i]
+        if handle.error is not None:
+            if segment.run.tolerant and self._has_left(handle.peer):
+                return
+            raise self._explain(handle.error, segment, action)
+        start, stop = segment.bounds(action)
+        expected = (stop - start) * segment.run.array.itemsize
+        if handle.nbytes != expected:
+            raise SynclineError(
+                f"{self._where(segment, action)}: {handle.nbytes} bytes came where {expected} were expected; do all"
+                " ranks run the same version with the same model?"
+            )
+        if action.kind == "reduce":
+            if segment.waits[i]:
+                segment.arrived[i] = self._keep(handle) if action.swaps and self.transport.lends else handle
+                return
+            unlocked = self._reduce(segment, i, handle)
+        else:
+            unlocked = self._finished(segment, i)
+        for other in unlocked:
+            self._act(segment, other)
+
+    def _keep(self, handle: Handle) -> _Kept:
+        """Copy what was lent, so that its owner can go on."""
+        assert handle.payload is not None
+        buffer = self.scratch.take(handle.nbytes)
+        buffer[: handle.nbytes] = handle.payload
+        self.transport.release(handle)
+        return _Kept(buffer, handle.nbytes)
+
+    def _reduce(self, segment: _Segment, i: int, came: Handle | _Kept) -> list[int]:
+        run, action = segment.run, segment.run.program.actions[i]
+        start, stop = segment.bounds(action)
+        payload = came.payload
+        assert payload is not None
+        add_into(run.array[start:stop], payload.view(run.array.dtype))
+        if isinstance(came, _Kept):
+            self.scratch.give(came.buffer)
+        else:
+            self.transport.release(came)
+        return self._finished(segment, i)
+
+    def _finished(self, segment: _Segment, i: int) -> list[int]:
+        """Note that action ``i`` is done; the actions that may act now."""
+        run = segment.run
+        segment.left -= 1
+        unlocked = []
+        for other in run.program.unlocks[i]:
+            segment.waits[other] -= 1
+            if segment.waits[other] == 0:
+                unlocked.append(other)
+        if segment.left == 0:
+            run.left -= 1
+            if run.opened < run.segments:
+                self._open(run)
+            elif run.left == 0:
+                del self._under_way[run.key]
+                self._finish(run)
+        return unlocked
+
+    def _finish(self, run: Run) -> None:
+        if run.on_done is not None:
+            run.on_done()
+
+    def _where(self, segment: _Segment, action: Action) -> str:
+        verb = {"send": "sending to", "copy": "receiving from", "reduce": "reducing from"}[action.kind]
+        return (
+            f"{segment.run.label}: {verb} rank {action.peer} ({segment.run.program.plan.name}, step {action.step},"
+            f" segment {segment.number + 1} of {segment.run.segments})"
+        )
+
+    def _explain(self, error: Exception, segment: _Segment, action: Action) -> Exception:
+        text = f"{self._where(segment, action)}: {error}"
+        if isinstance(error, PeerError):
+            return type(error)(text, rank=error.rank, host=error.host)
+        return SynclineError(text)
+
+
+def chunk_edges(size: int, chunks: int) -> list[int]:
+    """Where the chunks of an array of ``size`` elements begin and end: ``chunks + 1`` indices."""
+    return [size * chunk // chunks for chunk in range(chunks + 1)]
+
+
+def _owned(program: Program) -> bool:
+    return program.plan.goal in ("reduce_scatter", "all_gather")
+
+
+def _tag(segment: _Segment, action: Action) -> int:
+    return (segment.run.key << _INDEX_BITS + _SEGMENT_BITS) | (segment.number << _INDEX_BITS) | action.index

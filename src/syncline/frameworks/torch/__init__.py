@@ -1,0 +1,7 @@
+"""PyTorch: ``prepare`` puts hooks into a model and, under a parameter server, takes over its optimizer."""
+
+from __future__ import annotations
+
+from .prepare import Prepared, prepare
+
+__all__ = ["Prepared", "prepare"]

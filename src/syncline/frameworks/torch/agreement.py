@@ -1,0 +1,119 @@
+"""All processes start from the same model: compare its description, then copy worker 0's values.
+
+The description (names, shapes, types, strides, what is trained) is compared before any value travels, and the first
+parameter that differs is named. Values travel in pieces, so that the extra memory stays small.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from ...errors import MismatchError
+from ...session import BUCKET_KEYS, Session
+
+_PIECE_BYTES = 16 * 1024 * 1024
+_KEY = BUCKET_KEYS
+
+
+def tensors_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer once, in order, by name."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found.setdefault(id(tensor), (name, tensor))
+    return list(found.values())
+
+
+def check_same_model(session: Session, model: torch.nn.Module) -> None:
+    """Raise MismatchError on the process whose model differs from worker 0's, naming the first difference."""
+    mine = [
+        [name, list(tensor.shape), str(tensor.dtype), list(tensor.stride()), tensor.requires_grad]
+        for name, tensor in tensors_of(model)
+    ]
+    theirs = json.loads(_from_worker_0(session, json.dumps(mine).encode()))
+    for here, there in zip(mine, theirs, strict=False):
+        if here != there:
+            error = MismatchError(
+                f"{session.name(session.index)} has another model than rank 0: {_describe(here)} here,"
+                f" {_describe(there)} there"
+            )
+            session.fail(error)
+            raise error
+    if len(mine) != len(theirs):
+        longer, where = (mine, "here only") if len(mine) > len(theirs) else (theirs, "on rank 0 only")
+        extra = longer[min(len(mine), len(theirs))]
+        error = MismatchError(
+            f"{session.name(session.index)} has another model than rank 0: {_describe(extra)} is {where}"
+        )
+        session.fail(error)
+        raise error
+
+
+def copy_from_worker(session: Session, tensors: Sequence[torch.Tensor], root: int = 0, everyone: bool = True) -> None:
+    """Overwrite the tensors' values with worker ``root``'s, on all workers, or on servers too (from worker 0)."""
+    for piece in _pieces(tensors):
+        packed = np.empty(sum(tensor.nbytes for tensor in piece), np.uint8)
+        _pack(piece, packed)
+        if everyone:
+            session.engine.wait(session.broadcast_to_all(packed, _KEY, "copying the model from rank 0"))
+        else:
+            session.broadcast(packed, root)
+        _unpack(packed, piece)
+
+
+def pack_bytes(tensors: Sequence[torch.Tensor], into: np.ndarray) -> None:
+    """Copy tensors of any type one behind the other into bytes."""
+    _pack(tensors, into)
+
+
+def unpack_bytes(packed: np.ndarray, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy them back."""
+    _unpack(packed, tensors)
+
+
+def _from_worker_0(session: Session, data: bytes) -> bytes:
+    size = np.array([len(data)], np.int64)
+    session.engine.wait(session.broadcast_to_all(size, _KEY, "comparing models"))
+    text = np.zeros(int(size[0]), np.uint8)
+    text[: len(data)] = np.frombuffer(data, np.uint8)[: len(text)]
+    session.engine.wait(session.broadcast_to_all(text, _KEY, "comparing models"))
+    return text.tobytes()
+
+
+def _describe(entry: list[object]) -> str:
+    name, shape, dtype, stride, trained = entry
+    return f"{name!r} with shape {tuple(shape)}, {dtype}, strides {tuple(stride)}{'' if trained else ', frozen'}"  # type: ignore[arg-type]
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    piece: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if piece and size + tensor.nbytes > _PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+        piece.append(tensor)
+        size += tensor.nbytes
+    if piece:
+        yield piece
+
+
+def _pack(tensors: Sequence[torch.Tensor], into: np.ndarray) -> None:
+    at = 0
+    for tensor in tensors:
+        target = torch.from_numpy(into[at : at + tensor.nbytes])
+        target.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        at += tensor.nbytes
+
+
+def _unpack(packed: np.ndarray, tensors: Sequence[torch.Tensor]) -> None:
+    at = 0
+    with torch.no_grad():
+        for tensor in tensors:
+            # Through a fresh tensor: a piece may begin at an address that does not suit the element type.
+            raw = torch.from_numpy(packed[at : at + tensor.nbytes].copy())
+            tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
+            at += tensor.nbytes

@@ -1,0 +1,122 @@
+"""``prepare``: from a model, an optimizer and a session to a replica, a served optimizer, or a server's loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import UsageError
+from ...plan import Plan, phases
+from ...program import compile_program
+from ...session import Session
+from .agreement import check_same_model, copy_from_worker, tensors_of
+from .replica import Replica, Weight
+from .serve import ShardServer, serve_plan
+from .served import Client, LocalOwners, Owners, RemoteOwners, take_over
+from .shard import Shard, probe, records_of
+from .storage import Storage, layers_of
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What ``prepare`` has made of a model on a worker; ``client`` is set when servers hold the weights."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    replica: Replica
+    client: Client | None
+
+
+def prepare(
+    session: Session,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    unused: str = "error",
+    weight: Weight = "batch",
+) -> Prepared | None:
+    """Check that all processes have the same model, start them from rank 0's values, and attach.
+
+    On a server this serves until the workers have left and returns None.
+    """
+    if unused not in ("error", "zeros"):
+        raise UsageError(f"unused={unused!r}: choose 'error' or 'zeros'")
+    _check_optimizer(model, optimizer)
+    plan = session.strategy.plan(session.group)
+    holds_weights = session.strategy.server_holds_weights
+    if holds_weights:
+        probe(optimizer)
+    check_same_model(session, model)
+    copy_from_worker(session, [tensor.detach() for _, tensor in tensors_of(model)])
+    if not session.is_worker:
+        _serve(session, model, optimizer, plan, holds_weights)
+        return None
+    program = compile_program(plan, session.index)
+    if not holds_weights:
+        return Prepared(model, optimizer, Replica(session, model, program, unused=unused, weight=weight), None)
+    push, pull = phases(plan)
+    replica = Replica(session, model, compile_program(push, session.index), unused=unused, weight=weight)
+    weights = Storage(replica.named, replica.storage.buckets, session.engine.allocate)
+    parameters = [parameter for _, parameter in replica.named]
+    _move_into(weights, parameters)
+    owners: Owners = RemoteOwners(session)
+    if session.group.servers == 0:
+        owners = LocalOwners(session, _shard(session, optimizer, parameters, weights, replica.storage, push))
+    client = Client(session, replica, weights, owners, compile_program(pull, session.index))
+    take_over(optimizer, client)
+    return Prepared(model, optimizer, replica, client)
+
+
+def _serve(
+    session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, holds_weights: bool
+) -> None:
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    buckets = session.strategy.schedule_object().buckets(layers_of(named))
+    gradients = Storage(named, buckets, session.engine.allocate)
+    if not holds_weights:
+        serve_plan(session, compile_program(plan, session.index), gradients)
+        return
+    push, pull = phases(plan)
+    weights = Storage(named, buckets, session.engine.allocate)
+    parameters = [parameter for _, parameter in named]
+    _move_into(weights, parameters)
+    shard = _shard(session, optimizer, parameters, weights, gradients, push)
+    if shard is not None:
+        programs = compile_program(push, session.index), compile_program(pull, session.index)
+        ShardServer(session, shard, gradients, weights, *programs).serve()
+
+
+def _shard(
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    parameters: list[torch.nn.Parameter],
+    weights: Storage,
+    gradients: Storage,
+    push: Plan,
+) -> Shard | None:
+    """This process's shard, with what the optimizer has learnt so far, when it owns anything."""
+    if session.index not in push.owners:
+        return None
+    shard = Shard(optimizer, parameters, weights, gradients, push, session.index)
+    shard.load(records_of(optimizer, parameters))
+    return shard
+
+
+def _move_into(weights: Storage, parameters: list[torch.nn.Parameter]) -> None:
+    """Let the parameters live in contiguous storage."""
+    with torch.no_grad():
+        for parameter, view in zip(parameters, weights.views, strict=True):
+            view.copy_(parameter)
+            parameter.data = view
+
+
+def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    known = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            if id(tensor) not in known:
+                raise UsageError(
+                    f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is not a parameter of the model:"
+                    " give syncline.prepare() the model and the optimizer made from its parameters"
+                )

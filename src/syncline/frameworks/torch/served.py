@@ -1,0 +1,272 @@
+"""The optimizer of a worker whose weights live on a parameter server: ``step()`` asks for the update and waits.
+
+During backward the gradients have been pushed bucket by bucket. ``step()`` commits them with the optimizer's group
+values (learning rate and so on), the owners of each slice apply the real update, and the new weights are written
+straight into the parameters, which lie in contiguous storage like the gradients.
+
+Whatever the owners would not see is refused: gradients that were changed after they had been sent, a second exchange
+before the step. Clipping is ``syncline.clip_grad_norm_``, which the owners compute.
+
+``Owners`` is how a worker talks to them: ``RemoteOwners`` by messages to server processes, ``LocalOwners`` when the
+workers themselves own the slices.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ...engine import Work
+from ...errors import GradientError, NotBuiltError, UsageError
+from ...program import Program
+from ...session import COMMIT, NORM, WEIGHT_KEYS, Session
+from .records import pack, unpack
+from .replica import Replica
+from .shard import Record, Shard, records_of, whole_state
+from .storage import Storage
+
+Groups = list[dict[str, Any]]
+
+
+class Owners(Protocol):
+    """The processes that hold and update the weights, as a worker sees them."""
+
+    def squared_norm(self, clock: int) -> float:
+        """The squared norm of all averaged gradients of step ``clock``."""
+        ...
+
+    def commit(self, clock: int, groups: Groups, scale: float) -> None:
+        """Have the update of step ``clock`` applied; weights may be pulled after it."""
+        ...
+
+    def state(self) -> list[Record]:
+        """The optimizer's state from all owners."""
+        ...
+
+    def load(self, records: list[Record]) -> None:
+        """Replace the optimizer's state at all owners."""
+        ...
+
+
+class LocalOwners:
+    """The workers own the slices: every call is collective, ``shard`` is this rank's (None when it owns nothing)."""
+
+    def __init__(self, session: Session, shard: Shard | None) -> None:
+        self._session, self._shard = session, shard
+
+    def squared_norm(self, clock: int) -> float:
+        """Summed in rank order, so that all ranks get the same bits."""
+        self._session.agree(NORM, clock)
+        mine = 0.0 if self._shard is None else self._shard.squared_norm()
+        return sum(float(part) for part in self._session.gather(repr(mine).encode()))
+
+    def commit(self, clock: int, groups: Groups, scale: float) -> None:
+        """All ranks must bring the same values; owners then update their slices."""
+        self._session.agree(COMMIT, zlib.crc32(json.dumps([clock, groups, scale], sort_keys=True).encode()))
+        if self._shard is not None:
+            self._shard.apply(groups, scale)
+
+    def state(self) -> list[Record]:
+        """Collective."""
+        mine = b"" if self._shard is None else pack(self._shard.state())
+        return [record for part in self._session.gather(mine) if part for record in unpack(part)]
+
+    def load(self, records: list[Record]) -> None:
+        """Collective in effect: every owner keeps what it owns."""
+        if self._shard is not None:
+            self._shard.load(records)
+
+
+class RemoteOwners:
+    """Server processes own the slices."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._servers = range(session.group.workers, session.group.processes)
+
+    def squared_norm(self, clock: int) -> float:
+        """Summed in server order."""
+        return sum(float(reply["squared"]) for reply in self._ask({"kind": "norm", "clock": clock}))
+
+    def commit(self, clock: int, groups: Groups, scale: float) -> None:
+        """Every server answers once it has applied the update."""
+        self._ask({"kind": "commit", "clock": clock, "values": {"groups": groups, "scale": scale}})
+
+    def state(self) -> list[Record]:
+        """Any worker may ask, alone."""
+        found: list[Record] = []
+        for server, reply in zip(self._servers, self._ask({"kind": "state"}), strict=True):
+            body = self._session.recv(server, "optimizer state", int(reply["size"]))
+            self._session.engine.wait(body)
+            found += unpack(body.result)
+        return found
+
+    def load(self, records: list[Record]) -> None:
+        """Any worker may load, alone; the last one counts."""
+        body = pack(records)
+        for server in self._servers:
+            self._send(server, {"kind": "load", "size": len(body)})
+            self._session.engine.wait(self._session.send(server, body, "optimizer state"))
+        for server in self._servers:
+            self._session.engine.wait(self._session.recv(server, "optimizer state"))
+
+    def _ask(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        replies = [self._session.recv(server, f"the answer to a {request['kind']}") for server in self._servers]
+        for server in self._servers:
+            self._send(server, request)
+        self._session.engine.wait(*replies)
+        return [json.loads(reply.result) for reply in replies]
+
+    def _send(self, server: int, request: Mapping[str, Any]) -> None:
+        self._session.send(server, json.dumps(request).encode(), f"a {request['kind']}")
+
+
+class Client:
+    """A worker's dealings with the owners of its weights."""
+
+    def __init__(
+        self,
+        session: Session,
+        replica: Replica,
+        weights: Storage,
+        owners: Owners,
+        pull: Program,
+    ) -> None:
+        self.session, self.replica, self.owners = session, replica, owners
+        self.parameters = [parameter for _, parameter in replica.named]
+        self.scale = 1.0
+        self.pulls: list[Work] = []
+        self._weights, self._pull = weights, pull
+        self._versions: dict[str, int] = {}
+        replica.on_second_backward = self._refuse_second_backward
+        replica.on_exchanged = self._remember
+
+    def clip(self, max_norm: float) -> float:
+        """Have the next update's gradients clipped to a norm of ``max_norm``; their norm."""
+        self._check_pushed()
+        norm = self.owners.squared_norm(self.replica.steps) ** 0.5
+        self.scale = min(1.0, max_norm / (norm + 1e-6))
+        return norm
+
+    def step(self, groups: Groups) -> None:
+        """Commit the pushed gradients and wait for the new weights."""
+        self._check_pushed()
+        engine = self.session.engine
+        scale, self.scale = self.scale, 1.0
+        self.owners.commit(self.replica.steps, groups, scale)
+        engine.wait(
+            *(
+                engine.exchange(self._pull, array, WEIGHT_KEYS + number, f"weights of bucket {number}")
+                for number, array in enumerate(self._weights.arrays)
+            )
+        )
+        self.replica.exchanged = False
+
+    def _remember(self) -> None:
+        self._versions = {dtype: flat._version for dtype, flat in self.replica.storage.flat.items()}
+
+    def _check_pushed(self) -> None:
+        """The owners must have seen what the worker sees."""
+        if not self.replica.exchanged:
+            raise GradientError("step() before backward(): the parameter server has no gradients of this step")
+        for index, (name, parameter) in enumerate(self.replica.named):
+            view = self.replica.storage.views[index]
+            if parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
+                raise self._changed(repr(name))
+        for dtype, flat in self.replica.storage.flat.items():
+            if flat._version != self._versions[dtype]:
+                raise self._changed(dtype)
+
+    def _changed(self, what: str) -> GradientError:
+        error = GradientError(
+            f"{self.session.name(self.session.index)}: the gradients ({what}) were changed between backward() and"
+            " step(), after the parameter server had received them. Clip with syncline.clip_grad_norm_(); for"
+            " GradScaler and other changes use ps(update=worker) or an allreduce such as ring"
+        )
+        self.session.fail(error)
+        return error
+
+    def _refuse_second_backward(self) -> None:
+        raise self.replica.fault(
+            "a second backward() before step(): the parameter server has the first one's gradients already; wrap all"
+            " but the last in `with syncline.no_sync():`"
+        )
+
+
+class Served:
+    """Mixed into the class of a user's optimizer by ``take_over``; the owners' optimizer does the work."""
+
+    _client: Client
+    param_groups: Groups
+    defaults: dict[str, Any]
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Commit the gradients of the last backward and wait for the new weights; the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._opt_called = True  # what learning-rate schedulers look at
+        self._client.step(group_values(self.param_groups))
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As one process would give it: the owners' state put together."""
+        return self._whole().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Send the state to the owners and take the group values."""
+        whole = self._whole(fetch=False)
+        whole.load_state_dict(dict(state))
+        for mine, loaded in zip(self.param_groups, whole.param_groups, strict=True):
+            mine.update({key: value for key, value in loaded.items() if key != "params"})
+        self._client.owners.load(records_of(whole, self._client.parameters))
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Refused: what is served is fixed in ``prepare``."""
+        raise UsageError("add parameter groups before syncline.prepare(): the servers hold a fixed set of weights")
+
+    def _whole(self, fetch: bool = True) -> torch.optim.Optimizer:
+        """A plain optimizer of the user's class over the same parameters, with the owners' state."""
+        plain = type(self).__mro__[2]
+        whole: torch.optim.Optimizer = object.__new__(plain)
+        vars(whole).update({key: value for key, value in vars(self).items() if key not in ("_client", "step")})
+        whole.param_groups = [dict(group) for group in self.param_groups]
+        from collections import defaultdict
+
+        whole.state = defaultdict(dict)
+        if fetch:
+            whole.state.update(whole_state(self._client.owners.state(), self._client.parameters))
+        return whole
+
+
+def take_over(optimizer: torch.optim.Optimizer, client: Client) -> None:
+    """Make the user's optimizer object itself the served one: schedulers that hold it go on working."""
+    vars(optimizer).pop("step", None)  # a learning-rate scheduler's wrapper around the plain step
+    plain = type(optimizer)
+    optimizer.state.clear()
+    optimizer.__class__ = type(f"Served{plain.__name__}", (Served, plain), {})
+    optimizer._client = client  # type: ignore[attr-defined]
+
+
+def group_values(groups: Sequence[Mapping[str, Any]]) -> Groups:
+    """The values of an optimizer's groups without their tensors, as JSON can say them."""
+    return [{key: _plain(key, value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return [_plain(key, item) for item in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise NotBuiltError(f"the optimizer's group value {key!r} is a {type(value).__name__}, which cannot be sent")

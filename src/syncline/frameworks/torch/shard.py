@@ -1,0 +1,227 @@
+"""A server's part of the model: slices of every bucket, updated by a real torch optimizer.
+
+The optimizer is the user's own, with flat slices in place of the tensors. That is the same update only for optimizers
+that treat every element by itself; ``probe`` finds out, on small tensors, whether one does.
+
+A shard's optimizer state leaves and enters as records of whole tensors' pieces, so that a checkpoint looks exactly as
+if one process had trained.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+from ...exchange import chunk_edges
+from ...plan import Plan
+from .storage import Storage, view_like
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start`` to ``stop`` of tensor ``tensor``, in the order in which they lie in memory."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """One entry of the optimizer's state of a piece: a flat tensor, or a plain value."""
+
+    piece: Piece
+    key: str
+    value: Any
+
+
+class Shard:
+    """The pieces that process ``index`` owns under a push plan, with their optimizer."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.Tensor],
+        weights: Storage,
+        gradients: Storage,
+        push: Plan,
+        index: int,
+    ) -> None:
+        self.pieces = tuple(_pieces(gradients, push, index))
+        self._slices = [_slice(weights, piece).requires_grad_() for piece in self.pieces]
+        self._gradients = [_slice(gradients, piece) for piece in self.pieces]
+        for part, gradient in zip(self._slices, self._gradients, strict=True):
+            part.grad = gradient
+        self._optimizer = on_slices(optimizer, parameters, self.pieces, self._slices)
+
+    def squared_norm(self) -> float:
+        """The sum of squares of the gradients here, in float64."""
+        return float(sum(gradient.double().square().sum() for gradient in self._gradients))
+
+    def apply(self, groups: Sequence[Mapping[str, Any]], scale: float) -> None:
+        """One optimizer step with these group values, gradients multiplied by ``scale`` first."""
+        if scale != 1.0:
+            for gradient in self._gradients:
+                gradient.mul_(scale)
+        for group, values in zip(self._optimizer.param_groups, groups, strict=True):
+            group.update(values)
+        self._optimizer.step()
+
+    def state(self) -> list[Record]:
+        """The optimizer's state, piece by piece."""
+        return [
+            Record(piece, key, value)
+            for piece, part in zip(self.pieces, self._slices, strict=True)
+            for key, value in self._optimizer.state.get(part, {}).items()
+        ]
+
+    def load(self, records: Iterable[Record]) -> None:
+        """Replace the optimizer's state by records of whole tensors or of any pieces that cover these."""
+        found: dict[int, list[Record]] = defaultdict(list)
+        for record in records:
+            found[record.piece.tensor].append(record)
+        for piece, part in zip(self.pieces, self._slices, strict=True):
+            self._optimizer.state[part] = state = {}
+            for record in found[piece.tensor]:
+                if not _is_elementwise(record):
+                    state[record.key] = copy.deepcopy(record.value)
+                    continue
+                start, stop = max(piece.start, record.piece.start), min(piece.stop, record.piece.stop)
+                if start < stop:
+                    target = state.setdefault(record.key, torch.zeros(len(part), dtype=record.value.dtype))
+                    source = record.value[start - record.piece.start : stop - record.piece.start]
+                    target[start - piece.start : stop - piece.start] = source
+
+
+def on_slices(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[torch.Tensor],
+    pieces: Sequence[Piece],
+    slices: Sequence[torch.Tensor],
+) -> torch.optim.Optimizer:
+    """A copy of an optimizer, without state, whose groups hold slices in place of their tensors."""
+    number = {id(parameter): index for index, parameter in enumerate(parameters)}
+    of_tensor: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for piece, part in zip(pieces, slices, strict=True):
+        of_tensor[piece.tensor].append(part)
+    clone = copy.copy(optimizer)
+    kept = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "step")}
+    vars(clone).update(kept)
+    clone.state = defaultdict(dict)
+    clone.param_groups = [
+        {
+            **group,
+            "params": [part for tensor in group["params"] for part in of_tensor[number.get(id(tensor), -1)]],
+        }
+        for group in optimizer.param_groups
+    ]
+    return clone
+
+
+def probe(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError unless the optimizer gives the same result on slices as on whole tensors.
+
+    Three steps on a matrix and a vector of random numbers, once whole and once cut into flat slices.
+    """
+    name = type(optimizer).__name__
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((6, 4), (9,))
+    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    whole = [tensor.clone().requires_grad_() for tensor in start]
+    pieces = [Piece(0, 0, 5), Piece(0, 5, 24), Piece(1, 0, 4), Piece(1, 4, 9)]
+    flat = [start[piece.tensor].reshape(-1)[piece.start : piece.stop].clone().requires_grad_() for piece in pieces]
+    first = {**optimizer.param_groups[0], "params": whole}
+    template = copy.copy(optimizer)
+    template.param_groups = [first]
+    everything = [Piece(index, 0, tensor.numel()) for index, tensor in enumerate(whole)]
+    try:
+        a, b = on_slices(template, whole, everything, whole), on_slices(template, whole, pieces, flat)
+        for _ in range(3):
+            gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+            for tensor, gradient in zip(whole, gradients, strict=True):
+                tensor.grad = gradient.clone()
+            for piece, part in zip(pieces, flat, strict=True):
+                part.grad = gradients[piece.tensor].reshape(-1)[piece.start : piece.stop].clone()
+            a.step()
+            b.step()
+    except Exception as error:
+        raise _refusal(name, f"it does not work on flat slices ({type(error).__name__}: {error})") from error
+    for piece, part in zip(pieces, flat, strict=True):
+        expected = whole[piece.tensor].detach().reshape(-1)[piece.start : piece.stop]
+        if not torch.allclose(part.detach(), expected, rtol=1e-9, atol=1e-12):
+            raise _refusal(name, "its update of an element depends on the rest of the tensor")
+
+
+def _refusal(name: str, why: str) -> UsageError:
+    return UsageError(
+        f"{name} cannot run on a parameter server that holds slices of the weights: {why};"
+        " use ps(update=worker), ring or another allreduce, or an element-wise optimizer such as SGD or Adam"
+    )
+
+
+def records_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[Record]:
+    """A whole optimizer's state as records: what a user loaded or trained before."""
+    found = []
+    for index, parameter in enumerate(parameters):
+        piece = Piece(index, 0, parameter.numel())
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
+                value = in_memory_order(value, parameter)
+            found.append(Record(piece, key, value))
+    return found
+
+
+def whole_state(records: Iterable[Record], parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
+    """Records of all pieces put together: the state one process would have, by parameter."""
+    flat: dict[tuple[int, str], torch.Tensor] = {}
+    state: dict[torch.Tensor, dict[str, Any]] = {}
+    for record in records:
+        parameter = parameters[record.piece.tensor]
+        entry = state.setdefault(parameter, {})
+        if not _is_elementwise(record):
+            entry.setdefault(record.key, record.value)
+            continue
+        key = record.piece.tensor, record.key
+        if key not in flat:
+            flat[key] = torch.zeros(parameter.numel(), dtype=record.value.dtype)
+            entry[record.key] = view_like(flat[key], parameter)
+        flat[key][record.piece.start : record.piece.stop] = record.value
+    return state
+
+
+def in_memory_order(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor, flat, in the order in which ``like``'s lie in its storage."""
+    flat = torch.empty(value.numel(), dtype=value.dtype)
+    view_like(flat, like).copy_(value)
+    return flat
+
+
+def _is_elementwise(record: Record) -> bool:
+    value, size = record.value, record.piece.stop - record.piece.start
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == size
+
+
+def _pieces(storage: Storage, push: Plan, index: int) -> Iterable[Piece]:
+    """What ``index`` owns of each bucket, tensor by tensor."""
+    for bucket in storage.buckets:
+        edges = chunk_edges(bucket.elements, push.chunks)
+        for chunk, owner in enumerate(push.owners):
+            if owner != index:
+                continue
+            at = 0
+            for part in bucket.slices:
+                low, high = max(edges[chunk], at), min(edges[chunk + 1], at + part.elements)
+                if low < high:
+                    yield Piece(part.tensor, part.start + low - at, part.start + high - at)
+                at += part.elements
+
+
+def _slice(storage: Storage, piece: Piece) -> torch.Tensor:
+    placed = storage.placed[piece.tensor]
+    return storage.flat[placed.dtype][placed.start + piece.start : placed.start + piece.stop]

@@ -1,0 +1,124 @@
+"""Contiguous storage for tensors: one block per element type, tensors and buckets as views of it.
+
+Gradients (and, under a parameter server, weights) of a framework lie scattered in memory. Here every bucket is one
+piece of memory that the transport moves without copies (contiguous gradients, Zhu, Liu and Fang 2020). Tensors lie in
+the order of the buckets; a view has the strides of its parameter, as autograd prefers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...errors import UsageError
+from ...types import Bucket, Layer, Spec, numpy_dtype
+
+Array = NDArray[Any]
+Allocate = Callable[[int, "np.dtype[Any]"], Array]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The numpy (or ml_dtypes) name of a torch type."""
+    return str(dtype).removeprefix("torch.")
+
+
+def layers_of(parameters: Sequence[tuple[str, torch.Tensor]]) -> tuple[Layer, ...]:
+    """What schedules need to know of parameters, in their order."""
+    return tuple(
+        Layer(Spec(name, tuple(tensor.shape), dtype_name(tensor.dtype)))  #
+        for name, tensor in parameters
+    )
+
+
+def as_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor over the memory of a numpy array."""
+    return torch.from_numpy(array.view(np.uint8)).view(dtype)
+
+
+def view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A flat piece of memory seen with the shape and, where they are dense, the strides of a tensor."""
+    if torch._debug_has_internal_overlap(like) != 0 or not _dense(like):
+        return flat.view(like.shape)
+    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a contiguous piece of memory in some order of dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a tensor lies: element type and the range of elements in that type's block."""
+
+    dtype: str
+    start: int
+    stop: int
+
+
+class Storage:
+    """One block of memory per element type, laid out for a list of buckets.
+
+    ``arrays[b]`` is bucket b as a numpy array, ``views[i]`` tensor i of the given parameters.
+    """
+
+    def __init__(
+        self, parameters: Sequence[tuple[str, torch.Tensor]], buckets: Sequence[Bucket], allocate: Allocate
+    ) -> None:
+        self.buckets = tuple(buckets)
+        self.placed = _place(parameters, buckets)
+        sizes: dict[str, int] = {}
+        for placed in self.placed:
+            sizes[placed.dtype] = max(sizes.get(placed.dtype, 0), placed.stop)
+        self._blocks = {
+            dtype: allocate(size * numpy_dtype(dtype).itemsize, numpy_dtype(dtype)) for dtype, size in sizes.items()
+        }
+        self.flat = {
+            dtype: as_torch(block, getattr(torch, dtype)) for dtype, block in self._blocks.items()  #
+        }
+        self.starts = tuple(self._start(bucket) for bucket in buckets)
+        self.arrays: tuple[Array, ...] = tuple(
+            self._blocks[bucket.dtype][start : start + bucket.elements]
+            for bucket, start in zip(buckets, self.starts, strict=True)
+        )
+        self.views = tuple(
+            view_like(self.flat[placed.dtype][placed.start : placed.stop], tensor)
+            for placed, (_, tensor) in zip(self.placed, parameters, strict=True)
+        )
+
+    def _start(self, bucket: Bucket) -> int:
+        """Where a bucket begins in its block; its slices must follow one another there."""
+        if not bucket.slices:
+            return 0
+        places = [self.placed[part.tensor].start + part.start for part in bucket.slices]
+        at = places[0]
+        for part, place in zip(bucket.slices, places, strict=True):
+            if place != at:
+                raise UsageError("this schedule's buckets cannot be laid out contiguously")
+            at += part.elements
+        return places[0]
+
+
+def _place(parameters: Sequence[tuple[str, torch.Tensor]], buckets: Sequence[Bucket]) -> tuple[Placed, ...]:
+    """Tensors one behind the other in the order in which buckets first name them."""
+    placed: dict[int, Placed] = {}
+    ends: dict[str, int] = {}
+    for bucket in buckets:
+        for part in bucket.slices:
+            if part.tensor not in placed:
+                start = ends.get(bucket.dtype, 0)
+                ends[bucket.dtype] = stop = start + parameters[part.tensor][1].numel()
+                placed[part.tensor] = Placed(bucket.dtype, start, stop)
+    return tuple(placed[index] for index in range(len(parameters)))

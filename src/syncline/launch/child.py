@@ -1,0 +1,101 @@
+"""One process of a local run: started in a session of its own, watched by a descriptor, dead when its launcher is.
+
+Owns what Linux needs for that. Does not know why a process is started or ended: ``local`` does.
+
+A process of its own session gets no Ctrl-C from the terminal, so every signal comes from the launcher, once. The
+kernel kills it when the launcher dies, even by SIGKILL (prctl(2), PR_SET_PDEATHSIG). The request for that has to come
+from the new process: a stub asks for it and then becomes the command. Unlike code between fork and exec it is safe in a
+launcher with threads. The kernel watches the *thread* that started the process, which therefore has to stay.
+
+An ended process is left as a zombie until ``close``: its number, which is that of its process group, cannot be given to
+another one meanwhile, so that a signal to the group never hits a stranger.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import IO
+
+_STUB = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(137)
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"syncline: cannot start {sys.argv[2]}: {error.strerror}")
+"""
+
+
+class Child:
+    """A started process; ``status`` is None while it runs, then its exit status as shells count (128 + signal)."""
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        pass_fds: Sequence[int],
+        capture: bool,
+    ) -> None:
+        self.rank = rank
+        self.status: int | None = None
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid()), *command],
+            env=dict(environ),
+            pass_fds=tuple(pass_fds),
+            # One reader of the terminal is enough; the others see its end at once instead of a share of the keys.
+            stdin=None if rank == 0 else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if capture else None,
+            stderr=subprocess.STDOUT if capture else None,
+            bufsize=0,
+            start_new_session=True,
+        )
+        try:
+            self.pidfd = os.pidfd_open(self._process.pid)
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The process number, which is also that of its session and group."""
+        return self._process.pid
+
+    @property
+    def output(self) -> IO[bytes] | None:
+        """Where its output is read, when it is captured."""
+        return self._process.stdout
+
+    def look(self) -> int | None:
+        """Its exit status if it has ended, without waiting."""
+        if self.status is None:
+            result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if result is not None:
+                killed = result.si_code != os.CLD_EXITED
+                self.status = 128 + result.si_status if killed else result.si_status
+        return self.status
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; SIGKILL goes to its whole group, to what it has started itself."""
+        with suppress(ProcessLookupError):
+            if number == signal.SIGKILL:
+                os.killpg(self.pid, number)
+            elif self.look() is None:
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def close(self) -> None:
+        """Kill it if it still runs, and free everything."""
+        if self.look() is None:
+            self.signal(signal.SIGKILL)
+        self._process.wait()
+        os.close(self.pidfd)
+        if self._process.stdout is not None:
+            self._process.stdout.close()

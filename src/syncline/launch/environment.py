@@ -1,0 +1,228 @@
+"""Who started this process, and as which of how many: read from environment variables, before anything is connected.
+
+Owns the names of the variables that launchers set. Each launcher has one recogniser in ``RECOGNISERS``; a further one
+is added there. Does not connect, measure or guess: what is missing or contradicts itself is a UsageError that names
+the variable.
+
+``rank`` and ``world`` count processes: workers first, servers of their own after them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import NotBuiltError, UsageError
+
+Environ = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A process's place in its run; raises UsageError when the numbers contradict each other.
+
+    ``address`` and ``port`` say where rank 0's store listens; ``agent_store`` is True when the launcher itself serves
+    it, and ``store_fd`` is the listening socket that the launcher opened for rank 0. ``restart`` counts how often the
+    launcher has started the run again. ``secret`` is what the run's processes share, ``servers`` and ``strategy`` what
+    the launcher was told, both None when it was not.
+    """
+
+    launcher: str
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
+    run_id: str = ""
+    restart: int = 0
+    agent_store: bool = False
+    store_fd: int | None = None
+    servers: int | None = None
+    strategy: str | None = None
+    secret: bytes | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.world < 1:
+            raise UsageError(f"the world size must be at least 1, got {self.world}")
+        if not 0 <= self.rank < self.world:
+            raise UsageError(f"rank {self.rank} does not exist in a world of {self.world}: ranks count from 0")
+        if not 0 <= self.local_rank < self.local_world:
+            raise UsageError(f"local rank {self.local_rank} does not exist among {self.local_world} local processes")
+        if self.local_world > self.world:
+            raise UsageError(f"{self.local_world} local processes are more than the world of {self.world}")
+        if not 0 <= self.port < 1 << 16:
+            raise UsageError(f"port {self.port} does not exist: use 0 to 65535")
+        if self.servers is not None and not 0 <= self.servers < self.world:
+            raise UsageError(f"{self.servers} servers leave no worker in a world of {self.world} processes")
+
+    def where(self, rank: int) -> str:
+        """Where a process was to run, as `` (node 1, local rank 3)``; empty when the launcher did not say."""
+        if not 1 < self.local_world < self.world or self.world % self.local_world:
+            return ""
+        node, local = divmod(rank, self.local_world)
+        return f" (node {node}, local rank {local})"
+
+
+def recognise(
+    environ: Environ | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    address: str | None = None,
+) -> Environment:
+    """This process's place: as the arguments say, else as its launcher says, else alone (world 1).
+
+    Who starts processes without a launcher gives ``rank``, ``world_size`` and ``address`` (``host:port`` of rank 0).
+    Raises UsageError naming the argument or variable that is missing, wrong, or in contradiction to the others, and
+    NotBuiltError for launchers that are not read yet.
+    """
+    variables = os.environ if environ is None else environ
+    if rank is not None or world_size is not None or address is not None:
+        return _explicit(variables, rank, world_size, address)
+    for recogniser in RECOGNISERS:
+        found = recogniser(variables)
+        if found is not None:
+            return found
+    return Environment("none", **_told(variables))
+
+
+def _explicit(environ: Environ, rank: int | None, world_size: int | None, address: str | None) -> Environment:
+    """A place given by arguments; what launchers say of ranks is ignored."""
+    if rank is None or world_size is None or (address is None and world_size > 1):
+        raise UsageError("rank=, world_size= and address= belong together: give all three, or none under a launcher")
+    host, port = ("127.0.0.1", 0) if address is None else _host_and_port(address)
+    # On the loopback address all processes are on this host; otherwise nothing is known of the others.
+    local = host == "localhost" or host == "::1" or host.startswith("127.")
+    return Environment(
+        "arguments",
+        rank=rank,
+        world=world_size,
+        local_rank=rank if local else 0,
+        local_world=world_size if local else 1,
+        address=host,
+        port=port,
+        run_id=environ.get("SYNCLINE_RUN_ID", ""),
+        **_told(environ),
+    )
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise UsageError(f"address= must be host:port of rank 0, such as 127.0.0.1:29500, got {address!r}")
+    return host, int(port)
+
+
+def _syncline(environ: Environ) -> Environment | None:
+    """``syncline run``: torchrun's variables, and the socket on which rank 0 is to serve the store."""
+    if "SYNCLINE_LAUNCHER" not in environ:
+        return None
+    fd = _number(environ, "SYNCLINE_STORE_FD") if "SYNCLINE_STORE_FD" in environ else None
+    return _ranked(environ, "syncline", run_id=environ.get("SYNCLINE_RUN_ID", ""), store_fd=fd)
+
+
+def _torchrun(environ: Environ) -> Environment | None:
+    """``torchrun``: its agent serves the store unless told otherwise."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    restart = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+    return _ranked(environ, "torchrun", run_id=environ["TORCHELASTIC_RUN_ID"], restart=restart, agent_store=agent)
+
+
+def _variables(environ: Environ) -> Environment | None:
+    """RANK and WORLD_SIZE set by hand or by a script, as PyTorch's ``env://`` reads them."""
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        return None
+    return _ranked(environ, "variables", run_id=environ.get("SYNCLINE_RUN_ID", ""))
+
+
+def _mpirun(environ: Environ) -> Environment | None:
+    """Open MPI's and MPICH's ``mpirun``: refused, since N lonely processes would be wrong without a word."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if environ.get(name, "1") != "1":
+            raise _not_built("mpirun", name, environ[name])
+    return None
+
+
+def _srun(environ: Environ) -> Environment | None:
+    """Slurm's ``srun``: refused likewise. A batch script itself is no step and runs alone."""
+    name = "SLURM_STEP_NUM_TASKS"
+    if environ.get(name, "1") != "1":
+        raise _not_built("srun", name, environ[name])
+    return None
+
+
+RECOGNISERS: tuple[Callable[[Environ], Environment | None], ...] = (_syncline, _torchrun, _variables, _mpirun, _srun)
+"""Asked in this order: torchrun inside a Slurm step is torchrun."""
+
+
+def _not_built(launcher: str, name: str, value: str) -> NotBuiltError:
+    return NotBuiltError(
+        f"this process was started by {launcher} ({name}={value}), which is not read yet: start with torchrun or "
+        "syncline run, or call syncline.init(rank=, world_size=, address=)"
+    )
+
+
+def _ranked(
+    environ: Environ,
+    launcher: str,
+    *,
+    run_id: str,
+    restart: int = 0,
+    agent_store: bool = False,
+    store_fd: int | None = None,
+) -> Environment:
+    """The variables that torchrun, ``syncline run`` and ``env://`` have in common."""
+    rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    alone = world == 1
+    # Without local numbers (env://) nothing is known of the other processes' hosts: one process on this one.
+    local_world = _number(environ, "LOCAL_WORLD_SIZE", 1 if "LOCAL_RANK" not in environ else world)
+    try:
+        return Environment(
+            launcher,
+            rank=rank,
+            world=world,
+            local_rank=_number(environ, "LOCAL_RANK", 0),
+            local_world=local_world,
+            address=environ.get("MASTER_ADDR", "127.0.0.1") if alone else _text(environ, "MASTER_ADDR"),
+            port=_number(environ, "MASTER_PORT", 0 if alone else None),
+            run_id=run_id,
+            restart=restart,
+            agent_store=agent_store,
+            store_fd=store_fd,
+            **_told(environ),
+        )
+    except UsageError as error:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "SYNCLINE_SERVERS")
+        values = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+        raise UsageError(f"{error} ({values})") from None
+
+
+def _told(environ: Environ) -> dict[str, Any]:
+    """What Syncline's own variables say, whoever set them."""
+    secret = environ.get("SYNCLINE_SECRET") or None
+    return {
+        "servers": _number(environ, "SYNCLINE_SERVERS") if environ.get("SYNCLINE_SERVERS") else None,
+        "strategy": environ.get("SYNCLINE_STRATEGY") or None,
+        "secret": None if secret is None else secret.encode(),
+    }
+
+
+def _text(environ: Environ, name: str) -> str:
+    if not environ.get(name):
+        raise UsageError(f"the environment variable {name} is missing: launchers set it, so set it too or use one")
+    return environ[name]
+
+
+def _number(environ: Environ, name: str, default: int | None = None) -> int:
+    if name not in environ and default is not None:
+        return default
+    text = _text(environ, name)
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"the environment variable {name} must be a whole number, got {text!r}")
+    return int(text)

@@ -1,0 +1,335 @@
+"""All processes of a run on this machine: started together, ended together.
+
+Owns the order of an ending. When a process fails, the others get a grace in which they find out and print their own
+error, then SIGTERM, then SIGKILL; the status of the whole is that of the first to fail. An interrupt is passed on and
+followed by SIGKILL soon after. Does not know what the processes do.
+
+The processes find each other through a store that rank 0 serves. Its listening socket is opened here and handed to
+rank 0, so that no other process can take the port in between. Everything runs in the caller's thread: one loop over
+the descriptors of processes, outputs and signals.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+
+from ..errors import UsageError
+from .child import Child
+
+GRACE_S = 10.0
+"""From the first failure until the other processes are told to end: they print what they know meanwhile."""
+
+TERM_S = 5.0
+"""From SIGTERM to SIGKILL after a failure."""
+
+STOP_S = 2.0
+"""From an interrupt, passed on to all, to SIGKILL."""
+
+TIMED_OUT = 124
+"""The exit status of a run that outlasted its time limit, as timeout(1) has it."""
+
+_READ_BYTES = 1 << 16
+_STALE = ("TORCHELASTIC_", "SYNCLINE_STORE_FD", "SYNCLINE_RUN_ID", "GROUP_RANK", "ROLE_")
+
+Output = Callable[[int, str], None]
+"""Called with a rank and a line that it printed, without the line's end."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one process ended: ``status`` as shells count; ``told`` when the launcher had told it to."""
+
+    rank: int
+    name: str
+    status: int
+    told: bool
+
+    @property
+    def text(self) -> str:
+        """A clause for messages."""
+        if self.told and self.status:
+            return f"{self.name} was ended by the launcher"
+        if self.status > 128:
+            number = self.status - 128
+            known = {item.value: item.name for item in signal.Signals}
+            return f"{self.name} was killed by {known.get(number, f'signal {number}')}"
+        return f"{self.name} ended with status {self.status}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its exit status, and its processes' endings in the order in which they happened."""
+
+    status: int
+    endings: tuple[Ending, ...]
+
+    @property
+    def text(self) -> str:
+        """One line: who failed, the first culprit first."""
+        failed = [ending for ending in self.endings if ending.status]
+        # Those that ended by themselves tell more than those that were told to.
+        failed.sort(key=lambda ending: ending.told)
+        return "; ".join(ending.text for ending in failed) or "all processes ended with status 0"
+
+
+class LocalRun:
+    """The processes of one run, as a context: they start on entry, and none is left on exit.
+
+    ``command`` is run ``processes`` times, the last ``servers`` being servers. ``env`` is added to the environment,
+    ``pass_fds`` are inherited by all. With ``on_output`` what they print is passed to it line by line from inside
+    ``poll`` and ``wait``, else it passes through.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        processes: int,
+        *,
+        servers: int = 0,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+        on_output: Output | None = None,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        if not command:
+            raise UsageError("there is no command to start")
+        if not 0 <= servers < processes:
+            raise UsageError(f"{servers} servers among {processes} processes leave no worker")
+        self._command = tuple(command)
+        self._processes, self._servers = processes, servers
+        self._env, self._pass_fds = dict(env or {}), tuple(pass_fds)
+        self._on_output, self._grace_s = on_output, grace_s
+        self._children: list[Child] = []
+        self._endings: list[Ending] = []
+        self._partial: dict[int, bytes] = {}
+        self._due: deque[tuple[float, int]] = deque()  # the signals to come: when, which
+        self._failed: int | None = None
+        self._stopped: int | None = None
+        self._told = False
+        self._requests: deque[tuple[int, int]] = deque()  # from signal handlers: signal, exit status
+
+    def __enter__(self) -> LocalRun:
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        try:
+            self._start()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if len(self._endings) < len(self._children):
+                self.stop(signal.SIGINT if kind is KeyboardInterrupt else signal.SIGTERM)
+                self.wait()
+        finally:
+            self._close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process numbers in rank order."""
+        return tuple(child.pid for child in self._children)
+
+    def poll(self, timeout_s: float = 0.0) -> Outcome | None:
+        """The outcome once all processes have ended; waits for news for at most ``timeout_s``."""
+        if len(self._endings) < len(self._children):
+            self._turn(timeout_s)
+        if len(self._endings) < len(self._children):
+            return None
+        self._drain()
+        status = self._failed if self._stopped is None else self._stopped
+        return Outcome(status or 0, tuple(self._endings))
+
+    def wait(self, timeout_s: float | None = None) -> Outcome:
+        """Stay until all processes have ended; after ``timeout_s`` they are ended, with status 124."""
+        limit = None if timeout_s is None else time.monotonic() + timeout_s
+        while (outcome := self.poll(60.0 if limit is None else max(0.0, limit - time.monotonic()))) is None:
+            if limit is not None and time.monotonic() >= limit:
+                self.stop(signal.SIGTERM, TIMED_OUT)
+                limit = None
+        return outcome
+
+    def stop(self, number: int, status: int | None = None) -> None:
+        """End the run: pass the signal on, then SIGKILL; a second call kills at once. Signal handlers may call it.
+
+        ``status`` is the run's exit status, 128 + signal unless given. Returns at once; ``wait`` sees it through.
+        """
+        self._requests.append((number, 128 + number if status is None else status))
+        os.eventfd_write(self._bell, 1)
+
+    def terminate(self) -> Outcome:
+        """End all processes now and wait for it."""
+        self.stop(signal.SIGTERM)
+        return self.wait()
+
+    def _start(self) -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=self._processes + 128) as store:
+            shared = _environ(self._env, self._processes, self._servers, store.getsockname()[1])
+            for rank in range(self._processes):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                fds = self._pass_fds
+                if rank == 0:
+                    own["SYNCLINE_STORE_FD"] = str(store.fileno())
+                    fds = (*fds, store.fileno())
+                child = Child(rank, self._command, shared | own, fds, self._on_output is not None)
+                self._children.append(child)
+                self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+                if child.output is not None:
+                    os.set_blocking(child.output.fileno(), False)
+                    self._selector.register(child.output, selectors.EVENT_READ, child)
+
+    def _turn(self, timeout_s: float) -> None:
+        """Wait for news once and act on it, and on what is due."""
+        if self._due:
+            timeout_s = min(timeout_s, max(0.0, self._due[0][0] - time.monotonic()))
+        ready = [key for key, _ in self._selector.select(timeout_s)]
+        for key in ready:
+            if key.fileobj == self._bell:
+                os.eventfd_read(self._bell)
+            elif key.fileobj is key.data.output:
+                self._read(key.data)
+        self._take_requests()
+        # Of those that ended in one moment a killed one is the likelier cause: the others had time to say something.
+        ended = [child for child in self._children if child in (key.data for key in ready) and self._is_news(child)]
+        for child in sorted(ended, key=lambda child: (child.look() or 0) <= 128):
+            self._note(child)
+        while self._due and self._due[0][0] <= time.monotonic():
+            self._tell(self._due.popleft()[1])
+
+    def _is_news(self, child: Child) -> bool:
+        return child.look() is not None and all(ending.rank != child.rank for ending in self._endings)
+
+    def _note(self, child: Child) -> None:
+        """A process has ended."""
+        self._selector.unregister(child.pidfd)
+        status = child.look() or 0
+        self._endings.append(Ending(child.rank, self._name(child.rank), status, self._told))
+        if status and self._failed is None and self._stopped is None:
+            self._failed = status
+            at = time.monotonic() + self._grace_s
+            self._due = deque([(at, signal.SIGTERM), (at + TERM_S, signal.SIGKILL)])
+
+    def _take_requests(self) -> None:
+        while self._requests:
+            number, status = self._requests.popleft()
+            now = time.monotonic()
+            if self._stopped is None:
+                self._stopped = status
+                self._due = deque([(now, number), (now + STOP_S, signal.SIGKILL)])
+            else:
+                self._due = deque([(now, signal.SIGKILL)])
+
+    def _tell(self, number: int) -> None:
+        self._told = True
+        for child in self._children:
+            if child.look() is None:
+                child.signal(number)
+
+    def _name(self, rank: int) -> str:
+        workers = self._processes - self._servers
+        return f"rank {rank}" if rank < workers else f"rank {rank} (server {rank - workers})"
+
+    def _read(self, child: Child) -> bool:
+        """Pass on the lines that are there; False when there is nothing more."""
+        if child.output is None or self._on_output is None:
+            return False
+        data = child.output.read(_READ_BYTES)  # None when nothing is there, empty at the end
+        if data == b"":
+            self._selector.unregister(child.output)
+            child.output.close()
+        if not data:
+            return False
+        *lines, rest = (self._partial.get(child.rank, b"") + data).split(b"\n")
+        self._partial[child.rank] = rest
+        for line in lines:
+            self._on_output(child.rank, line.decode(errors="replace").removesuffix("\r"))
+        return True
+
+    def _drain(self) -> None:
+        """Pass on what the ended processes left in their pipes; processes of theirs may still hold them open."""
+        if self._on_output is None:
+            return
+        for child in self._children:
+            while child.output is not None and not child.output.closed and self._read(child):
+                pass
+            rest = self._partial.pop(child.rank, b"")
+            if rest:
+                self._on_output(child.rank, rest.decode(errors="replace"))
+
+    def _close(self) -> None:
+        for child in self._children:
+            if self._failed is not None or self._stopped is not None:
+                child.signal(signal.SIGKILL)  # what the processes have started themselves
+        for child in self._children:
+            child.close()
+        self._selector.close()
+        os.close(self._bell)
+
+
+def launch(
+    command: Sequence[str],
+    processes: int,
+    *,
+    servers: int = 0,
+    env: Mapping[str, str] | None = None,
+    on_output: Output | None = None,
+    timeout_s: float | None = None,
+) -> Outcome:
+    """Run a command as a group of processes to its end; arguments as for LocalRun.
+
+    In the main thread SIGINT, SIGTERM and SIGHUP end the run at once instead of the caller.
+    """
+    with LocalRun(command, processes, servers=servers, env=env, on_output=on_output) as run, _forwarding(run):
+        return run.wait(timeout_s)
+
+
+@contextmanager
+def _forwarding(run: LocalRun) -> Iterator[None]:
+    """Signals to this process end the run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        run.stop(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _environ(extra: Mapping[str, str], processes: int, servers: int, port: int) -> dict[str, str]:
+    """What all processes of a run find in their environment, ranks apart."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_STALE)}
+    # N processes with a thread per core each would fight for the cores.
+    inherited.setdefault("OMP_NUM_THREADS", "1")
+    return {
+        **inherited,
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "SYNCLINE_LAUNCHER": str(os.getpid()),
+        "SYNCLINE_RUN_ID": secrets.token_hex(8),
+        "SYNCLINE_SECRET": secrets.token_hex(32),
+        "SYNCLINE_SERVERS": str(servers),
+        **extra,
+    }

@@ -1,0 +1,114 @@
+"""Where the processes of a run meet: the launcher's store, the shared secret, the address to listen on."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import secrets
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from ..errors import GroupError, UsageError
+from ..wire.listener import interface_address, local_address_towards
+from ..wire.store import Store
+from .environment import Environment
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+log = logging.getLogger("syncline")
+
+
+class TorchStore:
+    """torch's TCPStore behind the three calls that the roll call needs."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """Read a value; None when nobody has written it yet."""
+        found: bytes | None = self._store.get(key) if self._store.check([key]) else None
+        return found
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its new value."""
+        return int(self._store.add(key, amount))
+
+
+def open_store(environment: Environment, timeout: float) -> Store:
+    """Connect to the launcher's store; rank 0 serves it where the launcher's agent does not.
+
+    Raises GroupError when the port is taken or rank 0's machine does not answer within ``timeout`` seconds.
+    """
+    from torch.distributed import TCPStore
+
+    serves = environment.rank == 0 and not environment.agent_store
+    where = f"{environment.address}:{environment.port}"
+    listening: dict[str, int] = {}
+    if serves and environment.store_fd is not None:
+        listening["master_listen_fd"] = environment.store_fd
+    elif serves:
+        _check_free(environment.address, environment.port)
+    try:
+        store = TCPStore(
+            environment.address,
+            environment.port,
+            is_master=serves,
+            timeout=datetime.timedelta(seconds=timeout),
+            wait_for_workers=False,
+            use_libuv=not listening,
+            **listening,
+        )
+    except (RuntimeError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise GroupError(
+            f"rank {environment.rank} cannot reach the store of rank 0 at {where} within {timeout:.0f} s: {reason};"
+            " is rank 0 running, and are address and port those of its machine?"
+        ) from error
+    return TorchStore(store)
+
+
+def find_secret(store: Store, run: str, environment: Environment, given: str | bytes | None) -> bytes:
+    """The secret given, the environment's, or else a key in the store, which guards against accidents only."""
+    if given is not None:
+        return given.encode() if isinstance(given, str) else given
+    if environment.secret is not None:
+        return environment.secret
+    key = f"{run}/accident-key"
+    if environment.rank == 0:
+        log.warning(
+            "no secret is set: whoever reaches the store can join this run. Set SYNCLINE_SECRET to the same random"
+            " text on all hosts, or use init(secret=)"
+        )
+        store.set(key, secrets.token_bytes(32))
+    while (found := store.get(key)) is None:
+        time.sleep(0.01)
+    return found
+
+
+def listen_address(environment: Environment, interface: str | None) -> str:
+    """The address of the interface asked for, or the one from which rank 0's machine is reached."""
+    if interface:
+        return interface_address(interface)
+    return local_address_towards(environment.address, environment.port or 1)
+
+
+def _check_free(address: str, port: int) -> None:
+    """A clear error for a port that something else holds."""
+    if port == 0:
+        raise UsageError("rank 0 needs a port to meet at: give address=host:port, or MASTER_PORT")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise GroupError(
+                f"rank 0 cannot listen on port {port}: {error.strerror}. Is another run, or another process that says it"
+                " is rank 0, using it? Choose a free port (MASTER_PORT, or address=)"
+            ) from error

@@ -1,0 +1,149 @@
+"""Name -> entry, for everything one can add: algorithms, codecs, schedules, sync modes, transports, workloads.
+
+A part registers itself with a decorator at the top of its own file::
+
+    @register("algorithms", "ring", goal="allreduce")
+    def ring(group: Group) -> Plan: ...
+
+The registry finds the file because it lies in the folder of its kind, and third parties' parts through entry points
+of the group ``syncline.<kind>`` (the value is a module or the registered object in it). Nothing else has to be edited.
+Folders are imported when their kind is first asked for, never before, so that ``import syncline`` stays light.
+
+The words that a strategy text may use for a part's arguments are the keyword-only parameters of a function, or the
+fields of a dataclass, with their annotations (``Size``, ``Rate``, ``Seconds``, ``int``, ``float``, ``Literal``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import inspect
+import pkgutil
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from .errors import UsageError
+
+KINDS = ("algorithms", "codecs", "schedules", "sync", "transports", "workloads")
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One argument that a strategy text may give to a part: its name, type annotation and default."""
+
+    name: str
+    annotation: Any
+    default: Any = inspect.Parameter.empty
+
+    @property
+    def required(self) -> bool:
+        """True when the text must give it."""
+        return self.default is inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered part: what to call, what its text may say, and the capabilities it declares."""
+
+    kind: str
+    name: str
+    target: Callable[..., Any]
+    capabilities: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The arguments a strategy text may give, in order."""
+        return _parameters(self.target)
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the part's documentation."""
+        return (inspect.getdoc(self.target) or "").split("\n\n")[0].replace("\n", " ")
+
+
+_entries: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
+_loaded: set[str] = set()
+
+
+def register(kind: str, name: str, **capabilities: Any) -> Callable[[Target], Target]:
+    """Put the decorated function or class into the registry under ``name``.
+
+    Raises UsageError for an unknown kind and for a name that another object already has.
+    """
+    if kind not in KINDS:
+        raise UsageError(f"unknown kind {kind!r}: choose one of {', '.join(KINDS)}")
+
+    def enter(target: Target) -> Target:
+        known = _entries[kind].get(name)
+        if known is not None and known.target.__qualname__ != target.__qualname__:
+            raise UsageError(f"{kind} already has a {name!r}: {known.target.__module__}.{known.target.__qualname__}")
+        _entries[kind][name] = Entry(kind, name, target, dict(capabilities))
+        return target
+
+    return enter
+
+
+def names(kind: str) -> tuple[str, ...]:
+    """All names of a kind, sorted."""
+    _load(kind)
+    return tuple(sorted(_entries[kind]))
+
+
+def get(kind: str, name: str) -> Entry:
+    """The entry of that name; raises UsageError naming the nearest one."""
+    _load(kind)
+    try:
+        return _entries[kind][name]
+    except KeyError:
+        near = get_close_matches(name, _entries[kind], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(names(kind))}"
+        raise UsageError(f"unknown {_singular(kind)} {name!r}{hint}") from None
+
+
+def entries(kind: str) -> tuple[Entry, ...]:
+    """All entries of a kind, sorted by name: what contract tests run over."""
+    return tuple(get(kind, name) for name in names(kind))
+
+
+def _load(kind: str) -> None:
+    if kind not in KINDS:
+        raise UsageError(f"unknown kind {kind!r}: choose one of {', '.join(KINDS)}")
+    if kind in _loaded:
+        return
+    _loaded.add(kind)
+    package = importlib.import_module(f"{__package__}.{kind}")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    for point in importlib.metadata.entry_points(group=f"syncline.{kind}"):
+        point.load()
+
+
+def _parameters(target: Callable[..., Any]) -> tuple[Parameter, ...]:
+    hints = typing.get_type_hints(target)
+    if dataclasses.is_dataclass(target):
+        return tuple(
+            Parameter(item.name, hints[item.name], _default(item)) for item in dataclasses.fields(target) if item.init
+        )
+    return tuple(
+        Parameter(item.name, hints.get(item.name, str), item.default)
+        for item in inspect.signature(target).parameters.values()
+        if item.kind is inspect.Parameter.KEYWORD_ONLY
+    )
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    if item.default is not dataclasses.MISSING:
+        return item.default
+    if item.default_factory is not dataclasses.MISSING:
+        return item.default_factory()
+    return inspect.Parameter.empty
+
+
+def _singular(kind: str) -> str:
+    return {"sync": "sync mode"}.get(kind, kind.removesuffix("s"))

@@ -1,0 +1,189 @@
+"""A plan as text: what every rank receives in every step, a table of the steps, and the load of every rank.
+
+Owns the layout, at most 80 columns wide. Does not know algorithms, bytes of real arrays or times: loads are given in n,
+the size of the array. The drawing of single transfers is left out, with a line that says so, when it would be longer
+than a reader can follow; the two tables are always complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from fractions import Fraction
+from itertools import groupby
+from textwrap import wrap
+from typing import TypeVar
+
+import numpy as np
+
+from ..plan import Plan, Transfer
+
+WIDTH = 80
+_MOST_LINES = 60
+"""The drawing of single transfers is left out above this number of lines."""
+
+Value = TypeVar("Value", bound=Hashable)
+
+_SIGNS = {"reduce": "+", "copy": "="}
+
+
+def draw_plan(plan: Plan) -> str:
+    """The plan as lines of at most 80 characters: head, drawing, steps, load per rank."""
+    blocks = [_head(plan)]
+    if len(plan):
+        blocks += [_drawing(plan), _steps(plan)]
+    blocks.append(_loads(plan))
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _head(plan: Plan) -> list[str]:
+    others = sorted(set(range(plan.world)) - set(plan.members))
+    ranks = _counted(len(plan.members), "rank")
+    ranks += f" and {_counted(len(others), 'server')} ({_span(others)})" if others else ""
+    sizes = f"{_counted(plan.chunks, 'chunk')}, {_counted(plan.steps, 'step')}, {_counted(len(plan), 'transfer')}"
+    lines = wrap(f"{plan.name}: {plan.goal} among {ranks}; {sizes}", WIDTH)
+    if plan.owners == tuple(range(plan.chunks)):
+        lines.append("Rank r owns chunk r.")
+    elif plan.owners:
+        owns = [f"rank {rank} owns {_span(chunks)}" for rank, chunks in _grouped(plan.owners)]
+        lines += wrap(f"Chunks: {'; '.join(owns)}.", WIDTH)
+    if plan.root is not None:
+        lines.append(f"Rank {plan.root} is the root.")
+    return lines if len(plan) else [*lines, "Nothing has to be sent."]
+
+
+# What every rank receives in every step ------------------------------------------------------------------------------
+
+
+def _drawing(plan: Plan) -> list[str]:
+    received: dict[tuple[int, int], list[str]] = {}
+    for transfer in plan:
+        received.setdefault((transfer.step, transfer.dst), []).append(_token(transfer))
+    titles = [str(rank) for rank in range(plan.world)]
+    edge = max(len("step"), len(str(int(plan.step[-1]))))
+    width = max(len(text) for text in [*titles, *(token for cell in received.values() for token in cell)]) + 2
+    per_row = max(1, (WIDTH - edge) // width)
+    steps = np.unique(plan.step).tolist()
+    lines = []
+    for first in range(0, plan.world, per_row):
+        ranks = range(first, min(first + per_row, plan.world))
+        lines += ["", "rank".rjust(edge) + "".join(str(rank).rjust(width) for rank in ranks), "step".rjust(edge)]
+        for step in steps:
+            cells = [received.get((step, rank), []) for rank in ranks]
+            for level in range(max(1, *(len(cell) for cell in cells))):
+                start = str(step) if level == 0 else ""
+                texts = (cell[level] if level < len(cell) else "." if level == 0 else "" for cell in cells)
+                lines.append((start.rjust(edge) + "".join(text.rjust(width) for text in texts)).rstrip())
+        if len(lines) > _MOST_LINES:
+            return [f"The drawing of {len(plan)} single transfers is left out: it would be too long to read."]
+    return ["What every rank receives: +2<1 adds chunk 2 of rank 1, =2<1 takes it over.", *lines]
+
+
+def _token(transfer: Transfer) -> str:
+    last = transfer.chunk + transfer.count - 1
+    chunks = str(transfer.chunk) if transfer.count == 1 else f"{transfer.chunk}-{last}"
+    return f"{_SIGNS[transfer.op]}{chunks}<{transfer.src}"
+
+
+# One line per run of equal steps -------------------------------------------------------------------------------------
+
+
+def _steps(plan: Plan) -> list[str]:
+    rows = [("step", "transfers", "most/rank", "size", "who to whom")]
+    lines = [(step, _step(plan, list(found))) for step, found in groupby(plan, key=lambda transfer: transfer.step)]
+    for text, alike in groupby(lines, key=lambda line: line[1]):
+        rows.append((_span(step for step, _ in alike), *text))
+    note = "Steps; most/rank: messages of the busiest rank, out / in; size: of one message."
+    return [note, *_table(rows)]
+
+
+def _step(plan: Plan, transfers: Sequence[Transfer]) -> tuple[str, str, str, str]:
+    counts = {op: sum(item.op == op for item in transfers) for op in _SIGNS}
+    kinds = ", ".join(f"{number} {op}" for op, number in counts.items() if number)
+    sent, received = np.bincount([item.src for item in transfers]), np.bincount([item.dst for item in transfers])
+    return kinds, f"{sent.max()} / {received.max()}", _shares(plan, transfers), _pattern(plan, transfers)
+
+
+def _shares(plan: Plan, transfers: Sequence[Transfer]) -> str:
+    counts = sorted({item.count for item in transfers})
+    low, high = counts[0], counts[-1]
+    return f"{_fraction(low, plan.chunks)}" + (f" to {_fraction(high, plan.chunks)}" if high > low else "")
+
+
+def _pattern(plan: Plan, transfers: Sequence[Transfer]) -> str:
+    """The pairs where they are few, else what they have in common, else how many they are."""
+    pairs = sorted({(item.src, item.dst) for item in transfers})
+    if len(pairs) <= 3:
+        return " ".join(f"{src}>{dst}" for src, dst in pairs)
+    distances = {abs(src - dst) for src, dst in pairs}
+    if len(distances) == 1 and {(dst, src) for src, dst in pairs} == set(pairs):
+        return f"partners at distance {distances.pop()}"
+    shifts = {dst - src for src, dst in pairs}
+    if len(shifts) == 1:
+        return f"{len(pairs)} pairs, r > r{shifts.pop():+d}"
+    around = {shift % plan.world for shift in shifts}
+    if len(around) == 1:
+        return f"{len(pairs)} pairs, r > r+{around.pop()} modulo {plan.world}"
+    if len(pairs) == plan.world * (plan.world - 1):
+        return "all to all"
+    return f"{len(pairs)} pairs"
+
+
+# One line per kind of rank -------------------------------------------------------------------------------------------
+
+
+def _loads(plan: Plan) -> list[str]:
+    out, into = plan.bytes_sent(1.0), plan.bytes_received(1.0)
+    messages = np.bincount(plan.src, minlength=plan.world), np.bincount(plan.dst, minlength=plan.world)
+    kinds = [
+        (
+            "" if rank in plan.members else "server",
+            str(messages[0][rank]),
+            f"{out[rank]:.3f} n",
+            str(messages[1][rank]),
+            f"{into[rank]:.3f} n",
+        )
+        for rank in range(plan.world)
+    ]
+    rows: list[Sequence[str]] = [("rank", "", "messages out", "bytes out", "messages in", "bytes in")]
+    for kind, ranks in _grouped(kinds):
+        # A long list of ranks goes over several lines, the numbers stand in the first.
+        first, *more = wrap(_span(ranks), 20)
+        rows += [(first, *kind), *((line, "", "", "", "", "") for line in more)]
+    return ["Load of every rank; n is the size of the array.", *_table(rows)]
+
+
+# Text ----------------------------------------------------------------------------------------------------------------
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True) if width).rstrip()
+
+
+def _grouped(values: Iterable[Value]) -> list[tuple[Value, list[int]]]:
+    """Every distinct value with the places where it stands, in the order of its first."""
+    found: dict[Value, list[int]] = {}
+    for place, value in enumerate(values):
+        found.setdefault(value, []).append(place)
+    return list(found.items())
+
+
+def _span(numbers: Iterable[int]) -> str:
+    """``0-3, 7``; ``numbers`` is ascending."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def _fraction(part: int, whole: int) -> str:
+    share = Fraction(part, whole)
+    return "n" if share == 1 else f"{share} n"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,154 @@
+"""A whole comparison as one HTML page that needs nothing else: no network, no script, styles and charts inline.
+
+Owns the words and the order of the page; the charts come from ``charts``, the markup is ``page.html.j2``. Everything
+that comes from outside (strategy texts, errors, machine names) is escaped by the template engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+
+import jinja2
+from markupsafe import Markup
+
+from . import svg, units
+from .charts import Chart, Key, all_charts, styles
+from .rows import BASELINE, Result, Row
+from .table import remarks
+
+HEADS = (
+    ("accuracy", ""),
+    ("loss", ""),
+    ("images/s", ""),
+    ("scaling", ""),
+    ("iteration", "ms"),
+    ("loading", "ms"),
+    ("copy", "ms"),
+    ("forward", "ms"),
+    ("backward", "ms"),
+    ("update", "ms"),
+    ("compute", "ms"),
+    ("exposed", "ms"),
+    ("sent", "per step"),
+    ("replicas", ""),
+)
+READING = (
+    "Accuracy and loss are of the test set after the last iteration. Images/s is of all workers together; scaling is "
+    "that against one worker's times the number of workers. Times are medians over iterations: copy is the copy of a "
+    "batch to the device, exposed the time for which the training thread was blocked in communication, compute the "
+    "rest of an iteration. Sent is what one worker sends in one iteration. Replicas are compared bit by bit."
+)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One line of the page's table."""
+
+    key: Key
+    place: str
+    cells: tuple[str, ...]
+    error: str | None
+    chosen: str | None
+
+
+def render(result: Result) -> str:
+    """The page as HTML text."""
+    source = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(source).render(
+        title=f"Syncline: {result.workload}, {_contenders(result)}",
+        heading=f"{result.workload}: {_contenders(result)}",
+        summary=_summary(result),
+        facts=_facts(result),
+        heads=HEADS,
+        reading=READING,
+        lines=_lines(result),
+        remarks=remarks(result),
+        charts=all_charts(result),
+        drawing=_drawing,
+    )
+
+
+def _drawing(chart: Chart) -> Markup:
+    # The SVG is serialised from an element tree, which escapes every label in it.
+    return Markup(chart.svg)
+
+
+def _contenders(result: Result) -> str:
+    names = [row.strategy for row in result.rows]
+    if not names:
+        return "no rows"
+    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return listed if len(listed) <= 80 else f"{len(names)} strategies side by side"
+
+
+def _summary(result: Result) -> str:
+    failed = [row for row in result.rows if row.error is not None]
+    if failed:
+        return f"{len(failed)} of {len(result.rows)} rows could not be finished; their errors are in the table."
+    differ = [row.strategy for row in result.rows if row.replicas_equal is False]
+    if differ:
+        return f"Every row finished, but the replicas of {', '.join(differ)} differ at the end."
+    scores = [row.accuracy for row in result.rows if row.accuracy is not None]
+    if not scores:
+        return "Every row finished, and the replicas of every row agree at the end."
+    spread = " to ".join(dict.fromkeys(units.percent(score, 2) for score in (min(scores), max(scores))))
+    return f"Every row finished, the replicas of every row agree at the end, and test accuracy is {spread}."
+
+
+def _facts(result: Result) -> tuple[tuple[str, str], ...]:
+    length = f"{result.epochs} epochs" if result.epochs is not None else f"{result.iterations} iterations"
+    commit = "none" if result.commit is None else result.commit + (" with changes" if result.modified else "")
+    batches = {row.batch for row in result.rows if row.batch is not None}
+    return (
+        ("workload", result.workload),
+        ("length", length),
+        ("global batch", ", ".join(str(batch) for batch in sorted(batches)) or units.MISSING),
+        ("seed", str(result.seed)),
+        ("machine", result.machine),
+        ("cores", str(result.cores)),
+        ("versions", ", ".join(f"{name} {version}" for name, version in result.versions.items())),
+        ("commit", commit),
+        ("started", result.started or units.MISSING),
+    )
+
+
+def _lines(result: Result) -> tuple[_Line, ...]:
+    pairs = zip(result.rows, styles(result.rows), strict=True)
+    return tuple(
+        _Line(
+            key=Key(row.strategy, svg.css(style.color), style.dash),
+            place=_place(row),
+            cells=_cells(row) if row.iteration_s is not None else (),
+            error=row.error,
+            chosen=row.chosen if row.chosen not in (None, row.strategy) else None,
+        )
+        for row, style in pairs
+    )
+
+
+def _place(row: Row) -> str:
+    workers = "1 worker" if row.workers == 1 else f"{row.workers} workers"
+    if row.strategy == BASELINE:
+        return f"{workers}, plain framework"
+    if not row.servers:
+        return workers
+    return f"{workers}, {row.servers} server" + ("s" if row.servers > 1 else "")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    verdict = {True: "equal", False: "DIFFER", None: units.MISSING}[row.replicas_equal]
+    times = (row.loading_s, row.h2d_s, row.forward_s, row.backward_s, row.update_s, row.compute_s, row.exposed_comm_s)
+    return (
+        units.percent(row.accuracy, 2),
+        units.number(row.loss),
+        units.rate(row.images_per_s),
+        units.percent(row.scaling_efficiency),
+        units.milliseconds(row.iteration_s),
+        *map(units.milliseconds, times),
+        units.size(row.bytes_sent_per_step),
+        verdict,
+    )

@@ -1,0 +1,175 @@
+"""The result file of a comparison: what every number in it means, and its JSON form.
+
+Owns the names, units and JSON of a ``Result`` and its ``Row``s. Does not know how they were measured or how they are
+shown. The keys of the JSON are the field names; fields are only ever added, so that older files stay readable, and keys
+that are not known here are ignored. A number that could not be measured is ``null``, never 0.
+
+The decomposition of an iteration into tasks (loading, copy to the device, forward, backward, aggregation, update) is
+that of Shi and Chu, "Performance modeling and evaluation of distributed deep learning frameworks on GPUs"
+(arXiv 1711.05979).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError, UsageError
+
+STAGES = ("loading_s", "h2d_s", "forward_s", "backward_s", "update_s", "exposed_comm_s")
+"""The parts of an iteration, in the order in which they happen; the last one overlaps none of the others."""
+
+BASELINE = "single"
+"""The strategy text of the one-worker row that every other row is compared with."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a training curve: the iteration it belongs to, the training time so far, and what was seen there.
+
+    ``seconds`` counts iterations only, not evaluations. ``loss`` is the mean training loss since the point before it,
+    over all workers; ``accuracy`` and ``test_loss`` are of the test set. Each is None where it was not taken.
+    """
+
+    iteration: int
+    seconds: float
+    loss: float | None = None
+    accuracy: float | None = None
+    test_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy, measured. Times are seconds per iteration, bytes are per worker and iteration.
+
+    A worker's value is the median over its iterations, a row's value the median over its workers, except that
+    ``images_per_s`` is the sum over workers. ``forward_s``, ``backward_s`` and the other stages exclude the time for
+    which the training thread was blocked in the communication library; that time is ``exposed_comm_s``, and
+    ``compute_s`` is the rest of the iteration. ``accuracy`` and ``loss`` are of the test set after the last iteration;
+    without a test set ``loss`` is the last point of the training curve.
+    """
+
+    strategy: str
+    workers: int
+    accuracy: float | None = None
+    loss: float | None = None
+    images_per_s: float | None = None
+    scaling_efficiency: float | None = None
+    iteration_s: float | None = None
+    loading_s: float | None = None
+    h2d_s: float | None = None
+    forward_s: float | None = None
+    backward_s: float | None = None
+    update_s: float | None = None
+    compute_s: float | None = None
+    exposed_comm_s: float | None = None
+    bytes_sent_per_step: float | None = None
+    replicas_equal: bool | None = None
+    chosen: str | None = None
+    """What really ran, every choice that was made by measuring filled in."""
+    servers: int = 0
+    """Server processes of their own, beside the workers."""
+    iterations: int = 0
+    """Iterations that the row finished."""
+    warmup: int = 0
+    """Iterations at the start that the medians leave out."""
+    batch: int | None = None
+    """The global batch: samples per iteration of all workers together."""
+    replica_sha256: str | None = None
+    """The digest of parameters and buffers at the end, when all workers have the same one."""
+    curve: tuple[Point, ...] = ()
+    traffic: tuple[tuple[float, ...], ...] = ()
+    """Bytes per iteration that each process (row) sent to each process (column); workers first, then servers."""
+    error: str | None = None
+    """Why the row could not be finished; None when it was."""
+
+    @property
+    def finished(self) -> bool:
+        """True when the row ran to its end and its replicas agree."""
+        return self.error is None and self.replicas_equal is True
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole comparison: where it ran, on what work, and its rows, the single worker first."""
+
+    machine: str
+    cores: int
+    versions: Mapping[str, str]
+    commit: str | None
+    workload: str
+    rows: tuple[Row, ...] = ()
+    seed: int = 0
+    epochs: int | None = None
+    iterations: int | None = None
+    started: str = ""
+    """When the comparison started: ISO 8601 with time zone."""
+    modified: bool | None = None
+    """True when the checkout differed from ``commit``."""
+
+    @property
+    def baseline(self) -> Row | None:
+        """The finished row of the single worker, if there is one."""
+        return next((row for row in self.rows if row.strategy == BASELINE and row.error is None), None)
+
+    def with_row(self, row: Row) -> Result:
+        """This result with one more row at its end."""
+        return dataclasses.replace(self, rows=(*self.rows, row))
+
+    def to_json(self) -> str:
+        """The text of the result file: strict JSON, not-a-number and infinities as null."""
+        return json.dumps(finite(dataclasses.asdict(self)), indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Result:
+        """Read a result file's text back; raises DataError where it is not one."""
+        try:
+            data = json.loads(text)
+            rows = tuple(_row(item) for item in data["rows"])
+            return cls(**{**_known(cls, data), "rows": rows})
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise DataError(f"this is not a result file of syncline compare: {error!r}") from None
+
+    def save(self, path: Path) -> None:
+        """Write the result file in one piece, so that a reader never sees half of it."""
+        replace_text(path, self.to_json())
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` by renaming a finished file over it; raises UsageError where that is impossible."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another path") from None
+
+
+def _row(data: Mapping[str, Any]) -> Row:
+    curve = tuple(Point(**_known(Point, point)) for point in data.get("curve", ()))
+    traffic = tuple(tuple(line) for line in data.get("traffic", ()))
+    return Row(**{**_known(Row, data), "curve": curve, "traffic": traffic})
+
+
+def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    return {item.name: data[item.name] for item in dataclasses.fields(cls) if item.name in data}
+
+
+def finite(value: Any) -> Any:
+    """``value`` with every not-a-number and infinity in it, at any depth, replaced by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value

@@ -1,0 +1,68 @@
+"""Numbers as people read them: three significant digits and a unit; a dash where nothing was measured.
+
+Owns how times, sizes, rates and shares are written in tables, charts and pages, so that they agree everywhere. Sizes
+are binary (KiB = 1024 bytes), times SI.
+"""
+
+from __future__ import annotations
+
+import math
+
+MISSING = "-"
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """``value`` with that many significant digits, thousands separated, never in scientific notation."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    # Rounding may carry into one more digit (9.996 to 10.0): take the decimals of the rounded value.
+    rounded = round(value, decimals)
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:,.{decimals}f}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration: ``850 us``, ``4.12 ms``, ``1.30 s``."""
+    if value is None:
+        return MISSING
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if abs(value) >= scale:
+            return f"{significant(value / scale)} {unit}"
+    return "0 s" if value == 0 else f"{significant(value / 1e-6)} us"
+
+
+def milliseconds(value: float | None) -> str:
+    """A duration as a bare number of milliseconds, for columns that name the unit in their head."""
+    return MISSING if value is None else significant(value * 1e3)
+
+
+def size(value: float | None) -> str:
+    """A number of bytes: ``0 B``, ``310 KiB``, ``1.20 MiB``."""
+    if value is None:
+        return MISSING
+    scale, unit = size_unit(value)
+    return f"{value:.0f} B" if scale == 1 else f"{significant(value / scale)} {unit}"
+
+
+def size_unit(value: float) -> tuple[int, str]:
+    """The unit in which a number of bytes is written: how many bytes it has, and its name."""
+    for scale, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if abs(value) >= scale:
+            return scale, unit
+    return 1, "B"
+
+
+def rate(value: float | None) -> str:
+    """A number of things per second, as a bare number: ``12,300``."""
+    return MISSING if value is None else significant(value)
+
+
+def percent(value: float | None, decimals: int = 0, sign: str = " %") -> str:
+    """A share of 1 as per cent: ``98.06 %``."""
+    return MISSING if value is None else f"{value * 100:.{decimals}f}{sign}"
+
+
+def number(value: float | None, decimals: int = 4) -> str:
+    """A plain number with fixed decimals, such as a loss."""
+    return MISSING if value is None else f"{value:.{decimals}f}"

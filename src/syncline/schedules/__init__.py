@@ -1,0 +1,50 @@
+"""Schedules: which tensors travel together, in which order, and when the result is needed.
+
+Pure: layers in, buckets out. The engine and the simulator read what the protocol below offers and nothing else, so
+what is predicted is what is run. A schedule knows nothing of codecs, plans, transports or clocks.
+
+What holds for every schedule: each element of each tensor is in exactly one bucket, a bucket has one element type, and
+buckets are listed in the order in which backward completes them (the last layer's first).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+from ..types import Bucket, Layer
+
+Cost = Callable[[int], float]
+"""Seconds to exchange that many bytes, measured or modelled."""
+
+
+class Schedule(Protocol):
+    """What the engine and the simulator need to know."""
+
+    @property
+    def release(self) -> Literal["ready", "backward_end"]:
+        """When a bucket may go: as soon as its gradients exist, or when backward has ended."""
+        ...
+
+    @property
+    def phases(self) -> Literal["whole", "split"]:
+        """One exchange per bucket, or a reduce-scatter and an all-gather of their own."""
+        ...
+
+    @property
+    def apply(self) -> Literal["step", "layer", "next_step"]:
+        """What waits for the result: the optimizer step, the layer's next forward, or the step after."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """How many buckets may be under way at once."""
+        ...
+
+    def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:
+        """The buckets of ``layers`` (in forward order); ``cost`` is None when nothing has been measured."""
+        ...
+
+    def priority(self, bucket: Bucket) -> float:
+        """The smallest goes first among the buckets that wait."""
+        ...

@@ -1,0 +1,485 @@
+"""One process's membership in a run: its group, strategy, engine, and the collectives that scripts call.
+
+Every collective begins with a *ticket* that all workers show each other: which call this is and with what arguments.
+Workers that do different things at the same point therefore get an error that names them, instead of a hang or wrong
+numbers; and the ticket of a training step carries the weight of the worker's batch.
+
+A session knows nothing of frameworks: it averages arrays. ``connect`` makes one between processes, ``in_process``
+between threads. A world of one worker and no server needs neither connections nor threads, and every collective is
+the identity.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import registry
+from .engine import LIMIT_S, Engine, Lane, Work
+from .errors import ClosedError, MismatchError, PeerError, PeerLeft, PeerTimeout, SynclineError, UsageError
+from .plan import Plan
+from .program import Program, compile_program
+from .strategy import Strategy
+from .transports import Transport
+from .transports.inproc import Hub
+from .types import Group
+from .wire.handshake import run_id
+from .wire.listener import Listener
+from .wire.rollcall import Roll, call_roll, connect, describe_self
+from .wire.store import Store
+from .wire.watch import LIVENESS_S, Watcher
+
+log = logging.getLogger("syncline")
+
+Array = NDArray[Any]
+
+VERDICT_S = 2.0
+"""How long a broken connection waits for the news of who really failed."""
+
+_TICKET = struct.Struct("<QQQdQ")
+STEP, ALLREDUCE, BROADCAST, BARRIER, GATHER, NORM, COMMIT, JOINED = range(1, 9)
+_CALLS = {
+    STEP: "a training step",
+    ALLREDUCE: "allreduce",
+    BROADCAST: "broadcast",
+    BARRIER: "barrier",
+    GATHER: "gather",
+    NORM: "clip_grad_norm_",
+    COMMIT: "the optimizer's step",
+    JOINED: "the end of its batches (join)",
+}
+
+# Keys tell the messages of exchanges in flight apart; buckets have the lowest.
+BUCKET_KEYS = 1 << 20
+WEIGHT_KEYS = 2 * BUCKET_KEYS
+_CALL_KEYS = 4 * BUCKET_KEYS
+_MESSAGE_TAGS = 1 << 63
+
+
+class Ticket(NamedTuple):
+    """What a worker shows at a collective call: which, the how manieth, an argument that must agree, its weight."""
+
+    kind: int
+    call: int
+    argument: int
+    weight: float
+    flags: int
+
+    @property
+    def text(self) -> str:
+        """For messages."""
+        return f"at {_CALLS.get(self.kind, 'nothing known')} (call {self.call})"
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Totals since the start of the session.
+
+    ``blocked_s`` is the time the training thread was blocked in Syncline; bytes are per peer process, counted at the
+    transport with all headers; ``strategy`` is what really runs.
+    """
+
+    strategy: str
+    blocked_s: float = 0.0
+    bytes_sent: Mapping[int, int] = field(default_factory=dict)
+    bytes_received: Mapping[int, int] = field(default_factory=dict)
+
+
+class Meeting:
+    """A ticket exchange under way; ``tickets`` raises MismatchError unless all workers came for the same."""
+
+    def __init__(self, session: Session, work: Work | None, table: NDArray[np.uint8], mine: Ticket) -> None:
+        self._session, self.work, self._table, self._mine = session, work, table, mine
+
+    def tickets(self) -> list[Ticket]:
+        """All workers' tickets in rank order, once the work is done."""
+        size = _TICKET.size
+        found = [Ticket(*_TICKET.unpack_from(self._table, rank * size)) for rank in range(self._session.world_size)]
+        joining = {STEP, JOINED}
+        for rank, ticket in enumerate(found):
+            if {ticket.kind, self._mine.kind} == joining:
+                continue
+            if (ticket.kind, ticket.argument) != (self._mine.kind, self._mine.argument):
+                raise self._session.mismatch(rank, ticket, self._mine)
+        return found
+
+    def missing(self) -> list[int]:
+        """Workers whose ticket has not come yet."""
+        size = _TICKET.size
+        world = range(self._session.world_size)
+        return [rank for rank in world if _TICKET.unpack_from(self._table, rank * size)[0] == 0]
+
+
+class Session:
+    """This process's place in a run. Made by ``connect`` or ``in_process``; used by one thread at a time."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        group: Group,
+        index: int,
+        transport: Transport | None,
+        *,
+        roll: Roll | None = None,
+        local_rank: int = 0,
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        self.strategy = strategy
+        self.group = group
+        self.index = index
+        self.roll = roll
+        self.watcher: Watcher | None = None
+        self._local_rank = local_rank
+        self._pid = os.getpid()
+        self._left: set[int] = set()
+        self._all_left = threading.Event()
+        self._calls = 0
+        self._next_key = 0
+        self._closed = False
+        self._engine: Engine | None = None
+        if transport is not None:
+            limit = limit_s if self.is_worker else float("inf")
+            self._engine = Engine(transport, limit_s=limit, explain=self._explain, has_left=self._has_left)
+
+    # Who we are.
+
+    @property
+    def is_worker(self) -> bool:
+        """False in a process that only serves."""
+        return self.index < self.group.workers
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank; a server answers with the last worker's, so that scripts that shard data go on."""
+        return min(self.index, self.group.workers - 1)
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its host."""
+        return self._local_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return self.group.workers
+
+    @property
+    def alone(self) -> bool:
+        """True when there is nobody to exchange with."""
+        return self._engine is None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; raises ClosedError after the end and in forked children."""
+        self.check_usable()
+        if self._engine is None:
+            raise ClosedError("a world of one worker has no engine")
+        return self._engine
+
+    def name(self, index: int) -> str:
+        """How messages call a process."""
+        role = "" if index < self.group.workers else "server "
+        return role + (self.roll.name(index) if self.roll is not None else f"rank {index}")
+
+    def check_usable(self) -> None:
+        """Raise ClosedError when this session cannot be used (any more, or here)."""
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                "this process was forked from one that uses Syncline; only the parent can communicate: call"
+                " syncline.init() after starting processes, or start them with the spawn method"
+            )
+        if self._closed:
+            raise ClosedError("this session has been shut down")
+
+    # Collectives.
+
+    def meet(self, kind: int, argument: int = 0, weight: float = 0.0, flags: int = 0) -> Meeting:
+        """Start showing tickets to all workers."""
+        self.check_usable()
+        self._calls += 1
+        mine = Ticket(kind, self._calls, argument & 0xFFFFFFFFFFFFFFFF, weight, flags)
+        table = np.zeros(self.world_size * _TICKET.size, np.uint8)
+        _TICKET.pack_into(table, self.rank * _TICKET.size, *mine)
+        work = None
+        if self._engine is not None and self.world_size > 1:
+            program = _program("direct_all_gather", Group(self.world_size), self.index)
+            work = self.engine.exchange(program, table, self._call_key(), _CALLS[kind])
+        return Meeting(self, work, table, mine)
+
+    def agree(self, kind: int, argument: int = 0, timeout: float | None = None) -> list[Ticket]:
+        """Meet and wait: returns when all workers have come for the same call."""
+        meeting = self.meet(kind, argument)
+        if meeting.work is not None:
+            try:
+                self.engine.wait(meeting.work, timeout=timeout)
+            except PeerTimeout as error:
+                if error.rank >= 0:
+                    raise
+                missing = meeting.missing()
+                names = ", ".join(self.name(rank) for rank in missing)
+                late = PeerTimeout(
+                    f"{_CALLS[kind]}: not reached within {timeout:.1f} s by {names}", rank=missing[0] if missing else -1
+                )
+                self.fail(late)
+                raise late from None
+        return meeting.tickets()
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until all workers are here; PeerTimeout names those that are not within ``timeout`` seconds."""
+        self.agree(BARRIER, timeout=timeout)
+
+    def allreduce(self, array: Array, average: bool = True) -> None:
+        """Replace ``array`` (one-dimensional, contiguous) by the workers' mean, or sum, in place."""
+        if array.dtype.kind not in "fiuV" or array.dtype == np.bool_:
+            raise UsageError(f"allreduce cannot sum elements of type {array.dtype}")
+        if average and array.dtype.kind in "iu":
+            raise UsageError(f"the mean of {array.dtype} is not one: use op='sum'")
+        self.agree(ALLREDUCE, _fingerprint(array, average))
+        if self.world_size > 1:
+            self._run(array, self.program("allreduce"), "allreduce")
+        if average:
+            np.divide(array, array.dtype.type(self.world_size), out=array)
+
+    def broadcast(self, array: Array, root: int = 0) -> None:
+        """Replace ``array`` on every worker by that of ``root``."""
+        if not 0 <= root < self.world_size:
+            raise UsageError(f"there is no rank {root} in a world of {self.world_size}")
+        self.agree(BROADCAST, _fingerprint(array, root))
+        if self.world_size > 1:
+            self._run(array, self.program("broadcast", root), "broadcast")
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every worker's bytes, in rank order, on every worker."""
+        self.agree(GATHER)
+        if self.world_size == 1:
+            return [data]
+        gather = _program("all_gather", Group(self.world_size), self.index)
+        sizes = np.zeros(self.world_size, np.int64)
+        sizes[self.rank] = len(data)
+        self.engine.wait(self.engine.exchange(gather, sizes, self._call_key(), "gather"))
+        widest = max(1, int(sizes.max()))
+        table = np.zeros(self.world_size * widest, np.uint8)
+        table[self.rank * widest : self.rank * widest + len(data)] = np.frombuffer(data, np.uint8)
+        self.engine.wait(self.engine.exchange(gather, table, self._call_key(), "gather"))
+        return [table[rank * widest : rank * widest + int(size)].tobytes() for rank, size in enumerate(sizes)]
+
+    def program(self, goal: str, root: int = 0) -> Program:
+        """This process's part in a collective of the workers, by the strategy's algorithm where it has one."""
+        if goal == "allreduce":
+            return self._compiled(self.allreduce_plan())
+        return _broadcast_program(self.world_size, self.index, root)
+
+    def allreduce_plan(self) -> Plan:
+        """The strategy's plan for the workers' gradients; the servers' own exchange is not one of them."""
+        if self.strategy.architecture.name == "ps":
+            return _plan("ring", Group(self.world_size))
+        return self.strategy.plan(self.group)
+
+    def broadcast_to_all(self, array: Array, key: int, label: str) -> Work:
+        """Start a broadcast from worker 0 to all processes, servers included; every process calls it."""
+        program = _broadcast_program(self.group.processes, self.index, 0)
+        return self.engine.exchange(program, array, key, label)
+
+    # Messages between workers and servers.
+
+    def send(self, dst: int, data: bytes, label: str) -> Work:
+        """Send a small message to a process."""
+        return self.engine.send(dst, _MESSAGE_TAGS | self.index, data, label)
+
+    def recv(self, src: int, label: str, nbytes: int = 1 << 16, tolerant: bool = False) -> Work:
+        """Receive the next message of a process, of at most ``nbytes``."""
+        return self.engine.recv(src, _MESSAGE_TAGS | src, nbytes, label, tolerant)
+
+    # Measures and the end.
+
+    def stats(self) -> Stats:
+        """Totals since the start."""
+        if self._engine is None:
+            return Stats(str(self.strategy))
+        sent, received = self._engine.transport.traffic()
+        return Stats(str(self.strategy), self._engine.blocked_s, sent, received)
+
+    def workers_left(self) -> bool:
+        """True when every worker has said goodbye."""
+        return self._all_left.is_set()
+
+    def fail(self, error: Exception) -> None:
+        """This process gives up: tell everyone and end the engine."""
+        if self._engine is not None:
+            self._engine.fail(error)
+        if self.watcher is not None and self.watcher.failure is None:
+            culprit = error.rank if isinstance(error, PeerError) and error.rank >= 0 else self.index
+            self.watcher.abort(f"failed: {type(error).__name__}: {error}", culprit)
+
+    def shutdown(self) -> None:
+        """End this process's part: finish what is under way, say goodbye, free everything. May be called again."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        if self._engine is not None:
+            self._engine.close()
+        self._closed = True
+        if self.watcher is not None:
+            if self.watcher.failure is None:
+                self.watcher.goodbye()
+            self.watcher.came_back()
+            self.watcher.close()
+
+    def forget_in_child(self) -> None:
+        """In a forked child: close the parent's descriptors without a word."""
+        if self.watcher is not None:
+            self.watcher.close_descriptors()
+        if self._engine is not None:
+            self._engine.transport.close()
+
+    def mismatch(self, rank: int, theirs: Ticket, ours: Ticket) -> MismatchError:
+        """The error for workers that came for different calls."""
+        hint = "check that every rank makes the same calls in the same order with the same sizes"
+        if STEP in (theirs.kind, ours.kind) and theirs.kind != ours.kind:
+            hint = "do all ranks have the same number of batches? if not, wrap the loop in `with syncline.join():`"
+        error = MismatchError(f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}; {hint}")
+        self.fail(error)
+        return error
+
+    def left(self, index: int) -> None:
+        """A peer has said goodbye (called by the watcher)."""
+        self._left.add(index)
+        if all(worker in self._left for worker in range(self.group.workers) if worker != self.index):
+            self._all_left.set()
+
+    def _call_key(self) -> int:
+        self._next_key = (self._next_key + 1) % BUCKET_KEYS
+        return _CALL_KEYS + self._next_key
+
+    def _compiled(self, plan: Plan) -> Program:
+        return _compile(plan, self.index)
+
+    def _run(self, array: Array, program: Program, label: str) -> None:
+        self.engine.wait(self.engine.exchange(program, array, self._call_key(), label))
+
+    def _has_left(self, peer: int) -> bool:
+        """Whether a peer whose connection has closed had said goodbye; waits for that news a little."""
+        if self.watcher is None:
+            return peer in self._left
+        deadline = time.monotonic() + VERDICT_S
+        while time.monotonic() < deadline and self.watcher.failure is None:
+            if peer in self._left:
+                return True
+            time.sleep(0.005)
+        return False
+
+    def _explain(self, error: Exception) -> Exception:
+        """What the user sees of a fault in the progress thread: the first culprit, if it was somebody else."""
+        here = self.name(self.index)
+        if self.watcher is None:
+            return error
+        verdict = self.watcher.verdict(VERDICT_S) if isinstance(error, PeerError) else self.watcher.failure
+        if verdict is not None:
+            return type(verdict)(f"{here}: {error}: {verdict}", rank=verdict.rank, host=verdict.host)
+        if isinstance(error, PeerError) and error.rank in self.watcher.left:
+            text = f"{here}: {error}: {self.name(error.rank)} has left the run (shutdown, or the end of its script)"
+            explained: Exception = PeerLeft(text, rank=error.rank, host=error.host)
+        elif isinstance(error, SynclineError):
+            explained = error
+        else:
+            explained = SynclineError(f"{here}: {type(error).__name__} in the progress thread: {error}")
+            explained.__cause__ = error
+        culprit = error.rank if isinstance(error, PeerError) and error.rank >= 0 else self.index
+        self.watcher.abort(str(explained), culprit)
+        return explained
+
+
+def in_process(strategy: str, workers: int) -> list[Session]:
+    """Sessions of a whole group between the threads of this process: workers first, then servers. For tests."""
+    chosen = Strategy.parse(strategy).resolve(Group(workers), one_host=True, inproc=True)
+    group = Group(workers, chosen.servers)
+    if group.processes == 1:
+        return [Session(chosen, group, 0, None)]
+    hub = Hub(group.processes)
+    return [Session(chosen, group, index, hub.transport(index)) for index in range(group.processes)]
+
+
+def connect_session(
+    strategy: Strategy,
+    index: int,
+    processes: int,
+    store: Store,
+    *,
+    run: str,
+    secret: bytes,
+    address: str,
+    local_rank: int = 0,
+    timeout: float = 120.0,
+    liveness_s: float = LIVENESS_S,
+    limit_s: float = LIMIT_S,
+    hint: Callable[[int], str] = lambda _: "",
+) -> Session:
+    """Join the processes of a run: roll call, connections, watcher, engine.
+
+    ``index`` counts workers first, then the strategy's servers; ``address`` is the one to listen on.
+    """
+    workers = processes - strategy.servers
+    if workers < 1:
+        raise UsageError(
+            f"{strategy} needs {strategy.servers} server processes and at least one worker, there are {processes}"
+            " processes: start more (syncline run -n WORKERS --servers SERVERS)"
+        )
+    from . import __version__
+
+    listener = Listener(address, run_id(run), secret, index)
+    try:
+        me = describe_self(index, processes, listener, {"strategy": str(strategy), "version": __version__})
+        roll = call_roll(store, run, secret, me, timeout, hint)
+        group = Group(workers, strategy.servers, roll.nodes[:workers])
+        chosen = strategy.resolve(group, one_host=roll.one_host)
+        entry = registry.get("transports", chosen.transport.name)
+        use_unix = entry.capabilities["connection"] == "unix"
+        if use_unix and not roll.one_host:
+            hosts = ", ".join(sorted({member.host for member in roll.members}))
+            raise UsageError(f"transport={chosen.transport.name} works inside one host, this run has {hosts}: use tcp")
+        control = connect(store, roll, listener, "control", False, timeout)
+        data = connect(store, roll, listener, "data", use_unix, timeout)
+    finally:
+        listener.close()
+    transport: Transport = entry.target(index, data, **chosen.transport.arguments)
+    session = Session(chosen, group, index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s)
+    session.watcher = Watcher(roll, control, session.engine.fail, session.left, liveness_s)
+    return session
+
+
+@lru_cache(maxsize=256)
+def _compile(plan: Plan, index: int) -> Program:
+    return compile_program(plan, index)
+
+
+@lru_cache(maxsize=256)
+def _plan(algorithm: str, group: Group) -> Plan:
+    plan: Plan = registry.get("algorithms", algorithm).target(group)
+    return plan
+
+
+def _program(algorithm: str, group: Group, index: int) -> Program:
+    return _compile(_plan(algorithm, group), index)
+
+
+@lru_cache(maxsize=64)
+def _broadcast_program(world: int, index: int, root: int) -> Program:
+    return compile_program(registry.get("algorithms", "broadcast").target(Group(world), root=root), index)
+
+
+def _fingerprint(array: Array, extra: int) -> int:
+    """A number that differs when arrays of different size or type meet."""
+    import zlib
+
+    return zlib.crc32(f"{array.size} {array.dtype} {int(extra)}".encode())

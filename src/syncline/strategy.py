@@ -1,0 +1,382 @@
+"""A strategy: the five words that say how a group of workers trains together, as a value and as text.
+
+Owns which words exist, their defaults, how they are printed, and which combinations are possible. Does not know how
+any part works: names, arguments, types and capabilities come from the registry, the syntax from ``grammar``.
+
+    ring
+    ps(servers=2) schedule=wait_free transport=tcp
+    codec=feedback(topk(ratio=0.01))                 the architecture is left out: auto
+
+``Strategy.parse(str(s)) == s`` for every strategy, and equal strategies have equal texts: arguments are completed with
+their defaults when a strategy is built, and left out again when it is printed. What a part declares in the registry
+and this file reads:
+
+    goal="allreduce"        (algorithms) only these are architectures
+    always_print=(names)    arguments that are printed even at their default
+    wraps="name"            (codecs) the argument that takes another codec, written without its name
+    biased=True             (codecs) gets ``feedback`` around it unless the text says ``feedback=off``
+    one_host=True           (transports) reaches processes of one host only
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from . import registry
+from .errors import NotBuiltError, StrategyError, UsageError
+from .grammar import Part, nearest, read_part, read_words
+from .parts import bind, build, signature, write
+from .types import Group
+
+if TYPE_CHECKING:
+    from .codecs import Codec
+    from .plan import Plan
+    from .schedules import Schedule
+    from .sync import SyncMode
+
+__all__ = ["RULES", "WORDS", "Part", "Strategy", "Word", "vocabulary"]
+
+WORDS: Mapping[str, str] = {
+    "architecture": "algorithms",
+    "sync": "sync",
+    "codec": "codecs",
+    "schedule": "schedules",
+    "transport": "transports",
+}
+"""The words of a strategy in the order of printing, each with the registry's kind of its parts."""
+
+AUTO = Part("auto")
+"""Chosen later: by topology when the group is known, by measuring where the schedule or architecture can be tuned."""
+
+BSP, NONE = Part("bsp"), Part("none")
+
+_HAS_AUTO = ("architecture", "schedule", "transport")
+
+# fmt: off
+PLANNED: Mapping[str, tuple[str, ...]] = {
+    "architecture": (
+        "ring", "recursive_doubling", "halving_doubling", "tree", "double_tree", "hierarchical", "direct", "ps",
+        "native"
+    ),
+    "sync": (
+        "bsp", "ssp", "asp", "local", "post_local", "easgd", "diloco", "gossip"
+    ),
+    "codec": (
+        "none", "fp16", "bf16", "fp8", "int8", "int4", "qsgd", "natural", "ternary", "onebit", "sign", "topk",
+        "threshold", "randomk", "gtopk", "powersgd", "adaptive", "feedback", "auto"
+    ),
+    "schedule": (
+        "fifo", "wait_free", "fixed", "merged", "priority", "split", "delayed"
+    ),
+    "transport": (
+        "shm", "tcp", "inproc", "torch", "mpi", "zmq", "grpc", "ucx"
+    ),
+}
+# fmt: on
+"""The words of the whole grammar: those that the registry does not have are refused as not built yet."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Architecture, sync mode, codec, schedule and transport; raises StrategyError when they cannot be combined.
+
+    The parts may be given as ``Part`` or, for one without arguments, by name. Building a strategy checks every name
+    and argument and the combination; NotBuiltError says that a word is part of the grammar but does not exist yet.
+    """
+
+    architecture: Part = AUTO
+    sync: Part = BSP
+    codec: Part = NONE
+    schedule: Part = AUTO
+    transport: Part = AUTO
+
+    def __post_init__(self) -> None:
+        for word, part in self.parts():
+            object.__setattr__(self, word, _bind_word(word, part if isinstance(part, Part) else read_part(part)))
+        for rule in RULES:
+            fault = rule(self)
+            if fault is not None:
+                raise StrategyError(self._advice(*fault))
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """The strategy that ``text`` describes, an empty one being ``auto``; raises StrategyError or NotBuiltError."""
+        parts: dict[str, Part] = {}
+        feedback = "on"
+        for position, (key, part) in enumerate(read_words(text)):
+            word = _word(key, part, position)
+            if word in parts:
+                raise StrategyError(f"{word} is given twice in {text!r}")
+            parts[word] = part
+        if "feedback" in parts:
+            feedback = _on_or_off(parts.pop("feedback"))
+        if feedback == "on" and "codec" in parts and _needs_feedback(parts["codec"]):
+            parts["codec"] = Part("feedback", (("", parts["codec"]),))
+        return cls(**parts)
+
+    def __str__(self) -> str:
+        found = [] if self.architecture == AUTO else [write("algorithms", self.architecture)]
+        for word, part in self.parts():
+            shown = "auto" if part == AUTO else write(WORDS[word], part)
+            if word != "architecture" and shown != _DEFAULTS[word]:
+                found.append(f"{word}={shown}")
+        if _needs_feedback(self.codec):
+            found.append("feedback=off")
+        return " ".join(found) or "auto"
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """The five words with their parts, in the order of printing."""
+        for word in WORDS:
+            yield word, getattr(self, word)
+
+    @property
+    def servers(self) -> int:
+        """How many server processes of their own the strategy needs, beside the workers."""
+        if self.architecture.name != "ps" or self.architecture.arguments.get("on") == "workers":
+            return 0
+        return int(self.architecture["servers"])
+
+    @property
+    def server_holds_weights(self) -> bool:
+        """True when servers apply the update; False when every worker does."""
+        return self.architecture.name == "ps" and self.architecture.arguments.get("update") == "server"
+
+    def resolve(self, group: Group, *, one_host: bool, inproc: bool = False) -> Strategy:
+        """The same strategy with every ``auto`` replaced by what runs in that group.
+
+        ``group`` may leave the strategy's own servers out. ``one_host`` says that all processes can share memory,
+        ``inproc`` that the ranks are threads of one process. Raises UsageError when the transport cannot reach all
+        ranks, or the architecture cannot be planned for so many workers or servers.
+        """
+        group = self._with_servers(group)
+        transport = self.transport
+        if transport == AUTO:
+            own = self.architecture.name == "native"
+            transport = Part("inproc" if inproc else "torch" if own else "shm" if one_host else "tcp")
+        elif not one_host and registry.get("transports", transport.name).capabilities.get("one_host"):
+            raise StrategyError(f"transport={transport.name} cannot reach other hosts; use transport=tcp")
+        architecture = self.architecture
+        if architecture == AUTO:
+            # Owners read and write their peers' memory on shm; elsewhere a ring keeps every link evenly busy.
+            architecture = Part("direct" if transport.name == "shm" else "ring")
+        schedule = Part("fixed") if self.schedule == AUTO else self.schedule
+        resolved = replace(self, architecture=architecture, schedule=schedule, transport=transport)
+        resolved.plan(group)
+        return resolved
+
+    def _with_servers(self, group: Group) -> Group:
+        if group.servers not in (0, self.servers):
+            raise UsageError(
+                f"the strategy {str(self)!r} needs {self.servers} server processes, the run has {group.servers}: "
+                f"start it with --servers {self.servers}"
+            )
+        return replace(group, servers=self.servers)
+
+    def plan(self, group: Group) -> Plan:
+        """The plan of the architecture for that group, one object for all calls; UsageError while it is ``auto``."""
+        architecture = self._chosen("architecture")
+        return _planned(registry.get("algorithms", architecture.name).target, architecture.args, group)
+
+    def schedule_object(self) -> Schedule:
+        """The schedule that the engine reads; raises UsageError while it is ``auto``."""
+        schedule: Schedule = build("schedules", self._chosen("schedule"))
+        return schedule
+
+    def sync_mode(self) -> SyncMode:
+        """The rules of the sync mode."""
+        mode: SyncMode = build("sync", self.sync)
+        return mode
+
+    def codec_object(self) -> Codec:
+        """The codec, with those nested in it."""
+        codec: Codec = build("codecs", self.codec)
+        return codec
+
+    def _chosen(self, word: str) -> Part:
+        part: Part = getattr(self, word)
+        if part == AUTO:
+            raise UsageError(f"the {word} of {str(self)!r} is auto: call resolve() first")
+        return part
+
+    def _advice(self, reason: str, candidates: list[dict[str, Part]]) -> str:
+        for changes in candidates:
+            try:
+                return f"{reason}; the nearest that works is {str(replace(self, **changes))!r}"
+            except UsageError:
+                continue
+        return reason
+
+
+@lru_cache(maxsize=64)
+def _planned(algorithm: Callable[..., Plan], args: tuple[tuple[str, Any], ...], group: Group) -> Plan:
+    return algorithm(group, **dict(args))
+
+
+@dataclass(frozen=True)
+class Word:
+    """One value that a word may take: ``text`` shows its arguments, ``summary`` is empty when it is not built yet."""
+
+    word: str
+    name: str
+    text: str
+    summary: str
+    built: bool
+
+
+def vocabulary() -> list[Word]:
+    """Everything that a strategy may say, built or not, in the order of printing."""
+    found = []
+    for word, kind in WORDS.items():
+        if word in _HAS_AUTO:
+            found.append(Word(word, "auto", "auto", _AUTO_SUMMARY[word], True))
+        for name in _built(word):
+            entry = registry.get(kind, name)
+            found.append(Word(word, name, signature(entry), entry.summary, True))
+        found += [Word(word, name, name, "", False) for name in PLANNED[word] if name not in _built(word)]
+    return found
+
+
+_AUTO_SUMMARY = {
+    "architecture": "direct over shm, ring over other transports.",
+    "schedule": "Starts as fixed.",
+    "transport": "shm when all processes are on one host, tcp otherwise.",
+}
+
+_DEFAULTS = {"sync": "bsp", "codec": "none", "schedule": "auto", "transport": "auto"}
+
+# Rules -------------------------------------------------------------------------------------------------------------
+
+Fault = tuple[str, list[dict[str, Part]]]
+"""Why a combination is impossible, and changes that may mend it, the nearest first."""
+
+
+def _native_needs_its_library(strategy: Strategy) -> Fault | None:
+    if strategy.architecture.name != "native" or strategy.transport.name in ("auto", "torch", "mpi"):
+        return None
+    reason = f"native calls the library's own collective, and transport={strategy.transport.name} has none"
+    return reason, [{"transport": Part("torch")}, {"transport": Part("mpi")}, {"architecture": AUTO}]
+
+
+def _ps_needs_a_server(strategy: Strategy) -> Fault | None:
+    if strategy.architecture.name != "ps" or strategy.architecture["servers"] >= 1:
+        return None
+    reason = f"a parameter server needs at least one server, got servers={strategy.architecture['servers']}"
+    return reason, [{"architecture": _with(strategy.architecture, servers=1)}]
+
+
+def _weights_on_servers_travel_dense(strategy: Strategy) -> Fault | None:
+    if not strategy.server_holds_weights or strategy.codec.name == "none":
+        return None
+    reason = f"ps(update=server) sends weights, and codec={strategy.codec.name} would change them"
+    return reason, [{"architecture": _with(strategy.architecture, update="worker")}, {"codec": NONE}]
+
+
+def _staleness_needs_weights_on_servers(strategy: Strategy) -> Fault | None:
+    if strategy.sync.name not in ("ssp", "asp") or strategy.server_holds_weights or strategy.architecture == AUTO:
+        return None
+    reason = f"sync={strategy.sync.name} lets workers run ahead of each other, so servers must hold the weights"
+    server = Part("ps") if strategy.architecture.name != "ps" else _with(strategy.architecture, update="server")
+    return reason, [{"architecture": server}, {"sync": BSP}]
+
+
+def _feedback_needs_a_contraction(strategy: Strategy) -> Fault | None:
+    if strategy.codec.name != "feedback":
+        return None
+    inner = next(value for _, value in strategy.codec.args if isinstance(value, Part))
+    if getattr(registry.get("codecs", inner.name).target, "contraction", True):
+        return None
+    reason = f"error feedback around {inner.name} diverges: its error can be larger than the gradient"
+    return reason, [{"codec": inner}]
+
+
+RULES: tuple[Callable[[Strategy], Fault | None], ...] = (
+    _native_needs_its_library,
+    _ps_needs_a_server,
+    _weights_on_servers_travel_dense,
+    _staleness_needs_weights_on_servers,
+    _feedback_needs_a_contraction,
+)
+"""What cannot be combined. A rule is a function of the whole strategy; parts know nothing of each other."""
+
+
+def _with(part: Part, **changes: Any) -> Part:
+    return Part(part.name, tuple((part.arguments | changes).items()))
+
+
+# Words -------------------------------------------------------------------------------------------------------------
+
+
+def _built(word: str) -> tuple[str, ...]:
+    """The registered names that the word may take."""
+    kind = WORDS[word]
+    if kind != "algorithms":
+        return registry.names(kind)
+    return tuple(entry.name for entry in registry.entries(kind) if entry.capabilities.get("goal") == "allreduce")
+
+
+def _bind_word(word: str, part: Part) -> Part:
+    """The bound part of a word, or an error that says what the word may be."""
+    if word in _HAS_AUTO and part.name == "auto":
+        if part.args:
+            raise StrategyError(f"{word}=auto takes no arguments")
+        return AUTO
+    kind, built = WORDS[word], _built(word)
+    _require_known(word, part)
+    bound = bind(kind, part)
+    if inspect.isclass(registry.get(kind, part.name).target) and kind != "transports":
+        build(kind, bound)  # its __post_init__ knows the ranges; transports need sockets and are built by the session
+    assert part.name in built
+    return bound
+
+
+def _require_known(word: str, part: Part) -> None:
+    """Raise NotBuiltError or StrategyError unless the part, and those nested in it, have registered names."""
+    built = _built(word)
+    if part.name not in built:
+        if part.name in PLANNED[word]:
+            raise NotBuiltError(f"{word} {part.name!r} is not built yet; built are {', '.join(built)}")
+        hint = _belongs_to(part.name) or nearest(part.name, (*built, *PLANNED[word]))
+        raise StrategyError(f"unknown {word} {part.name!r}{hint or '; there are ' + ', '.join(built)}")
+    wraps = registry.get(WORDS[word], part.name).capabilities.get("wraps")
+    for name, value in part.args:
+        if wraps and name in ("", wraps):
+            _require_known(word, Part(value) if isinstance(value, str) else value)
+
+
+def _word(key: str, part: Part, position: int) -> str:
+    """The word that a piece of text is about; raises StrategyError when there is none."""
+    if key == "architecture":
+        raise StrategyError(f"the architecture comes first and without a key: write {part.name!r}")
+    if key in WORDS or key == "feedback":
+        return key
+    if key:
+        raise StrategyError(f"unknown word {key!r}{nearest(key, WORDS) or '; there are ' + ', '.join(WORDS)}")
+    if position > 0:
+        raise StrategyError(
+            f"{part.name!r} has no key{_belongs_to(part.name) or ': only the architecture, first, has none'}"
+        )
+    return "architecture"
+
+
+def _belongs_to(name: str) -> str:
+    """A remedy for a name that is known under another word."""
+    for word in WORDS:
+        if word != "architecture" and name in (*_built(word), *PLANNED[word]) and name != "auto":
+            return f": it is a {word}, write {word}={name}"
+    return ": an architecture comes first" if name in (*_built("architecture"), *PLANNED["architecture"]) else ""
+
+
+def _on_or_off(part: Part) -> str:
+    if part.name not in ("on", "off") or part.args:
+        raise StrategyError(f"feedback must be on or off, got {part.name!r}")
+    return part.name
+
+
+def _needs_feedback(codec: Part) -> bool:
+    return codec.name in registry.names("codecs") and bool(
+        registry.get("codecs", codec.name).capabilities.get("biased")
+    )

@@ -1,0 +1,101 @@
+"""Transports: how bytes travel between the processes of a group. One file per message library.
+
+A transport moves messages between process indices (workers first, servers after them). Messages are matched by sender
+and tag; those with the same sender and tag are received in the order in which they were sent; all others in any order.
+Nothing moves except inside calls: one thread per process, the progress thread, makes all calls but ``wake``. Nothing
+blocks except ``poll``. Data are one-dimensional contiguous uint8 arrays and are not copied by the caller's side: a
+buffer given to ``send`` must stay unchanged, one given to ``recv`` untouched, until its handle is done.
+
+Messages of up to ``INLINE_BYTES`` travel at once and are kept by the receiver until they are asked for. Larger ones
+wait at the sender until the receiver has asked, so that a fast peer cannot fill a slow one's memory and no order of
+receives can deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+"""One-dimensional contiguous uint8 array: how data are passed to a transport."""
+
+INLINE_BYTES = 64 * 1024
+"""Messages up to this size travel without waiting for the receiver."""
+
+
+class Handle:
+    """One send or receive under way.
+
+    ``done`` turns True inside some call of ``poll``, which also returns the handle once. ``nbytes`` is then the
+    message's size and ``payload`` what a ``borrow`` received. ``error`` is set instead when the operation failed.
+    ``owner`` is the caller's own and never looked at.
+    """
+
+    __slots__ = ("done", "error", "kind", "nbytes", "note", "owner", "payload", "peer", "tag")
+
+    def __init__(self, kind: Literal["send", "recv", "borrow"], peer: int, tag: int, nbytes: int, owner: Any) -> None:
+        self.kind = kind
+        self.peer = peer
+        self.tag = tag
+        self.nbytes = nbytes
+        self.owner = owner
+        self.payload: Bytes | None = None
+        self.note: Any = None  # the transport's own
+        self.done = False
+        self.error: Exception | None = None
+
+    def __repr__(self) -> str:
+        state = "failed" if self.error else "done" if self.done else "under way"
+        return f"<{self.kind} peer={self.peer} tag={self.tag} nbytes={self.nbytes} {state}>"
+
+
+class Transport(Protocol):
+    """What the exchange needs of a message library."""
+
+    name: str
+    rank: int
+    world: int
+    ordered: bool
+    """True when messages arrive in the order of sending only, so buckets must go in index order."""
+
+    lends: bool
+    """True when ``borrow`` shows the sender's own memory: the sender waits until it is released."""
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Zeroed memory that this transport moves without an extra copy; it lives until ``close``."""
+        ...
+
+    def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
+        """Start sending; the smallest priority goes first among what waits for the same peer."""
+        ...
+
+    def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
+        """Start receiving into memory of the caller; a longer message is an error."""
+        ...
+
+    def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
+        """Start receiving into memory of the transport; ``payload`` is valid until ``release``."""
+        ...
+
+    def release(self, handle: Handle) -> None:
+        """Give back what a ``borrow`` received."""
+        ...
+
+    def poll(self, timeout: float) -> list[Handle]:
+        """Move data; return what has completed, after at most ``timeout`` seconds; a failed handle carries its error."""
+        ...
+
+    def wake(self) -> None:
+        """Make a ``poll`` in another thread return now (or the next one at once)."""
+        ...
+
+    def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Bytes sent to and received from each peer since the start, headers included."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; what is under way is dropped. Flush before by waiting for the handles."""
+        ...

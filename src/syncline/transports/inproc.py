@@ -1,0 +1,223 @@
+"""Transport between threads of one process: what tests, examples and the simulator's checks run on.
+
+A ``Hub`` stands for the network; each rank takes its end of it. Messages are passed by reference: the receiver copies
+straight from the sender's buffer and then tells the sender, whose handle completes. An equal member of this folder,
+held to the same contracts as the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ..errors import ClosedError, PeerLost, UsageError
+from ..registry import register
+from ..wire.matching import Matcher
+from . import Bytes, Handle
+
+
+@dataclass
+class _Message:
+    """What lies in an inbox: a message, the news that one was consumed, or that a rank is gone."""
+
+    kind: Literal["data", "consumed", "gone"]
+    src: int
+    tag: int = 0
+    data: Bytes | None = None
+    handle: Handle | None = None
+
+
+class _Inbox:
+    """A queue of messages with a bell."""
+
+    def __init__(self) -> None:
+        self.bell = threading.Condition()
+        self.queue: deque[_Message] = deque()
+        self.woken = False
+
+    def put(self, message: _Message) -> None:
+        with self.bell:
+            self.queue.append(message)
+            self.bell.notify()
+
+    def take(self, timeout: float) -> list[_Message]:
+        with self.bell:
+            if not self.queue and not self.woken and timeout > 0:
+                self.bell.wait(timeout)
+            self.woken = False
+            found = list(self.queue)
+            self.queue.clear()
+            return found
+
+
+class Hub:
+    """The network of one process: an inbox per rank."""
+
+    def __init__(self, world: int) -> None:
+        if world < 1:
+            raise UsageError(f"a hub needs at least one rank, got {world}")
+        self.world = world
+        self.inboxes = [_Inbox() for _ in range(world)]
+        self.gone: set[int] = set()
+
+    def transport(self, rank: int) -> InProc:
+        """The end of that rank; to be used by one thread."""
+        if not 0 <= rank < self.world:
+            raise UsageError(f"rank {rank} is not in a hub of {self.world}")
+        return InProc(self, rank)
+
+    def kill(self, rank: int) -> None:
+        """Let a rank vanish without a word, as a process that dies does."""
+        self.gone.add(rank)
+        for peer, inbox in enumerate(self.inboxes):
+            if peer != rank:
+                inbox.put(_Message("gone", rank))
+
+
+@register("transports", "inproc", one_host=True)
+class InProc:
+    """One rank's end of a Hub."""
+
+    name = "inproc"
+    ordered = False
+    lends = True
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.rank = rank
+        self.world = hub.world
+        self._hub = hub
+        self._matcher: Matcher[tuple[Handle, Bytes | None], _Message] = Matcher()
+        self._completed: list[Handle] = []
+        self._under_way: set[Handle] = set()
+        self._sent = dict.fromkeys((peer for peer in range(hub.world) if peer != rank), 0)
+        self._received = dict(self._sent)
+        self._closed = False
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Plain zeroed memory."""
+        return np.zeros(nbytes, np.uint8)
+
+    def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:  # noqa: ARG002
+        """Pass a reference to the peer; done when it has copied the data."""
+        self._check(dst)
+        handle = Handle("send", dst, tag, data.nbytes, owner)
+        if self._gone(handle):
+            return handle
+        self._under_way.add(handle)
+        self._sent[dst] += data.nbytes
+        self._hub.inboxes[dst].put(_Message("data", self.rank, tag, data, handle))
+        return handle
+
+    def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
+        """Copy the message into ``into`` when it is there."""
+        return self._post(Handle("recv", src, tag, into.nbytes, owner), into)
+
+    def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
+        """Look at the sender's buffer itself until released."""
+        return self._post(Handle("borrow", src, tag, nbytes, owner), None)
+
+    def release(self, handle: Handle) -> None:
+        """Tell the sender that its buffer is free again."""
+        message: _Message = handle.note
+        handle.payload = handle.note = None
+        self._consume(message)
+
+    def poll(self, timeout: float) -> list[Handle]:
+        """Handle what lies in the inbox."""
+        if self._closed:
+            raise ClosedError("this transport is closed")
+        for message in self._hub.inboxes[self.rank].take(0.0 if self._completed else timeout):
+            self._handle(message)
+        found, self._completed = self._completed, []
+        return found
+
+    def wake(self) -> None:
+        """Ring the own bell."""
+        inbox = self._hub.inboxes[self.rank]
+        with inbox.bell:
+            inbox.woken = True
+            inbox.bell.notify()
+
+    def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Payload bytes; there are no headers here."""
+        return dict(self._sent), dict(self._received)
+
+    def close(self) -> None:
+        """Leave the hub; whoever still waits for this rank learns that it is gone."""
+        if not self._closed:
+            self._closed = True
+            self._hub.kill(self.rank)
+
+    def _check(self, peer: int) -> None:
+        if self._closed:
+            raise ClosedError("this transport is closed")
+        if not 0 <= peer < self.world or peer == self.rank:
+            raise UsageError(f"rank {self.rank} cannot exchange messages with {peer} in a world of {self.world}")
+
+    def _gone(self, handle: Handle) -> bool:
+        if handle.peer in self._hub.gone:
+            self._finish(handle, PeerLost(f"rank {handle.peer} is gone", rank=handle.peer))
+            return True
+        return False
+
+    def _post(self, handle: Handle, into: Bytes | None) -> Handle:
+        self._check(handle.peer)
+        message = self._matcher.post(handle.peer, handle.tag, (handle, into))
+        if message is not None:
+            self._under_way.add(handle)
+            self._deliver(handle, into, message)
+        elif handle.peer in self._hub.gone and not any(
+            message.src == handle.peer for message in self._hub.inboxes[self.rank].queue
+        ):
+            self._matcher.forget(handle.peer)
+            self._gone(handle)
+        else:
+            self._under_way.add(handle)
+        return handle
+
+    def _handle(self, message: _Message) -> None:
+        if message.kind == "data":
+            receive = self._matcher.arrive(message.src, message.tag, message)
+            if receive is not None:
+                self._deliver(*receive, message)
+        elif message.kind == "consumed":
+            assert message.handle is not None
+            self._finish(message.handle)
+        else:
+            lost = PeerLost(f"rank {message.src} is gone", rank=message.src)
+            self._matcher.forget(message.src)
+            for handle in [handle for handle in self._under_way if handle.peer == message.src]:
+                if handle.payload is None:
+                    self._finish(handle, lost)
+
+    def _deliver(self, handle: Handle, into: Bytes | None, message: _Message) -> None:
+        data = message.data
+        assert data is not None
+        if data.nbytes > handle.nbytes:
+            self._consume(message)
+            text = f"a message of {data.nbytes} bytes from rank {message.src} does not fit a receive of {handle.nbytes}"
+            self._finish(handle, UsageError(text))
+            return
+        handle.nbytes = data.nbytes
+        self._received[message.src] += data.nbytes
+        if into is None:
+            handle.payload, handle.note = data, message
+        else:
+            into[: data.nbytes] = data
+            self._consume(message)
+        self._finish(handle)
+
+    def _consume(self, message: _Message) -> None:
+        self._hub.inboxes[message.src].put(_Message("consumed", self.rank, handle=message.handle))
+
+    def _finish(self, handle: Handle, error: Exception | None = None) -> None:
+        self._under_way.discard(handle)
+        if handle.done:
+            return
+        handle.done, handle.error = True, error
+        self._completed.append(handle)

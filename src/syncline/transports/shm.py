@@ -1,0 +1,337 @@
+"""Transport over shared memory, between processes of one machine.
+
+Memory from ``allocate`` lies in segments that every peer maps: a message out of it travels as a reference of 24 bytes
+over a UNIX connection, and the receiver reads the sender's memory in place, once (copied into its own for ``recv``,
+looked at for ``borrow``). A short acknowledgement then frees the sender's buffer. Small messages travel inside their
+frame; large ones from other memory are copied into a segment first.
+
+Segments are anonymous (memfd) and handed to the peers as descriptors: there are no names in /dev/shm that could be
+left behind or run into its size limit. They are allocated when made and sealed against shrinking, so that no access
+can fault; a machine without the memory gives a clear error instead.
+
+Least memory traffic of a message of n bytes: n read, n written by the receiver.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from socket import socket
+from typing import Any
+
+import numpy as np
+
+from ..errors import ClosedError, PeerLost, SynclineError, UsageError
+from ..registry import register
+from ..wire.link import CONTROL, Frame, Link
+from ..wire.loop import Loop
+from ..wire.matching import Matcher
+from . import Bytes, Handle
+
+_DATA, _REFERENCE, _CONSUMED, _SEGMENT = 1, 2, 3, 4
+
+_IN_FRAME_BYTES = 4096
+"""Messages up to this size travel in their frame: cheaper than a reference and its acknowledgement."""
+
+_OFFSET_BITS = 40
+
+
+@dataclass
+class _Message:
+    """A message that has arrived: its bytes, and the sender's number when they lie in the sender's memory."""
+
+    src: int
+    data: Bytes
+    number: int | None
+
+
+@dataclass
+class _Receive:
+    """A posted receive: its handle and where its bytes go (None: looked at in place)."""
+
+    handle: Handle
+    into: Bytes | None
+
+
+@dataclass
+class _Sending:
+    """A reference under way: its handle, and the staging buffer to free after it."""
+
+    handle: Handle
+    staging: Bytes | None
+
+
+class _Segments:
+    """This process's own shared memory: segments by address, and staging buffers that are used again."""
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._numbers: list[int] = []
+        self._free: dict[int, list[Bytes]] = {}
+
+    def create(self, nbytes: int) -> tuple[int, int, Bytes]:
+        """A new segment: number, descriptor, memory."""
+        size = max(nbytes, 1)
+        number = len(self.fds)
+        fd = os.memfd_create(f"syncline-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            memory = np.frombuffer(mmap.mmap(fd, size), np.uint8)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.ENOMEM, errno.ENOSPC):
+                raise SynclineError(
+                    f"no memory for a shared segment of {size} bytes ({error.strerror}): use fewer ranks on this"
+                    " machine, a smaller model, or transport=tcp"
+                ) from error
+            raise
+        start = memory.ctypes.data
+        at = bisect_right(self._starts, start)
+        self._starts.insert(at, start)
+        self._ends.insert(at, start + size)
+        self._numbers.insert(at, number)
+        self.fds.append(fd)
+        return number, fd, memory[:nbytes]
+
+    def find(self, data: Bytes) -> tuple[int, int] | None:
+        """Segment number and offset of an array, when it lies in one."""
+        start = data.ctypes.data
+        at = bisect_right(self._starts, start) - 1
+        if at < 0 or start + data.nbytes > self._ends[at]:
+            return None
+        return self._numbers[at], start - self._starts[at]
+
+    def staging(self, nbytes: int) -> Bytes | None:
+        """A free staging buffer of at least that size, or None when a new one is needed."""
+        free = self._free.get(_staging_size(nbytes))
+        return free.pop() if free else None
+
+    def free(self, staging: Bytes) -> None:
+        """Keep a staging buffer for the next message of its size."""
+        self._free.setdefault(staging.nbytes, []).append(staging)
+
+    def close(self) -> None:
+        """Close the descriptors; the memory goes with the last array that looks at it."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+
+
+@register("transports", "shm", connection="unix", one_host=True)
+class Shm:
+    """The shared memory of process ``rank``; ``socks`` are proved UNIX connections to all others."""
+
+    name = "shm"
+    ordered = False
+    lends = True
+
+    def __init__(self, rank: int, socks: Mapping[int, socket]) -> None:
+        self.rank = rank
+        self.world = len(socks) + 1
+        self._segments = _Segments()
+        self._links = {peer: Link(sock, peer, self._sink, self._arrival) for peer, sock in socks.items()}
+        self._loop = Loop(self._links.values(), self._lost)
+        self._matcher: Matcher[_Receive, _Message] = Matcher()
+        self._mapped: dict[tuple[int, int], Bytes] = {}  # (peer, segment number) -> its memory
+        self._bodies: dict[int, Bytes] = {}  # the body a link is reading
+        self._sending: dict[int, _Sending] = {}
+        self._number = 0
+        self._sent = dict.fromkeys(socks, 0)
+        self._received = dict.fromkeys(socks, 0)
+        self._under_way: set[Handle] = set()
+        self._completed: list[Handle] = []
+        self._gone: set[int] = set()
+        self._closed = False
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Zeroed shared memory that every peer can read in place."""
+        self._check()
+        number, fd, memory = self._segments.create(nbytes)
+        for peer, link in self._links.items():
+            if peer not in self._gone:
+                link.push(_SEGMENT, number, memory.nbytes, fd=fd)
+                self._loop.flush(link)
+        return memory
+
+    def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
+        """Send a reference; done when the peer has consumed it (small messages: when the kernel has them)."""
+        self._check()
+        handle = Handle("send", dst, tag, data.nbytes, owner)
+        if not self._admit(handle):
+            return handle
+        link = self._links[dst]
+        if data.nbytes <= _IN_FRAME_BYTES:
+            link.push(_DATA, tag, 0, memoryview(data), priority, lambda: self._finish(handle))
+        else:
+            place, staging = self._segments.find(data), None
+            if place is None:
+                staging = self._segments.staging(data.nbytes)
+                if staging is None:
+                    staging = self.allocate(_staging_size(data.nbytes))
+                staging[: data.nbytes] = data
+                place = self._segments.find(staging)
+                assert place is not None
+            self._number += 1
+            self._sending[self._number] = _Sending(handle, staging)
+            body = np.array([place[0], place[1], data.nbytes], np.uint64).view(np.uint8)
+            link.push(_REFERENCE, tag, self._number, memoryview(body), priority)
+            self._sent[dst] += data.nbytes
+        self._loop.flush(link)
+        return handle
+
+    def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
+        """Copy the message out of the sender's memory into ``into``."""
+        return self._post(_Receive(Handle("recv", src, tag, into.nbytes, owner), into))
+
+    def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
+        """Look at the message in the sender's memory."""
+        return self._post(_Receive(Handle("borrow", src, tag, nbytes, owner), None))
+
+    def release(self, handle: Handle) -> None:
+        """Tell the sender that its buffer is free again."""
+        message: _Message = handle.note
+        handle.payload = handle.note = None
+        self._consumed(message)
+
+    def poll(self, timeout: float) -> list[Handle]:
+        """Turn the event loop once."""
+        self._check()
+        self._loop.turn(0.0 if self._completed else timeout)
+        found, self._completed = self._completed, []
+        return found
+
+    def wake(self) -> None:
+        """Ring the loop's bell."""
+        self._loop.wake()
+
+    def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Bytes over the connections, and bytes read in place from shared memory."""
+        sent = {peer: link.sent_bytes + self._sent[peer] for peer, link in self._links.items()}
+        return sent, {peer: link.received_bytes + self._received[peer] for peer, link in self._links.items()}
+
+    def close(self) -> None:
+        """Close the connections and let go of the memory."""
+        if not self._closed:
+            self._closed = True
+            self._loop.close()
+            self._mapped.clear()
+            self._segments.close()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError("this transport is closed")
+
+    def _admit(self, handle: Handle) -> bool:
+        if handle.peer not in self._links:
+            raise UsageError(f"rank {self.rank} cannot exchange messages with {handle.peer} in a world of {self.world}")
+        self._under_way.add(handle)
+        if handle.peer in self._gone:
+            self._finish(handle, _lost(handle.peer))
+            return False
+        return True
+
+    def _post(self, receive: _Receive) -> Handle:
+        self._check()
+        handle = receive.handle
+        message = self._matcher.post(handle.peer, handle.tag, receive)
+        if message is not None:
+            self._under_way.add(handle)
+            self._deliver(receive, message)
+        elif not self._admit(handle):
+            self._matcher.forget(handle.peer)
+        return handle
+
+    def _sink(self, link: Link, frame: Frame) -> memoryview | None:
+        body = np.empty(frame.size, np.uint8)
+        self._bodies[link.peer] = body
+        return memoryview(body)
+
+    def _arrival(self, link: Link, frame: Frame) -> None:
+        body = self._bodies.pop(link.peer, None)
+        if frame.kind == _SEGMENT:
+            self._map(link, frame)
+        elif frame.kind == _CONSUMED:
+            self._freed(frame.argument)
+        elif frame.kind == _DATA:
+            self._arrived(frame, _Message(link.peer, np.empty(0, np.uint8) if body is None else body, None))
+        else:
+            assert body is not None
+            segment, offset, nbytes = (int(value) for value in body.view(np.uint64))
+            memory = self._mapped.get((link.peer, segment))
+            if memory is None or offset + nbytes > memory.nbytes:
+                raise OSError(f"rank {link.peer} refers to memory it has not shared")
+            self._received[link.peer] += nbytes
+            self._arrived(frame, _Message(link.peer, memory[offset : offset + nbytes], frame.argument))
+
+    def _arrived(self, frame: Frame, message: _Message) -> None:
+        receive = self._matcher.arrive(message.src, frame.tag, message)
+        if receive is not None:
+            self._deliver(receive, message)
+
+    def _map(self, link: Link, frame: Frame) -> None:
+        fd = link.fds.popleft()
+        try:
+            if frame.argument:
+                memory = mmap.mmap(fd, frame.argument, prot=mmap.PROT_READ)
+                self._mapped[link.peer, frame.tag] = np.frombuffer(memory, np.uint8)
+        finally:
+            os.close(fd)
+
+    def _deliver(self, receive: _Receive, message: _Message) -> None:
+        handle, size = receive.handle, message.data.nbytes
+        if size > handle.nbytes:
+            self._consumed(message)
+            text = f"a message of {size} bytes from rank {handle.peer} does not fit a receive of {handle.nbytes}"
+            self._finish(handle, UsageError(text))
+            return
+        handle.nbytes = size
+        if receive.into is None:
+            handle.payload, handle.note = message.data, message
+        else:
+            np.copyto(receive.into[:size], message.data)
+            self._consumed(message)
+        self._finish(handle)
+
+    def _consumed(self, message: _Message) -> None:
+        if message.number is not None and message.src not in self._gone:
+            link = self._links[message.src]
+            link.push(_CONSUMED, 0, message.number, priority=CONTROL)
+            self._loop.flush(link)
+
+    def _freed(self, number: int) -> None:
+        sending = self._sending.pop(number)
+        if sending.staging is not None:
+            self._segments.free(sending.staging)
+        self._finish(sending.handle)
+
+    def _lost(self, peer: int) -> None:
+        self._gone.add(peer)
+        self._bodies.pop(peer, None)
+        self._matcher.forget(peer)
+        for number in [number for number, sending in self._sending.items() if sending.handle.peer == peer]:
+            del self._sending[number]
+        for handle in [handle for handle in self._under_way if handle.peer == peer]:
+            self._finish(handle, _lost(peer))
+
+    def _finish(self, handle: Handle, error: Exception | None = None) -> None:
+        if handle.done:
+            return
+        self._under_way.discard(handle)
+        handle.done, handle.error = True, error
+        self._completed.append(handle)
+
+
+def _staging_size(nbytes: int) -> int:
+    return 1 << (nbytes - 1).bit_length()
+
+
+def _lost(peer: int) -> PeerLost:
+    return PeerLost(f"the connection to rank {peer} closed", rank=peer)

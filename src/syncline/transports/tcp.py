@@ -1,0 +1,256 @@
+"""Transport over TCP, one connection per pair of processes.
+
+A message of up to ``INLINE_BYTES`` is sent at once and kept by the receiver until asked for. A larger one waits at the
+sender for the receiver's credit, which the receive itself sends ahead when it is posted, so that a receive posted in
+time costs no round trip. Bodies are written from the sender's buffer and read into the receiver's: the only copies are
+the kernel's two. Messages that cannot go into the caller's memory (``borrow``, or arrived before the receive) use
+scratch buffers that are kept and used again.
+
+Traffic of a message: its bytes and 24 of header, and 24 back for the credit of a large one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from socket import socket
+from typing import Any
+
+import numpy as np
+
+from ..errors import ClosedError, PeerLost, UsageError
+from ..registry import register
+from ..wire.link import CONTROL, Frame, Link
+from ..wire.loop import Loop
+from ..wire.matching import Matcher
+from ..wire.scratch import Scratch
+from . import INLINE_BYTES, Bytes, Handle
+
+_DATA, _CREDIT = 1, 2
+
+
+@dataclass
+class _Receive:
+    """A posted receive: its handle and where its bytes go (None: scratch)."""
+
+    handle: Handle
+    into: Bytes | None
+
+
+@dataclass
+class _Arrived:
+    """A message that came before its receive, in scratch memory."""
+
+    data: Bytes
+    size: int
+
+
+@dataclass
+class _Reading:
+    """The message whose body a link is reading now."""
+
+    receive: _Receive | None
+    data: Bytes
+
+
+@register("transports", "tcp", connection="tcp", one_host=False)
+class Tcp:
+    """The connections of process ``rank``; ``socks`` are proved connections to all others."""
+
+    name = "tcp"
+    ordered = False
+    lends = False
+
+    def __init__(self, rank: int, socks: Mapping[int, socket]) -> None:
+        self.rank = rank
+        self.world = len(socks) + 1
+        self.scratch = Scratch()
+        self._links = {peer: Link(sock, peer, self._sink, self._arrival) for peer, sock in socks.items()}
+        self._loop = Loop(self._links.values(), self._lost)
+        self._matcher: Matcher[_Receive, _Arrived] = Matcher()
+        self._reading: dict[int, _Reading] = {}
+        self._waiting: dict[tuple[int, int], deque[tuple[Handle, Bytes, float]]] = {}  # sends without credit
+        self._credits: dict[tuple[int, int], int] = {}  # credits that came before their send
+        self._offered: dict[tuple[int, int], int] = {}  # credits given out and not used yet
+        self._wanted: dict[tuple[int, int], int] = {}  # large receives posted and not filled
+        self._under_way: set[Handle] = set()
+        self._completed: list[Handle] = []
+        self._gone: set[int] = set()
+        self._closed = False
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Plain zeroed memory; the kernel copies from and to any."""
+        return np.zeros(nbytes, np.uint8)
+
+    def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
+        """Send at once when small or already asked for; done when the kernel has all of it."""
+        handle = Handle("send", dst, tag, data.nbytes, owner)
+        if not self._admit(handle):
+            return handle
+        key = dst, tag
+        large = data.nbytes > INLINE_BYTES
+        if key in self._waiting or (large and not self._credits.get(key)):
+            self._waiting.setdefault(key, deque()).append((handle, data, priority))
+            return handle
+        if large:
+            self._spend(self._credits, key)
+        self._transmit(handle, data, priority)
+        return handle
+
+    def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
+        """Read the message straight into ``into``."""
+        return self._post(_Receive(Handle("recv", src, tag, into.nbytes, owner), into))
+
+    def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
+        """Read the message into scratch memory, taken when its first byte is there."""
+        return self._post(_Receive(Handle("borrow", src, tag, nbytes, owner), None))
+
+    def release(self, handle: Handle) -> None:
+        """Put the scratch memory back."""
+        self.scratch.give(handle.note)
+        handle.payload = handle.note = None
+
+    def poll(self, timeout: float) -> list[Handle]:
+        """Turn the event loop once."""
+        if self._closed:
+            raise ClosedError("this transport is closed")
+        self._loop.turn(0.0 if self._completed else timeout)
+        found, self._completed = self._completed, []
+        return found
+
+    def wake(self) -> None:
+        """Ring the loop's bell."""
+        self._loop.wake()
+
+    def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Bytes written to and read from the sockets, headers and credits included."""
+        sent = {peer: link.sent_bytes for peer, link in self._links.items()}
+        return sent, {peer: link.received_bytes for peer, link in self._links.items()}
+
+    def close(self) -> None:
+        """Close the connections."""
+        if not self._closed:
+            self._closed = True
+            self._loop.close()
+
+    def _admit(self, handle: Handle) -> bool:
+        """Whether an operation with that peer can start; one that cannot completes with its error."""
+        if self._closed:
+            raise ClosedError("this transport is closed")
+        if handle.peer not in self._links:
+            raise UsageError(f"rank {self.rank} cannot exchange messages with {handle.peer} in a world of {self.world}")
+        self._under_way.add(handle)
+        if handle.peer in self._gone:
+            self._finish(handle, _lost(handle.peer))
+            return False
+        return True
+
+    def _transmit(self, handle: Handle, data: Bytes, priority: float) -> None:
+        link = self._links[handle.peer]
+        link.push(_DATA, handle.tag, 0, memoryview(data), priority, lambda: self._finish(handle))
+        self._loop.flush(link)
+
+    def _post(self, receive: _Receive) -> Handle:
+        handle = receive.handle
+        key = handle.peer, handle.tag
+        arrived = self._matcher.post(*key, receive) if handle.peer in self._links else None
+        if arrived is not None:
+            self._under_way.add(handle)
+            self._deliver(receive, arrived.data, arrived.size)
+        elif not self._admit(handle):
+            self._matcher.forget(handle.peer)
+        elif handle.nbytes > INLINE_BYTES:
+            self._wanted[key] = self._wanted.get(key, 0) + 1
+            # A small message may have filled an earlier large receive: its credit is then still out.
+            if self._offered.get(key, 0) < self._wanted[key]:
+                self._offered[key] = self._offered.get(key, 0) + 1
+                link = self._links[handle.peer]
+                link.push(_CREDIT, handle.tag, priority=CONTROL)
+                self._loop.flush(link)
+        return handle
+
+    def _sink(self, link: Link, frame: Frame) -> memoryview | None:
+        if frame.kind != _DATA:
+            return None
+        receive = self._matcher.take(link.peer, frame.tag)
+        if receive is not None and receive.into is not None and frame.size <= receive.handle.nbytes:
+            data = receive.into
+        else:
+            data = self.scratch.take(frame.size)
+        self._reading[link.peer] = _Reading(receive, data)
+        return memoryview(data[: frame.size])
+
+    def _arrival(self, link: Link, frame: Frame) -> None:
+        key = link.peer, frame.tag
+        if frame.kind == _CREDIT:
+            self._credited(key)
+            return
+        if frame.size > INLINE_BYTES:
+            self._spend(self._offered, key)
+        if frame.size == 0:
+            self._sink(link, frame)
+        reading = self._reading.pop(link.peer)
+        if reading.receive is not None:
+            self._deliver(reading.receive, reading.data, frame.size)
+            return
+        # The receive may have been posted while the body was being read.
+        receive = self._matcher.arrive(*key, _Arrived(reading.data, frame.size))
+        if receive is not None:
+            self._deliver(receive, reading.data, frame.size)
+
+    def _credited(self, key: tuple[int, int]) -> None:
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            self._credits[key] = self._credits.get(key, 0) + 1
+            return
+        self._transmit(*waiting.popleft())
+        while waiting and waiting[0][1].nbytes <= INLINE_BYTES:  # small ones behind it, which kept its order
+            self._transmit(*waiting.popleft())
+        if not waiting:
+            del self._waiting[key]
+
+    def _deliver(self, receive: _Receive, data: Bytes, size: int) -> None:
+        """A whole message has come for a receive: in place, or in scratch memory."""
+        handle = receive.handle
+        if handle.nbytes > INLINE_BYTES and (handle.peer, handle.tag) in self._wanted:
+            self._spend(self._wanted, (handle.peer, handle.tag))
+        if size > handle.nbytes:
+            self.scratch.give(data)
+            text = f"a message of {size} bytes from rank {handle.peer} does not fit a receive of {handle.nbytes}"
+            self._finish(handle, UsageError(text))
+            return
+        handle.nbytes = size
+        if receive.into is None:
+            handle.payload, handle.note = data[:size], data
+        elif receive.into is not data:
+            receive.into[:size] = data[:size]
+            self.scratch.give(data)
+        self._finish(handle)
+
+    def _spend(self, table: dict[tuple[int, int], int], key: tuple[int, int]) -> None:
+        left = table.get(key, 0) - 1
+        if left > 0:
+            table[key] = left
+        else:
+            table.pop(key, None)
+
+    def _lost(self, peer: int) -> None:
+        self._gone.add(peer)
+        self._reading.pop(peer, None)
+        self._matcher.forget(peer)
+        for key in [key for key in self._waiting if key[0] == peer]:
+            del self._waiting[key]
+        for handle in [handle for handle in self._under_way if handle.peer == peer]:
+            self._finish(handle, _lost(peer))
+
+    def _finish(self, handle: Handle, error: Exception | None = None) -> None:
+        if handle.done:
+            return
+        self._under_way.discard(handle)
+        handle.done, handle.error = True, error
+        self._completed.append(handle)
+
+
+def _lost(peer: int) -> PeerLost:
+    return PeerLost(f"the connection to rank {peer} closed", rank=peer)

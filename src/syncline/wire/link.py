@@ -1,0 +1,211 @@
+"""One framed, non-blocking stream connection to a peer, TCP or UNIX, with urgency and without copies of large bodies.
+
+A frame is a header of 24 bytes (kind, size of the body, tag, argument) and a body. Outgoing frames wait in a heap:
+the smallest priority goes first, equal ones in order; a frame that has begun is finished first. What the kernel may
+hold unsent is bounded, or urgency would be lost in its buffers. Incoming bytes are read scattered: the rest of a body
+goes straight where its owner wants it, what follows into a small buffer of the link's own.
+
+The link does not know what kinds of frames mean; its owner says where a body goes and is told when it is complete.
+UNIX links carry file descriptors beside frames.
+"""
+
+from __future__ import annotations
+
+import array
+import heapq
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+HEADER = struct.Struct("<BxxxIQQ")
+"""kind, body bytes' upper limit is 4 GiB (u32), tag, argument."""
+
+CONTROL = float("-inf")
+"""The priority of frames that steer the flow: before everything else."""
+
+_TCP_NOTSENT_LOWAT = 25
+_UNSENT_BYTES = 512 * 1024
+_INBOX_BYTES = 16 * 1024
+_READ_BUDGET_BYTES = 2 * 1024 * 1024
+_MAX_FDS = 8
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A header as it arrived."""
+
+    kind: int
+    size: int
+    tag: int
+    argument: int
+
+
+Sink = Callable[["Link", Frame], "memoryview | None"]
+"""Called with a header: returns where the body goes, or None to throw it away."""
+
+Arrival = Callable[["Link", Frame], None]
+"""Called when a frame's body is complete."""
+
+
+class Link:
+    """A connection to ``peer``; the owner calls ``flush`` and ``fill`` when the socket is writable or readable."""
+
+    def __init__(self, sock: socket.socket, peer: int, sink: Sink, arrival: Arrival) -> None:
+        sock.setblocking(False)
+        self.is_unix = sock.family == socket.AF_UNIX
+        if not self.is_unix:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        self.sock = sock
+        self.peer = peer
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.fds: deque[int] = deque()
+        self._sink, self._arrival = sink, arrival
+        self._serial = count()
+        self._heap: list[tuple[float, int, list[memoryview], Callable[[], None] | None, int | None]] = []
+        self._going: list[memoryview] = []
+        self._after: Callable[[], None] | None = None
+        self._fd: int | None = None
+        self._inbox = memoryview(bytearray(_INBOX_BYTES))
+        self._have = 0  # valid bytes in the inbox
+        self._frame: Frame | None = None
+        self._body: memoryview | None = None
+        self._got = 0
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing waits to be sent."""
+        return not self._going and not self._heap
+
+    def push(
+        self,
+        kind: int,
+        tag: int,
+        argument: int = 0,
+        body: memoryview | None = None,
+        priority: float = CONTROL,
+        after: Callable[[], None] | None = None,
+        fd: int | None = None,
+    ) -> None:
+        """Queue a frame; ``after`` is called once the kernel has all of it. ``fd`` is passed along (UNIX only)."""
+        size = 0 if body is None else body.nbytes
+        parts = [memoryview(HEADER.pack(kind, size, tag, argument))]
+        if size and body is not None:
+            parts.append(body)
+        heapq.heappush(self._heap, (priority, next(self._serial), parts, after, fd))
+
+    def flush(self) -> bool:
+        """Write what the kernel takes; True when nothing is left. Raises OSError when the connection is gone."""
+        while True:
+            if not self._going:
+                if not self._heap:
+                    return True
+                _, _, self._going, self._after, self._fd = heapq.heappop(self._heap)
+            try:
+                sent = self._write()
+            except BlockingIOError:
+                return False
+            self.sent_bytes += sent
+            self._advance(sent)
+
+    def _write(self) -> int:
+        if self._fd is not None:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._fd]))]
+            sent = self.sock.sendmsg(self._going[:1], rights)
+            self._fd = None
+            return sent
+        return self.sock.sendmsg(self._going)
+
+    def _advance(self, sent: int) -> None:
+        going = self._going
+        while going and sent >= going[0].nbytes:
+            sent -= going[0].nbytes
+            del going[0]
+        if going:
+            going[0] = going[0][sent:]
+        elif self._after is not None:
+            after, self._after = self._after, None
+            after()
+
+    def fill(self) -> bool:
+        """Read what has arrived, up to a budget; False when the peer has closed. Raises OSError."""
+        budget = _READ_BUDGET_BYTES
+        while budget > 0:
+            space = self._inbox[self._have :]
+            rest = None if self._body is None else self._body[self._got :]
+            want = space.nbytes + (0 if rest is None else rest.nbytes)
+            try:
+                got = self._read([space] if rest is None else [rest, space])
+            except BlockingIOError:
+                return True
+            if got == 0:
+                return False
+            self.received_bytes += got
+            budget -= got
+            if rest is not None:
+                direct = min(got, rest.nbytes)
+                self._got += direct
+                self._have += got - direct
+                if self._got < self._body_bytes():
+                    continue
+                self._complete()
+            else:
+                self._have += got
+            self._parse()
+            if got < want:
+                return True
+        return True
+
+    def _read(self, into: list[memoryview]) -> int:
+        if not self.is_unix:
+            return self.sock.recvmsg_into(into)[0]
+        room = socket.CMSG_SPACE(4 * _MAX_FDS)
+        got, ancillary, _, _ = self.sock.recvmsg_into(into, room, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                found = array.array("i")
+                found.frombytes(data[: len(data) - len(data) % found.itemsize])
+                self.fds.extend(found)
+        return got
+
+    def _body_bytes(self) -> int:
+        return 0 if self._frame is None else self._frame.size
+
+    def _parse(self) -> None:
+        """Take whole headers, and the beginnings of bodies, out of the inbox."""
+        at = 0
+        while self._have - at >= HEADER.size:
+            kind, size, tag, argument = HEADER.unpack_from(self._inbox, at)
+            at += HEADER.size
+            self._frame = Frame(kind, size, tag, argument)
+            if size:
+                body = self._sink(self, self._frame)
+                self._body = memoryview(bytearray(size)) if body is None else body
+                self._got = min(size, self._have - at)
+                self._body[: self._got] = self._inbox[at : at + self._got]
+                at += self._got
+                if self._got < size:
+                    break
+            self._complete()
+        left = self._have - at
+        if at and left:
+            self._inbox[:left] = bytes(self._inbox[at : self._have])
+        self._have = left
+
+    def _complete(self) -> None:
+        frame = self._frame
+        assert frame is not None
+        self._frame = self._body = None
+        self._got = 0
+        self._arrival(self, frame)
+
+    def close(self) -> None:
+        """Close the socket and any descriptor nobody took."""
+        self.sock.close()
+        while self.fds:
+            os.close(self.fds.popleft())

@@ -1,0 +1,84 @@
+"""The event loop of links: which sockets are ready, a bell for other threads, and the end of connections.
+
+Used from one thread; only ``wake`` may be called from others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Callable, Iterable
+
+from .link import Link
+
+
+class Loop:
+    """Drives links; ``on_lost(peer)`` is called once for each that ends."""
+
+    def __init__(self, links: Iterable[Link], on_lost: Callable[[int], None]) -> None:
+        self._on_lost = on_lost
+        self._epoll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._links = {link.sock.fileno(): link for link in links}
+        self._writing: set[int] = set()
+        for fd in self._links:
+            self._epoll.register(fd, select.EPOLLIN)
+
+    def flush(self, link: Link) -> None:
+        """Write now what the kernel takes, and the rest when it takes more."""
+        fd = link.sock.fileno()
+        if fd not in self._links or fd in self._writing:
+            return
+        try:
+            done = link.flush()
+        except OSError:
+            self._lose(fd)
+            return
+        if not done:
+            self._writing.add(fd)
+            self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
+
+    def turn(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for something to do, and do it."""
+        for fd, events in self._epoll.poll(timeout):
+            if fd == self._bell:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bell)
+                continue
+            link = self._links.get(fd)
+            if link is None:
+                continue
+            try:
+                if events & ~select.EPOLLOUT and not link.fill():
+                    self._lose(fd)
+                    continue
+                if events & select.EPOLLOUT and link.flush():
+                    self._writing.discard(fd)
+                    self._epoll.modify(fd, select.EPOLLIN)
+            except OSError:
+                self._lose(fd)
+
+    def wake(self) -> None:
+        """Make ``turn`` in another thread return."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Close every connection and the loop's own descriptors."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._epoll.close()
+        os.close(self._bell)
+
+    def _lose(self, fd: int) -> None:
+        link = self._links.pop(fd, None)
+        if link is None:
+            return
+        self._writing.discard(fd)
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(fd)
+        link.close()
+        self._on_lost(link.peer)

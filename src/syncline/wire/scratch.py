@@ -1,0 +1,27 @@
+"""Buffers for data that have no place of their own yet, used again and again."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Scratch:
+    """A shelf of buffers by power-of-two size; ``allocated_bytes`` is what was ever made."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[NDArray[np.uint8]]] = {}
+        self.allocated_bytes = 0
+
+    def take(self, nbytes: int) -> NDArray[np.uint8]:
+        """A buffer of at least that size."""
+        size = 1 << max(nbytes - 1, 4095).bit_length()
+        free = self._free.setdefault(size, [])
+        if free:
+            return free.pop()
+        self.allocated_bytes += size
+        return np.empty(size, np.uint8)
+
+    def give(self, buffer: NDArray[np.uint8]) -> None:
+        """Back to the shelf."""
+        self._free[buffer.nbytes].append(buffer)

@@ -1,0 +1,253 @@
+"""The watcher: one control connection per pair of processes and a thread that notices who fails first.
+
+* A peer that dies closes its control connection without a goodbye: it is the culprit.
+* A peer on this machine that is stopped (SIGSTOP) is seen in /proc; one on another machine by missing heartbeats.
+  Within a machine a busy interpreter is therefore never taken for a dead one.
+* Whoever finds a culprit, or raises itself, tells everyone: an abort message carries the *first* culprit, so nobody
+  blames a neighbour that merely left because of it.
+
+The error is printed at once. If the user's thread has not come back to Syncline within ``GRACE_S``, for instance
+because it sits in a data loader that waits for a dead process, the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ..errors import PeerError, PeerLost
+from .rollcall import Roll
+
+LIVENESS_S = 8.0
+"""Default limit after which a peer that gives no sign of life is lost."""
+
+GRACE_S = 5.0
+"""Time the user's thread has to come back after a failure before the process ends."""
+
+_FRAME = struct.Struct("<BxH")
+_HEARTBEAT, _GOODBYE, _ABORT = 1, 2, 3
+_MAX_TEXT = 4000
+_EXIT_STATUS = 1
+
+
+class Watcher:
+    """Watches all peers from its own thread until closed.
+
+    ``on_failure`` is called once, in that thread, with the error that names the first culprit; ``on_left`` with the
+    index of a peer that said goodbye.
+    """
+
+    def __init__(
+        self,
+        roll: Roll,
+        socks: Mapping[int, socket.socket],
+        on_failure: Callable[[PeerError], None],
+        on_left: Callable[[int], None],
+        liveness_s: float = LIVENESS_S,
+    ) -> None:
+        self.failure: PeerError | None = None
+        self.failed = threading.Event()
+        self.left: set[int] = set()
+        self._roll, self._socks = roll, dict(socks)
+        self._on_failure, self._on_left = on_failure, on_left
+        self._liveness_s = liveness_s
+        self._lock = threading.Lock()
+        self._closing = False
+        self._came_back = threading.Event()
+        self._partial = {peer: b"" for peer in socks}
+        self._heard = dict.fromkeys(socks, time.monotonic())
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        mine = roll.members[roll.index].pid_space
+        self._local = {peer: roll.members[peer].pid for peer in socks if roll.members[peer].pid_space == mine}
+        for peer, sock in self._socks.items():
+            sock.setblocking(False)
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._selector.register(sock, selectors.EVENT_READ, peer)
+        self._launcher = _launcher_pidfd()
+        if self._launcher is not None:
+            self._selector.register(self._launcher, selectors.EVENT_READ, "launcher")
+        self._thread = threading.Thread(target=self._watch, name="syncline-watcher", daemon=True)
+        self._thread.start()
+
+    def verdict(self, timeout: float) -> PeerError | None:
+        """The first culprit, waiting up to ``timeout`` for the news of it; None when nobody failed."""
+        self.failed.wait(timeout)
+        return self.failure
+
+    def came_back(self) -> None:
+        """The user's thread has seen the failure: it may now end the process in its own way."""
+        self._came_back.set()
+
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        """Tell everyone that this run is over because of ``culprit``, by default this process."""
+        index = self._roll.index if culprit is None else culprit
+        text = json.dumps([index, reason[: _MAX_TEXT // 2]]).encode()[:_MAX_TEXT]
+        self._tell_all(_ABORT, text)
+
+    def goodbye(self) -> None:
+        """Tell everyone that this process has ended its part."""
+        self._tell_all(_GOODBYE)
+
+    def close(self) -> None:
+        """End the thread and close the connections."""
+        if self._closing:
+            return
+        self._closing = True
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def close_descriptors(self) -> None:
+        """In a forked child: let go of the parent's connections without a word."""
+        for sock in self._socks.values():
+            sock.close()
+        for fd in (self._bell, self._launcher):
+            if fd is not None:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        with contextlib.suppress(OSError):
+            self._selector.close()
+
+    def _tell_all(self, kind: int, text: bytes = b"") -> None:
+        for peer in list(self._socks):
+            self._tell(peer, kind, text)
+
+    def _tell(self, peer: int, kind: int, text: bytes = b"") -> None:
+        sock = self._socks.get(peer)
+        if sock is None or peer in self.left:
+            return
+        # A control buffer that is full belongs to a peer that has not read for long; its silence is found elsewhere.
+        with self._lock, contextlib.suppress(OSError):
+            sock.send(_FRAME.pack(kind, len(text)) + text, socket.MSG_NOSIGNAL)
+
+    def _watch(self) -> None:
+        tick = min(1.0, self._liveness_s / 4)
+        last = time.monotonic()
+        try:
+            while not self._closing:
+                for key, _ in self._selector.select(tick):
+                    if key.data == "launcher":
+                        self._end("syncline: the launcher is gone, ending")
+                    elif key.data is not None:
+                        self._read(key.data)
+                now = time.monotonic()
+                if now - last >= tick:
+                    # This process itself may have been stopped: then nobody else's silence counts.
+                    if now - last > 2 * tick + 1:
+                        self._heard = dict.fromkeys(self._heard, now)
+                    last = now
+                    self._look(now)
+        finally:
+            self._selector.close()
+            for sock in self._socks.values():
+                sock.close()
+            os.close(self._bell)
+            if self._launcher is not None:
+                os.close(self._launcher)
+
+    def _read(self, peer: int) -> None:
+        sock = self._socks[peer]
+        try:
+            data = sock.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._heard[peer] = time.monotonic()
+        buffer = self._partial[peer] + data
+        while len(buffer) >= _FRAME.size:
+            kind, size = _FRAME.unpack_from(buffer)
+            if len(buffer) < _FRAME.size + size:
+                break
+            text, buffer = buffer[_FRAME.size : _FRAME.size + size], buffer[_FRAME.size + size :]
+            self._understand(peer, kind, text)
+        self._partial[peer] = buffer
+        if not data:
+            self._selector.unregister(sock)
+            if peer not in self.left:
+                self._fail(peer, "died: its connections closed without a goodbye")
+
+    def _understand(self, peer: int, kind: int, text: bytes) -> None:
+        if kind == _GOODBYE:
+            self.left.add(peer)
+            self._on_left(peer)
+        elif kind == _ABORT:
+            culprit, reason = json.loads(text)
+            self._fail(int(culprit), str(reason))
+
+    def _look(self, now: float) -> None:
+        """Send heartbeats abroad and look at everyone's state."""
+        for peer in self._socks:
+            if peer in self.left:
+                continue
+            if peer in self._local:
+                if not _is_stopped(self._local[peer]):
+                    self._heard[peer] = now
+            else:
+                self._tell(peer, _HEARTBEAT)
+            silent = now - self._heard[peer]
+            if silent > self._liveness_s:
+                state = "is stopped" if peer in self._local else "has given no sign of life"
+                self._fail(peer, f"{state} for {silent:.0f} s (SIGSTOP, a debugger, or its machine hangs)")
+
+    def _fail(self, culprit: int, reason: str) -> None:
+        if self.failure is not None or self._closing:
+            return
+        host = self._roll.members[culprit].host
+        who = "this process, " if culprit == self._roll.index else ""
+        error = PeerLost(f"{who}{self._roll.name(culprit)} {reason}", rank=culprit, host=host)
+        self.failure = error
+        _print(f"syncline: {self._roll.name(self._roll.index)}: {error}")
+        self.abort(reason, culprit)
+        self.failed.set()
+        self._on_failure(error)
+        threading.Thread(target=self._insist, name="syncline-insist", daemon=True).start()
+
+    def _insist(self) -> None:
+        """End the process when the user's thread does not come back."""
+        if not self._came_back.wait(GRACE_S):
+            self._end(f"syncline: the script did not come back to Syncline within {GRACE_S:.0f} s, ending")
+
+    def _end(self, text: str) -> None:
+        _print(text)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os._exit(_EXIT_STATUS)
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, (text + "\n").encode())
+
+
+def _is_stopped(pid: int) -> bool:
+    """True when a process of this machine is stopped by a signal, or gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False  # its closed connection tells that it died
+    return stat[stat.rindex(b")") + 2 : stat.rindex(b")") + 3] == b"T"
+
+
+def _launcher_pidfd() -> int | None:
+    """A descriptor that becomes readable when the local launcher ends."""
+    pid = os.environ.get("SYNCLINE_LAUNCHER", "")
+    if not pid.isdigit() or int(pid) != os.getppid():
+        return None
+    try:
+        return os.pidfd_open(int(pid))
+    except OSError:
+        return None

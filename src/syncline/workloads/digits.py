@@ -1,0 +1,103 @@
+"""``digits``: a small CNN learns scikit-learn's handwritten digits, real images that ship with that package.
+
+1797 images of 8x8 pixels with values 0 to 16 (Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI
+1998). The split is fixed: 36 images of every class are the test set (360), the other 1437 are for training. The global
+batch stays the same whatever the number of workers, so that all of them train the same model.
+
+The recipe is chosen so that rounding does not change the result: no dropout and no batch normalisation, and a learning
+rate that falls to zero, after which trajectories that differ by rounding have settled at the same decisions.
+"""
+
+from __future__ import annotations
+
+from math import cos, pi
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+from ..registry import register
+from .workload import Images, Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+TEST_PER_CLASS = 36
+SPLIT_SEED = 1797
+LEARNING_RATE = 0.05
+WARM_UP = 0.1
+"""The part of the steps over which the learning rate rises from near zero."""
+
+
+@register("workloads", "digits")
+def digits(argument: str = "") -> Workload:
+    """A small CNN on scikit-learn's 1797 handwritten digits; the global batch is constant."""
+    if argument:
+        raise UsageError(f"digits takes no argument, got {argument!r}: write 'digits'")
+    train, test = _split(*_read())
+    return Workload(
+        name="digits",
+        batch=64,
+        global_batch=True,
+        epochs=12,
+        train=train,
+        test=test,
+        build=_build,
+        loss=_loss,
+        optimizer=_optimizer,
+        schedule=_schedule,
+    )
+
+
+def _read() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as fault:
+        raise UsageError("digits come with scikit-learn: install it with pip install 'syncline[workloads]'") from fault
+    pixels, labels = load_digits(return_X_y=True)
+    return pixels.astype(np.float32).reshape(-1, 1, 8, 8), labels.astype(np.int64)
+
+
+def _split(pixels: NDArray[np.float32], labels: NDArray[np.int64]) -> tuple[Images, Images]:
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
+    by_class = [order[labels[order] == digit] for digit in range(10)]
+    test = np.sort(np.concatenate([found[:TEST_PER_CLASS] for found in by_class]))
+    train = np.sort(np.concatenate([found[TEST_PER_CLASS:] for found in by_class]))
+    mean = np.asarray(pixels[train].mean(), dtype=np.float32)
+    scale = float(1 / pixels[train].std())
+    return Images(pixels[train], labels[train], mean, scale), Images(pixels[test], labels[test], mean, scale)
+
+
+def _build() -> nn.Module:
+    from .models.digits_cnn import DigitsCNN
+
+    return DigitsCNN()
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(output, target)
+
+
+def _optimizer(model: nn.Module) -> Optimizer:
+    from torch.optim import SGD
+
+    return SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9, weight_decay=1e-3)
+
+
+def _schedule(optimizer: Optimizer, steps: int) -> LRScheduler:
+    """Linear warm-up, then half a cosine down to zero at the last step."""
+    from torch.optim.lr_scheduler import LambdaLR
+
+    warm = max(1, round(WARM_UP * steps))
+
+    def factor(step: int) -> float:
+        if step < warm:
+            return (step + 1) / warm
+        return 0.5 * (1 + cos(pi * min(1.0, (step - warm + 1) / max(1, steps - warm + 1))))
+
+    return LambdaLR(optimizer, factor)

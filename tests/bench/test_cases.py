@@ -1,0 +1,101 @@
+"""Bad input is refused before anything starts, with the remedy in the text."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from syncline.bench.cases import Plan, plan_of
+from syncline.errors import StrategyError, SynclineError, UsageError
+
+pytest.importorskip("sklearn")
+
+
+def plan(**changes: Any) -> Plan:
+    values: dict[str, Any] = {
+        "workload": "digits",
+        "workers": 4,
+        "strategies": ["ring", "ps(servers=2)"],
+        "epochs": None,
+        "iterations": None,
+        "batch": None,
+        "seed": 0,
+        "json_path": None,
+        "report_path": None,
+    }
+    return plan_of(**{**values, **changes})
+
+
+def test_the_single_worker_comes_first_and_the_order_is_kept() -> None:
+    cases = plan().cases
+    assert [case.strategy for case in cases] == ["single", "ring", "ps(servers=2)"]
+    assert [(case.workers, case.servers) for case in cases] == [(1, 0), (4, 0), (4, 2)]
+
+
+def test_single_may_be_listed_and_is_run_once() -> None:
+    assert [case.strategy for case in plan(strategies=["ring", "single"]).cases] == ["single", "ring"]
+    assert [case.strategy for case in plan(strategies=[]).cases] == ["single"]
+
+
+def test_every_row_does_the_same_work() -> None:
+    cases = plan(epochs=2).cases
+    assert len({(case.batch, case.iterations) for case in cases}) == 1
+    assert {case.iterations for case in plan(iterations=7).cases} == {7}
+    assert {case.batch for case in plan(batch=32).cases} == {32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"workers": 0}, "--workers has to be 1 or more"),
+        ({"iterations": 0}, "--iterations has to be 1 or more"),
+        ({"epochs": -1}, "--epochs has to be 1 or more"),
+        ({"batch": 0}, "--batch has to be 1 or more"),
+        ({"seed": -1}, "--seed has to be 0 or more"),
+        ({"epochs": 1, "iterations": 1}, "give one of them"),
+        ({"batch": 3}, "no sample for each of 4 workers"),
+        ({"workload": "digitz"}, "digits"),
+        ({"strategies": ["ring", "ring codec=none"]}, "listed twice"),
+    ],
+)
+def test_wrong_values_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        plan(**changes)
+
+
+@pytest.mark.parametrize("text", ["rnig", "ring codec", "ps(servers=0)", "ps(server=1)"])
+def test_wrong_strategies_are_refused(text: str) -> None:
+    with pytest.raises(SynclineError):
+        plan(strategies=["ring", text])
+
+
+def test_an_unknown_strategy_names_the_nearest_one() -> None:
+    with pytest.raises(StrategyError, match="ring"):
+        plan(strategies=["rng"])
+
+
+def test_missing_folders_of_results_are_made(tmp_path: Path) -> None:
+    found = plan(json_path=tmp_path / "a" / "r.json", report_path=str(tmp_path / "b" / "r.html"))
+    assert (tmp_path / "a").is_dir()
+    assert (tmp_path / "b").is_dir()
+    assert found.json_path == tmp_path / "a" / "r.json"
+    assert not list((tmp_path / "a").iterdir())
+
+
+def test_paths_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path, words in ((tmp_path, "is a folder"), (tmp_path / "file" / "r.json", "cannot make the folder")):
+        with pytest.raises(UsageError, match=words):
+            plan(json_path=path)
+    with pytest.raises(UsageError, match="the same file"):
+        plan(json_path=tmp_path / "one", report_path=tmp_path / "." / "one")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_write_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UsageError, match="cannot write into"):
+        plan(json_path=tmp_path / "r.json")

@@ -1,0 +1,102 @@
+"""The order of a comparison: what is kept, shown and returned, whatever its rows do. No process is started here."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from syncline.bench import compare
+from syncline.bench.cases import Case, Plan
+from syncline.errors import UsageError
+from syncline.report.rows import BASELINE, Row
+
+Measure = Callable[[Case], Row]
+
+
+def finished(case: Case) -> Row:
+    rate = 100.0 * case.workers
+    return Row(case.strategy, case.workers, images_per_s=rate, iteration_s=0.01, replicas_equal=True, batch=case.batch)
+
+
+def carry_out(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, measure: Measure, report: bool = False
+) -> tuple[int, dict[str, Any], str]:
+    """A comparison of single, ring and tree; returns its status, its result file and what it printed."""
+    cases = tuple(Case(name, 1 if name == BASELINE else 2, 0, 64, 10) for name in (BASELINE, "ring", "tree"))
+    path = folder / "r.json"
+    plan = Plan("digits", cases, 0, None, 10, path, folder / "r.html" if report else None)
+    monkeypatch.setattr(compare, "measure", lambda case, *_: measure(case))
+    output = Console(file=io.StringIO(), force_terminal=False, width=80)
+    status = compare.carry_out(plan, 10.0, Console(file=io.StringIO(), force_terminal=False), output)
+    assert isinstance(output.file, io.StringIO)
+    return status, json.loads(path.read_text()), output.file.getvalue()
+
+
+def test_rows_that_finish_give_status_0_and_efficiencies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    status, data, shown = carry_out(monkeypatch, tmp_path, finished)
+    assert status == 0
+    assert [row["scaling_efficiency"] for row in data["rows"]] == [1.0, 1.0, 1.0]
+    assert "tree" in shown
+    assert str(tmp_path / "r.json") in shown.replace("\n", "")
+
+
+def test_a_failing_row_keeps_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measure(case: Case) -> Row:
+        return finished(case) if case.strategy != "ring" else Row("ring", 2, error="rank 1: PeerLost")
+
+    status, data, shown = carry_out(monkeypatch, tmp_path, measure, report=True)
+    assert status == 1
+    assert [row["error"] for row in data["rows"]] == [None, "rank 1: PeerLost", None]
+    assert "rank 1: PeerLost" in shown
+    assert "rank 1: PeerLost" in (tmp_path / "r.html").read_text()
+
+
+def test_without_the_single_worker_there_is_no_efficiency(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measure(case: Case) -> Row:
+        return Row(case.strategy, 1, error="no") if case.strategy == BASELINE else finished(case)
+
+    status, data, _ = carry_out(monkeypatch, tmp_path, measure)
+    assert status == 1
+    assert [row["scaling_efficiency"] for row in data["rows"]] == [None, None, None]
+
+
+def test_replicas_that_differ_give_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    status, _, _ = carry_out(monkeypatch, tmp_path, lambda case: Row(case.strategy, 2, replicas_equal=False))
+    assert status == 1
+
+
+def test_an_interrupt_keeps_the_rows_so_far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measure(case: Case) -> Row:
+        if case.strategy == "tree":
+            raise KeyboardInterrupt
+        return finished(case)
+
+    status, data, shown = carry_out(monkeypatch, tmp_path, measure, report=True)
+    assert status == 130
+    assert [row["strategy"] for row in data["rows"]] == [BASELINE, "ring"]
+    assert "ring" in shown
+    assert (tmp_path / "r.html").exists()
+
+
+def test_the_result_file_grows_with_every_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = []
+
+    def measure(case: Case) -> Row:
+        path = tmp_path / "r.json"
+        seen.append([row["strategy"] for row in json.loads(path.read_text())["rows"]] if path.exists() else None)
+        return finished(case)
+
+    carry_out(monkeypatch, tmp_path, measure)
+    assert seen == [None, [BASELINE], [BASELINE, "ring"]]
+
+
+def test_a_time_limit_has_to_be_positive() -> None:
+    pytest.importorskip("sklearn")
+    with pytest.raises(UsageError, match="more than 0 seconds"):
+        compare.run("digits", 2, ["ring"], timeout=0)

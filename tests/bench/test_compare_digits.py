@@ -1,0 +1,71 @@
+"""The whole way: real processes train on real data, and the result file says what it promises."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from syncline.bench import compare
+
+pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+
+NUMBERS = (
+    "accuracy",
+    "loss",
+    "images_per_s",
+    "scaling_efficiency",
+    "iteration_s",
+    "loading_s",
+    "h2d_s",
+    "forward_s",
+    "backward_s",
+    "update_s",
+    "compute_s",
+    "exposed_comm_s",
+    "bytes_sent_per_step",
+)
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=80)
+
+
+@pytest.mark.slow
+def test_two_workers_by_ring_and_by_parameter_server(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "Console", lambda **_: console)
+    paths = {"json_path": tmp_path / "out" / "r.json", "report_path": tmp_path / "out" / "r.html"}
+    strategies = ["ring", "ps(servers=1)"]
+    status = compare.run("digits", 2, strategies, iterations=30, seed=3, timeout=120, console=console, **paths)
+    data = json.loads(paths["json_path"].read_text())
+    assert [row["error"] for row in data["rows"]] == [None] * 3
+    assert status == 0
+    assert [row["strategy"] for row in data["rows"]] == ["single", *strategies]
+    assert [row["workers"] for row in data["rows"]] == [1, 2, 2]
+    for row in data["rows"]:
+        assert all(isinstance(row[name], int | float) and math.isfinite(row[name]) for name in NUMBERS)
+        assert row["replicas_equal"] is True
+        assert row["iterations"] == 30
+    single, *others = data["rows"]
+    assert single["scaling_efficiency"] == 1.0
+    assert single["exposed_comm_s"] == single["bytes_sent_per_step"] == 0
+    for row in others:
+        # The same updates up to rounding: after a few iterations the same model, within a few test images.
+        assert row["accuracy"] == pytest.approx(single["accuracy"], abs=0.02)
+        assert row["bytes_sent_per_step"] > 0
+        assert row["exposed_comm_s"] > 0
+        assert len(row["traffic"]) == row["workers"] + row["servers"]
+    text = paths["report_path"].read_text()
+    assert all(strategy in text for strategy in strategies)
+    assert isinstance(console.file, io.StringIO)
+    assert "ps(servers=1)" in console.file.getvalue()

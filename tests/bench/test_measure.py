@@ -1,0 +1,127 @@
+"""The arithmetic of rows: an iteration's split, medians, the union of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.bench.measure import COMPUTE_STAGES, MEASURES, IterationClock, Record, row_of, scaled, traffic, warmup
+from syncline.report.rows import STAGES, Row
+
+spans = st.lists(st.tuples(st.sampled_from(COMPUTE_STAGES), st.floats(0, 10), st.floats(0, 1)), min_size=1, max_size=12)
+
+
+@given(spans)
+def test_stages_and_exposed_communication_make_up_the_iteration(laps: list[tuple[str, float, float]]) -> None:
+    at, blocked = [5.0], [2.0]
+    clock = IterationClock(lambda: at[0], lambda: blocked[0])
+    clock.begin()
+    expected = dict.fromkeys(COMPUTE_STAGES, 0.0)
+    for stage, work, share in laps:
+        at[0] += work
+        blocked[0] += work * share
+        expected[stage] += work * (1 - share)
+        clock.lap(stage)
+    times = clock.end()
+    assert times["iteration_s"] == pytest.approx(sum(work for _, work, _ in laps), abs=1e-9)
+    assert times["compute_s"] + times["exposed_comm_s"] == pytest.approx(times["iteration_s"], abs=1e-9)
+    assert sum(times[stage] for stage in STAGES) == pytest.approx(times["iteration_s"], abs=1e-9)
+    for stage, value in expected.items():
+        assert times[stage] == pytest.approx(value, abs=1e-9)
+
+
+def test_clocks_read_one_after_the_other_never_give_negative_times() -> None:
+    ticks: Iterator[float] = iter([0.0, 1.0])
+    blocks: Iterator[float] = iter([0.0, 1.1])
+    clock = IterationClock(lambda: next(ticks), lambda: next(blocks))
+    clock.begin()
+    clock.lap("backward_s")
+    times = clock.end()
+    assert times["backward_s"] == 0
+    assert times["exposed_comm_s"] == times["iteration_s"] == 1.0
+    assert times["compute_s"] == 0
+
+
+def record_of(durations: list[float], samples: int = 8, loss: float = 1.0, sent: int = 100) -> Record:
+    record = Record(len(durations))
+    for duration in durations:
+        times = {**dict.fromkeys(STAGES, duration / 10), "iteration_s": duration, "compute_s": duration * 0.9}
+        record.add(times, loss, samples, sent)
+    return record
+
+
+def report_of(durations: list[float], sha256: str = "a", **changes: Any) -> dict[str, Any]:
+    record = record_of(durations, **{key: changes.pop(key) for key in ("samples", "loss", "sent") if key in changes})
+    record.evaluated(0.5, 0.25)
+    peers = {"chosen": "ring transport=shm", "sha256": sha256, "sent": {}, "received": {}}
+    # In a run `sent` per peer comes from the transport, here it is not what the test is about.
+    return {**record.report(), **peers, **changes}
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=60))
+def test_medians_leave_out_the_warm_up_and_nothing_else(durations: list[float]) -> None:
+    report = record_of(durations).report()
+    skip = report["warmup"]
+    assert skip == warmup(len(durations)) <= len(durations) / 5
+    assert report["iterations"] == len(durations)
+    assert set(report["measures"]) == set(MEASURES)
+    assert report["measures"]["iteration_s"] == median(durations[skip:])
+
+
+@given(st.integers(1, 2000))
+def test_curves_stay_short_and_reach_the_last_iteration(count: int) -> None:
+    record = record_of([0.001] * count)
+    assert record.points[-1].iteration == count
+    assert len(record.points) <= 301
+    steps = [point.iteration for point in record.points]
+    assert steps == sorted(set(steps))
+
+
+def test_a_row_sums_throughput_and_takes_medians_of_the_rest() -> None:
+    reports = [report_of([0.1] * 10, sent=100), report_of([0.2] * 10, sent=300), report_of([0.2] * 10, sent=200)]
+    row = row_of("ring", 3, 0, 24, reports)
+    assert row.images_per_s == pytest.approx(8 / 0.1 + 8 / 0.2 + 8 / 0.2)
+    assert row.iteration_s == pytest.approx(0.2)
+    assert row.bytes_sent_per_step == 200
+    assert row.replicas_equal is True
+    assert row.replica_sha256 == "a"
+    assert (row.accuracy, row.loss) == (0.5, 0.25)
+    assert row.chosen == "ring transport=shm"
+    assert (row.iterations, row.warmup, row.batch) == (10, 2, 24)
+
+
+def test_replicas_that_differ_are_found() -> None:
+    row = row_of("ring", 2, 0, 16, [report_of([0.1] * 3), report_of([0.1] * 3, sha256="b")])
+    assert row.replicas_equal is False
+    assert row.replica_sha256 is None
+
+
+def test_the_training_loss_is_the_mean_over_workers() -> None:
+    row = row_of("ring", 2, 0, 16, [report_of([0.1] * 3, loss=1.0), report_of([0.1] * 3, loss=3.0)])
+    assert {point.loss for point in row.curve} == {2.0, None}
+
+
+def test_without_a_test_set_the_loss_is_that_of_training() -> None:
+    report = report_of([0.1] * 3, loss=0.75)
+    report["curve"] = [point for point in report["curve"] if point["accuracy"] is None]
+    row = row_of("single", 1, 0, 8, [report])
+    assert row.accuracy is None
+    assert row.loss == 0.75
+
+
+def test_efficiency_compares_with_the_single_worker() -> None:
+    single = scaled(Row("single", 1, images_per_s=100.0), None)
+    assert single.scaling_efficiency == 1.0
+    assert scaled(Row("ring", 4, images_per_s=300.0), single).scaling_efficiency == 0.75
+    assert scaled(Row("ring", 4, images_per_s=300.0), None).scaling_efficiency is None
+    assert scaled(Row("ring", 4, error="lost"), single).scaling_efficiency is None
+
+
+def test_what_servers_send_is_what_workers_received_from_them() -> None:
+    matrix = traffic([{"2": 10.0}, {"2": 20.0}], [{"2": 30.0}, {"2": 40.0, "0": 99.0}], servers=1)
+    assert matrix == ((0.0, 0.0, 10.0), (0.0, 0.0, 20.0), (30.0, 40.0, 0.0))

@@ -1,0 +1,139 @@
+"""The training loop in this process, alone and with a contender that only pretends to communicate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from syncline.bench.messages import Job, Mailbox, Message, Sender
+from syncline.report.rows import BASELINE
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+from syncline.bench import train  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def job_of(**changes: Any) -> Job:
+    values = {"workload": "digits", "strategy": BASELINE, "batch": 64, "iterations": 5, "seed": 1, "report_fds": ()}
+    return Job(**{**values, **changes})
+
+
+def messages_of(job: Job, side: train.Side | None = None) -> list[Message]:
+    """What training in this process reports; few enough to fit into the pipe."""
+    with Mailbox(1) as mailbox:
+        with closing(Sender(os.dup(mailbox.fds[0]))) as sender:
+            mailbox.release()
+            train.train(job, side or train._side(job.strategy), sender)
+        found = []
+        while mailbox.open:
+            found += [message for _, message in mailbox.receive(10.0)]
+    return found
+
+
+def test_a_single_worker_reports_progress_and_one_result() -> None:
+    *progress, result = messages_of(job_of())
+    assert [message["kind"] for message in progress] == ["progress"] * len(progress)
+    assert progress[-1]["iteration"] == 5
+    assert result["kind"] == "result"
+    measures = result["measures"]
+    assert measures["exposed_comm_s"] == measures["h2d_s"] == measures["bytes_sent_per_step"] == 0
+    assert 0 < measures["forward_s"] < measures["iteration_s"]
+    scores = [point for point in result["curve"] if point["accuracy"] is not None]
+    assert [point["iteration"] for point in scores] == [5]
+    assert (result["chosen"], result["sent"]) == (BASELINE, {})
+
+
+def test_two_runs_end_with_the_same_bits_and_another_seed_with_others() -> None:
+    first, second, other = (messages_of(job_of(seed=seed, iterations=3))[-1]["sha256"] for seed in (1, 1, 2))
+    assert first == second != other
+
+
+def test_every_epoch_is_evaluated() -> None:
+    result = messages_of(job_of(batch=700, iterations=5))[-1]
+    scores = [point["iteration"] for point in result["curve"] if point["accuracy"] is not None]
+    assert scores == [3, 5]
+
+
+@dataclass
+class Pretender:
+    """A contender whose optimizer step "blocks" for a millisecond and sends 1000 bytes to peer 1."""
+
+    calls: list[str] = field(default_factory=list)
+    blocked_s: float = 0.0
+    bytes_sent: Mapping[int, int] = field(default_factory=lambda: {1: 500})
+    bytes_received: Mapping[int, int] = field(default_factory=dict)
+    strategy: str = "ring transport=inproc"
+
+    def rank(self) -> int:
+        return 0
+
+    def world_size(self) -> int:
+        return 2
+
+    def prepare(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        def count(*_: Any) -> None:
+            self.blocked_s += 1e-3
+            self.bytes_sent = {1: self.bytes_sent[1] + 1000}
+
+        optimizer.register_step_pre_hook(count)
+        return model, optimizer
+
+    def stats(self) -> Pretender:
+        return Pretender([], self.blocked_s, self.bytes_sent, self.bytes_received, self.strategy)
+
+    def barrier(self) -> None:
+        self.calls.append("barrier")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+def test_blocked_time_and_bytes_are_those_of_the_contender() -> None:
+    side = Pretender()
+    result = messages_of(job_of(strategy="ring"), side)[-1]
+    assert result["measures"]["bytes_sent_per_step"] == 1000
+    assert result["measures"]["exposed_comm_s"] == pytest.approx(1e-3)
+    assert result["sent"] == {"1": 1000.0}
+    assert result["chosen"] == "ring transport=inproc"
+    assert side.calls == ["barrier", "shutdown"]
+
+
+def test_a_failure_is_reported_and_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with Mailbox(1) as mailbox:
+        job = job_of(workload="nothing_like_it", report_fds=(os.dup(mailbox.fds[0]),))
+        mailbox.release()
+        with pytest.raises(ValueError, match="nothing_like_it"):
+            train.main(job.to_json())
+        ((_, message),) = mailbox.receive(10.0)
+    assert message["kind"] == "error"
+    assert "UsageError" in message["text"]
+    assert "nothing_like_it" in message["text"]
+
+
+def test_the_digest_sees_values_names_and_buffers() -> None:
+    def model() -> Any:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+
+    base = train.digest(model())
+    assert base == train.digest(model())
+    changed = model()
+    changed[1].running_mean[0] = 1.0
+    renamed = torch.nn.Sequential(*model(), torch.nn.Identity())
+    assert train.digest(changed) != base
+    assert train.digest(renamed) == base
+    assert train.digest(torch.nn.ModuleDict({"a": model()[0]})) != train.digest(torch.nn.ModuleDict({"b": model()[0]}))

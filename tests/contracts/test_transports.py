@@ -1,0 +1,300 @@
+"""One suite for every transport: matching, order, sizes, concurrency, time limits, dying peers, clean ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from syncline.errors import ClosedError, PeerLost, UsageError
+from syncline.transports import INLINE_BYTES, Handle, Transport
+from syncline.transports.inproc import Hub
+from syncline.transports.shm import Shm
+from syncline.transports.tcp import Tcp
+
+LIMIT_S = 20.0
+
+
+@dataclass
+class Net:
+    """All ends of one transport, driven by the test's own thread."""
+
+    ends: list[Transport]
+
+    def wait(self, *handles: Handle, limit: float = LIMIT_S) -> None:
+        deadline = time.monotonic() + limit
+        while not all(handle.done for handle in handles):
+            for end in self.ends:
+                end.poll(0.0005)
+            if time.monotonic() > deadline:
+                raise TimeoutError([handle for handle in handles if not handle.done])
+        for handle in handles:
+            if handle.error is not None:
+                raise handle.error
+
+    def turn(self, times: int = 5) -> None:
+        for _ in range(times):
+            for end in self.ends:
+                end.poll(0.001)
+
+
+def pairs(world: int, unix: bool) -> list[dict[int, socket.socket]]:
+    found: list[dict[int, socket.socket]] = [{} for _ in range(world)]
+    for low in range(world):
+        for high in range(low + 1, world):
+            if unix:
+                a, b = socket.socketpair()
+            else:
+                with socket.create_server(("127.0.0.1", 0)) as door:
+                    a = socket.create_connection(door.getsockname())
+                    b, _ = door.accept()
+            found[low][high], found[high][low] = a, b
+    return found
+
+
+@contextmanager
+def network(kind: str, world: int) -> Iterator[Net]:
+    if kind == "inproc":
+        hub = Hub(world)
+        ends: list[Transport] = [hub.transport(rank) for rank in range(world)]
+    else:
+        make: Callable[..., Transport] = Shm if kind == "shm" else Tcp
+        ends = [make(rank, socks) for rank, socks in enumerate(pairs(world, kind == "shm"))]
+    try:
+        yield Net(ends)
+    finally:
+        for end in ends:
+            end.close()
+
+
+@pytest.fixture(params=["inproc", "shm", "tcp"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def numbers(nbytes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+SIZES = [0, 1, 7, 4095, 4096, 4097, INLINE_BYTES, INLINE_BYTES + 1, 1_000_003, 9_000_001]
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "allocated"])
+def test_a_message_arrives_unchanged(kind: str, nbytes: int, shared: bool) -> None:
+    with network(kind, 2) as net:
+        data = net.ends[0].allocate(nbytes) if shared else np.zeros(nbytes, np.uint8)
+        data[:] = numbers(nbytes)
+        into = np.zeros(nbytes, np.uint8)
+        received, sent = net.ends[1].recv(0, 5, into), net.ends[0].send(1, 5, data)
+        net.wait(sent, received)
+        assert received.nbytes == nbytes
+        np.testing.assert_array_equal(into, data)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_a_borrowed_message_is_readable_until_released(kind: str, nbytes: int) -> None:
+    with network(kind, 2) as net:
+        data = net.ends[0].allocate(nbytes)
+        data[:] = numbers(nbytes)
+        handle, sent = net.ends[1].borrow(0, 1, nbytes), net.ends[0].send(1, 1, data)
+        net.wait(handle)
+        assert handle.payload is not None
+        np.testing.assert_array_equal(handle.payload, data)
+        net.ends[1].release(handle)
+        net.wait(sent)
+
+
+@pytest.mark.parametrize("nbytes", [3, 100_000])
+def test_receives_in_any_order_of_tags(kind: str, nbytes: int) -> None:
+    with network(kind, 2) as net:
+        data = [numbers(nbytes, seed) for seed in range(6)]
+        sent = [net.ends[0].send(1, tag, item) for tag, item in enumerate(data)]
+        net.turn()
+        for tag in (3, 0, 5, 1, 4, 2):
+            into = np.zeros(nbytes, np.uint8)
+            net.wait(net.ends[1].recv(0, tag, into))
+            np.testing.assert_array_equal(into, data[tag])
+        net.wait(*sent)
+
+
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 5000, INLINE_BYTES, INLINE_BYTES + 1, 300_000]), min_size=1, max_size=6),
+    late=st.booleans(),
+    capacity=st.sampled_from([300_000, 400_000]),
+)
+@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize("kind", ["inproc", "shm", "tcp"])
+def test_one_tag_keeps_its_order_whatever_the_sizes(kind: str, sizes: list[int], late: bool, capacity: int) -> None:
+    with network(kind, 2) as net:
+        data = [numbers(size, seed) for seed, size in enumerate(sizes)]
+        sent = [net.ends[0].send(1, 9, item) for item in data] if late else []
+        if late:
+            net.turn(2)
+        into = [np.zeros(capacity, np.uint8) for _ in sizes]
+        received = [net.ends[1].recv(0, 9, item) for item in into]
+        sent = sent or [net.ends[0].send(1, 9, item) for item in data]
+        net.wait(*sent, *received)
+        for handle, place, item in zip(received, into, data, strict=True):
+            assert handle.nbytes == item.nbytes
+            np.testing.assert_array_equal(place[: item.nbytes], item)
+
+
+def test_many_exchanges_in_flight_between_all_pairs(kind: str) -> None:
+    world, tags, nbytes = 4, 8, 70_001
+    with network(kind, world) as net:
+        handles, checks = [], []
+        for a in range(world):
+            for b in range(world):
+                if a != b:
+                    for tag in range(tags):
+                        into = np.zeros(nbytes, np.uint8)
+                        data = numbers(nbytes, a * 100 + b * 10 + tag)
+                        handles.append(net.ends[b].recv(a, tag, into))
+                        handles.append(net.ends[a].send(b, tag, data))
+                        checks.append((into, data))
+        net.wait(*handles)
+        for into, data in checks:
+            np.testing.assert_array_equal(into, data)
+
+
+def test_both_send_large_messages_before_either_receives(kind: str) -> None:
+    with network(kind, 2) as net:
+        big = numbers(20_000_000)
+        sent = [net.ends[rank].send(1 - rank, 0, big) for rank in (0, 1)]
+        net.turn()
+        into = [np.zeros(big.nbytes, np.uint8) for _ in range(2)]
+        received = [net.ends[rank].recv(1 - rank, 0, into[rank]) for rank in (0, 1)]
+        net.wait(*sent, *received)
+        np.testing.assert_array_equal(into[0], big)
+
+
+def test_a_message_that_does_not_fit_is_an_error_and_harms_no_other(kind: str) -> None:
+    with network(kind, 2) as net:
+        net.ends[0].send(1, 0, numbers(90_000))
+        net.ends[0].send(1, 1, numbers(10))
+        bad, good = net.ends[1].recv(0, 0, np.zeros(80_000, np.uint8)), net.ends[1].recv(0, 1, np.zeros(10, np.uint8))
+        net.wait(good)
+        with pytest.raises(UsageError, match="90000 bytes from rank 0 does not fit a receive of 80000"):
+            net.wait(bad)
+
+
+def test_unknown_peers_are_refused(kind: str) -> None:
+    with network(kind, 2) as net, pytest.raises(UsageError, match="rank 0 cannot exchange messages with 2"):
+        net.ends[0].send(2, 0, numbers(1))
+
+
+def test_poll_returns_after_its_time_limit(kind: str) -> None:
+    with network(kind, 2) as net:
+        handle = net.ends[0].recv(1, 0, np.zeros(1, np.uint8))
+        assert net.ends[0].poll(0.01) == []
+        assert not handle.done
+
+
+def test_wake_ends_a_poll_from_another_thread(kind: str) -> None:
+    with network(kind, 2) as net:
+        begun = threading.Event()
+        ended = threading.Event()
+
+        def poll() -> None:
+            begun.set()
+            net.ends[0].poll(LIMIT_S)
+            ended.set()
+
+        thread = threading.Thread(target=poll)
+        thread.start()
+        begun.wait(LIMIT_S)
+        net.ends[0].wake()
+        assert ended.wait(LIMIT_S / 2)
+        thread.join()
+
+
+def test_a_peer_that_ends_fails_what_waits_for_it_only(kind: str) -> None:
+    with network(kind, 3) as net:
+        waits = net.ends[0].recv(2, 0, np.zeros(8, np.uint8))
+        large = net.ends[0].send(2, 1, numbers(1_000_000))
+        net.turn(2)
+        net.ends.pop().close()
+        for handle in (waits, large):
+            with pytest.raises(PeerLost, match="rank 2"):
+                net.wait(handle)
+        late = net.ends[0].recv(2, 5, np.zeros(1, np.uint8))
+        with pytest.raises(PeerLost):
+            net.wait(late)
+        into = np.zeros(3, np.uint8)
+        net.wait(net.ends[1].recv(0, 0, into), net.ends[0].send(1, 0, numbers(3)))
+
+
+def test_what_a_peer_sent_before_it_ended_still_arrives(kind: str) -> None:
+    with network(kind, 2) as net:
+        sent = net.ends[1].send(0, 0, numbers(100))
+        if kind != "inproc":  # by reference: done when consumed
+            net.wait(sent)
+        net.turn(2)
+        net.ends.pop().close()
+        into = np.zeros(100, np.uint8)
+        net.wait(net.ends[0].recv(1, 0, into))
+        np.testing.assert_array_equal(into, numbers(100))
+
+
+def test_a_closed_transport_refuses_work(kind: str) -> None:
+    with network(kind, 2) as net:
+        end = net.ends.pop()
+        end.close()
+        end.close()
+        with pytest.raises(ClosedError):
+            end.poll(0)
+        with pytest.raises(ClosedError):
+            end.send(0, 0, numbers(1))
+
+
+def test_traffic_counts_every_byte_of_a_message(kind: str) -> None:
+    with network(kind, 2) as net:
+        data = numbers(100_000)
+        net.wait(net.ends[1].recv(0, 0, np.zeros(100_000, np.uint8)), net.ends[0].send(1, 0, data))
+        sent, received = net.ends[0].traffic()[0][1], net.ends[1].traffic()[1][0]
+        assert sent == received
+        assert 100_000 <= sent < 100_200
+
+
+def test_nothing_is_left_behind(kind: str) -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    with network(kind, 2):
+        pass
+    gc.collect()
+    files, threads, shared = open_files(), threading.active_count(), set(os.listdir("/dev/shm"))
+    for _ in range(3):
+        with network(kind, 3) as net:
+            data = net.ends[0].allocate(200_000)
+            net.wait(net.ends[1].recv(0, 0, np.zeros(200_000, np.uint8)), net.ends[0].send(1, 0, data))
+            del data  # memory lives as long as somebody looks at it
+    gc.collect()
+    assert open_files() == files
+    assert threading.active_count() == threads
+    assert set(os.listdir("/dev/shm")) == shared
+
+
+def test_scratch_memory_is_used_again_once_warm() -> None:
+    with network("tcp", 2) as net:
+        receiver = net.ends[1]
+        assert isinstance(receiver, Tcp)
+        held = []
+        for _ in range(20):
+            handle = receiver.borrow(0, 0, 500_000)
+            net.wait(handle, net.ends[0].send(1, 0, numbers(500_000)))
+            receiver.release(handle)
+            held.append(receiver.scratch.allocated_bytes)
+        assert held[-1] == held[0]

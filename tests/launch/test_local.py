@@ -1,0 +1,268 @@
+"""Local runs with real processes: environment, output, and every way to end."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from syncline.errors import UsageError
+from syncline.launch.local import LocalRun, Outcome, launch
+
+LIMIT_S = 30.0
+FOREVER = "import signal; signal.pause()"
+DEAF = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print('deaf', flush=True); signal.pause()"
+
+
+class Lines:
+    """What the processes print."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str]] = []
+
+    def __call__(self, rank: int, line: str) -> None:
+        self.seen.append((rank, line))
+
+
+def python(script: str) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", script]
+
+
+def until(run: LocalRun, lines: Lines, count: int) -> None:
+    """Go on until so many lines have come."""
+    deadline = time.monotonic() + LIMIT_S
+    while len(lines.seen) < count:
+        assert time.monotonic() < deadline
+        assert run.poll(1.0) is None, lines.seen
+
+
+def gone(pid: int) -> bool:
+    """Wait until the process has ended, which need not be our child."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], LIMIT_S)[0])
+    finally:
+        os.close(fd)
+
+
+def test_each_process_is_told_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of an outer run")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    lines = Lines()
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SYNCLINE_SERVERS"]
+    names += ["SYNCLINE_LAUNCHER", "OMP_NUM_THREADS", "EXTRA", "TORCHELASTIC_RUN_ID"]
+    show = f"import os; print([os.environ.get(name) for name in {names}], len(os.environ['SYNCLINE_SECRET']))"
+    outcome = launch(python(show), 3, servers=1, env={"EXTRA": "x"}, on_output=lines)
+    assert outcome.status == 0
+    assert outcome.text == "all processes ended with status 0"
+    me = str(os.getpid())
+    expected = [
+        (rank, f"{[str(rank), str(rank), '3', '3', '127.0.0.1', '1', me, '1', 'x', None]} 64") for rank in range(3)
+    ]
+    assert sorted(lines.seen) == expected
+
+
+def test_the_command_line_of_the_machine_decides_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    lines = Lines()
+    launch(python("import os; print(os.environ['OMP_NUM_THREADS'])"), 1, on_output=lines)
+    assert lines.seen == [(0, "7")]
+
+
+def test_rank_zero_gets_the_listening_socket_and_no_other() -> None:
+    lines = Lines()
+    script = (
+        "import os, socket\n"
+        "fd, port = os.environ.get('SYNCLINE_STORE_FD'), int(os.environ['MASTER_PORT'])\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    server = socket.socket(fileno=int(fd))\n"
+        "    assert server.getsockname() == ('127.0.0.1', port)\n"
+        "    print(server.accept()[0].recv(9).decode())\n"
+        "else:\n"
+        "    assert fd is None\n"
+        "    socket.create_connection(('127.0.0.1', port)).sendall(b'well met!')\n"
+    )
+    assert launch(python(script), 2, on_output=lines, timeout_s=LIMIT_S).status == 0
+    assert lines.seen == [(0, "well met!")]
+
+
+def test_extra_descriptors_are_inherited() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        script = f"import os; os.write({there.fileno()}, os.environ['RANK'].encode())"
+        with LocalRun(python(script), 2, pass_fds=[there.fileno()]) as run:
+            assert run.wait(LIMIT_S).status == 0
+        assert sorted(here.recv(1) + here.recv(1)) == sorted(b"01")
+
+
+def test_output_comes_whole_in_lines() -> None:
+    lines = Lines()
+    script = (
+        "import sys; print('a' * 200_000); sys.stderr.write('no end \\u00e9\\u00e9'); sys.stdout.buffer.write(b'\\xff')"
+    )
+    assert launch([sys.executable, "-X", "utf8", "-c", script], 1, on_output=lines).status == 0
+    text = "".join(line for _, line in lines.seen)
+    assert sorted(text) == sorted("a" * 200_000 + "no end \u00e9\u00e9\ufffd")
+
+
+def test_the_first_failure_decides_the_status_and_is_named_first() -> None:
+    lines = Lines()
+    script = (
+        "import os, signal, sys\n"
+        "rank = int(os.environ['RANK'])\n"
+        "print('up', flush=True)\n"
+        "if rank == 2: sys.stdin.read(); os._exit(7)\n"
+        "signal.pause()\n"
+    )
+    with LocalRun(python(script), 3, servers=1, on_output=lines, grace_s=0.1) as run:
+        outcome = run.wait(LIMIT_S)
+    assert outcome.status == 7
+    assert outcome.text.startswith("rank 2 (server 0) ended with status 7; ")
+    assert "rank 0 was ended by the launcher" in outcome.text
+    assert outcome.endings[0].rank == 2
+
+
+def test_the_others_may_say_why_they_fail_too() -> None:
+    """Within the grace they end by themselves, so nobody is told."""
+    reader, writer = os.pipe()
+    script = (
+        f"import os, signal\n"
+        f"if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"os.close({writer}); os.read({reader}, 1); os._exit(3)\n"
+    )
+    with LocalRun(python(script), 2, pass_fds=[reader, writer]) as run:
+        os.close(reader)
+        while not (outcome := run.poll(0.05)):
+            if gone(run.pids[1]) and writer >= 0:
+                run.poll()
+                os.close(writer)
+                writer = -1
+    assert outcome.status == 128 + signal.SIGKILL
+    assert outcome.text == "rank 1 was killed by SIGKILL; rank 0 ended with status 3"
+
+
+def test_a_process_that_ends_well_does_not_end_the_run() -> None:
+    script = "import os, sys; sys.exit(0 if os.environ['RANK'] else 1)"
+    assert launch(python(script), 3).status == 0
+
+
+def test_one_that_cannot_be_started_says_so() -> None:
+    lines = Lines()
+    outcome = launch(["/no/such/program"], 1, on_output=lines)
+    assert outcome.status != 0
+    assert lines.seen == [(0, "syncline: cannot start /no/such/program: No such file or directory")]
+
+
+def test_the_deaf_are_killed() -> None:
+    lines = Lines()
+    with LocalRun(python(DEAF), 2, on_output=lines) as run:
+        until(run, lines, 2)
+        run.stop(signal.SIGTERM)
+        run.stop(signal.SIGTERM)  # the second call does not wait any longer
+        outcome = run.wait(LIMIT_S)
+    assert outcome.status == 128 + signal.SIGTERM
+    assert {ending.status for ending in outcome.endings} == {128 + signal.SIGKILL}
+
+
+def test_a_time_limit_ends_the_run() -> None:
+    outcome = launch(python(FOREVER), 2, timeout_s=0.05)
+    assert outcome.status == 124
+
+
+def test_leaving_the_context_ends_the_processes() -> None:
+    with LocalRun(python(FOREVER), 2) as run:
+        pids = run.pids
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_what_a_process_has_started_ends_with_a_failed_run() -> None:
+    lines = Lines()
+    script = (
+        "import os, signal, sys\n"
+        "child = os.fork()\n"
+        "if child == 0: signal.pause()\n"
+        "print(child, flush=True)\n"
+        "signal.pause()\n"
+    )
+    with LocalRun(python(script), 1, on_output=lines) as run:
+        until(run, lines, 1)
+        assert run.terminate().status == 128 + signal.SIGTERM
+    assert gone(int(lines.seen[0][1]))
+
+
+def test_impossible_requests_are_refused() -> None:
+    with pytest.raises(UsageError, match="no command"):
+        LocalRun([], 1)
+    with pytest.raises(UsageError, match="leave no worker"):
+        LocalRun(["true"], 2, servers=2)
+
+
+def test_launching_works_outside_the_main_thread() -> None:
+    found: list[Outcome] = []
+    thread = threading.Thread(target=lambda: found.append(launch(python("pass"), 1)))
+    thread.start()
+    thread.join(LIMIT_S)
+    assert found[0].status == 0
+
+
+LAUNCHER = (
+    "import sys\n"
+    "from syncline.launch.local import launch\n"
+    "say = lambda rank, line: print(line, flush=True)\n"
+    "sys.exit(launch([sys.executable, '-c', sys.argv[1]], 2, on_output=say).status)\n"
+)
+
+
+@pytest.fixture
+def launched() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A launcher of its own with two processes, whose numbers it has printed."""
+    script = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
+    process = subprocess.Popen([sys.executable, "-c", LAUNCHER, script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield process, [int(process.stdout.readline()) for _ in range(2)]
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_no_process_outlives_a_killed_launcher(launched: tuple[subprocess.Popen[str], list[int]]) -> None:
+    process, pids = launched
+    process.kill()
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_everything(
+    launched: tuple[subprocess.Popen[str], list[int]], number: signal.Signals
+) -> None:
+    process, pids = launched
+    process.send_signal(number)
+    assert process.wait(LIMIT_S) == 128 + number
+    assert all(gone(pid) for pid in pids)
+
+
+def test_the_terminal_reaches_the_launcher_only(launched: tuple[subprocess.Popen[str], list[int]]) -> None:
+    process, pids = launched
+    groups = {os.getpgid(pid) for pid in (process.pid, *pids)}
+    assert len(groups) == 3
+    assert {os.getsid(pid) for pid in pids} == set(pids)
+
+
+def test_no_descriptor_is_left() -> None:
+    before = sorted(path.name for path in Path("/proc/self/fd").iterdir())
+    launch(python("pass"), 2, on_output=Lines())
+    assert sorted(path.name for path in Path("/proc/self/fd").iterdir()) == before

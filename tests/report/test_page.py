@@ -1,0 +1,155 @@
+"""The page as a whole: well-formed, self-contained, escaped, with every row and chart."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from html.parser import HTMLParser
+
+import pytest
+
+from syncline.report import charts, page
+from syncline.report.rows import STAGES, Result, Row
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Reader(HTMLParser):
+    """Collects what the tests ask about, and checks that elements are closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.links: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("href", "src", "action", "xlink:href"):
+                (self.references if (value or "").startswith("#") else self.links).append((value or "").lstrip("#"))
+            self.references += re.findall(r"url\(#([^)]+)\)", value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+@pytest.fixture(scope="module")
+def text(mixed: Result) -> str:
+    return page.render(mixed)
+
+
+@pytest.fixture
+def reader(text: str) -> Reader:
+    return read(text)
+
+
+@pytest.fixture(scope="module")
+def drawn(mixed: Result) -> tuple[charts.Chart, ...]:
+    return charts.all_charts(mixed)
+
+
+def test_the_page_is_self_contained(reader: Reader, text: str) -> None:
+    assert reader.links == []
+    assert reader.tags["script"] == reader.tags["img"] == reader.tags["image"] == reader.tags["link"] == 0
+    assert "default-src 'none'" in text
+    assert "@import" not in text
+    # The only addresses allowed are none at all: matplotlib's namespaces and metadata are taken out.
+    assert "http://" not in text
+    assert "https://" not in text
+
+
+def test_ids_are_unique_and_references_meet_one(reader: Reader) -> None:
+    assert max(Counter(reader.ids).values()) == 1
+    assert set(reader.references) <= set(reader.ids)
+    assert reader.references
+
+
+def test_every_row_is_on_the_page_as_text(reader: Reader, mixed: Result) -> None:
+    text = "".join(reader.text)
+    for row in mixed.rows:
+        assert row.strategy in text
+    assert "PeerLost: rank 3 <b>died</b>" in text
+
+
+def test_charts_are_titled_and_explained(drawn: tuple[charts.Chart, ...]) -> None:
+    titles = [chart.title for chart in drawn]
+    assert titles[:5] == [
+        "Training loss",
+        "Test accuracy",
+        "Test accuracy over time",
+        "Time per iteration",
+        "Bytes on the wire",
+    ]
+    # Who talked to whom: one chart for every row of more than one process.
+    assert len(titles) == 5 + 3
+    for chart in drawn:
+        assert chart.caption.endswith(".")
+        assert "<title>" in chart.svg
+
+
+def test_two_pages_of_one_result_are_equal(mixed: Result, text: str) -> None:
+    assert page.render(mixed) == text
+
+
+def test_server_processes_are_named_in_the_traffic(drawn: tuple[charts.Chart, ...]) -> None:
+    ring, server = (chart for chart in drawn if "whom: ring" in chart.title or "ps(" in chart.title)
+    assert ">S0<" not in ring.svg
+    assert ">S0<" in server.svg
+
+
+def test_a_strategy_has_one_colour_and_neighbours_differ(mixed: Result, drawn: tuple[charts.Chart, ...]) -> None:
+    styles = charts.styles(mixed.rows)
+    assert len({(style.color, style.dash) for style in styles}) == len(styles)
+    legends = [{key.label: key.color for key in chart.keys} for chart in drawn if chart.line_keys]
+    assert len(legends) == 3
+    assert all(legend == legends[0] for legend in legends)
+
+
+def test_the_bars_know_every_stage() -> None:
+    assert tuple(stage.field for stage in charts.STAGE_STYLES) == STAGES
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (),
+        (Row("single", 1, error="no"),),
+        (Row("single", 1, iteration_s=0.0, bytes_sent_per_step=0.0, traffic=((0.0,),)),),
+        (Row("ring", 2, iteration_s=0.1, bytes_sent_per_step=0.0, traffic=((0.0, 0.0), (0.0, 0.0))),),
+        (Row("ring", 64, traffic=tuple(tuple(float(i + j) for i in range(64)) for j in range(64))),),
+        tuple(Row(f"strategy{index}", 2, iteration_s=0.1, replicas_equal=False) for index in range(20)),
+    ],
+)
+def test_results_with_little_or_much_in_them_make_a_page(rows: tuple[Row, ...]) -> None:
+    reader = read(page.render(Result("m", 1, {}, None, "digits", rows)))
+    assert reader.links == []
+
+
+def test_what_really_ran_is_said_where_it_differs(mixed: Result, reader: Reader) -> None:
+    assert "ran as ring transport=shm" in "".join(reader.text)
+    same = dataclasses.replace(mixed, rows=tuple(dataclasses.replace(row, chosen=row.strategy) for row in mixed.rows))
+    assert "ran as" not in "".join(read(page.render(same)).text)

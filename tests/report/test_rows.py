@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.errors import DataError, UsageError
+from syncline.report.rows import Point, Result, Row, replace_text
+
+TOP_KEYS = {"machine", "cores", "versions", "commit", "workload", "rows"}
+ROW_KEYS = {
+    "strategy",
+    "workers",
+    "accuracy",
+    "loss",
+    "images_per_s",
+    "scaling_efficiency",
+    "iteration_s",
+    "loading_s",
+    "h2d_s",
+    "forward_s",
+    "backward_s",
+    "update_s",
+    "compute_s",
+    "exposed_comm_s",
+    "bytes_sent_per_step",
+    "replicas_equal",
+}
+
+numbers = st.none() | st.floats(allow_nan=False, allow_infinity=False)
+points = st.builds(Point, st.integers(0, 10**6), st.floats(0, 1e6), loss=numbers, accuracy=numbers, test_loss=numbers)
+rows = st.builds(
+    Row,
+    st.text(min_size=1),
+    st.integers(1, 64),
+    accuracy=numbers,
+    iteration_s=numbers,
+    replicas_equal=st.none() | st.booleans(),
+    curve=st.lists(points, max_size=3).map(tuple),
+    traffic=st.lists(st.lists(st.floats(0, 1e9), max_size=3).map(tuple), max_size=3).map(tuple),
+    error=st.none() | st.text(),
+)
+results = st.builds(
+    Result,
+    st.text(),
+    st.integers(1, 512),
+    st.dictionaries(st.text(), st.text(), max_size=3),
+    st.none() | st.text(),
+    st.text(),
+    st.lists(rows, max_size=3).map(tuple),
+)
+
+
+@given(results)
+def test_reading_what_was_written_gives_the_same_result(result: Result) -> None:
+    assert Result.from_json(result.to_json()) == result
+
+
+def test_the_file_has_every_documented_key(mixed: Result) -> None:
+    data = json.loads(mixed.to_json())
+    assert set(data) >= TOP_KEYS
+    for row in data["rows"]:
+        assert set(row) >= ROW_KEYS
+
+
+def test_numbers_that_are_not_finite_become_null() -> None:
+    row = Row("ring", 2, loss=float("nan"), images_per_s=float("inf"), curve=(Point(1, 0.1, loss=float("nan")),))
+    data = json.loads(Result("m", 1, {}, None, "digits", (row,)).to_json())
+    assert data["rows"][0]["loss"] is None
+    assert data["rows"][0]["images_per_s"] is None
+    assert data["rows"][0]["curve"][0]["loss"] is None
+
+
+def test_keys_of_a_later_version_are_ignored(mixed: Result) -> None:
+    data = json.loads(mixed.to_json())
+    data["later"] = data["rows"][0]["later"] = 1
+    assert Result.from_json(json.dumps(data)) == mixed
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"rows": 1}', '{"rows": [{}]}', '{"rows": []}'])
+def test_what_is_not_a_result_file_is_refused(text: str) -> None:
+    with pytest.raises(DataError, match="not a result file"):
+        Result.from_json(text)
+
+
+def test_a_row_counts_as_finished_only_without_error_and_with_equal_replicas() -> None:
+    assert Row("ring", 2, replicas_equal=True).finished
+    assert not Row("ring", 2, replicas_equal=False).finished
+    assert not Row("ring", 2).finished
+    assert not Row("ring", 2, replicas_equal=True, error="lost").finished
+
+
+def test_saving_replaces_the_file_in_one_piece(tmp_path: Path, mixed: Result) -> None:
+    path = tmp_path / "result.json"
+    path.write_text("old")
+    mixed.save(path)
+    assert Result.from_json(path.read_text()) == mixed
+    assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_a_file_that_cannot_be_written_keeps_what_was_there(tmp_path: Path) -> None:
+    target = tmp_path / "folder"
+    target.mkdir()
+    (target / "inside").write_text("kept")
+    with pytest.raises(UsageError, match="cannot write"):
+        replace_text(target, "text")
+    with pytest.raises(UsageError, match="choose another path"):
+        replace_text(tmp_path / "missing" / "file", "text")
+    assert (target / "inside").read_text() == "kept"
+    assert [file.name for file in tmp_path.iterdir()] == ["folder"]

@@ -1,0 +1,213 @@
+"""The command line: what its options mean, and how it reports mistakes."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.cli import cli, spread
+from syncline.errors import PeerLost
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments), prog_name="syncline")
+
+
+class Recorder:
+    """Stands for a verb's work and keeps what it was called with."""
+
+    def __init__(self, result: Any = 0) -> None:
+        self.result = result
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.args, self.kwargs = args, kwargs
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return stand_in(monkeypatch, "compare")
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str) -> Recorder:
+    recorder = Recorder()
+    module: Any = types.ModuleType(f"syncline.bench.{name}")
+    module.run = recorder
+    import syncline.bench
+
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(syncline.bench, name, module, raising=False)
+    return recorder
+
+
+def test_a_list_takes_all_values_up_to_the_next_option(compared: Recorder) -> None:
+    result = call(
+        "compare", "--strategies", "ring", "ps(servers=1) schedule=fifo", "tree", "--workers", "3", "--json", "r.json"
+    )
+    assert result.exit_code == 0, result.output
+    assert compared.args == ("digits", 3, ("ring", "ps(servers=1) schedule=fifo", "tree"))
+    assert compared.kwargs["json_path"] == Path("r.json")
+    assert compared.kwargs["report_path"] is None
+
+
+def test_compare_passes_everything_on(compared: Recorder) -> None:
+    compared.result = 130
+    line = "compare --workload cifar10:/data --epochs 3 --batch 64 --seed 5 --report p.html --timeout 9.5"
+    assert call(*line.split()).exit_code == 130
+    assert compared.args == ("cifar10:/data", 4, ("ring", "ps(servers=1)"))
+    assert compared.kwargs == {
+        "epochs": 3,
+        "iterations": None,
+        "batch": 64,
+        "seed": 5,
+        "json_path": None,
+        "report_path": Path("p.html"),
+        "timeout": 9.5,
+    }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "compare --workers 0",
+        "compare --iterations none",
+        "compare --epochs 1 --iterations 2",
+        "compare --timeout 0",
+        "compare ring",
+        "run -n 2",
+        "run -n 0 x.py",
+        "bench --ranks two",
+        "frobnicate",
+    ],
+)
+def test_wrong_arguments_are_usage_errors(line: str) -> None:
+    result = call(*line.split())
+    assert result.exit_code == 2
+    assert "Usage: syncline" in result.output
+
+
+@pytest.mark.parametrize(("error", "status"), [(PeerLost("rank 2 is gone", rank=2), 1), (KeyboardInterrupt(), 130)])
+def test_errors_are_one_message_without_a_traceback(compared: Recorder, error: BaseException, status: int) -> None:
+    compared.result = error
+    result = call("compare")
+    assert result.exit_code == status
+    assert result.output == f"syncline: {error if status == 1 else 'interrupted'}\n"
+
+
+def test_a_fault_of_our_own_keeps_its_traceback(compared: Recorder) -> None:
+    compared.result = ZeroDivisionError()
+    assert isinstance(call("compare").exception, ZeroDivisionError)
+
+
+def test_bench_reads_sizes_with_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = stand_in(monkeypatch, "allreduce")
+    result = call("bench", "--ranks", "2", "8", "--sizes", "1KiB", "25MB", "--contenders", "ring", "gloo:native")
+    assert result.exit_code == 0, result.output
+    assert measured.args == ([2, 8], [1024, 25_000_000], ["ring", "gloo:native"], None)
+    result = call("bench", "--sizes", "many")
+    assert (result.exit_code, result.output.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("show rnig", "did you mean 'ring'"),
+        ("show ps(server=1)", "did you mean 'servers'"),
+        ("show ring --servers 2", "no argument 'servers'"),
+        ("show ring --nodes 2y4", "2x4"),
+        ("show ring --nodes 2x4 --ranks 7", "disagree"),
+        ("show ring --nodes 0x4", "2x4"),
+        ("run -n 1 no-such-file.py", "no file 'no-such-file.py'"),
+        ("run -n 1 --strategy rnig x.py", "did you mean 'ring'"),
+        ("run -n 2 --servers 2 --strategy ps(servers=1) x.py", "needs 1 servers"),
+        ("run -n 2 --strategy ps(servers=3,on=workers) x.py", "servers=2"),
+    ],
+)
+def test_a_users_mistake_has_status_2_and_one_line(line: str, says: str) -> None:
+    result = call(*line.split())
+    assert result.exit_code == 2
+    assert says in result.output
+    assert result.output.startswith("syncline: ")
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "group"),
+    [
+        ("show ring", (4, 0, ())),
+        ("show ring --ranks 3", (3, 0, ())),
+        ("show hierarchical --nodes 2x2", (4, 0, (0, 0, 1, 1))),
+        ("show hierarchical --nodes 1,2", (3, 0, (0, 1, 1))),
+        ("show ps --servers 2 --ranks 3", (3, 2, ())),
+        ("show ps(servers=2,on=workers) --ranks 3", (3, 0, ())),
+        ("show broadcast --ranks 5", (5, 0, ())),
+    ],
+)
+def test_show_draws_the_plan_for_the_group(
+    monkeypatch: pytest.MonkeyPatch, line: str, group: tuple[int, int, tuple[int, ...]]
+) -> None:
+    module: Any = types.ModuleType("syncline.report.draw")
+    module.draw_plan = lambda plan: f"{plan.name} of {plan.world} in {plan.steps} steps"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    from syncline import registry
+    from syncline.types import Group
+
+    result = call(*line.split())
+    assert result.exit_code == 0, result.output
+    name = line.split()[1].partition("(")[0]
+    assert result.output.startswith(f"{name} of {group[0] + group[1]} in ")
+    assert registry.get("algorithms", name).target(Group(*group)).steps if name != "ps" else True
+
+
+def test_strategies_lists_every_word() -> None:
+    result = call("strategies")
+    assert result.exit_code == 0
+    for word in ("architecture", "sync", "codec", "schedule", "transport"):
+        assert f"\n{word}\n" in f"\n{result.output}"
+    assert "fixed(bucket=25MiB)" in result.output
+    assert "not built yet" in result.output
+
+
+def test_run_starts_the_script_and_takes_over_its_status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "names = ('RANK', 'WORLD_SIZE', 'SYNCLINE_SERVERS', 'SYNCLINE_STRATEGY')\n"
+        "line = ' '.join([os.environ[name] for name in names] + sys.argv[1:])\n"
+        "os.write(1, (line + '\\n').encode())\n"  # in one piece: all processes write to one file
+        "sys.exit(int(sys.argv[1]) if os.environ['RANK'] == '1' else 0)\n"
+    )
+    result = call("run", "-n", "2", "--strategy", "ps", str(script), "5", "--lr", "-n", "3")
+    output = capfd.readouterr()
+    assert sorted(output.out.splitlines()) == [f"{rank} 3 1 ps(servers=1) 5 --lr -n 3" for rank in range(3)]
+    assert result.exit_code == 5
+    assert result.output == "syncline: rank 1 ended with status 5\n"
+
+
+def test_run_takes_a_module(capfd: pytest.CaptureFixture[str]) -> None:
+    assert call("run", "-n", "1", "-m", "calendar", "2020", "2").exit_code == 0
+    assert "February 2020" in capfd.readouterr().out
+
+
+@given(st.lists(st.sampled_from(["--o", "--o=a", "-x", "b", "c", "--"]), max_size=8))
+def test_spreading_keeps_every_word_in_order(args: list[str]) -> None:
+    found = spread(args, {"--o"})
+    assert [arg for arg in found if arg != "--o"] == [arg for arg in args if arg != "--o"]
+    assert spread(args, set()) == args
+
+
+def test_spreading_repeats_the_option() -> None:
+    assert spread(["v", "--o", "a", "b", "--p", "c", "--o=d", "e", "--", "f"], {"--o"}) == [
+        "v", "--o", "a", "--o", "b", "--p", "c", "--o=d", "--o", "e", "--", "f",
+    ]  # fmt: skip

@@ -1,0 +1,59 @@
+"""The package and its command line start without a framework: seen in a fresh interpreter's modules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "tensorflow", "jax", "numba", "matplotlib", "sklearn", "scipy", "pandas", "jinja2", "mpi4py"}
+
+
+def loaded_by(script: str) -> set[str]:
+    """The top-level modules after running a script."""
+    script += "\nimport sys; print('modules:', *{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True, env=environment()
+    )
+    return set(done.stdout.rpartition("modules:")[2].split())
+
+
+def environment() -> dict[str, str]:
+    import os
+
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def test_importing_the_package_loads_no_framework() -> None:
+    loaded = loaded_by("import syncline")
+    assert "syncline" in loaded
+    assert not loaded & HEAVY
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["run", "--help"], ["compare", "--help"], ["bench", "--help"]]
+)
+def test_asking_for_help_loads_not_even_numpy(arguments: list[str]) -> None:
+    loaded = loaded_by(
+        "import sys\n"
+        "from syncline.cli import cli\n"
+        f"try: cli({arguments!r}, prog_name='syncline')\n"
+        "except SystemExit as end: assert end.code == 0\n"
+    )
+    assert "click" in loaded
+    assert not loaded & (HEAVY | {"numpy", "ml_dtypes", "rich"})
+
+
+def test_parsing_a_strategy_loads_no_framework() -> None:
+    loaded = loaded_by("from syncline.strategy import Strategy, vocabulary; Strategy.parse('ring'); vocabulary()")
+    assert not loaded & HEAVY
+
+
+def test_every_kind_can_be_listed_without_a_framework() -> None:
+    loaded = loaded_by("from syncline import registry\nfor kind in registry.KINDS: registry.entries(kind)")
+    assert not loaded & HEAVY
+
+
+def test_the_local_launcher_loads_no_numpy() -> None:
+    assert not loaded_by("import syncline.launch.local") & (HEAVY | {"numpy"})

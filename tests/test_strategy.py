@@ -1,0 +1,383 @@
+"""The strategy grammar: text and value are two forms of one thing, and mistakes name their remedy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from syncline import registry
+from syncline.errors import NotBuiltError, StrategyError, UsageError
+from syncline.grammar import Part, read_value, write_value
+from syncline.plan import check
+from syncline.strategy import PLANNED, WORDS, Strategy, vocabulary
+from syncline.types import Group, Rate, Seconds, Size
+
+VALUES: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(-(10**12), 10**12),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    bool: st.booleans(),
+    str: st.from_regex(r"[\w.:/+-]+", fullmatch=True),
+    Size: st.one_of(st.integers(0, 2**70), st.sampled_from([1 << 20, 25_000_000, 1024_000, 0])),
+    Rate: st.one_of(st.floats(0, allow_nan=False, allow_infinity=False), st.sampled_from([1e9, 2.5e9, 0.1])),
+    Seconds: st.one_of(st.floats(0, 1e12), st.sampled_from([0.005, 1e-9, 90.0, 0.0015])),
+    Literal["plain", "fancy", 3]: st.sampled_from(["plain", "fancy", 3]),
+    int | None: st.one_of(st.none(), st.integers()),
+}
+
+
+@pytest.mark.parametrize("annotation", VALUES, ids=str)
+@given(data=st.data())
+def test_every_value_survives_its_text(annotation: Any, data: st.DataObject) -> None:
+    value = data.draw(VALUES[annotation])
+    text = write_value(value, annotation)
+    back = read_value(text, annotation, "it")
+    assert back == value
+    assert type(back) is type(value)
+    assert write_value(back, annotation) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "annotation", "value", "canonical"),
+    [
+        ("4mib", Size, 4 << 20, "4MiB"),
+        ("0.5GIB", Size, 512 << 20, "512MiB"),
+        ("25MB", Size, 25_000_000, "25MB"),
+        ("4096", Size, 4096, "4KiB"),
+        ("1GBIT", Rate, 1e9, "1Gbit"),
+        ("2.5gbit", Rate, 2.5e9, "2500Mbit"),
+        ("5MS", Seconds, 0.005, "5ms"),
+        ("1.5ms", Seconds, 0.0015, "1500us"),
+        ("2", Seconds, 2.0, "2s"),
+        ("ON", bool, True, "true"),
+    ],
+)
+def test_units_in_any_case_become_the_largest_exact_one(
+    text: str, annotation: Any, value: object, canonical: str
+) -> None:
+    assert read_value(text, annotation, "it") == value
+    assert write_value(value, annotation) == canonical
+
+
+@pytest.mark.parametrize(
+    ("text", "annotation", "says"),
+    [
+        ("0.3B", Size, "whole number of bytes"),
+        ("-4MiB", Size, "negative"),
+        ("4MiX", Size, "'MiX'.*MiB"),
+        ("many", Size, "number with a unit"),
+        ("1e999999999", Size, "number with a unit"),
+        ("1e999Gbit", Rate, "finite"),
+        ("nan", float, "finite"),
+        ("2.5", int, "whole number"),
+        ("maybe", bool, "true or false"),
+        ("fanzy", Literal["plain", "fancy"], "did you mean 'fancy'"),
+        ("1", dict, "cannot be given in a text"),
+    ],
+)
+def test_a_wrong_value_says_what_is_right(text: str, annotation: Any, says: str) -> None:
+    with pytest.raises(StrategyError, match=says):
+        read_value(text, annotation, "it")
+
+
+def some_parts(word: str) -> st.SearchStrategy[Part]:
+    """Any built part of a word with any arguments, in and out of their ranges."""
+    kind = WORDS[word]
+    auto = (
+        [Part("auto")] if any(item.word == word and item.name == "auto" and item.built for item in vocabulary()) else []
+    )
+    found: list[st.SearchStrategy[Part]] = [st.sampled_from(auto)] if auto else []
+    for item in vocabulary():
+        if item.word == word and item.built and item.name != "auto":
+            given_args = {
+                parameter.name: small(parameter.annotation) for parameter in registry.get(kind, item.name).parameters
+            }
+            arguments = st.fixed_dictionaries({}, optional=given_args)
+            found.append(st.builds(lambda args, name=item.name: Part(name, tuple(args.items())), arguments))
+    return st.one_of(found)
+
+
+def small(annotation: Any) -> st.SearchStrategy[Any]:
+    """Values of which many are in range."""
+    if typing.get_origin(annotation) is Literal:
+        return st.sampled_from(typing.get_args(annotation))
+    return st.integers(0, 9) if annotation is int else VALUES[annotation]
+
+
+@given(st.fixed_dictionaries({}, optional={word: some_parts(word) for word in WORDS}))
+def test_parse_undoes_print(words: dict[str, Part]) -> None:
+    try:
+        strategy = Strategy(**words)
+    except UsageError:
+        assume(False)
+    text = str(strategy)
+    assert Strategy.parse(text) == strategy
+    assert str(Strategy.parse(text)) == text
+    assert hash(Strategy.parse(text)) == hash(strategy)
+
+
+@given(st.text(alphabet="ringps(=),. 1x:auto%codec", max_size=40))
+def test_any_text_is_a_strategy_or_a_usage_error(text: str) -> None:
+    try:
+        strategy = Strategy.parse(text)
+    except UsageError:
+        return
+    assert Strategy.parse(str(strategy)) == strategy
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("auto", "auto"),
+        (" ", "auto"),
+        ("codec=none sync=bsp", "auto"),
+        ("ring", "ring"),
+        ("ring schedule=auto", "ring"),
+        ("ps", "ps(servers=1)"),
+        ("ps( update = worker , servers=2 )", "ps(servers=2, update=worker)"),
+        ("transport=tcp schedule=fixed(bucket=1024KiB)", "schedule=fixed(bucket=1MiB) transport=tcp"),
+        ("ring schedule=fixed(bucket=25mib)", "ring schedule=fixed"),
+    ],
+)
+def test_one_strategy_has_one_text(text: str, canonical: str) -> None:
+    assert str(Strategy.parse(text)) == canonical
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("rnig", "unknown architecture 'rnig'; did you mean 'ring'"),
+        ("shm", "it is a transport, write transport=shm"),
+        ("ring tcp", "write transport=tcp"),
+        ("codec=none ring", "an architecture comes first"),
+        ("codec=nine", "did you mean 'none'"),
+        ("sched=fifo", "unknown word 'sched'; did you mean 'schedule'"),
+        ("architecture=ring", "without a key: write 'ring'"),
+        ("schedule=fifo schedule=fifo", "schedule is given twice"),
+        ("ps(servers=1, servers=2)", "'servers' is given twice"),
+        ("ps(server=2)", "did you mean 'servers'"),
+        ("ps(2)", r"arguments have names, as in ps\(servers=2\)"),
+        ("ps(servers=two)", "servers of ps must be a whole number"),
+        ("ps(servers=ring(a=1))", "takes no arguments of its own"),
+        ("ps(on=worker)", "did you mean 'workers'"),
+        ("ps(servers=0)", r"the nearest that works is 'ps\(servers=1\)'"),
+        ("schedule=fixed(bucket=4MiX)", "the units are"),
+        ("ring(pieces=2)", "ring takes no arguments"),
+        ("schedule=fixed(bucket=0)", "wait_free"),
+        ("auto(x=1)", "takes no arguments"),
+        ("ring(", r"the text ends \(column 6"),
+        ("ring)", r"there is '\)'"),
+        ("ring %", "unexpected '%' .column 6"),
+        ("broadcast", "unknown architecture"),
+        ("feedback=maybe", "on or off"),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Strategy.parse(text)
+
+
+def test_words_of_the_grammar_without_a_part_are_not_built_yet() -> None:
+    built = {(item.word, item.name) for item in vocabulary() if item.built}
+    for word, names in PLANNED.items():
+        for name in names:
+            text = name if word == "architecture" else f"{word}={name}"
+            if (word, name) in built:
+                continue
+            with pytest.raises(NotBuiltError, match=f"{name!r} is not built yet; built are"):
+                Strategy.parse(text)
+    for text in ("sync=bsp(backup=1)", "transport=tcp(rate=1Gbit)"):
+        name = text.partition("(")[2].partition("=")[0]
+        kind, part = ("sync", "bsp") if "bsp" in text else ("transports", "tcp")
+        if name not in [parameter.name for parameter in registry.get(kind, part).parameters]:
+            with pytest.raises(NotBuiltError, match=name):
+                Strategy.parse(text)
+
+
+def test_parts_given_by_a_program_are_held_to_their_types() -> None:
+    assert Strategy(schedule=Part("fixed", (("bucket", "1MiB"),))) == Strategy.parse("schedule=fixed(bucket=1MiB)")
+    assert Strategy(schedule=Part("fixed", (("bucket", 1 << 20),))) == Strategy.parse("schedule=fixed(bucket=1MiB)")
+    with pytest.raises(StrategyError, match=r"must be a size such as 4MiB, got 1\.5"):
+        Strategy(schedule=Part("fixed", (("bucket", 1.5),)))
+
+
+@pytest.mark.parametrize(
+    ("text", "servers", "holds"),
+    [("ring", 0, False), ("ps", 1, True), ("ps(servers=3, update=worker)", 3, False), ("ps(on=workers)", 0, True)],
+)
+def test_servers_are_counted(text: str, servers: int, holds: bool) -> None:
+    strategy = Strategy.parse(text)
+    assert strategy.servers == servers
+    assert strategy.server_holds_weights is holds
+
+
+@pytest.mark.parametrize(
+    ("text", "one_host", "resolved"),
+    [
+        ("auto", True, "direct schedule=fixed transport=shm"),
+        ("auto", False, "ring schedule=fixed transport=tcp"),
+        ("transport=tcp", True, "ring schedule=fixed transport=tcp"),
+        ("transport=inproc", True, "ring schedule=fixed transport=inproc"),
+        ("tree schedule=fifo", False, "tree schedule=fifo transport=tcp"),
+        ("ps(servers=2)", True, "ps(servers=2) schedule=fixed transport=shm"),
+    ],
+)
+def test_auto_becomes_what_fits_the_group(text: str, one_host: bool, resolved: str) -> None:
+    strategy = Strategy.parse(text).resolve(Group(4), one_host=one_host)
+    assert str(strategy) == resolved
+    assert strategy.resolve(Group(4), one_host=one_host) == strategy
+
+
+def test_threads_of_one_process_get_inproc() -> None:
+    assert Strategy().resolve(Group(2), one_host=True, inproc=True).transport == Part("inproc")
+
+
+def test_resolving_refuses_a_group_that_does_not_fit() -> None:
+    with pytest.raises(StrategyError, match="use transport=tcp"):
+        Strategy.parse("transport=shm").resolve(Group(4), one_host=False)
+    with pytest.raises(UsageError, match="start it with --servers 2"):
+        Strategy.parse("ps(servers=2)").resolve(Group(4, servers=1), one_host=True)
+    with pytest.raises(UsageError, match="servers=2"):
+        Strategy.parse("ps(servers=3, on=workers)").resolve(Group(2), one_host=True)
+
+
+def test_a_strategy_hands_out_its_parts() -> None:
+    strategy = Strategy.parse("ps(servers=2) schedule=wait_free")
+    group = Group(3, servers=2)
+    check(strategy.plan(group))
+    assert strategy.plan(group) is strategy.plan(Group(3, servers=2))
+    assert strategy.schedule_object().release == "ready"
+    assert strategy.sync_mode().due(0)
+    assert strategy.codec_object().combine == "sum"
+    for ask in (Strategy().schedule_object, lambda: Strategy().plan(group)):
+        with pytest.raises(UsageError, match=r"call resolve\(\) first"):
+            ask()
+
+
+@pytest.fixture
+def later_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for parts of the grammar, in a registry of this test's own."""
+    for kind in registry.KINDS:
+        if kind != "workloads":
+            registry.names(kind)
+        monkeypatch.setitem(registry._entries, kind, dict(registry._entries[kind]))
+
+    @registry.register("codecs", "topk", biased=True)
+    @dataclass(frozen=True)
+    class TopK:
+        ratio: float
+
+    @registry.register("codecs", "qsgd")
+    @dataclass(frozen=True)
+    class Qsgd:
+        contraction: ClassVar[bool] = False
+        levels: int = 256
+
+    @registry.register("codecs", "feedback", wraps="codec")
+    @dataclass(frozen=True)
+    class Feedback:
+        codec: Any
+        decay: float = 1.0
+
+    @registry.register("sync", "ssp")
+    @dataclass(frozen=True)
+    class Ssp:
+        staleness: int = 3
+
+    @registry.register("transports", "torch")
+    def torch_transport() -> None: ...
+
+    @registry.register("algorithms", "native", goal="allreduce")
+    def native(group: Group) -> None: ...
+
+
+@pytest.mark.usefixtures("later_parts")
+class TestCombinations:
+    @pytest.mark.parametrize(
+        ("text", "canonical"),
+        [
+            ("ring codec=topk(ratio=0.01)", "ring codec=feedback(topk(ratio=0.01))"),
+            ("codec=feedback(topk(ratio=0.01))", "codec=feedback(topk(ratio=0.01))"),
+            ("codec=feedback(codec=topk(ratio=0.01), decay=0.5)", "codec=feedback(topk(ratio=0.01), decay=0.5)"),
+            ("codec=topk(ratio=0.01) feedback=off", "codec=topk(ratio=0.01) feedback=off"),
+            ("codec=qsgd", "codec=qsgd"),
+        ],
+    )
+    def test_nested_codecs(self, text: str, canonical: str) -> None:
+        strategy = Strategy.parse(text)
+        assert str(strategy) == canonical
+        assert Strategy.parse(canonical) == strategy
+        built: Any = strategy.codec_object()
+        if strategy.codec.name == "feedback":
+            assert built.codec.ratio == 0.01
+
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("native transport=tcp", "the nearest that works is 'native transport=torch'"),
+            ("ps codec=topk(ratio=0.1)", r"nearest that works is 'ps\(servers=1, update=worker\) codec=feedback"),
+            ("ring sync=ssp", r"nearest that works is 'ps\(servers=1\) sync=ssp'"),
+            ("ps(servers=2, update=worker) sync=ssp", r"nearest that works is 'ps\(servers=2\) sync=ssp'"),
+            ("codec=feedback(qsgd)", "diverges.*nearest that works is 'codec=qsgd'"),
+            ("codec=feedback", r"needs codec, as in feedback\(CODEC, decay=1.0\)"),
+            ("codec=feedback(topk(ratio=1), codec=qsgd)", "given twice"),
+            ("codec=topk", "topk needs ratio"),
+            ("codec=feedback(int8)", "'int8' is not built yet"),
+            ("codec=feedback(tokp(ratio=1))", "did you mean 'topk'"),
+        ],
+    )
+    def test_impossible_ones_name_the_nearest_that_works(self, text: str, says: str) -> None:
+        with pytest.raises(UsageError, match=says):
+            Strategy.parse(text)
+
+    def test_native_brings_its_own_transport(self) -> None:
+        strategy = Strategy.parse("native")
+        assert strategy.transport == Part("auto")
+        assert Strategy.parse("native transport=torch").transport == Part("torch")
+
+
+def test_parts_of_third_parties_come_through_entry_points(tmp_path: Path) -> None:
+    (tmp_path / "their_codec.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from syncline.registry import register\n"
+        "@register('codecs', 'half')\n"
+        "@dataclass(frozen=True)\n"
+        "class Half:\n"
+        "    '''Half of everything.'''\n"
+        "    share: float = 0.5\n"
+    )
+    info = tmp_path / "their_codec-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-codec\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[syncline.codecs]\nhalf = their_codec\n")
+    script = (
+        "from syncline.strategy import Strategy\n"
+        "s = Strategy.parse('ring codec=half(share=0.25)')\n"
+        "print(s, s.codec_object().share)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "ring codec=half(share=0.25) 0.25\n"
+
+
+def test_the_vocabulary_shows_arguments_and_what_is_missing() -> None:
+    words = vocabulary()
+    texts = {item.text for item in words if item.built}
+    assert {"auto", "ring", "ps(servers=1, on=ranks, update=server)", "fixed(bucket=25MiB)"} <= texts
+    assert all(item.summary for item in words if item.built)
+    assert [item.word for item in words] == sorted((item.word for item in words), key=list(WORDS).index)
