@@ -1,0 +1,50 @@
+"""What tests share: running a whole group inside this process, one thread per rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from syncline.session import Session, in_process
+
+LIMIT_S = 60.0
+
+
+def run_group(strategy: str, workers: int, body: Callable[[Session], Any]) -> list[Any]:
+    """Run ``body`` on every process of a group, each a thread; results by process index.
+
+    The first exception of any of them is raised here; a rank that does not end in time is named.
+    """
+    sessions = in_process(strategy, workers)
+    results: list[Any] = [None] * len(sessions)
+    errors: list[BaseException] = []
+
+    def run(session: Session) -> None:
+        try:
+            results[session.index] = body(session)
+        except BaseException as error:
+            errors.append(error)
+            for other in sessions:
+                other.fail(error if isinstance(error, Exception) else RuntimeError(str(error)))
+        finally:
+            session.shutdown()
+
+    threads = [threading.Thread(target=run, args=(session,), daemon=True) for session in sessions]
+    for thread in threads:
+        thread.start()
+    for thread, session in zip(threads, sessions, strict=True):
+        thread.join(LIMIT_S)
+        if thread.is_alive() and not errors:
+            raise TimeoutError(f"rank {session.index} did not end within {LIMIT_S} s")
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.fixture
+def group() -> Callable[..., list[Any]]:
+    """``run_group``."""
+    return run_group

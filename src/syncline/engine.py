@@ -192,11 +192,15 @@ class Engine:
                 self.error = error
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Finish what is under way unless there was a fault, end the thread and close the transport."""
+    def close(self, before_end: Callable[[], None] = lambda: None) -> None:
+        """Finish what is under way unless there was a fault, end the thread and close the transport.
+
+        ``before_end`` is called while the connections still stand.
+        """
         if self.error is None:
             with self._changed:
                 self._changed.wait_for(lambda: self.error or not (self._under_way or self._inbox), _FLUSH_S)
+        before_end()
         self._closing = True
         self.transport.wake()
         self._thread.join(_FLUSH_S)

@@ -141,6 +141,7 @@ class Session:
         self.index = index
         self.roll = roll
         self.watcher: Watcher | None = None
+        self.neighbours: Sequence[Session] = ()  # the other sessions of a group in one process
         self._local_rank = local_rank
         self._pid = os.getpid()
         self._left: set[int] = set()
@@ -328,13 +329,17 @@ class Session:
         if self._closed or os.getpid() != self._pid:
             return
         if self._engine is not None:
-            self._engine.close()
+            self._engine.close(before_end=self._say_goodbye)
         self._closed = True
         if self.watcher is not None:
-            if self.watcher.failure is None:
-                self.watcher.goodbye()
             self.watcher.came_back()
             self.watcher.close()
+
+    def _say_goodbye(self) -> None:
+        if self.watcher is not None and self.watcher.failure is None:
+            self.watcher.goodbye()
+        for peer in self.neighbours:
+            peer.left(self.index)
 
     def forget_in_child(self) -> None:
         """In a forked child: close the parent's descriptors without a word."""
@@ -407,7 +412,10 @@ def in_process(strategy: str, workers: int) -> list[Session]:
     if group.processes == 1:
         return [Session(chosen, group, 0, None)]
     hub = Hub(group.processes)
-    return [Session(chosen, group, index, hub.transport(index)) for index in range(group.processes)]
+    sessions = [Session(chosen, group, index, hub.transport(index)) for index in range(group.processes)]
+    for session in sessions:
+        session.neighbours = [other for other in sessions if other is not session]
+    return sessions
 
 
 def connect_session(

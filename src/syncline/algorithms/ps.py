@@ -35,6 +35,27 @@ def ps(
     2N(a + nb) (Li et al. 2014). One worker alone has nothing to exchange and gets an empty plan. Raises UsageError for
     fewer than one server, more serving workers than workers, and a group with other servers than those asked for.
     """
+    pushes, pulls, _ = _transfers(group, servers, on)
+    return Plan.of("ps", group, servers, pushes + pulls if group.workers > 1 else [])
+
+
+def push_and_pull(group: Group, *, servers: int = 1, on: Literal["ranks", "workers"] = "ranks") -> tuple[Plan, Plan]:
+    """The two halves where servers hold the weights: gradients reduced to them, weights copied from them.
+
+    Unlike the whole plan they have something to do for one worker too, when servers are ranks of their own.
+    """
+    pushes, pulls, places = _transfers(group, servers, on)
+    return (
+        Plan.of("ps push", group, servers, pushes, goal="reduce_scatter", owners=places),
+        Plan.of("ps pull", group, servers, pulls, goal="all_gather", owners=places),
+    )
+
+
+_Rows = list[tuple[int, int, int, int, int, int]]
+
+
+def _transfers(group: Group, servers: int, on: str) -> tuple[_Rows, _Rows, list[int]]:
+    """The rows of push and pull, and where the server of each part stands."""
     workers = group.workers
     if servers < 1:
         raise UsageError(f"ps needs at least one server, got servers={servers}")
@@ -48,11 +69,10 @@ def ps(
             f"ps(on=workers) has {workers} workers to place {servers} servers on: ask for servers={workers}"
         )
     first = workers if on == "ranks" else 0
-    places = [(first + part, part) for part in range(servers)]
+    places = [first + part for part in range(servers)]
     # The k-th message of a worker goes to the k-th server after its own number, and servers answer in the same way.
-    pushes = [
-        (0, worker, *places[(worker + k) % servers], 1, REDUCE) for k in range(servers) for worker in range(workers)
-    ]
-    pulls = [(1, place, (part + k) % workers, part, 1, COPY) for k in range(workers) for place, part in places]
-    rows = [row for row in pushes + pulls if row[1] != row[2]]
-    return Plan.of("ps", group, servers, rows if workers > 1 else [])
+    turns = [(worker, (worker + k) % servers) for k in range(servers) for worker in range(workers)]
+    pushes = [(0, worker, places[part], part, 1, REDUCE) for worker, part in turns if worker != places[part]]
+    turns = [((part + k) % workers, part) for k in range(workers) for part in range(servers)]
+    pulls = [(1, places[part], worker, part, 1, COPY) for worker, part in turns if worker != places[part]]
+    return pushes, pulls, places

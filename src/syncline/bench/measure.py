@@ -18,7 +18,7 @@ from ..report.rows import BASELINE, STAGES, Point, Row
 
 COMPUTE_STAGES = tuple(stage for stage in STAGES if stage != "exposed_comm_s")
 MEASURES = (*STAGES, "iteration_s", "compute_s", "images_per_s", "bytes_sent_per_step")
-_CURVE_POINTS = 300
+_CURVE_POINTS = 100
 
 
 @dataclass

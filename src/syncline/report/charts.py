@@ -16,6 +16,7 @@ from itertools import cycle
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
 
@@ -97,6 +98,7 @@ STAGE_STYLES = (
     Stage("update_s", "update", "#009E73"),
     Stage("exposed_comm_s", "exposed communication", "#D55E00", hatched=True),
 )
+_REST = Stage("", "rest", "#999999")
 
 
 def styles(rows: Sequence[Row]) -> tuple[Style, ...]:
@@ -160,7 +162,7 @@ def _curve(
     share: bool = False,
 ) -> Chart | None:
     figure, axes = _figure(2.9)
-    keys = []
+    keys, lows, highs = [], [], []
     for row, style in zip(result.rows, styles(result.rows), strict=True):
         points = [(x, y) for x, y in map(values, row.curve) if y is not None]
         if not points:
@@ -168,6 +170,8 @@ def _curve(
         pattern = (0, tuple(float(part) for part in style.dash.split())) if style.dash else "-"
         marker = "o" if len(points) < 30 else None
         xs, ys = zip(*points, strict=True)
+        lows.append(min(ys))
+        highs.append(max(ys))
         axes.plot(xs, ys, color=style.color, linewidth=style.width, linestyle=pattern, marker=marker, markersize=2.5)
         keys.append(Key(row.strategy, svg.css(style.color), style.dash))
     if not keys:
@@ -177,6 +181,8 @@ def _curve(
     if share:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
         axes.set_ylim(top=min(1.0, axes.get_ylim()[1]))
+    elif min(lows) > 0 and max(highs) > 100 * min(lows):
+        axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
     return Chart(title, caption, svg.render(figure, title), tuple(keys), line_keys=True)
@@ -195,19 +201,26 @@ def _stages(result: Result) -> list[Chart]:
             axes.barh(place, width, left=left, color=stage.color, height=0.5, hatch=hatch, edgecolor=svg.PAPER, lw=0.4)
             left += width
         total = (row.iteration_s or 0.0) * 1e3
+        if total > left:
+            axes.barh(place, total - left, left=left, color=_REST.color, height=0.5, edgecolor=svg.PAPER, lw=0.4)
         _name_bar(axes, place, row.strategy)
         _label_bar(axes, max(left, total), place, units.seconds(row.iteration_s))
     axes.set_xlabel("milliseconds per iteration")
-    axes.margins(x=0.18)
+    axes.margins(x=0.2)
     title = "Time per iteration"
     caption = (
-        "Each bar stacks the medians of an iteration's stages in the order in which they happen; the hatched part is "
-        "the time for which the training thread was blocked in communication, and the figure at the end is the median "
-        "of whole iterations."
+        "Each bar stacks the medians of an iteration's stages and ends, with its figure, at the median of whole "
+        "iterations; the hatched part is the time for which the training thread was blocked in communication, and "
+        "rest is what the medians of the stages, which need not add up, leave."
     )
     used = [stage for stage in STAGE_STYLES if any(getattr(row, stage.field) for row in rows)]
+    used += [_REST] if any(_rest_s(row) > 0.005 * (row.iteration_s or 0.0) for row in rows) else []
     keys = tuple(Key(stage.label, stage.color, hatched=stage.hatched) for stage in used)
     return [Chart(title, caption, svg.render(figure, title), keys)]
+
+
+def _rest_s(row: Row) -> float:
+    return (row.iteration_s or 0.0) - sum(getattr(row, stage.field) or 0.0 for stage in STAGE_STYLES)
 
 
 def _wire(result: Result) -> list[Chart]:
@@ -246,8 +259,7 @@ def _heat_map(row: Row, top: float) -> Chart:
     figure, axes = _figure(3.9)
     axes.grid(visible=False)
     cells = [[value if value > 0 else float("nan") for value in line] for line in row.traffic]
-    # A few levels only: a colour bar of many becomes an embedded bitmap.
-    mesh = axes.pcolormesh(cells, cmap=mpl.colormaps["cividis"].resampled(24), vmin=0, vmax=top)
+    mesh = axes.pcolormesh(cells, cmap=_shades(), vmin=0, vmax=top)
     axes.invert_yaxis()
     axes.set_aspect("equal")
     if count <= 8:
@@ -275,11 +287,17 @@ def _heat_map(row: Row, top: float) -> Chart:
     return Chart(title, caption, svg.render(figure, title))
 
 
+def _shades() -> ListedColormap:
+    """From the page's own background to blue, so that a little traffic looks like little in every colour scheme."""
+    red, green, blue = to_rgb(_PALETTE[0])
+    # A few levels only: a colour bar of many becomes an embedded bitmap.
+    return ListedColormap([(red, green, blue, level / 23) for level in range(24)])
+
+
 def _annotate(axes: Axes, source: int, target: int, value: float, top: float, count: int) -> None:
     if value <= 0:
         return
-    # Cividis runs from dark blue to yellow: the text takes whichever of white and black stands out.
-    color = "#ffffff" if value < 0.55 * top else "#000000"
+    color = "#ffffff" if value > 0.5 * top else svg.INK
     text = units.size(value).replace(" ", "\n")
     size = 8.0 if count <= 5 else 6.5
     axes.text(target + 0.5, source + 0.5, text, ha="center", va="center", color=color, fontsize=size)

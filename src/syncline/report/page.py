@@ -96,7 +96,9 @@ def _summary(result: Result) -> str:
     if not scores:
         return "Every row finished, and the replicas of every row agree at the end."
     spread = " to ".join(dict.fromkeys(units.percent(score, 2) for score in (min(scores), max(scores))))
-    return f"Every row finished, the replicas of every row agree at the end, and test accuracy is {spread}."
+    return f"Every row finished, the replicas of every row agree at the end, and test accuracy is {spread}.".replace(
+        " %", "\N{NO-BREAK SPACE}%"
+    )
 
 
 def _facts(result: Result) -> tuple[tuple[str, str], ...]:

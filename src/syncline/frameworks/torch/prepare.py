@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ...algorithms.ps import push_and_pull
 from ...errors import UsageError
-from ...plan import Plan, phases
+from ...plan import Plan
 from ...program import compile_program
 from ...session import Session
 from .agreement import check_same_model, copy_from_worker, tensors_of
@@ -55,7 +56,7 @@ def prepare(
     program = compile_program(plan, session.index)
     if not holds_weights:
         return Prepared(model, optimizer, Replica(session, model, program, unused=unused, weight=weight), None)
-    push, pull = phases(plan)
+    push, pull = _halves(session)
     replica = Replica(session, model, compile_program(push, session.index), unused=unused, weight=weight)
     weights = Storage(replica.named, replica.storage.buckets, session.engine.allocate)
     parameters = [parameter for _, parameter in replica.named]
@@ -68,6 +69,11 @@ def prepare(
     return Prepared(model, optimizer, replica, client)
 
 
+def _halves(session: Session) -> tuple[Plan, Plan]:
+    arguments = session.strategy.architecture.arguments
+    return push_and_pull(session.group, servers=arguments["servers"], on=arguments["on"])
+
+
 def _serve(
     session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, holds_weights: bool
 ) -> None:
@@ -77,7 +83,7 @@ def _serve(
     if not holds_weights:
         serve_plan(session, compile_program(plan, session.index), gradients)
         return
-    push, pull = phases(plan)
+    push, pull = _halves(session)
     weights = Storage(named, buckets, session.engine.allocate)
     parameters = [parameter for _, parameter in named]
     _move_into(weights, parameters)

@@ -15,7 +15,6 @@ Buffers (batch statistics) of rank 0 are copied to all ranks with every exchange
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -69,6 +68,11 @@ class Replica:
         self._samples = 0.0
         self._forward_samples = 0.0
         self._running = False
+        self._meeting: Meeting | None = None
+        self._fired = [False] * len(self.named)
+        self._pending: list[int] = []
+        self._next = 0
+        self._works: list[Work] = []
         self._handles = self._attach()
         self._reset()
 
@@ -115,11 +119,10 @@ class Replica:
 
     def _attach(self) -> list[Any]:
         handles: list[Any] = []
-        me = weakref.ref(self)
         for index, (_, parameter) in enumerate(self.named):
-            handles.append(parameter.register_post_accumulate_grad_hook(_gradient_hook(me, index)))
-        handles.append(self.model.register_forward_pre_hook(_before_forward(me), with_kwargs=True))
-        handles.append(self.model.register_forward_hook(_after_forward(me)))
+            handles.append(parameter.register_post_accumulate_grad_hook(_gradient_hook(self, index)))
+        handles.append(self.model.register_forward_pre_hook(_before_forward(self), with_kwargs=True))
+        handles.append(self.model.register_forward_hook(_after_forward(self)))
         return handles
 
     def before_forward(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
@@ -130,7 +133,8 @@ class Replica:
             tensor = _first_tensor((arguments, keywords))
             self._forward_samples = 1.0 if tensor is None or tensor.dim() == 0 else float(tensor.shape[0])
         else:
-            self._forward_samples = float(self._weight(*arguments, **keywords) if callable(self._weight) else self._weight)  # type: ignore[arg-type]
+            given = self._weight(*arguments, **keywords) if callable(self._weight) else self._weight
+            self._forward_samples = float(given)
             if not self._forward_samples >= 0:
                 raise UsageError(f"weight= gave {self._forward_samples} for this batch: weights are numbers from 0 up")
 
@@ -142,15 +146,13 @@ class Replica:
         if tensor is None:
             return
         samples = self._forward_samples
-        me = weakref.ref(self)
         counted = False
 
         def on_backward(_: torch.Tensor) -> None:
             nonlocal counted
-            replica = me()
-            if replica is not None and not counted:
+            if not counted:
                 counted = True
-                replica.begin_backward(samples)
+                self.begin_backward(samples)
 
         tensor.register_hook(on_backward)
 
@@ -186,11 +188,11 @@ class Replica:
 
     def _reset(self) -> None:
         self._running = False
-        self._meeting: Meeting | None = None
+        self._meeting = None
         self._fired = [False] * len(self.named)
         self._pending = [len(bucket.slices) for bucket in self.storage.buckets]
         self._next = 0
-        self._works: list[Work] = []
+        self._works = []
         self._samples = 0.0
 
     def _move(self, index: int, parameter: torch.Tensor) -> None:
@@ -322,34 +324,31 @@ class Replica:
         return error
 
 
-def _gradient_hook(me: weakref.ref[Replica], index: int) -> Callable[[torch.Tensor], None]:
-    @torch.compiler.disable  # type: ignore[misc]
+def _gradient_hook(replica: Replica, index: int) -> Callable[[torch.Tensor], None]:
     def hook(parameter: torch.Tensor) -> None:
-        replica = me()
-        if replica is not None:
-            replica.on_gradient(index, parameter)
+        replica.on_gradient(index, parameter)
 
-    return hook
+    return _eager(hook)
 
 
-def _before_forward(me: weakref.ref[Replica]) -> Callable[..., None]:
-    @torch.compiler.disable  # type: ignore[misc]
+def _before_forward(replica: Replica) -> Callable[..., None]:
     def hook(_: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        replica = me()
-        if replica is not None:
-            replica.before_forward(arguments, keywords)
+        replica.before_forward(arguments, keywords)
 
-    return hook
+    return _eager(hook)
 
 
-def _after_forward(me: weakref.ref[Replica]) -> Callable[..., None]:
-    @torch.compiler.disable  # type: ignore[misc]
+def _after_forward(replica: Replica) -> Callable[..., None]:
     def hook(_: torch.nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        replica = me()
-        if replica is not None:
-            replica.after_forward(output)
+        replica.after_forward(output)
 
-    return hook
+    return _eager(hook)
+
+
+def _eager(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook that torch.compile leaves alone."""
+    left_alone: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return left_alone
 
 
 def _first_tensor(value: Any, wanted: Callable[[torch.Tensor], bool] = lambda _: True) -> torch.Tensor | None:
