@@ -10,14 +10,14 @@ import atexit
 import contextlib
 import os
 import sys
-import threading
+import traceback
 import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from .errors import ClosedError, NotBuiltError, UsageError
+from .errors import ClosedError, NotBuiltError, PeerError, UsageError
 from .launch.environment import Environment, recognise
 from .launch.store import find_secret, listen_address, open_store
 from .session import Session, Stats, connect_session
@@ -312,17 +312,26 @@ def _watch_the_end() -> None:
     previous = sys.excepthook
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        previous(kind, error, trace)
-        if _session is not None:
-            _session.fail(error if isinstance(error, Exception) else RuntimeError(kind.__name__))
+        if _session is None:
+            previous(kind, error, trace)
+            return
+        if isinstance(error, PeerError):
+            # Another process failed: its own message says why, and every rank's stack would bury it.
+            _print(f"syncline: ended: {error}\n")
+        elif isinstance(error, KeyboardInterrupt):
+            _print(f"syncline: {_session.name(_session.index)}: interrupted\n")
+        elif previous is sys.__excepthook__:
+            _print("".join(traceback.format_exception(kind, error, trace)))  # in one piece, ranks print at once
+        else:
+            previous(kind, error, trace)
+        _session.fail(error if isinstance(error, Exception) else RuntimeError(kind.__name__))
 
     sys.excepthook = on_exception
-    earlier = threading.excepthook
 
-    def on_thread_exception(arguments: threading.ExceptHookArgs) -> None:
-        earlier(arguments)
 
-    threading.excepthook = on_thread_exception
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
 def _forget() -> None:

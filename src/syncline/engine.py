@@ -185,6 +185,12 @@ class Engine:
         if self.error is not None and not until():
             raise self.error
 
+    @property
+    def doing(self) -> str:
+        """What is under way, in few words."""
+        labels = self._exchange.labels
+        return "nothing" if not labels else labels[0] + (f" and {len(labels) - 1} more" if len(labels) > 1 else "")
+
     def fail(self, error: Exception) -> None:
         """A fault found elsewhere: whoever waits here gets it. The first one stays."""
         with self._changed:

@@ -162,7 +162,15 @@ class Exchange:
     @property
     def waiting_for(self) -> dict[int, str]:
         """Peer -> label of a run that waits for it: for messages about what takes so long."""
-        return {action.peer: run.label for run in self._under_way.values() for action in run.program.actions}
+        return {action.peer: run.label for run in self._runs() for action in run.program.actions}
+
+    @property
+    def labels(self) -> list[str]:
+        """What is under way, oldest first; may be asked from another thread."""
+        return [run.label for run in self._runs() if not run.tolerant]
+
+    def _runs(self) -> list[Run]:
+        return list(self._under_way.values())
 
     def _cut(self, run: Run) -> tuple[int, int]:
         """Elements per segment (per chunk, where chunks belong to ranks), and the number of segments."""

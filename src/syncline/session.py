@@ -320,9 +320,7 @@ class Session:
         """This process gives up: tell everyone and end the engine."""
         if self._engine is not None:
             self._engine.fail(error)
-        if self.watcher is not None and self.watcher.failure is None:
-            culprit = error.rank if isinstance(error, PeerError) and error.rank >= 0 else self.index
-            self.watcher.abort(f"failed: {type(error).__name__}: {error}", culprit)
+        self._tell(error)
 
     def shutdown(self) -> None:
         """End this process's part: finish what is under way, say goodbye, free everything. May be called again."""
@@ -393,16 +391,35 @@ class Session:
         if verdict is not None:
             return type(verdict)(f"{here}: {error}: {verdict}", rank=verdict.rank, host=verdict.host)
         if isinstance(error, PeerError) and error.rank in self.watcher.left:
-            text = f"{here}: {error}: {self.name(error.rank)} has left the run (shutdown, or the end of its script)"
-            explained: Exception = PeerLeft(text, rank=error.rank, host=error.host)
-        elif isinstance(error, SynclineError):
-            explained = error
-        else:
+            why = (
+                "left the run (shutdown, or the end of its script) while others needed it; if ranks have different"
+                " numbers of batches, wrap the loop in `with syncline.join():`"
+            )
+            self.watcher.abort(why, error.rank)
+            return PeerLeft(f"{here}: {error}: {self.name(error.rank)} {why}", rank=error.rank, host=error.host)
+        explained: Exception = error
+        if not isinstance(error, SynclineError):
             explained = SynclineError(f"{here}: {type(error).__name__} in the progress thread: {error}")
             explained.__cause__ = error
-        culprit = error.rank if isinstance(error, PeerError) and error.rank >= 0 else self.index
-        self.watcher.abort(str(explained), culprit)
+        self._tell(explained)
         return explained
+
+    def on_peer_failure(self, verdict: PeerError) -> None:
+        """The watcher has found the first culprit: whoever waits here learns of it, with what it was waiting for."""
+        engine = self._engine
+        if engine is not None:
+            doing = f"{self.name(self.index)}: during {engine.doing}: {verdict}"
+            engine.fail(type(verdict)(doing, rank=verdict.rank, host=verdict.host))
+
+    def _tell(self, error: Exception) -> None:
+        """Tell everyone that this process ends with an error, and whose fault it is."""
+        if self.watcher is not None and self.watcher.failure is None:
+            blames_other = isinstance(error, PeerError) and error.rank not in (-1, self.index)
+            if blames_other:
+                assert isinstance(error, PeerError)
+                self.watcher.abort(f"is to blame for an error of {self.name(self.index)}: {error}", error.rank)
+            else:
+                self.watcher.abort(f"failed: {type(error).__name__}: {error}")
 
 
 def in_process(strategy: str, workers: int) -> list[Session]:
@@ -452,6 +469,8 @@ def connect_session(
         group = Group(workers, strategy.servers, roll.nodes[:workers])
         chosen = strategy.resolve(group, one_host=roll.one_host)
         entry = registry.get("transports", chosen.transport.name)
+        if entry.capabilities.get("connection") is None:
+            raise UsageError(f"transport={chosen.transport.name} does not reach other processes: use shm, tcp or auto")
         use_unix = entry.capabilities["connection"] == "unix"
         if use_unix and not roll.one_host:
             hosts = ", ".join(sorted({member.host for member in roll.members}))
@@ -462,7 +481,7 @@ def connect_session(
         listener.close()
     transport: Transport = entry.target(index, data, **chosen.transport.arguments)
     session = Session(chosen, group, index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s)
-    session.watcher = Watcher(roll, control, session.engine.fail, session.left, liveness_s)
+    session.watcher = Watcher(roll, control, session.on_peer_failure, session.left, liveness_s)
     return session
 
 

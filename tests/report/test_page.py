@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from syncline.report import charts, page
-from syncline.report.rows import STAGES, Result, Row
+from syncline.report.rows import STAGES, Point, Result, Row
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -153,3 +153,18 @@ def test_what_really_ran_is_said_where_it_differs(mixed: Result, reader: Reader)
     assert "ran as ring transport=shm" in "".join(reader.text)
     same = dataclasses.replace(mixed, rows=tuple(dataclasses.replace(row, chosen=row.strategy) for row in mixed.rows))
     assert "ran as" not in "".join(read(page.render(same)).text)
+
+
+def test_axes_over_many_powers_of_ten_have_plain_labels() -> None:
+    curve = tuple(Point(step, float(step), loss=10.0**-step) for step in range(6))
+    (chart,) = charts.all_charts(Result("m", 1, {}, None, "digits", (Row("single", 1, curve=curve),)))
+    assert ">0.001<" in chart.svg
+    assert "mathdefault" not in chart.svg
+
+
+def test_figures_at_the_end_of_bars_stand_inside_the_chart() -> None:
+    # The median iteration is far longer than the medians of its stages together.
+    row = Row("ring", 2, iteration_s=1.0, forward_s=0.1)
+    (chart,) = charts.all_charts(Result("m", 1, {}, None, "digits", (row,)))
+    assert ">1.00 s<" in chart.svg
+    assert [key.label for key in chart.keys] == ["forward", "rest"]

@@ -60,12 +60,12 @@ class _Watch:
         self._outcome: Outcome | None = None
         self._results: dict[int, Message] = {}
         self._errors: list[tuple[float, int, str]] = []
-        self._tail: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._printed: dict[int, deque[str]] = {}
         self._heard = time.monotonic()
 
     def output(self, rank: int, line: str) -> None:
         """A process printed a line; the last ones become part of an error that has no other explanation."""
-        self._tail.append(f"{self._name(rank)}: {line}")
+        self._printed.setdefault(rank, deque(maxlen=_KEPT_LINES)).append(line)
 
     def follow(self, mailbox: Mailbox, started: LocalRun) -> None:
         """Take reports until all processes have ended; raises SynclineError after too long a silence."""
@@ -103,14 +103,16 @@ class _Watch:
         outcome = self._outcome
         if self.failure is not None or outcome is None:
             return self.failure or "the processes were not followed to their end"
-        killed = [ending.text for ending in outcome.endings if ending.status > 128 and not ending.told]
-        if killed:
-            return "\n".join((killed[0], *self._tail))
-        if self._errors:
-            _, rank, text = min(self._errors)
-            return f"{self._name(rank)}: {text}"
+        failed = [ending for ending in outcome.endings if ending.status and not ending.told]
+        culprit = next((ending for ending in failed if ending.status > 128), failed[0] if failed else None)
+        told = [f"{self._name(rank)}: {text}" for _, rank, text in sorted(self._errors)]
+        if culprit is not None and (culprit.status > 128 or not told):
+            # A process that was killed could not report: its last words, and what the first other one makes of it.
+            return "\n".join((culprit.text, *self._printed.get(culprit.rank, ()), *told[:1]))
+        if told:
+            return told[0]
         if outcome.status:
-            return "\n".join((outcome.text, *self._tail))
+            return outcome.text
         return f"rank {missing[0]} ended with status 0 but without a result" if missing else None
 
     def _name(self, rank: int) -> str:

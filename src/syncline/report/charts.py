@@ -18,7 +18,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MultipleLocator, NullFormatter, PercentFormatter
 
 from . import svg, units
 from .rows import BASELINE, Point, Result, Row
@@ -127,7 +127,7 @@ def _curves(result: Result) -> list[Chart]:
             result,
             "Training loss",
             "Each line is one strategy's mean loss over all workers, against the iteration; strategies that compute "
-            "the same update lie on top of each other.",
+            "the same update lie on top of each other (the scale is logarithmic where the loss falls far).",
             "iteration",
             lambda point: (point.iteration, point.loss),
         ),
@@ -183,6 +183,8 @@ def _curve(
         axes.set_ylim(top=min(1.0, axes.get_ylim()[1]))
     elif min(lows) > 0 and max(highs) > 100 * min(lows):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(bottom=0)
     return Chart(title, caption, svg.render(figure, title), tuple(keys), line_keys=True)
@@ -297,7 +299,7 @@ def _shades() -> ListedColormap:
 def _annotate(axes: Axes, source: int, target: int, value: float, top: float, count: int) -> None:
     if value <= 0:
         return
-    color = "#ffffff" if value > 0.5 * top else svg.INK
+    color = "#ffffff" if value > 0.75 * top else svg.INK
     text = units.size(value).replace(" ", "\n")
     size = 8.0 if count <= 5 else 6.5
     axes.text(target + 0.5, source + 0.5, text, ha="center", va="center", color=color, fontsize=size)

@@ -33,6 +33,8 @@ LIVENESS_S = 8.0
 GRACE_S = 5.0
 """Time the user's thread has to come back after a failure before the process ends."""
 
+_LINGER_S = 0.5
+
 _FRAME = struct.Struct("<BxH")
 _HEARTBEAT, _GOODBYE, _ABORT = 1, 2, 3
 _MAX_TEXT = 4000
@@ -62,6 +64,9 @@ class Watcher:
         self._liveness_s = liveness_s
         self._lock = threading.Lock()
         self._closing = False
+        self._linger_until = 0.0
+        self._open = set(socks)
+        self._told_own = False
         self._came_back = threading.Event()
         self._partial = {peer: b"" for peer in socks}
         self._heard = dict.fromkeys(socks, time.monotonic())
@@ -93,6 +98,7 @@ class Watcher:
     def abort(self, reason: str, culprit: int | None = None) -> None:
         """Tell everyone that this run is over because of ``culprit``, by default this process."""
         index = self._roll.index if culprit is None else culprit
+        self._told_own = self._told_own or index == self._roll.index
         text = json.dumps([index, reason[: _MAX_TEXT // 2]]).encode()[:_MAX_TEXT]
         self._tell_all(_ABORT, text)
 
@@ -101,9 +107,17 @@ class Watcher:
         self._tell_all(_GOODBYE)
 
     def close(self) -> None:
-        """End the thread and close the connections."""
+        """End the thread and close the connections.
+
+        What peers have said is read to the end for a moment: closing before would reset the connection, and the peer
+        could lose the goodbye.
+        """
         if self._closing:
             return
+        for sock in self._socks.values():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
+        self._linger_until = time.monotonic() + _LINGER_S
         self._closing = True
         with contextlib.suppress(OSError):
             os.eventfd_write(self._bell, 1)
@@ -127,7 +141,7 @@ class Watcher:
 
     def _tell(self, peer: int, kind: int, text: bytes = b"") -> None:
         sock = self._socks.get(peer)
-        if sock is None or peer in self.left:
+        if sock is None or (peer in self.left and kind != _GOODBYE):
             return
         # A control buffer that is full belongs to a peer that has not read for long; its silence is found elsewhere.
         with self._lock, contextlib.suppress(OSError):
@@ -137,14 +151,14 @@ class Watcher:
         tick = min(1.0, self._liveness_s / 4)
         last = time.monotonic()
         try:
-            while not self._closing:
-                for key, _ in self._selector.select(tick):
+            while not self._closing or self._lingering():
+                for key, _ in self._selector.select(_LINGER_S if self._closing else tick):
                     if key.data == "launcher":
                         self._end("syncline: the launcher is gone, ending")
                     elif key.data is not None:
                         self._read(key.data)
                 now = time.monotonic()
-                if now - last >= tick:
+                if now - last >= tick and not self._closing:
                     # This process itself may have been stopped: then nobody else's silence counts.
                     if now - last > 2 * tick + 1:
                         self._heard = dict.fromkeys(self._heard, now)
@@ -157,6 +171,9 @@ class Watcher:
             os.close(self._bell)
             if self._launcher is not None:
                 os.close(self._launcher)
+
+    def _lingering(self) -> bool:
+        return self.failure is None and bool(self._open) and time.monotonic() < self._linger_until
 
     def _read(self, peer: int) -> None:
         sock = self._socks[peer]
@@ -177,6 +194,7 @@ class Watcher:
         self._partial[peer] = buffer
         if not data:
             self._selector.unregister(sock)
+            self._open.discard(peer)
             if peer not in self.left:
                 self._fail(peer, "died: its connections closed without a goodbye")
 
@@ -186,7 +204,8 @@ class Watcher:
             self._on_left(peer)
         elif kind == _ABORT:
             culprit, reason = json.loads(text)
-            self._fail(int(culprit), str(reason))
+            if culprit != self._roll.index or not self._told_own:  # else our own news, come back
+                self._fail(int(culprit), str(reason))
 
     def _look(self, now: float) -> None:
         """Send heartbeats abroad and look at everyone's state."""

@@ -346,9 +346,9 @@ def _after_forward(replica: Replica) -> Callable[..., None]:
 
 
 def _eager(hook: Callable[..., None]) -> Callable[..., None]:
-    """A hook that torch.compile leaves alone."""
-    left_alone: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return left_alone
+    """A hook that torch.compile leaves alone: what ``torch.compiler.disable`` marks, without loading the compiler."""
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return hook
 
 
 def _first_tensor(value: Any, wanted: Callable[[torch.Tensor], bool] = lambda _: True) -> torch.Tensor | None:
