@@ -181,12 +181,13 @@ def compare(
     help="Numbers of ranks.",
 )  # fmt: skip
 @click.option(
-    "--sizes", multiple=True, default=("1KB", "1MB", "60.97MB"), show_default=True, metavar="SIZE...",
-    help="Bytes to reduce, with units.",
+    "--sizes", multiple=True, default=("1KB", "1MB", "102228128B"), show_default=True, metavar="SIZE...",
+    help="Bytes to reduce, with units; the last default are ResNet-50's gradients.",
 )  # fmt: skip
 @click.option(
-    "--contenders", multiple=True, metavar="TEXT...", help="Strategies and peers (gloo:native, ...); default: all."
-)
+    "--with", "contenders", multiple=True, metavar="TRANSPORT:ALGORITHM...",
+    help="What to compare, such as shm:ring, tcp:ring or the peer gloo:native; default: all.",
+)  # fmt: skip
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
 def bench(ranks: tuple[int, ...], sizes: tuple[str, ...], contenders: tuple[str, ...], json_path: Path | None) -> None:
     """Measure allreduce beside what one would use instead."""
@@ -194,7 +195,7 @@ def bench(ranks: tuple[int, ...], sizes: tuple[str, ...], contenders: tuple[str,
     from .grammar import read_value
     from .types import Size
 
-    nbytes = [read_value(size, Size, "--sizes") for size in sizes]
+    nbytes = [read_value(size, Size, "--sizes") for text in sizes for size in text.split(",")]
     sys.exit(allreduce.run(list(ranks), nbytes, list(contenders), json_path))
 
 

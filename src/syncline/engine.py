@@ -189,7 +189,7 @@ class Engine:
     def doing(self) -> str:
         """What is under way, in few words."""
         labels = self._exchange.labels
-        return "nothing" if not labels else labels[0] + (f" and {len(labels) - 1} more" if len(labels) > 1 else "")
+        return "no exchange" if not labels else labels[0] + (f" and {len(labels) - 1} more" if len(labels) > 1 else "")
 
     def fail(self, error: Exception) -> None:
         """A fault found elsewhere: whoever waits here gets it. The first one stays."""
@@ -230,9 +230,7 @@ class Engine:
                 while self._inbox:
                     self._inbox.popleft()()
                     moved = time.monotonic()
-                if self._exchange.progress(_POLL_S):
-                    moved = time.monotonic()
-                elif not self._under_way:
+                if self._exchange.progress(_POLL_S) or not self._under_way:
                     moved = time.monotonic()
                 elif time.monotonic() - moved > self._limit_s:
                     raise self._stalled()
@@ -244,7 +242,8 @@ class Engine:
     def _stalled(self) -> SynclineError:
         waiting = self._exchange.waiting_for
         peers = ", ".join(f"rank {peer} ({label})" for peer, label in sorted(waiting.items())) or "a message"
-        return PeerTimeout(f"nothing has moved for {self._limit_s:.0f} s, waiting for {peers}", rank=min(waiting, default=-1))
+        text = f"nothing has moved for {self._limit_s:.0f} s, waiting for {peers}"
+        return PeerTimeout(text, rank=min(waiting, default=-1))
 
     def _when_done(self, gate: Work | None, start: Callable[[], None]) -> None:
         if gate is None or gate.done:

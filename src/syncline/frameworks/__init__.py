@@ -1,1 +1,1 @@
-"""Adapters: what a framework's model, gradients and optimizer have to do with a session. Hooks only, one folder each."""
+"""Adapters: how a framework's models, gradients and optimizers use a session. Hooks only, one folder each."""

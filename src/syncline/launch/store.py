@@ -7,7 +7,7 @@ import logging
 import secrets
 import socket
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import GroupError, UsageError
 from ..wire.listener import interface_address, local_address_towards
@@ -15,7 +15,7 @@ from ..wire.store import Store
 from .environment import Environment
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
 log = logging.getLogger("syncline")
 
@@ -24,20 +24,20 @@ class TorchStore:
     """torch's TCPStore behind the three calls that the roll call needs."""
 
     def __init__(self, store: TCPStore) -> None:
-        self._store = store
+        self.raw = store
 
     def set(self, key: str, value: bytes) -> None:
         """Write a value."""
-        self._store.set(key, value)
+        self.raw.set(key, value)  # type: ignore[arg-type]  # bytes are what it keeps
 
     def get(self, key: str) -> bytes | None:
         """Read a value; None when nobody has written it yet."""
-        found: bytes | None = self._store.get(key) if self._store.check([key]) else None
+        found: bytes | None = self.raw.get(key) if self.raw.check([key]) else None
         return found
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return its new value."""
-        return int(self._store.add(key, amount))
+        return int(self.raw.add(key, amount))
 
 
 def open_store(environment: Environment, timeout: float) -> Store:
@@ -45,11 +45,11 @@ def open_store(environment: Environment, timeout: float) -> Store:
 
     Raises GroupError when the port is taken or rank 0's machine does not answer within ``timeout`` seconds.
     """
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     serves = environment.rank == 0 and not environment.agent_store
     where = f"{environment.address}:{environment.port}"
-    listening: dict[str, int] = {}
+    listening: dict[str, Any] = {}
     if serves and environment.store_fd is not None:
         listening["master_listen_fd"] = environment.store_fd
     elif serves:
@@ -109,6 +109,6 @@ def _check_free(address: str, port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise GroupError(
-                f"rank 0 cannot listen on port {port}: {error.strerror}. Is another run, or another process that says it"
-                " is rank 0, using it? Choose a free port (MASTER_PORT, or address=)"
+                f"rank 0 cannot listen on port {port}: {error.strerror}. Does another run use it, or another process"
+                " that says it is rank 0? Choose a free port (MASTER_PORT, or address=)"
             ) from error

@@ -119,9 +119,7 @@ class Server:
         for other in others.values():
             if other.clock == request.clock and other.values != request.values:
                 names = sorted(
-                    key
-                    for key in {*other.values, *request.values}
-                    if other.values.get(key) != request.values.get(key)
+                    key for key in {*other.values, *request.values} if other.values.get(key) != request.values.get(key)
                 )
                 raise MismatchError(
                     f"rank {request.worker} and rank {other.worker} disagree on the optimizer's values in step"

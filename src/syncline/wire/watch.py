@@ -68,7 +68,7 @@ class Watcher:
         self._open = set(socks)
         self._told_own = False
         self._came_back = threading.Event()
-        self._partial = {peer: b"" for peer in socks}
+        self._partial = dict.fromkeys(socks, b"")
         self._heard = dict.fromkeys(socks, time.monotonic())
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
