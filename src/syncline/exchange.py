@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import PeerError, SynclineError, UsageError
-from .kernels.cpu import add_into
+from .kernels.cpu import add_all_into
 from .program import Action, Program
 from .transports import Handle, Transport
 from .wire.scratch import Scratch
@@ -107,6 +107,13 @@ class _Segment:
     def bounds(self, action: Action) -> tuple[int, int]:
         """The elements of an action; those of several chunks are contiguous (see ``_cut``)."""
         return self.starts[action.lo], self.stops[action.hi - 1]
+
+    def first_waiting(self, i: int) -> int:
+        """The first reduction that waits to be applied in one pass with reduction ``i``, or ``i`` itself."""
+        precedes = self.run.program.precedes
+        while precedes[i] in self.arrived:
+            i = precedes[i]
+        return i
 
 
 class Exchange:
@@ -212,9 +219,7 @@ class Exchange:
             if start == stop:
                 todo.extend(self._finished(segment, i))
             elif action.kind == "reduce":
-                handle = segment.arrived.pop(i, None)
-                if handle is not None:
-                    todo.extend(self._reduce(segment, i, handle))
+                todo.extend(self._reduce_what_came(segment, i))
             else:
                 item = run.array.itemsize
                 part = run.bytes_view[start * item : stop * item]
@@ -238,10 +243,8 @@ class Exchange:
                 " ranks run the same version with the same model?"
             )
         if action.kind == "reduce":
-            if segment.waits[i]:
-                segment.arrived[i] = self._keep(handle) if action.swaps and self.transport.lends else handle
-                return
-            unlocked = self._reduce(segment, i, handle)
+            segment.arrived[i] = self._keep(handle) if action.swaps and self.transport.lends else handle
+            unlocked = self._reduce_what_came(segment, segment.first_waiting(i))
         else:
             unlocked = self._finished(segment, i)
         for other in unlocked:
@@ -255,17 +258,30 @@ class Exchange:
         self.transport.release(handle)
         return _Kept(buffer, handle.nbytes)
 
-    def _reduce(self, segment: _Segment, i: int, came: Handle | _Kept) -> list[int]:
-        run, action = segment.run, segment.run.program.actions[i]
-        start, stop = segment.bounds(action)
-        payload = came.payload
-        assert payload is not None
-        add_into(run.array[start:stop], payload.view(run.array.dtype))
-        if isinstance(came, _Kept):
-            self.scratch.give(came.buffer)
-        else:
-            self.transport.release(came)
-        return self._finished(segment, i)
+    def _reduce_what_came(self, segment: _Segment, i: int) -> list[int]:
+        """Apply reduction ``i`` if it may and has come, and those that follow it in the same pass."""
+        if segment.waits[i] or i not in segment.arrived:
+            return []
+        program = segment.run.program
+        ready = [i]
+        while (following := program.follows[ready[-1]]) >= 0:
+            if following not in segment.arrived:
+                if self.transport.lends:
+                    return []  # lent memory costs nothing to hold: one pass over all of them is worth the wait
+                break
+            ready.append(following)
+        start, stop = segment.bounds(program.actions[i])
+        came = [segment.arrived.pop(index) for index in ready]
+        payloads = [item.payload for item in came]
+        into = segment.run.array[start:stop]
+        add_all_into(into, [payload.view(into.dtype) for payload in payloads if payload is not None])
+        for item in came:
+            if isinstance(item, _Kept):
+                self.scratch.give(item.buffer)
+            else:
+                self.transport.release(item)
+        unlocked = [other for index in ready for other in self._finished(segment, index)]
+        return [other for other in unlocked if other not in ready]
 
     def _finished(self, segment: _Segment, i: int) -> list[int]:
         """Note that action ``i`` is done; the actions that may act now."""

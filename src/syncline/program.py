@@ -43,7 +43,10 @@ class Program:
     """One rank's actions in plan order.
 
     ``waits[i]`` counts the actions that must finish before action i may act (a send starts, a copy is received, a
-    reduction is applied); ``unlocks[i]`` lists those that wait for it.
+    reduction is applied); ``unlocks[i]`` lists those that wait for it. ``follows[i]`` is the reduction that comes next
+    into the same chunks in the same step and waits for nothing but reduction i, or -1, and ``precedes`` the other way
+    round: the two can be applied in one pass over memory. What follows was sent before this step, so waiting for it
+    delays nothing that it needs.
     """
 
     plan: Plan
@@ -51,6 +54,8 @@ class Program:
     actions: tuple[Action, ...]
     waits: tuple[int, ...]
     unlocks: tuple[tuple[int, ...], ...]
+    follows: tuple[int, ...]
+    precedes: tuple[int, ...]
 
 
 def compile_program(plan: Plan, rank: int) -> Program:
@@ -87,9 +92,21 @@ def compile_program(plan: Plan, rank: int) -> Program:
     for i, needed in enumerate(before):
         for j in sorted(needed):
             unlocks[j].append(i)
-    return Program(
-        plan, rank, tuple(actions), tuple(len(needed) for needed in before), tuple(tuple(found) for found in unlocks)
-    )
+    waits = tuple(len(needed) for needed in before)
+    follows = tuple(_follower(actions, before, i, found) for i, found in enumerate(unlocks))
+    back = {j: i for i, j in enumerate(follows)}
+    precedes = tuple(back.get(i, -1) for i in range(len(actions)))
+    return Program(plan, rank, tuple(actions), waits, tuple(tuple(found) for found in unlocks), follows, precedes)
+
+
+def _follower(actions: list[Action], before: list[set[int]], i: int, unlocked: list[int]) -> int:
+    first = actions[i]
+    for j in unlocked:
+        other = actions[j]
+        alike = (other.kind, other.step, other.lo, other.hi) == ("reduce", first.step, first.lo, first.hi)
+        if first.kind == "reduce" and alike and before[j] == {i}:
+            return j
+    return -1
 
 
 def _actions(plan: Plan, rank: int) -> list[Action]:

@@ -6,6 +6,7 @@ blocks that fit the cache, so that an operation with several operands reads memo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,13 @@ BLOCK_BYTES = 256 * 1024
 """Bytes per operand and block: two blocks fit a core's second-level cache on common machines."""
 
 
-def add_into(into: Array, other: Array) -> None:
-    """``into += other``, both of one shape and element type; 16-bit floats round once per addition."""
-    np.add(into, other, out=into)
-
-
-def copy_into(into: Array, other: Array) -> None:
-    """``into[:] = other``, both of one shape and element type."""
-    np.copyto(into, other)
+def add_all_into(into: Array, others: Sequence[Array]) -> None:
+    """``into += others[0] + others[1] + ...`` from left to right, reading and writing ``into`` in memory once."""
+    step = max(1, BLOCK_BYTES // into.itemsize)
+    for start in range(0, into.size, step):
+        block = into[start : start + step]
+        for other in others:
+            np.add(block, other[start : start + step], out=block)
 
 
 def scale(array: Array, factor: float) -> None:
