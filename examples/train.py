@@ -1,9 +1,11 @@
 """A plain training script: three lines of Syncline, the loop as it would be on one process.
 
-    syncline run -n 4 examples/train.py                                  # ring or direct, chosen by the machine
+    syncline run -n 4 examples/train.py                                  # direct or ring, whichever suits
     syncline run -n 4 --servers 2 examples/train.py                      # the same over two parameter servers
     syncline run -n 4 --strategy "ring transport=tcp" examples/train.py
     torchrun --nproc-per-node 4 examples/train.py
+
+The handwritten digits come with scikit-learn; every worker trains on its share of them.
 """
 
 import torch

@@ -1,0 +1,47 @@
+# Everything happens in .venv, which is made on first use. PYTHON chooses the interpreter it is made with.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check bench clean distclean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+install: .venv/.installed ## Make .venv and install Syncline into it, for development
+
+demo: install ## Train on handwritten digits: one worker, ring, parameter server; a table and demo/compare.html
+	$(BIN)/syncline compare --workload digits --workers 4 --strategies "ring" "ps(servers=1)" \
+		--json demo/compare.json --report demo/compare.html
+
+test: install ## Run all tests
+	$(BIN)/python -m pytest
+
+check: install ## Run ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: install ## Measure allreduce beside what one would use instead
+	$(BIN)/syncline bench
+
+clean: ## Remove caches and what builds leave behind
+	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## Also remove .venv and demo
+	rm -rf .venv demo
+
+# The stamp is written last: an installation that was interrupted is done again.
+.venv/.installed: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "there is no '$(PYTHON)': install Python 3.10 or newer, or say make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "Syncline needs Python 3.10 or newer, '$(PYTHON)' is $$($(PYTHON) --version 2>&1):" \
+			"install a newer one, or say make PYTHON=python3.12 if it has such a name" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "'$(PYTHON)' cannot make virtual environments: install its venv module" \
+			"(on Debian and Ubuntu the package python3-venv)" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
+	@touch $@

@@ -1,0 +1,80 @@
+"""Strategies as values, and a schedule of one's own that becomes a word of them.
+
+    syncline run -n 2 examples/own_strategy.py
+    python examples/own_strategy.py
+
+A part is known once the file that registers it is imported. One that an installed package offers is known everywhere,
+on the command line too; the package's pyproject.toml says where it is:
+
+    [project.entry-points."syncline.schedules"]
+    even = "my_package.even"
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+import syncline
+from syncline.errors import StrategyError, UsageError
+from syncline.registry import register
+from syncline.schedules import Cost
+from syncline.strategy import Strategy
+from syncline.types import Bucket, Group, Layer, Slice
+
+
+@register("schedules", "even")
+@dataclass(frozen=True)
+class Even:
+    """About equally large buckets, as many as one asks for."""
+
+    count: int = 2
+    release: ClassVar[Literal["ready", "backward_end"]] = "ready"
+    phases: ClassVar[Literal["whole", "split"]] = "whole"
+    apply: ClassVar[Literal["step", "layer", "next_step"]] = "step"
+    in_flight: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError("even(count=...) must be at least 1")
+
+    def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
+        """From the last layer to the first; a bucket has one element type, so it also ends where that changes."""
+        share = sum(layer.spec.nbytes for layer in layers) / self.count
+        made: list[Bucket] = []
+        for index in reversed(range(len(layers))):
+            spec = layers[index].spec
+            part = Slice(index, 0, spec.elements)
+            if made and made[-1].dtype == spec.dtype and made[-1].nbytes < share:
+                made[-1] = Bucket((*made[-1].slices, part), spec.dtype)
+            else:
+                made.append(Bucket((part,), spec.dtype))
+        return made
+
+    def priority(self, bucket: Bucket) -> float:  # noqa: ARG002
+        return 0.0  # all alike
+
+
+def main() -> None:
+    mine = Strategy.parse("ring schedule=even(count=3)")
+    syncline.init(strategy=str(mine))
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+    model, optimizer = syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    if syncline.rank() > 0:
+        return
+    print(f"trained with {syncline.stats().strategy}, {syncline.world_size()} workers")
+    print(f"auto means {Strategy().resolve(Group(4), one_host=True)} on one host,")
+    print(f"           {Strategy().resolve(Group(4), one_host=False)} on several")
+    try:
+        Strategy.parse("ps(servers=0)")
+    except StrategyError as error:
+        print(f"refused: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Every example runs as its head says and ends well."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LIMIT_S = 120.0
+
+
+def output_of(*command: str) -> str:
+    """What Python prints on standard output; a status other than 0 fails with all that it printed."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    environment.pop("SYNCLINE_STRATEGY", None)
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def launched(script: str, *options: str) -> str:
+    return output_of("-m", "syncline", "run", "-n", "2", *options, str(EXAMPLES / script))
+
+
+@pytest.mark.parametrize("chosen", ["", "ps(servers=1) transport=tcp"], ids=["auto", "server"])
+def test_training_script(chosen: str) -> None:
+    printed = launched("train.py", *(["--strategy", chosen] if chosen else []))
+    strategy, _, right = printed.strip().partition(": ")
+    assert strategy.startswith(chosen.partition(" ")[0] or "direct")
+    assert float(right.partition("%")[0]) > 80
+
+
+def test_own_strategy() -> None:
+    printed = launched("own_strategy.py")
+    assert "trained with ring schedule=even(count=3) transport=shm, 2 workers" in printed
+    assert "the nearest that works is 'ps(servers=1)'" in printed
+
+
+def test_own_algorithm() -> None:
+    printed = output_of(str(EXAMPLES / "own_algorithm.py"))
+    assert "the contributions of ranks 0-2 missing" in printed
+    assert float(printed.split()[-1]) < 1e-12
+
+
+def test_processes_of_ones_own() -> None:
+    assert "[3.0, 3.0, 3.0, 3.0, 3.0]" in output_of(str(EXAMPLES / "spawn.py"))
+
+
+def test_no_example_is_forgotten() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "train.py",
+        "own_strategy.py",
+        "own_algorithm.py",
+        "spawn.py",
+    }
