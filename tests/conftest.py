@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from syncline.errors import PeerError
 from syncline.session import Session, in_process
 
 LIMIT_S = 60.0
@@ -20,13 +21,13 @@ def run_group(strategy: str, workers: int, body: Callable[[Session], Any]) -> li
     """
     sessions = in_process(strategy, workers)
     results: list[Any] = [None] * len(sessions)
-    errors: list[BaseException] = []
+    errors: dict[int, BaseException] = {}
 
     def run(session: Session) -> None:
         try:
             results[session.index] = body(session)
         except BaseException as error:
-            errors.append(error)
+            errors[session.index] = error
             for other in sessions:
                 other.fail(error if isinstance(error, Exception) else RuntimeError(str(error)))
         finally:
@@ -40,8 +41,16 @@ def run_group(strategy: str, workers: int, body: Callable[[Session], Any]) -> li
         if thread.is_alive() and not errors:
             raise TimeoutError(f"rank {session.index} did not end within {LIMIT_S} s")
     if errors:
-        raise errors[0]
+        raise first_culprit(errors)
     return results
+
+
+def first_culprit(errors: dict[int, BaseException]) -> BaseException:
+    """The first error that does not blame a process which itself failed: what the watcher finds between processes."""
+    for error in errors.values():
+        if not (isinstance(error, PeerError) and error.rank in errors):
+            return error
+    return next(iter(errors.values()))
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def init(
             environment.world,
             store,
             run=run,
-            secret=find_secret(store, run, environment, secret),
+            secret=find_secret(store, run, environment, secret, timeout),
             address=listen_address(environment, interface or os.environ.get("SYNCLINE_INTERFACE")),
             local_rank=environment.local_rank,
             timeout=timeout,
@@ -312,7 +312,7 @@ def _watch_the_end() -> None:
     previous = sys.excepthook
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if _session is None:
+        if _session is None or _session.forked:
             previous(kind, error, trace)
             return
         if isinstance(error, PeerError):

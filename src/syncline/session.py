@@ -11,9 +11,9 @@ the identity.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import secrets
 import socket
 import struct
 import threading
@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import registry
-from .engine import LIMIT_S, Engine, Lane, Work
-from .errors import ClosedError, MismatchError, PeerError, PeerLeft, PeerTimeout, SynclineError, UsageError
+from .engine import LIMIT_S, Engine, Work
+from .errors import ClosedError, GroupError, MismatchError, PeerError, PeerLeft, PeerTimeout, SynclineError, UsageError
 from .plan import Plan
 from .program import Program, compile_program
 from .strategy import Strategy
@@ -37,7 +37,7 @@ from .transports.inproc import Hub
 from .types import Group
 from .wire.handshake import run_id
 from .wire.listener import Listener
-from .wire.rollcall import Roll, call_roll, connect, describe_self
+from .wire.rollcall import Roll, call_roll, connect, describe_self, leave
 from .wire.store import Store
 from .wire.watch import LIVENESS_S, Watcher
 
@@ -194,9 +194,14 @@ class Session:
         role = "" if index < self.group.workers else "server "
         return role + (self.roll.name(index) if self.roll is not None else f"rank {index}")
 
+    @property
+    def forked(self) -> bool:
+        """True in a process that was forked from the session's own."""
+        return os.getpid() != self._pid
+
     def check_usable(self) -> None:
         """Raise ClosedError when this session cannot be used (any more, or here)."""
-        if os.getpid() != self._pid:
+        if self.forked:
             raise ClosedError(
                 "this process was forked from one that uses Syncline; only the parent can communicate: call"
                 " syncline.init() after starting processes, or start them with the spawn method"
@@ -317,14 +322,16 @@ class Session:
         return self._all_left.is_set()
 
     def fail(self, error: Exception) -> None:
-        """This process gives up: tell everyone and end the engine."""
+        """This process gives up: tell everyone and end the engine. In a forked child it is none of its business."""
+        if self.forked:
+            return
         if self._engine is not None:
             self._engine.fail(error)
         self._tell(error)
 
     def shutdown(self) -> None:
         """End this process's part: finish what is under way, say goodbye, free everything. May be called again."""
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self.forked:
             return
         if self._engine is not None:
             self._engine.close(before_end=self._say_goodbye)
@@ -463,6 +470,7 @@ def connect_session(
     from . import __version__
 
     listener = Listener(address, run_id(run), secret, index)
+    control: dict[int, socket.socket] = {}
     try:
         me = describe_self(index, processes, listener, {"strategy": str(strategy), "version": __version__})
         roll = call_roll(store, run, secret, me, timeout, hint)
@@ -477,6 +485,14 @@ def connect_session(
             raise UsageError(f"transport={chosen.transport.name} works inside one host, this run has {hosts}: use tcp")
         control = connect(store, roll, listener, "control", False, timeout)
         data = connect(store, roll, listener, "data", use_unix, timeout)
+        leave(store, run, index, complete=True)
+    except BaseException as error:
+        for sock in control.values():
+            sock.close()
+        if isinstance(error, Exception):
+            with contextlib.suppress(GroupError):  # the store may be what is gone
+                leave(store, run, index, complete=False)
+        raise
     finally:
         listener.close()
     transport: Transport = entry.target(index, data, **chosen.transport.arguments)

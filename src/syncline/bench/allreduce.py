@@ -15,14 +15,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ..errors import SynclineError, UsageError
@@ -31,11 +32,13 @@ from ..report.units import seconds as seconds_text
 from ..report.units import size as bytes_text
 from ..strategy import Strategy
 from .machine import describe
-from .messages import Mailbox
+from .messages import Mailbox, Message
 
 GLOO = "gloo:native"
 DEFAULT_CONTENDERS = ("shm:direct", "shm:ring", "tcp:ring", "tcp:direct", GLOO)
 _SILENCE_S = 300.0
+
+Advance = Callable[[int], None]
 _POLL_S = 0.1
 
 
@@ -106,12 +109,16 @@ def run(
         for world in ranks:
             total = sum(repetitions(size) for size in sizes) + len(chosen)
             task = progress.add_task(f"{world} ranks", total=total)
-            rows += _measure(world, sizes, chosen, lambda done, task=task: progress.update(task, advance=done))  # type: ignore[misc]
+            rows += _measure(world, sizes, chosen, partial(_advance, progress, task))
             if json_path is not None:
                 _write(json_path, rows)
     for world in ranks:
         console.print(_table(world, [row for row in rows if row.ranks == world]))
     return 0 if all(row.error is None and row.correct for row in rows) else 1
+
+
+def _advance(progress: Progress, task: TaskID, done: int) -> None:
+    progress.update(task, advance=done)
 
 
 def _split(text: str) -> Iterator[str]:
@@ -145,13 +152,9 @@ def _check(contenders: Sequence[str], sizes: Sequence[int]) -> None:
             raise UsageError(f"{size} bytes are not a number of float32 elements: use multiples of 4 bytes")
 
 
-def _measure(world: int, sizes: Sequence[int], contenders: Sequence[str], advance: Any) -> list[Measured]:
+def _measure(world: int, sizes: Sequence[int], contenders: Sequence[str], advance: Advance) -> list[Measured]:
     """All rows of one number of ranks; a contender that fails alone keeps the others' rows."""
-    rows = {
-        (contender, size): Measured(*contender.split(":", 1), world, size)  #
-        for contender in contenders
-        for size in sizes
-    }
+    rows = {(contender, size): _empty_row(contender, world, size) for contender in contenders for size in sizes}
     try:
         for message in _spawn(world, contenders, sizes, memory=False, advance=advance):
             key = contenders[message["contender"]], message["bytes"]
@@ -170,7 +173,12 @@ def _measure(world: int, sizes: Sequence[int], contenders: Sequence[str], advanc
     return list(rows.values())
 
 
-def _figures(row: Measured, message: Mapping[str, Any]) -> Measured:
+def _empty_row(contender: str, world: int, size: int) -> Measured:
+    transport, _, algorithm = contender.partition(":")
+    return Measured(transport, algorithm, world, size)
+
+
+def _figures(row: Measured, message: Message) -> Measured:
     times = np.array(message["times_s"])
     median = float(np.median(times))
     return replace(
@@ -185,10 +193,10 @@ def _figures(row: Measured, message: Mapping[str, Any]) -> Measured:
 
 
 def _spawn(
-    world: int, contenders: Sequence[str], sizes: Sequence[int], memory: bool, advance: Any
-) -> list[dict[str, Any]]:
+    world: int, contenders: Sequence[str], sizes: Sequence[int], memory: bool, advance: Advance
+) -> list[Message]:
     """Run the ranks to their end; what they have measured. Raises SynclineError when they fail."""
-    results: list[dict[str, Any]] = []
+    results: list[Message] = []
     printed: list[str] = []
     with Mailbox(world) as mailbox:
         fds = tuple(mailbox.fds)
@@ -215,11 +223,11 @@ def _spawn(
 
 
 def _write(path: Path, rows: Sequence[Measured]) -> None:
-    partial = path.with_name(path.name + ".part")
+    unfinished = path.with_name(path.name + ".part")
     text = json.dumps({**asdict(describe()), "rows": [asdict(row) for row in rows]}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(text + "\n")
-    partial.replace(path)
+    unfinished.write_text(text + "\n")
+    unfinished.replace(path)
 
 
 def _table(world: int, rows: Sequence[Measured]) -> Table:

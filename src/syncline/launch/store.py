@@ -7,10 +7,13 @@ import logging
 import secrets
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GroupError, UsageError
 from ..wire.listener import interface_address, local_address_towards
+from ..wire.rollcall import tell_failed
 from ..wire.store import Store
 from .environment import Environment
 
@@ -19,25 +22,41 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("syncline")
 
+_POLL_S = 0.01
+
 
 class TorchStore:
-    """torch's TCPStore behind the three calls that the roll call needs."""
+    """torch's TCPStore behind the three calls that the roll call needs; they raise GroupError once it is gone."""
 
     def __init__(self, store: TCPStore) -> None:
         self.raw = store
 
     def set(self, key: str, value: bytes) -> None:
         """Write a value."""
-        self.raw.set(key, value)  # type: ignore[arg-type]  # bytes are what it keeps
+        with _reported():
+            self.raw.set(key, value)  # type: ignore[arg-type]  # bytes are what it keeps
 
     def get(self, key: str) -> bytes | None:
         """Read a value; None when nobody has written it yet."""
-        found: bytes | None = self.raw.get(key) if self.raw.check([key]) else None
+        with _reported():
+            found: bytes | None = self.raw.get(key) if self.raw.check([key]) else None
         return found
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return its new value."""
-        return int(self.raw.add(key, amount))
+        with _reported():
+            return int(self.raw.add(key, amount))
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupError(
+            f"the store in which the processes meet is gone ({str(error).splitlines()[0]}): rank 0, or the launcher,"
+            " has ended; see what it printed"
+        ) from error
 
 
 def open_store(environment: Environment, timeout: float) -> Store:
@@ -73,21 +92,37 @@ def open_store(environment: Environment, timeout: float) -> Store:
     return TorchStore(store)
 
 
-def find_secret(store: Store, run: str, environment: Environment, given: str | bytes | None) -> bytes:
-    """The secret given, the environment's, or else a key in the store, which guards against accidents only."""
-    if given is not None:
-        return given.encode() if isinstance(given, str) else given
-    if environment.secret is not None:
-        return environment.secret
+def find_secret(
+    store: Store, run: str, environment: Environment, given: str | bytes | None, timeout: float = 120.0
+) -> bytes:
+    """The secret given, the environment's, or else a key in the store, which guards against accidents only.
+
+    Raises GroupError when rank 0 has a secret and this rank has none, or rank 0 does not come within ``timeout``.
+    """
     key = f"{run}/accident-key"
+    secret = environment.secret if given is None else given
+    if secret is not None:
+        if environment.rank == 0:
+            store.set(key, b"")  # says that there is none, to those who look for it
+        return secret.encode() if isinstance(secret, str) else secret
     if environment.rank == 0:
         log.warning(
             "no secret is set: whoever reaches the store can join this run. Set SYNCLINE_SECRET to the same random"
             " text on all hosts, or use init(secret=)"
         )
         store.set(key, secrets.token_bytes(32))
+    deadline = time.monotonic() + timeout
     while (found := store.get(key)) is None:
-        time.sleep(0.01)
+        if time.monotonic() > deadline:
+            raise GroupError(f"rank 0 has not come within {timeout:.0f} s; see what it printed")
+        time.sleep(_POLL_S)
+    if not found:
+        fault = (
+            f"rank {environment.rank} has no secret, rank 0 has one: set SYNCLINE_SECRET to the same text on all hosts,"
+            " or give all the same init(secret=)"
+        )
+        tell_failed(store, run, fault)
+        raise GroupError(fault)
     return found
 
 

@@ -56,6 +56,8 @@ def hello(run: bytes, source: int, target: int, purpose: str) -> Hello:
 
 def read_hello(raw: bytes) -> Hello:
     """Parse a first message; raises HandshakeError when it is not one."""
+    if len(raw) != HELLO_BYTES:
+        raise HandshakeError(f"its first message has {len(raw)} bytes instead of {HELLO_BYTES}")
     magic, run, source, target, purpose, _ = _HELLO.unpack(raw)
     if magic != MAGIC:
         raise HandshakeError("it does not speak this protocol")

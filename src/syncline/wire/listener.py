@@ -1,19 +1,22 @@
 """One process's open doors while a group forms: accepts peers that prove themselves, refuses and logs strangers.
 
-A TCP door on one interface only, and an abstract UNIX door for processes that share this network namespace. Every
-connection has a time limit and its own thread of a small, bounded number, so that a stranger who connects and says
-nothing keeps nobody waiting. The doors close when the group is complete.
+A TCP door on one interface only, and an abstract UNIX door for processes that share this network namespace. One thread
+holds all handshakes at once, each with a time limit, and reads no byte more than the handshake has: a stranger who
+connects and says nothing, or half of it, keeps nobody waiting. Of too many unfinished handshakes the oldest is dropped.
+The doors close when the group is complete.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
+import selectors
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from ..errors import GroupError, HandshakeError, UsageError
 from . import handshake
@@ -23,37 +26,64 @@ log = logging.getLogger("syncline.wire")
 HANDSHAKE_S = 5.0
 """Time limit for one handshake."""
 
-_DIALLERS = 16
+_CALLERS = 256
+"""Handshakes under way at a time."""
+
+_PAUSE_S = 0.05
+
+
+@dataclass(eq=False)
+class _Caller:
+    """A connection in its handshake: what is still to be read, and what was said so far."""
+
+    sock: socket.socket
+    whence: str
+    deadline: float
+    wanted: int = handshake.HELLO_BYTES
+    got: bytes = b""
+    said: handshake.Hello | None = None
+    reply: bytes = b""
+
+
+@dataclass(eq=False)
+class _Doors:
+    """The two listening sockets and who stands in them."""
+
+    tcp: socket.socket
+    unix: socket.socket
+    callers: dict[int, _Caller] = field(default_factory=dict)  # by descriptor, oldest first
 
 
 class Listener:
     """Accepts connections for process ``index`` until closed; ``take`` hands them out by peer and purpose."""
 
-    def __init__(self, address: str, run: bytes, secret: bytes, index: int) -> None:
+    def __init__(self, address: str, run: bytes, secret: bytes, index: int, handshake_s: float = HANDSHAKE_S) -> None:
         """Open the doors; raises UsageError when ``address`` is not one of this machine's."""
         self._run, self._secret, self._index = run, secret, index
+        self._handshake_s = handshake_s
         self._came = threading.Condition()
         self._ready: dict[tuple[int, str], socket.socket] = {}
         self._closing = False
-        self._tcp = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        tcp = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         try:
-            self._tcp.bind((address, 0))
+            tcp.bind((address, 0))
         except OSError as error:
-            self._tcp.close()
+            tcp.close()
             raise UsageError(f"cannot listen on {address}: {error.strerror}; give another interface=") from error
         self.address: str = address
-        self.port: int = self._tcp.getsockname()[1]
+        self.port: int = tcp.getsockname()[1]
         self.unix = f"syncline-{secrets.token_hex(12)}"
-        self._unix = socket.socket(socket.AF_UNIX)
-        self._unix.bind(f"\0{self.unix}")
-        self._pool = ThreadPoolExecutor(_DIALLERS, thread_name_prefix="syncline-handshake")
-        self._threads = []
-        for door in (self._tcp, self._unix):
+        self._doors = _Doors(tcp, socket.socket(socket.AF_UNIX))
+        self._doors.unix.bind(f"\0{self.unix}")
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        for door in (self._doors.tcp, self._doors.unix):
             door.listen(128)
-            door.settimeout(0.2)
-            thread = threading.Thread(target=self._accept, args=(door,), name="syncline-listener", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            door.setblocking(False)
+            self._selector.register(door, selectors.EVENT_READ, self._accept)
+        self._thread = threading.Thread(target=self._serve, name="syncline-listener", daemon=True)
+        self._thread.start()
 
     def take(self, peer: int, purpose: str, timeout: float) -> socket.socket | None:
         """The connection that ``peer`` opened for ``purpose``; None when it has not come within ``timeout``."""
@@ -62,59 +92,101 @@ class Listener:
             return self._ready.pop((peer, purpose), None)
 
     def close(self) -> None:
-        """Close the doors and what nobody took."""
+        """Close the doors, unfinished handshakes, and what nobody took. May be called again."""
+        if self._closing:
+            return
         self._closing = True
-        for thread in self._threads:
-            thread.join()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        for sock in (self._tcp, self._unix, *self._ready.values()):
+        os.eventfd_write(self._bell, 1)
+        self._thread.join()
+        self._selector.close()
+        os.close(self._bell)
+        left = [caller.sock for caller in self._doors.callers.values()]
+        for sock in (self._doors.tcp, self._doors.unix, *left, *self._ready.values()):
             sock.close()
         self._ready.clear()
 
-    def _accept(self, door: socket.socket) -> None:
+    def _serve(self) -> None:
+        callers = self._doors.callers
         while not self._closing:
-            try:
-                sock, whence = door.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:
-                log.warning("cannot accept a connection: %s", error)
-                time.sleep(0.05)
-                continue
-            name = f"{whence[0]}:{whence[1]}" if isinstance(whence, tuple) else "this machine"
-            try:
-                self._pool.submit(self._greet, sock, name)
-            except RuntimeError:  # the pool is shutting down
-                sock.close()
+            # All have the same time limit: the oldest, which is the first, ends first.
+            first = next(iter(callers.values()), None)
+            limit = None if first is None else max(0.0, first.deadline - time.monotonic())
+            for key, _ in self._selector.select(limit):
+                if isinstance(key.data, _Caller):
+                    if callers.get(key.fd) is key.data:  # not dropped in this very turn
+                        self._hear(key.data)
+                elif key.data is not None:
+                    key.data(key.fileobj)
+            now = time.monotonic()
+            for caller in [caller for caller in callers.values() if caller.deadline <= now]:
+                self._refuse(caller, f"it fell silent during the handshake, {_progress(caller)}")
 
-    def _greet(self, sock: socket.socket, whence: str) -> None:
+    def _accept(self, door: socket.socket) -> None:
         try:
-            said = self._prove(sock)
-        except (HandshakeError, OSError) as error:
-            log.warning("refused a connection from %s: %s", whence, error or "it said nothing")
-            sock.close()
+            sock, whence = door.accept()
+        except BlockingIOError:
             return
+        except OSError as error:
+            log.warning("cannot accept a connection: %s", error)
+            time.sleep(_PAUSE_S)  # out of descriptors: a while later some may be free
+            return
+        if len(self._doors.callers) >= _CALLERS:
+            self._refuse(next(iter(self._doors.callers.values())), "too many handshakes are unfinished")
+        sock.setblocking(False)
+        name = f"{whence[0]}:{whence[1]}" if isinstance(whence, tuple) else "this machine"
+        caller = _Caller(sock, name, time.monotonic() + self._handshake_s)
+        self._doors.callers[sock.fileno()] = caller
+        self._selector.register(sock, selectors.EVENT_READ, caller)
+
+    def _hear(self, caller: _Caller) -> None:
+        """Read what a caller says, and answer when it is complete."""
+        try:
+            part = caller.sock.recv(caller.wanted - len(caller.got))
+            if not part:
+                raise HandshakeError(f"it closed the connection during the handshake, {_progress(caller)}")
+            caller.got += part
+            if len(caller.got) == caller.wanted:
+                self._answer(caller)
+        except BlockingIOError:
+            return
+        except (HandshakeError, OSError) as error:
+            self._refuse(caller, str(error))
+
+    def _answer(self, caller: _Caller) -> None:
+        raw, caller.got = caller.got, b""
+        if caller.said is None:
+            said = handshake.read_hello(raw)
+            if said.run != self._run:
+                raise HandshakeError("it belongs to another run")
+            if said.target != self._index:
+                raise HandshakeError(f"it looks for rank {said.target}, this is rank {self._index}")
+            caller.said, caller.reply = said, handshake.answer(self._secret, said)
+            caller.wanted = handshake.MAC_BYTES
+            caller.sock.sendall(caller.reply)  # fits any socket's empty buffer
+            return
+        handshake.check_proof(self._secret, caller.said, caller.reply, raw)
+        key = caller.said.source, caller.said.purpose
         with self._came:
-            if (said.source, said.purpose) in self._ready:
-                log.warning("refused a connection from %s: rank %d is connected already", whence, said.source)
-                sock.close()
-                return
-            self._ready[said.source, said.purpose] = sock
+            if key in self._ready:
+                raise HandshakeError(f"rank {caller.said.source} is connected already")
+            caller.sock.sendall(handshake.WELCOME)
+            self._forget(caller)
+            caller.sock.setblocking(True)
+            self._ready[key] = caller.sock
             self._came.notify_all()
 
-    def _prove(self, sock: socket.socket) -> handshake.Hello:
-        deadline = time.monotonic() + HANDSHAKE_S
-        said = handshake.read_hello(read_exactly(sock, handshake.HELLO_BYTES, deadline))
-        if said.run != self._run:
-            raise HandshakeError("it belongs to another run")
-        if said.target != self._index:
-            raise HandshakeError(f"it looks for rank {said.target}, this is rank {self._index}")
-        reply = handshake.answer(self._secret, said)
-        sock.sendall(reply)
-        handshake.check_proof(self._secret, said, reply, read_exactly(sock, handshake.MAC_BYTES, deadline))
-        sock.sendall(handshake.WELCOME)
-        sock.settimeout(None)
-        return said
+    def _refuse(self, caller: _Caller, why: str) -> None:
+        log.warning("refused a connection from %s: %s", caller.whence, why)
+        self._forget(caller)
+        caller.sock.close()
+
+    def _forget(self, caller: _Caller) -> None:
+        self._selector.unregister(caller.sock)
+        del self._doors.callers[caller.sock.fileno()]
+
+
+def _progress(caller: _Caller) -> str:
+    return f"after {len(caller.got)} of {caller.wanted} bytes"
 
 
 def dial(

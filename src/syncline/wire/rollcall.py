@@ -2,7 +2,8 @@
 
 Records go through the launcher's store, signed with the run's secret; a record that is signed with another one names
 the process that has a wrong secret. A process that finds a fault writes it into the store, so that all others end with
-the same error at once instead of waiting for their time limit. Of each pair, the higher index dials.
+the same error at once instead of waiting for their time limit. Of each pair, the higher index dials. Process 0, which
+may be the one that serves the store, leaves last.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from .store import Store
 
 _POLL_S = 0.01
 _DIAL_S = 10.0
+_LAST_S = 2.0
+_COMPLETE_S = 30.0
+"""How long process 0 waits for the others to be through: after a fault, which they read, and when all went well."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Roll:
 def describe_self(index: int, world: int, listener: Listener, terms: dict[str, str]) -> Member:
     """This process's own record."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    network, pids = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))
+    network, pids = (Path(f"/proc/self/ns/{kind}").readlink() for kind in ("net", "pid"))
     return Member(
         index,
         world,
@@ -98,6 +102,7 @@ def call_roll(store: Store, run: str, secret: bytes, me: Member, timeout: float,
 
     ``hint`` tells where a rank was expected ("node 1"), for the error that names the missing. Raises RollCallError.
     """
+    store.add(f"{run}/came", 1)
     if store.add(f"{run}/claim/{me.index}", 1) > 1:
         other = store.get(f"{run}/member/{me.index}")
         who = f" by {_parse(other)[0].where}" if other else ""
@@ -114,7 +119,7 @@ def call_roll(store: Store, run: str, secret: bytes, me: Member, timeout: float,
         check_failed(store, run)
         if len(members) < me.world:
             if time.monotonic() > deadline:
-                raise _missing(me, members, timeout, hint)
+                raise _fail(store, run, _missing(me, members, timeout, hint))
             time.sleep(_POLL_S)
     return Roll(me.index, tuple(members[index] for index in range(me.world)), run, secret)
 
@@ -148,6 +153,22 @@ def connect(
     return found
 
 
+def leave(store: Store, run: str, index: int, complete: bool) -> None:
+    """This process is through with the store, because the group is ``complete`` or because of a fault.
+
+    Process 0, with which the store may go, returns only when all that have come are through, or after a limit. Raises
+    RollCallError when another process finds a fault meanwhile and the group was thought complete.
+    """
+    if index != 0:
+        store.add(f"{run}/left", 1)
+        return
+    deadline = time.monotonic() + (_COMPLETE_S if complete else _LAST_S)
+    while store.add(f"{run}/left", 0) < store.add(f"{run}/came", 0) - 1 and time.monotonic() < deadline:
+        if complete:
+            check_failed(store, run)
+        time.sleep(_POLL_S)
+
+
 def check_failed(store: Store, run: str) -> None:
     """Raise the fault that another process wrote down, if any."""
     fault = store.get(f"{run}/failed")
@@ -178,8 +199,14 @@ def _dial(roll: Roll, peer: int, purpose: str, use_unix: bool, deadline: float) 
 
 
 def _parse(raw: bytes) -> tuple[Member, str, str]:
-    text, signature = json.loads(raw)
-    return Member(**json.loads(text)), text, signature
+    try:
+        text, signature = json.loads(raw)
+        return Member(**json.loads(text)), text, str(signature)
+    except (ValueError, TypeError) as error:
+        raise RollCallError(
+            "a record in the store is not one of this version: does another program, or another version, use the same"
+            " store?"
+        ) from error
 
 
 def _admit(store: Store, run: str, secret: bytes, me: Member, raw: bytes) -> Member:
@@ -204,10 +231,10 @@ def _admit(store: Store, run: str, secret: bytes, me: Member, raw: bytes) -> Mem
     return member
 
 
-def _missing(me: Member, members: Iterable[int], timeout: float, hint: Callable[[int], str]) -> RollCallError:
+def _missing(me: Member, members: Iterable[int], timeout: float, hint: Callable[[int], str]) -> str:
     came = set(members)
     missing = [f"rank {index}{hint(index)}" for index in range(me.world) if index not in came]
-    return RollCallError(
+    return (
         f"after {timeout:.0f} s {len(missing)} of {me.world} processes have not come: {', '.join(missing)};"
         " see what they printed, or give more time with init(timeout=)"
     )

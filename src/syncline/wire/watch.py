@@ -13,7 +13,6 @@ because it sits in a data loader that waits for a dead process, the process ends
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import socket
@@ -36,8 +35,9 @@ GRACE_S = 5.0
 _LINGER_S = 0.5
 
 _FRAME = struct.Struct("<BxH")
+_CULPRIT = struct.Struct("<I")
 _HEARTBEAT, _GOODBYE, _ABORT = 1, 2, 3
-_MAX_TEXT = 4000
+_REASON_BYTES = 4000
 _EXIT_STATUS = 1
 
 
@@ -99,8 +99,7 @@ class Watcher:
         """Tell everyone that this run is over because of ``culprit``, by default this process."""
         index = self._roll.index if culprit is None else culprit
         self._told_own = self._told_own or index == self._roll.index
-        text = json.dumps([index, reason[: _MAX_TEXT // 2]]).encode()[:_MAX_TEXT]
-        self._tell_all(_ABORT, text)
+        self._tell_all(_ABORT, _CULPRIT.pack(index) + reason.encode(errors="replace")[:_REASON_BYTES])
 
     def goodbye(self) -> None:
         """Tell everyone that this process has ended its part."""
@@ -203,9 +202,9 @@ class Watcher:
             self.left.add(peer)
             self._on_left(peer)
         elif kind == _ABORT:
-            culprit, reason = json.loads(text)
+            (culprit,), reason = _CULPRIT.unpack_from(text), text[_CULPRIT.size :].decode(errors="ignore")
             if culprit != self._roll.index or not self._told_own:  # else our own news, come back
-                self._fail(int(culprit), str(reason))
+                self._fail(culprit, reason)
 
     def _look(self, now: float) -> None:
         """Send heartbeats abroad and look at everyone's state."""

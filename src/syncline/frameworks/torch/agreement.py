@@ -7,12 +7,13 @@ parameter that differs is named. Values travel in pieces, so that the extra memo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from ...errors import MismatchError
+from ...errors import GradientError, MismatchError
 from ...session import BUCKET_KEYS, Session
 
 _PIECE_BYTES = 16 * 1024 * 1024
@@ -25,6 +26,23 @@ def tensors_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found.setdefault(id(tensor), (name, tensor))
     return list(found.values())
+
+
+def buffers_of(model: torch.nn.Module) -> list[Callable[[], torch.Tensor]]:
+    """Ways to get at every buffer, once each; modules may put new tensors in their place."""
+    found: dict[int, Callable[[], torch.Tensor]] = {}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                found.setdefault(id(buffer), partial(_buffer, module, key))
+    return list(found.values())
+
+
+def _buffer(module: torch.nn.Module, key: str) -> torch.Tensor:
+    buffer = module._buffers[key]
+    if buffer is None:
+        raise GradientError(f"buffer {key!r} has been removed since syncline.prepare(): prepare the model again")
+    return buffer
 
 
 def check_same_model(session: Session, model: torch.nn.Module) -> None:
@@ -113,7 +131,11 @@ def _unpack(packed: np.ndarray, tensors: Sequence[torch.Tensor]) -> None:
     at = 0
     with torch.no_grad():
         for tensor in tensors:
-            # Through a fresh tensor: a piece may begin at an address that does not suit the element type.
-            raw = torch.from_numpy(packed[at : at + tensor.nbytes].copy())
-            tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
+            raw = packed[at : at + tensor.nbytes]
+            if tensor.is_contiguous():
+                # Past autograd: a graph that still waits for its backward does not mind new batch statistics.
+                tensor.detach().view(-1).view(torch.uint8).numpy()[...] = raw
+            else:
+                # Through a fresh tensor: a piece may begin at an address that does not suit the element type.
+                tensor.copy_(torch.from_numpy(raw.copy()).view(tensor.dtype).view(tensor.shape))
             at += tensor.nbytes

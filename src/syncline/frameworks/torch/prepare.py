@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 
 from ...algorithms.ps import push_and_pull
@@ -12,10 +14,12 @@ from ...plan import Plan
 from ...program import compile_program
 from ...session import Session
 from .agreement import check_same_model, copy_from_worker, tensors_of
-from .replica import Replica, Weight
+from .records import pack, unpack
+from .replica import Replica
+from .samples import Weight
 from .serve import ShardServer, serve_plan
 from .served import Client, LocalOwners, Owners, RemoteOwners, take_over
-from .shard import Shard, probe, records_of
+from .shard import Shard, probe, records_of, whole_state
 from .storage import Storage, layers_of
 
 
@@ -55,7 +59,9 @@ def prepare(
         return None
     program = compile_program(plan, session.index)
     if not holds_weights:
-        return Prepared(model, optimizer, Replica(session, model, program, unused=unused, weight=weight), None)
+        replica = Replica(session, model, program, unused=unused, weight=weight)
+        replica.on_joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])
+        return Prepared(model, optimizer, replica, None)
     push, pull = _halves(session)
     replica = Replica(session, model, compile_program(push, session.index), unused=unused, weight=weight)
     weights = Storage(replica.named, replica.storage.buckets, session.engine.allocate)
@@ -107,6 +113,21 @@ def _shard(
     shard = Shard(optimizer, parameters, weights, gradients, push, session.index)
     shard.load(records_of(optimizer, parameters))
     return shard
+
+
+def _copy_optimizer(
+    session: Session, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], root: int
+) -> None:
+    """Give every rank the optimizer state of ``root``: a rank without batches has not made the last steps."""
+    data = pack(records_of(optimizer, parameters)) if session.rank == root else b""
+    size = np.array([len(data)], np.int64)
+    session.broadcast(size, root)
+    body = np.empty(int(size[0]), np.uint8)
+    body[: len(data)] = np.frombuffer(data, np.uint8)
+    session.broadcast(body, root)
+    if session.rank != root:
+        for parameter, state in whole_state(unpack(body.tobytes()), parameters).items():
+            optimizer.state[parameter] = state
 
 
 def _move_into(weights: Storage, parameters: list[torch.nn.Parameter]) -> None:

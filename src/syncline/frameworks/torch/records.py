@@ -1,8 +1,8 @@
 """Optimizer state as bytes: a JSON table and the tensors behind one another. No pickle.
 
-    8 bytes  length of the table (little endian)
-    table    [[tensor, start, stop, key, type, shape] or [tensor, start, stop, key, null, value], ...]
-    tensors  raw, in the order of the table
+8 bytes  length of the table (little endian)
+table    [[tensor, start, stop, key, type, shape] or [tensor, start, stop, key, null, value], ...]
+tensors  raw, in the order of the table
 """
 
 from __future__ import annotations

@@ -7,17 +7,22 @@ at the end of backward waits for all of them, so that what follows ``backward()`
 averaged gradients.
 
 The mean is over samples: rank i's gradient counts with w_i / sum of w, w_i being the size of its batches since the last
-exchange. Gradients are divided by the number of ranks on their way into the bucket; only when a ticket shows that
-weights differ does the progress thread correct a bucket by w_i N / sum of w before it goes.
+exchange (``samples``). Gradients are divided by the number of ranks on their way into the bucket; only when a ticket
+shows that weights differ does the progress thread correct a bucket by w_i N / sum of w before it goes. The ticket goes
+with the first gradient, unless further forward passes may still add to the weight.
+
+A backward pass that makes no gradients of parameters (``torch.autograd.grad``) is none of ours.
 
 Buffers (batch statistics) of rank 0 are copied to all ranks with every exchange, as DistributedDataParallel does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +32,9 @@ from ...errors import GradientError, NotBuiltError, UsageError
 from ...kernels import cpu
 from ...program import Program
 from ...session import BUCKET_KEYS, JOINED, STEP, Meeting, Session
-from .agreement import copy_from_worker, pack_bytes, tensors_of, unpack_bytes
+from .agreement import buffers_of, copy_from_worker, pack_bytes, tensors_of, unpack_bytes
+from .samples import Samples, Weight
 from .storage import Storage, layers_of
-
-Weight = Callable[..., float] | float | Literal["batch"]
 
 _BUFFER_KEY = BUCKET_KEYS - 1
 
@@ -55,25 +59,26 @@ class Replica:
         self.steps = 0
         self.exchanged = False  # True between the end of an exchange and the next backward
         self._program = program
-        self._unused, self._weight = unused, weight
+        self._unused = unused
+        self._samples = Samples(weight, self._came_through_output)
         self._schedule = schedule
         self._lane = Lane(schedule.in_flight)
         self._of_tensor: list[list[int]] = [[] for _ in self.named]
         for number, bucket in enumerate(self.storage.buckets):
             for part in bucket.slices:
                 self._of_tensor[part.tensor].append(number)
-        self._buffers = [tensor for name, tensor in tensors_of(model) if not isinstance(tensor, torch.nn.Parameter)]
-        self._packed = session.engine.allocate(sum(buffer.nbytes for buffer in self._buffers), np.dtype(np.uint8))
+        self._buffers = buffers_of(model)
+        self._packed = session.engine.allocate(sum(buffer().nbytes for buffer in self._buffers), np.dtype(np.uint8))
         self._synchronising = True
-        self._samples = 0.0
-        self._forward_samples = 0.0
-        self._running = False
+        self._running = False  # inside a backward pass
+        self._touched = False  # ... that has made a gradient
         self._meeting: Meeting | None = None
         self._fired = [False] * len(self.named)
         self._pending: list[int] = []
         self._next = 0
         self._works: list[Work] = []
         self._handles = self._attach()
+        self._trained = frozenset(id(parameter) for _, parameter in self.named)
         self._reset()
 
     # The user's side.
@@ -109,6 +114,8 @@ class Replica:
             with torch.no_grad():
                 tensors = [tensor.detach() for _, tensor in tensors_of(self.model)]
                 copy_from_worker(self.session, tensors, root=longest, everyone=False)
+            if self.on_joined is not None:
+                self.on_joined(longest)
 
     def detach(self) -> None:
         """Remove the hooks; gradients keep their values."""
@@ -120,56 +127,31 @@ class Replica:
     def _attach(self) -> list[Any]:
         handles: list[Any] = []
         for index, (_, parameter) in enumerate(self.named):
-            handles.append(parameter.register_post_accumulate_grad_hook(_gradient_hook(self, index)))
-        handles.append(self.model.register_forward_pre_hook(_before_forward(self), with_kwargs=True))
-        handles.append(self.model.register_forward_hook(_after_forward(self)))
+            hook = _eager(partial(self.on_gradient, index))
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        before = _eager(lambda _, arguments, keywords: self.before_forward(arguments, keywords))
+        handles.append(self.model.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(self.model.register_forward_hook(_eager(lambda _, __, output: self.after_forward(output))))
         return handles
 
-    def before_forward(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """Note how many samples this forward pass has."""
-        if not torch.is_grad_enabled():
-            return
-        if self._weight == "batch":
-            tensor = _first_tensor((arguments, keywords))
-            self._forward_samples = 1.0 if tensor is None or tensor.dim() == 0 else float(tensor.shape[0])
-        else:
-            given = self._weight(*arguments, **keywords) if callable(self._weight) else self._weight
-            self._forward_samples = float(given)
-            if not self._forward_samples >= 0:
-                raise UsageError(f"weight= gave {self._forward_samples} for this batch: weights are numbers from 0 up")
+    def before_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """A forward pass begins."""
+        if torch.is_grad_enabled():
+            if self._running and torch._C._current_graph_task_id() == -1:
+                self._recover()
+            self._samples.before_forward(arguments, keywords)
 
     def after_forward(self, output: Any) -> None:
         """When backward comes through this output, its samples count and the end of backward is ours."""
-        if not torch.is_grad_enabled():
-            return
-        tensor = _first_tensor(output, lambda found: found.requires_grad)
-        if tensor is None:
-            return
-        samples = self._forward_samples
-        counted = False
-
-        def on_backward(_: torch.Tensor) -> None:
-            nonlocal counted
-            if not counted:
-                counted = True
-                self.begin_backward(samples)
-
-        tensor.register_hook(on_backward)
-
-    def begin_backward(self, samples: float) -> None:
-        """The first sign of a backward pass: from an output, or from a parameter when no output gave one."""
-        self._samples += samples
-        if self._synchronising and not self._running:
-            self.session.check_usable()
-            self._running = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        if torch.is_grad_enabled():
+            self._samples.after_forward(output)
 
     def on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """A parameter's gradient is complete."""
+        self._begin()
+        self._touched = True
         if not self._synchronising:
             return
-        if not self._running:
-            self.begin_backward(self._forward_samples or 1.0)
         if self._fired[index]:
             raise self.fault(
                 f"the gradient of {self.named[index][0]!r} was changed after it was sent: it is produced twice in one"
@@ -177,23 +159,52 @@ class Replica:
             )
         self._fired[index] = True
         self._move(index, parameter)
-        if self._meeting is None:
-            self._meeting = self._meet()
         for number in self._of_tensor[index]:
             self._pending[number] -= 1
-        if self._schedule.release == "ready":
+        if self._meeting is None and self._samples.complete:
+            self._meeting = self._meet()
+        if self._meeting is not None and self._schedule.release == "ready":
             self._submit_ready()
 
     # One backward pass.
 
+    def _came_through_output(self) -> None:
+        """The first sign of a backward pass, before any gradient: its end is then the end of the outermost pass."""
+        if not self._handles:
+            return
+        if self._meeting is not None:
+            raise self.fault(
+                "backward came through an output of the model after this rank's weight had been told to the others;"
+                " give syncline.prepare() a fixed weight=, such as weight=1"
+            )
+        self._begin()
+
+    def _begin(self) -> None:
+        if not self._running:
+            self.session.check_usable()
+            self._running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _recover(self) -> None:
+        """The last backward pass ended with an exception that the script has caught."""
+        if self.session.engine.error is not None:
+            raise self.session.engine.error
+        if self._meeting is not None or any(self._fired):
+            raise self.fault(
+                "the last backward pass ended with an exception after its exchange had begun; the other ranks wait for"
+                " the rest of it: end the script instead of catching the exception"
+            )
+        self._running = self._touched = False
+        self._samples.drop()
+
     def _reset(self) -> None:
-        self._running = False
+        self._running = self._touched = False
         self._meeting = None
         self._fired = [False] * len(self.named)
         self._pending = [len(bucket.slices) for bucket in self.storage.buckets]
         self._next = 0
         self._works = []
-        self._samples = 0.0
+        self._samples.reset()
 
     def _move(self, index: int, parameter: torch.Tensor) -> None:
         """Put a gradient, divided by the number of ranks, where it belongs in its bucket."""
@@ -202,6 +213,12 @@ class Replica:
         if gradient.is_sparse:
             name = self.named[index][0]
             raise self.fault(f"the gradient of {name!r} is sparse, which cannot be exchanged: use sparse=False")
+        if gradient.requires_grad:
+            name = self.named[index][0]
+            raise self.fault(
+                f"the gradient of {name!r} can itself be differentiated (create_graph=True), which an exchange would"
+                " lose: use torch.autograd.grad() for inner derivatives and a plain backward() for the last one"
+            )
         share = 1.0 / self.session.world_size
         with torch.no_grad():
             if gradient.data_ptr() == view.data_ptr():
@@ -214,7 +231,7 @@ class Replica:
         if self.exchanged and self.on_second_backward is not None:
             self.on_second_backward()
         self._check_trained()
-        meeting = self.session.meet(STEP, weight=self._samples)
+        meeting = self.session.meet(STEP, weight=self._samples.weight)
         self._start_buffers(meeting)
         return meeting
 
@@ -223,6 +240,9 @@ class Replica:
 
     on_exchanged: Callable[[], None] | None = None
     """Called at the end of every exchange."""
+
+    on_joined: Callable[[int], None] | None = None
+    """Called when ranks with different numbers of batches have joined, with the one that trained longest."""
 
     def _submit_ready(self) -> None:
         while self._next < len(self._pending) and self._pending[self._next] == 0:
@@ -251,10 +271,20 @@ class Replica:
         tickets = meeting.tickets()
         mine, total = tickets[self.session.rank], sum(ticket.weight for ticket in tickets)
         if mine.kind == STEP and total > 0:
-            cpu.scale(array, mine.weight * len(tickets) / total)
+            if mine.weight > 0:
+                cpu.scale(array, mine.weight * len(tickets) / total)
+            else:
+                array[...] = 0  # the mean over an empty batch is not a number, and does not count
 
     def _end_backward(self) -> None:
         """At the end of backward: nothing may be missing, everything has to arrive."""
+        if not (self._touched and self._synchronising):
+            if self._touched:
+                self._samples.keep()
+            else:
+                self._samples.drop()
+            self._running = self._touched = False
+            return
         try:
             if self._meeting is None:
                 self._meeting = self._meet()
@@ -294,13 +324,16 @@ class Replica:
     def _wait(self) -> None:
         self.session.engine.wait(*self._works)
         if self._buffers and self.session.world_size > 1:
-            unpack_bytes(self._packed, self._buffers)
+            unpack_bytes(self._packed, [buffer() for buffer in self._buffers])
 
     def _start_buffers(self, meeting: Meeting) -> None:
         """Copy the buffers of the first rank that takes part in this step to all ranks."""
         if not self._buffers or meeting.work is None:
             return
-        pack_bytes(self._buffers, self._packed)
+        buffers = [buffer() for buffer in self._buffers]
+        if sum(buffer.nbytes for buffer in buffers) != self._packed.nbytes:
+            raise self.fault("a buffer of the model has another size than at syncline.prepare(): prepare it again")
+        pack_bytes(buffers, self._packed)
 
         def program() -> Program:
             kinds = [ticket.kind for ticket in meeting.tickets()]
@@ -310,11 +343,15 @@ class Replica:
         self._works.append(engine.exchange(program, self._packed, _BUFFER_KEY, "buffers", gate=meeting.work))
 
     def _check_trained(self) -> None:
-        trained = sum(parameter.requires_grad for parameter in self.model.parameters())
-        if trained != len(self.named):
+        changed = [
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad != (id(parameter) in self._trained)
+        ]
+        if changed:
             raise self.fault(
-                f"{trained} parameters require a gradient, {len(self.named)} did at syncline.prepare(): freeze and"
-                " unfreeze before it, or prepare the model again"
+                f"{changed[0]!r} was frozen, unfrozen or added after syncline.prepare(): do that before it, or prepare"
+                " the model again"
             )
 
     def fault(self, text: str) -> GradientError:
@@ -324,47 +361,17 @@ class Replica:
         return error
 
 
-def _gradient_hook(replica: Replica, index: int) -> Callable[[torch.Tensor], None]:
-    def hook(parameter: torch.Tensor) -> None:
-        replica.on_gradient(index, parameter)
-
-    return _eager(hook)
-
-
-def _before_forward(replica: Replica) -> Callable[..., None]:
-    def hook(_: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        replica.before_forward(arguments, keywords)
-
-    return _eager(hook)
-
-
-def _after_forward(replica: Replica) -> Callable[..., None]:
-    def hook(_: torch.nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        replica.after_forward(output)
-
-    return _eager(hook)
-
-
 def _eager(hook: Callable[..., None]) -> Callable[..., None]:
-    """A hook that torch.compile leaves alone: what ``torch.compiler.disable`` marks, without loading the compiler."""
-    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return hook
+    """A hook that torch.compile neither inlines nor compiles; the compiler is not loaded for that."""
+    disabled: list[Callable[..., None]] = []
 
+    def call(*arguments: Any) -> None:
+        if not disabled and "torch._dynamo" in sys.modules:
+            disabled.append(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+        (disabled[0] if disabled else hook)(*arguments)
 
-def _first_tensor(value: Any, wanted: Callable[[torch.Tensor], bool] = lambda _: True) -> torch.Tensor | None:
-    """The first tensor in nested tuples, lists, mappings and dataclasses that is wanted."""
-    if isinstance(value, torch.Tensor):
-        return value if wanted(value) else None
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    elif hasattr(value, "__dataclass_fields__"):
-        value = [getattr(value, name) for name in value.__dataclass_fields__]
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            found = _first_tensor(item, wanted)
-            if found is not None:
-                return found
-    return None
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
 
 
 def _check_supported(model: torch.nn.Module, named: list[tuple[str, torch.nn.Parameter]]) -> None:

@@ -15,6 +15,12 @@ from .records import pack, unpack
 from .shard import Shard
 from .storage import Storage
 
+REQUEST_BYTES = 1 << 20
+"""The longest request of a worker: the values of its parameter groups."""
+
+REPLY_BYTES = 1 << 10
+"""The longest answer of a server."""
+
 
 class ShardServer:
     """Serves one shard: ``push`` and ``pull`` are this process's programs, ``gradients`` what is pushed."""
@@ -38,8 +44,8 @@ class ShardServer:
             engine.wait_any(self._requests.values(), until=left)
             for worker, work in list(self._requests.items()):
                 if work.done:
-                    self._requests[worker] = self._listen(worker)
                     self._answer(worker, json.loads(work.result))
+                    self._requests[worker] = self._listen(worker)
 
     def _answer(self, worker: int, message: dict[str, object]) -> None:
         kind = message["kind"]
@@ -74,8 +80,7 @@ class ShardServer:
                 self._reply(worker, {})
 
     def _load(self, worker: int, size: int) -> None:
-        # The body takes the receive that was just posted for the next request.
-        body, self._requests[worker] = self._requests[worker], self._listen(worker)
+        body = self._session.recv(worker, "optimizer state", size)
         self._session.engine.wait(body)
         self._shard.load(unpack(body.result))
         self._reply(worker, {"size": size})
@@ -84,7 +89,7 @@ class ShardServer:
         return receive_buckets(self._session, self._push, self._gradients)
 
     def _listen(self, worker: int) -> Work:
-        return self._session.recv(worker, f"a request of rank {worker}", tolerant=True)
+        return self._session.recv(worker, f"a request of rank {worker}", REQUEST_BYTES, tolerant=True)
 
     def _reply(self, worker: int, message: dict[str, object]) -> None:
         self._session.send(worker, json.dumps(message).encode(), f"an answer to rank {worker}")

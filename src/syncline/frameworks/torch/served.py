@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from ...program import Program
 from ...session import COMMIT, NORM, WEIGHT_KEYS, Session
 from .records import pack, unpack
 from .replica import Replica
+from .serve import REPLY_BYTES, REQUEST_BYTES
 from .shard import Record, Shard, records_of, whole_state
 from .storage import Storage
 
@@ -113,17 +115,24 @@ class RemoteOwners:
             self._send(server, {"kind": "load", "size": len(body)})
             self._session.engine.wait(self._session.send(server, body, "optimizer state"))
         for server in self._servers:
-            self._session.engine.wait(self._session.recv(server, "optimizer state"))
+            self._session.engine.wait(self._session.recv(server, "optimizer state", REPLY_BYTES))
 
     def _ask(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        replies = [self._session.recv(server, f"the answer to a {request['kind']}") for server in self._servers]
+        label = f"the answer to a {request['kind']}"
+        replies = [self._session.recv(server, label, REPLY_BYTES) for server in self._servers]
         for server in self._servers:
             self._send(server, request)
         self._session.engine.wait(*replies)
         return [json.loads(reply.result) for reply in replies]
 
     def _send(self, server: int, request: Mapping[str, Any]) -> None:
-        self._session.send(server, json.dumps(request).encode(), f"a {request['kind']}")
+        data = json.dumps(request).encode()
+        if len(data) > REQUEST_BYTES:
+            raise UsageError(
+                f"the values of the optimizer's parameter groups take {len(data)} bytes, a parameter server takes up to"
+                f" {REQUEST_BYTES}: use fewer groups, ps(update=worker) or an allreduce"
+            )
+        self._session.send(server, data, f"a {request['kind']}")
 
 
 class Client:
@@ -143,19 +152,21 @@ class Client:
         self.pulls: list[Work] = []
         self._weights, self._pull = weights, pull
         self._versions: dict[str, int] = {}
+        self._weight_versions = [parameter._version for parameter in self.parameters]
         replica.on_second_backward = self._refuse_second_backward
         replica.on_exchanged = self._remember
 
     def clip(self, max_norm: float) -> float:
         """Have the next update's gradients clipped to a norm of ``max_norm``; their norm."""
         self._check_pushed()
-        norm = self.owners.squared_norm(self.replica.steps) ** 0.5
-        self.scale = min(1.0, max_norm / (norm + 1e-6))
+        norm: float = self.scale * self.owners.squared_norm(self.replica.steps) ** 0.5
+        self.scale *= min(1.0, max_norm / (norm + 1e-6))
         return norm
 
     def step(self, groups: Groups) -> None:
         """Commit the pushed gradients and wait for the new weights."""
         self._check_pushed()
+        self._check_weights()
         engine = self.session.engine
         scale, self.scale = self.scale, 1.0
         self.owners.commit(self.replica.steps, groups, scale)
@@ -182,6 +193,15 @@ class Client:
             if flat._version != self._versions[dtype]:
                 raise self._changed(dtype)
 
+    def _check_weights(self) -> None:
+        """The owners must have the weights that the worker has; pulls are no changes, they write past autograd."""
+        for (name, parameter), version in zip(self.replica.named, self._weight_versions, strict=True):
+            if parameter._version != version:
+                raise self.replica.fault(
+                    f"the weights {name!r} were changed on this worker after syncline.prepare(); the parameter server"
+                    " holds them and does not see that: load a state_dict before prepare(), or use ps(update=worker)"
+                )
+
     def _changed(self, what: str) -> GradientError:
         error = GradientError(
             f"{self.session.name(self.session.index)}: the gradients ({what}) were changed between backward() and"
@@ -205,9 +225,16 @@ class Served:
     param_groups: Groups
     defaults: dict[str, Any]
 
+    _step_supports_amp_scaling = True  # GradScaler then comes to step() even when it would skip it
+
     @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commit the gradients of the last backward and wait for the new weights; the closure's loss."""
+        if hasattr(self, "grad_scale"):
+            raise self._client.replica.fault(
+                "GradScaler cannot unscale gradients that a parameter server holds: use ps(update=worker) or an"
+                " allreduce such as ring, or autocast to bfloat16 without a GradScaler"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -215,6 +242,8 @@ class Served:
         self._opt_called = True  # what learning-rate schedulers look at
         self._client.step(group_values(self.param_groups))
         return loss
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made before and after prepare find _opt_called kept
 
     def state_dict(self) -> dict[str, Any]:
         """As one process would give it: the owners' state put together."""
@@ -228,7 +257,7 @@ class Served:
             mine.update({key: value for key, value in loaded.items() if key != "params"})
         self._client.owners.load(records_of(whole, self._client.parameters))
 
-    def add_param_group(self, group: dict[str, Any]) -> None:
+    def add_param_group(self, group: dict[str, Any]) -> None:  # noqa: ARG002
         """Refused: what is served is fixed in ``prepare``."""
         raise UsageError("add parameter groups before syncline.prepare(): the servers hold a fixed set of weights")
 
@@ -238,8 +267,6 @@ class Served:
         whole: torch.optim.Optimizer = object.__new__(plain)
         vars(whole).update({key: value for key, value in vars(self).items() if key not in ("_client", "step")})
         whole.param_groups = [dict(group) for group in self.param_groups]
-        from collections import defaultdict
-
         whole.state = defaultdict(dict)
         if fetch:
             whole.state.update(whole_state(self._client.owners.state(), self._client.parameters))

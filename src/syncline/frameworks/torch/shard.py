@@ -10,7 +10,7 @@ if one process had trained.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,8 +111,10 @@ def on_slices(
     for piece, part in zip(pieces, slices, strict=True):
         of_tensor[piece.tensor].append(part)
     clone = copy.copy(optimizer)
-    kept = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "step")}
-    vars(clone).update(kept)
+    left_out = ("state", "param_groups", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    vars(clone).update({key: value for key, value in vars(optimizer).items() if key not in left_out})
+    # The user's hooks belong to the user's optimizer and run once per step, on the worker.
+    clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     clone.state = defaultdict(dict)
     clone.param_groups = [
         {
@@ -127,35 +129,65 @@ def on_slices(
 def probe(optimizer: torch.optim.Optimizer) -> None:
     """Raise UsageError unless the optimizer gives the same result on slices as on whole tensors.
 
-    Three steps on a matrix and a vector of random numbers, once whole and once cut into flat slices.
+    Three steps with the values of each parameter group, on a matrix and a vector of random numbers, once whole and
+    once cut into flat slices.
     """
+    tried = []
+    for group in optimizer.param_groups:
+        values = {key: value for key, value in group.items() if key not in ("params", "lr", "initial_lr", "names")}
+        if values not in tried:
+            tried.append(values)
+            # The learning rate may be 0 now, under a warm-up, when every optimizer would look the same.
+            _probe_group(optimizer, {**group, "lr": 0.1} if "lr" in group else group)
+
+
+_SHAPES = ((6, 4), (9,))
+_CUT = (Piece(0, 0, 5), Piece(0, 5, 24), Piece(1, 0, 4), Piece(1, 4, 9))
+
+
+def _probe_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
     name = type(optimizer).__name__
     generator = torch.Generator().manual_seed(0)
-    shapes = ((6, 4), (9,))
-    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
     whole = [tensor.clone().requires_grad_() for tensor in start]
-    pieces = [Piece(0, 0, 5), Piece(0, 5, 24), Piece(1, 0, 4), Piece(1, 4, 9)]
-    flat = [start[piece.tensor].reshape(-1)[piece.start : piece.stop].clone().requires_grad_() for piece in pieces]
-    first = {**optimizer.param_groups[0], "params": whole}
+    flat = [start[piece.tensor].reshape(-1)[piece.start : piece.stop].clone().requires_grad_() for piece in _CUT]
     template = copy.copy(optimizer)
-    template.param_groups = [first]
+    vars(template).update({key: value for key, value in vars(optimizer).items() if key not in ("state", "step")})
+    template.param_groups = [{**group, "params": whole}]
     everything = [Piece(index, 0, tensor.numel()) for index, tensor in enumerate(whole)]
     try:
-        a, b = on_slices(template, whole, everything, whole), on_slices(template, whole, pieces, flat)
+        a, b = on_slices(template, whole, everything, whole), on_slices(template, whole, _CUT, flat)
+        for tensors, of in ((whole, a), (flat, b)):
+            for tensor in tensors:
+                of.state[tensor] = _state_like(optimizer, group, tensor)
         for _ in range(3):
-            gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+            gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
             for tensor, gradient in zip(whole, gradients, strict=True):
                 tensor.grad = gradient.clone()
-            for piece, part in zip(pieces, flat, strict=True):
+            for piece, part in zip(_CUT, flat, strict=True):
                 part.grad = gradients[piece.tensor].reshape(-1)[piece.start : piece.stop].clone()
             a.step()
             b.step()
     except Exception as error:
         raise _refusal(name, f"it does not work on flat slices ({type(error).__name__}: {error})") from error
-    for piece, part in zip(pieces, flat, strict=True):
+    for piece, part in zip(_CUT, flat, strict=True):
         expected = whole[piece.tensor].detach().reshape(-1)[piece.start : piece.stop]
         if not torch.allclose(part.detach(), expected, rtol=1e-9, atol=1e-12):
             raise _refusal(name, "its update of an element depends on the rest of the tensor")
+
+
+def _state_like(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> dict[str, Any]:
+    """State as the optimizer has it for a parameter of that group (Adagrad makes it at construction), if it has any."""
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter)
+        if state:
+            return {
+                key: torch.full_like(tensor, float(value.double().mean()), requires_grad=False)
+                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
+                else copy.deepcopy(value)
+                for key, value in state.items()
+            }
+    return {}
 
 
 def _refusal(name: str, why: str) -> UsageError:

@@ -86,7 +86,8 @@ class Storage:
             dtype: allocate(size * numpy_dtype(dtype).itemsize, numpy_dtype(dtype)) for dtype, size in sizes.items()
         }
         self.flat = {
-            dtype: as_torch(block, getattr(torch, dtype)) for dtype, block in self._blocks.items()  #
+            dtype: as_torch(block, getattr(torch, dtype))
+            for dtype, block in self._blocks.items()  #
         }
         self.starts = tuple(self._start(bucket) for bucket in buckets)
         self.arrays: tuple[Array, ...] = tuple(

@@ -1,0 +1,227 @@
+"""``state_dict`` of model and optimizer pass through, wherever the state really lies."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from toy import SERVED, STRATEGIES, Here, alone, batch, close, fill, loss_of, mlp, on_group, weights
+
+from syncline.errors import GradientError
+
+Make = Callable[[int], tuple[torch.nn.Module, torch.optim.Optimizer]]
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02, amsgrad=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+}
+
+
+def making(optimizer: str) -> Make:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = mlp()
+        return model, OPTIMIZERS[optimizer](model.parameters())
+
+    return make
+
+
+def train(here: Here, steps: range) -> None:
+    for step in steps:
+        here.optimizer.zero_grad()
+        loss_of(here.model(here.share(batch(step)))).backward()
+        here.optimizer.step()
+
+
+def same_state(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Two optimizers' state_dicts agree: groups exactly, tensors within 1e-9."""
+    assert found["param_groups"] == wanted["param_groups"]
+    assert found["state"].keys() == wanted["state"].keys()
+    for index, state in wanted["state"].items():
+        assert found["state"][index].keys() == state.keys()
+        for key, value in state.items():
+            other = found["state"][index][key]
+            assert type(other) is type(value)
+            if isinstance(value, torch.Tensor):
+                assert other.shape == value.shape
+                assert other.dtype == value.dtype
+                assert (other - value).norm() <= 1e-9 * value.norm()
+            else:
+                assert other == value
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_optimizers_state_is_that_of_one_worker(group: Any, strategy: str, optimizer: str) -> None:
+    def body(here: Here) -> dict[str, Any]:
+        train(here, range(3))
+        return copy.deepcopy(here.optimizer.state_dict())
+
+    wanted = alone(making(optimizer), body)
+    for found in on_group(group, strategy, 2, making(optimizer), body):
+        same_state(found, wanted)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("strategy", SERVED)
+def test_state_survives_torch_save_and_loads_into_a_plain_optimizer(group: Any, strategy: str, optimizer: str) -> None:
+    """A run on servers goes on alone, as if it had been alone all the time."""
+
+    def body(here: Here) -> bytes:
+        train(here, range(3))
+        file = io.BytesIO()
+        torch.save({"model": here.model.state_dict(), "optimizer": here.optimizer.state_dict()}, file)
+        return file.getvalue()
+
+    def go_on(here: Here, data: bytes) -> dict[str, torch.Tensor]:
+        saved = torch.load(io.BytesIO(data), weights_only=True)
+        here.model.load_state_dict(saved["model"])
+        here.optimizer.load_state_dict(saved["optimizer"])
+        train(here, range(3, 5))
+        return weights(here.model)
+
+    def at_once(here: Here) -> dict[str, torch.Tensor]:
+        train(here, range(5))
+        return weights(here.model)
+
+    wanted = alone(making(optimizer), at_once)
+    for data in on_group(group, strategy, 2, making(optimizer), body):
+        close(alone(making(optimizer), lambda here, data=data: go_on(here, data)), wanted)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adagrad"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("before", [True, False])
+def test_a_run_is_resumed_from_the_state_of_one_worker(group: Any, strategy: str, optimizer: str, before: bool) -> None:
+    """The optimizer is loaded before or after prepare, the model before; the learning rate comes with the state."""
+
+    def first(here: Here) -> dict[str, Any]:
+        here.optimizer.param_groups[0]["lr"] = 0.05
+        train(here, range(3))
+        return copy.deepcopy({"model": here.model.state_dict(), "optimizer": here.optimizer.state_dict()})
+
+    saved = alone(making(optimizer), first)
+
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, made = making(optimizer)(index)
+        model.load_state_dict(saved["model"])
+        if before:
+            made.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        return model, made
+
+    def go_on(here: Here) -> dict[str, torch.Tensor]:
+        if not before:
+            here.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        assert here.optimizer.param_groups[0]["lr"] == 0.05
+        train(here, range(3, 5))
+        return weights(here.model)
+
+    wanted = alone(make, go_on)
+    for found in on_group(group, strategy, 2, make, go_on):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", SERVED)
+def test_state_of_parameters_that_are_not_contiguous(group: Any, strategy: str) -> None:
+    """Records are in memory order; state_dict has the parameters' shapes and a single process's values."""
+
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 2), torch.nn.Flatten()).double()
+        fill(model).to(memory_format=torch.channels_last)
+        return model, torch.optim.Adam(model.parameters(), lr=0.02)
+
+    def steps(here: Here, count: int) -> None:
+        for step in range(count):
+            here.optimizer.zero_grad()
+            x = batch(step, 4, 27).view(4, 3, 3, 3)
+            here.model(here.share(x)).square().sum(1).mean().backward()
+            here.optimizer.step()
+
+    def body(here: Here) -> dict[str, Any]:
+        steps(here, 2)
+        state = copy.deepcopy(here.optimizer.state_dict())
+        here.optimizer.load_state_dict(state)
+        steps(here, 1)
+        return {"state": copy.deepcopy(here.optimizer.state_dict()), "weights": weights(here.model)}
+
+    wanted = alone(make, body)
+    for found in on_group(group, strategy, 2, make, body):
+        same_state(found["state"], wanted["state"])
+        close(found["weights"], wanted["weights"])
+
+
+def test_state_larger_than_a_request_loads_into_servers(group: Any) -> None:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = fill(torch.nn.Linear(500, 300).double())
+        return model, torch.optim.Adam(model.parameters(), lr=0.02)
+
+    def step(here: Here, number: int) -> None:
+        here.optimizer.zero_grad()
+        here.model(here.share(batch(number, 4, 500))).square().sum(1).mean().backward()
+        here.optimizer.step()
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        step(here, 0)
+        state = copy.deepcopy(here.optimizer.state_dict())
+        step(here, 1)
+        here.optimizer.load_state_dict(state)
+        step(here, 2)
+        return weights(here.model)
+
+    wanted = alone(make, body)
+    for found in on_group(group, "ps(servers=2)", 2, make, body):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", SERVED)
+def test_weights_changed_on_a_worker_are_refused_naming_the_parameter(group: Any, strategy: str) -> None:
+    """The servers hold the weights: a model loaded after prepare would be lost without a word."""
+
+    def body(here: Here) -> None:
+        here.model.load_state_dict(mlp(seed=9).state_dict())
+        train(here, range(1))
+
+    with pytest.raises(GradientError, match=r"'0.weight' were changed.*before prepare\(\)"):
+        on_group(group, strategy, 2, making("sgd"), body)
+
+
+def test_replicas_may_load_a_model_after_prepare(group: Any) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        here.model.load_state_dict(mlp(seed=9).state_dict())
+        train(here, range(2))
+        return weights(here.model)
+
+    wanted = alone(making("momentum"), body)
+    for found in on_group(group, "ring", 2, making("momentum"), body):
+        close(found, wanted)
+
+
+def test_ranks_that_save_alone_where_that_is_collective_get_an_error(group: Any) -> None:
+    def body(here: Here) -> None:
+        train(here, range(1))
+        if here.rank == 0:
+            here.optimizer.state_dict()
+        train(here, range(1, 2))
+
+    with pytest.raises(Exception, match="gather"):
+        on_group(group, "ps(servers=2, on=workers)", 2, making("sgd"), body)
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=2)"])
+def test_one_rank_may_save_alone_from_servers(group: Any, strategy: str) -> None:
+    def body(here: Here) -> dict[str, Any] | None:
+        train(here, range(2))
+        state = copy.deepcopy(here.optimizer.state_dict()) if here.rank == 1 else None
+        train(here, range(2, 3))
+        return state
+
+    def first(here: Here) -> dict[str, Any]:
+        train(here, range(2))
+        return copy.deepcopy(here.optimizer.state_dict())
+
+    same_state(on_group(group, strategy, 2, making("adam"), body)[1], alone(making("adam"), first))

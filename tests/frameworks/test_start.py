@@ -1,0 +1,236 @@
+"""``prepare``: what all processes agree on before the first step, and what is refused there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from toy import STRATEGIES, close, fill, mlp, on_group, same_as_alone, weights
+
+from syncline.errors import MismatchError, UsageError
+from syncline.frameworks.torch import prepare
+from syncline.frameworks.torch.shard import probe
+
+
+def normalised(seed: int) -> torch.nn.Module:
+    """Parameters and buffers of several types that depend on the seed; one parameter is not contiguous."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten())
+    fill(model, seed).to(memory_format=torch.channels_last)
+    model.register_buffer("mask", torch.tensor([seed % 2 == 0, True]))
+    model.register_buffer("low", torch.full((3,), seed, dtype=torch.bfloat16))
+    model.register_buffer("scalar", torch.tensor(float(seed)))
+    model.register_buffer("turned", torch.arange(6.0).add(seed).view(2, 3).t())
+    with torch.no_grad():
+        model[1].running_mean.fill_(seed)
+    return model
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_ranks_start_from_rank_0s_parameters_and_buffers(group: Any, strategy: str) -> None:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = normalised(index + 4)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    wanted = weights(normalised(4))
+    for found in on_group(group, strategy, 3, make, lambda here: weights(here.model)):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_servers_start_from_rank_0s_parameters_too(group: Any) -> None:
+    """The first update would otherwise start from the server's own values."""
+
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = mlp(seed=index)
+        return model, torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def body(here: Any) -> dict[str, torch.Tensor]:
+        here.model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+        here.optimizer.step()
+        return weights(here.model)
+
+    for found in on_group(group, "ps(servers=2)", 2, make, body):
+        close(found, weights(mlp(seed=0)))
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (lambda: torch.nn.Linear(4, 2), r"'weight' with shape \(2, 4\).*'weight' with shape \(3, 4\)"),
+        (lambda: torch.nn.Linear(4, 3).double(), "torch.float64.*torch.float32"),
+        (lambda: torch.nn.Linear(4, 3, bias=False), "'bias'.*is on rank 0 only"),
+        (lambda: torch.nn.Linear(4, 3).requires_grad_(False), "frozen"),
+        (lambda: torch.nn.Sequential(torch.nn.Linear(4, 3)), "'0.weight'"),
+    ],
+)
+def test_models_that_differ_are_refused_naming_rank_and_first_difference(
+    group: Any, other: Callable[[], torch.nn.Module], named: str
+) -> None:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = other() if index == 1 else torch.nn.Linear(4, 3)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with pytest.raises(MismatchError, match=f"rank 1 has another model than rank 0: .*{named}"):
+        on_group(group, "ring", 2, make, lambda here: weights(here.model))
+
+
+def refused(group: Any, make: Callable[[], Any], strategy: str = "ring", **options: Any) -> str:
+    """The text of the UsageError that ``prepare`` raises on one of two ranks."""
+
+    def body(session: Any) -> None:
+        prepare(session, *make(), **options)
+
+    with pytest.raises(UsageError) as caught:
+        group(strategy, 2, body)
+    return str(caught.value)
+
+
+def test_an_optimizer_of_another_model_is_refused(group: Any) -> None:
+    text = refused(group, lambda: (mlp(), torch.optim.SGD(torch.nn.Linear(2, 5).parameters(), lr=0.1)))
+    assert "(5, 2)" in text
+    assert "not a parameter of the model" in text
+
+
+def test_an_unknown_word_for_unused_is_refused(group: Any) -> None:
+    model = mlp()
+    text = refused(group, lambda: (model, torch.optim.SGD(model.parameters(), lr=0.1)), unused="ignore")
+    assert "choose 'error' or 'zeros'" in text
+
+
+def test_a_model_without_trained_parameters_is_refused(group: Any) -> None:
+    def make() -> Any:
+        model = mlp().requires_grad_(False)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    assert "nothing to exchange" in refused(group, make)
+
+
+@pytest.mark.parametrize("module", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_modules_with_sparse_gradients_are_refused_by_name(group: Any, module: Any) -> None:
+    def make() -> Any:
+        model = torch.nn.Sequential(module(5, 3, sparse=True), torch.nn.Linear(3, 2))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    text = refused(group, make)
+    assert "'0'" in text
+    assert "sparse=False" in text
+
+
+class Lars(torch.optim.Optimizer):
+    """Layer-wise adaptive rates: the step depends on the norms of whole tensors."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                assert tensor.grad is not None
+                rate = group["lr"] * tensor.norm() / tensor.grad.norm()
+                tensor.sub_(rate * tensor.grad)
+
+
+ELEMENTWISE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "Adam, warming up": lambda p: torch.optim.Adam(p, lr=0.0),
+    "Adam, fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
+}
+COUPLED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Lars": lambda p: Lars(p, lr=0.1),
+    "Lars, warming up": lambda p: Lars(p, lr=0.0),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1),
+}
+if hasattr(torch.optim, "Adafactor"):
+    COUPLED["Adafactor"] = lambda p: torch.optim.Adafactor(p, lr=0.1)
+
+
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+def test_elementwise_optimizers_are_accepted_on_slices_and_left_alone(optimizer: str) -> None:
+    model = mlp()
+    made = ELEMENTWISE[optimizer](model.parameters())
+    rates = [group["lr"] for group in made.param_groups]
+    probe(made)
+    close(weights(model), weights(mlp()))
+    assert [group["lr"] for group in made.param_groups] == rates
+    assert all(tensor.grad is None for tensor in model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+def test_accepted_optimizers_train_on_servers_as_alone(group: Any, optimizer: str) -> None:
+    def make(index: int) -> Any:  # noqa: ARG001
+        model = mlp()
+        return model, ELEMENTWISE[optimizer](model.parameters())
+
+    def body(here: Any) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            here.optimizer.zero_grad()
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            here.model(here.share(x)).square().sum(1).mean().backward()
+            here.optimizer.step()
+        return weights(here.model)
+
+    same_as_alone(group, "ps(servers=2)", 2, make, body)
+
+
+@pytest.mark.parametrize("optimizer", COUPLED)
+def test_optimizers_that_couple_elements_are_refused_by_name_with_the_remedy(group: Any, optimizer: str) -> None:
+    def make() -> Any:
+        model = mlp()
+        return model, COUPLED[optimizer](model.parameters())
+
+    text = refused(group, make, strategy="ps(servers=1)")
+    assert optimizer.split(",")[0] in text
+    assert "ps(update=worker)" in text
+
+
+def test_a_coupled_group_behind_an_elementwise_one_is_found() -> None:
+    class Mixed(Lars):
+        def step(self, closure: None = None) -> None:
+            for group in self.param_groups:
+                if group["adapt"]:
+                    super().step(closure)
+                    return
+                with torch.no_grad():
+                    for tensor in group["params"]:
+                        tensor.sub_(group["lr"] * tensor.grad)
+
+    model = mlp()
+    groups = [
+        {"params": list(model[0].parameters()), "adapt": False},
+        {"params": list(model[2].parameters()), "adapt": True},
+    ]
+    with pytest.raises(UsageError, match="Mixed cannot run"):
+        probe(Mixed(groups, lr=math.pi))  # type: ignore[arg-type]
+
+
+def test_the_users_step_hooks_run_once_per_step_and_never_in_the_probe(group: Any) -> None:
+    calls: list[int] = []
+
+    def make(index: int) -> Any:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if index == 0:
+            optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        return model, optimizer
+
+    def body(here: Any) -> None:
+        for _ in range(2):
+            here.model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+            here.optimizer.step()
+
+    on_group(group, "ps(servers=2, on=workers)", 2, make, body)
+    assert calls == [1, 1]

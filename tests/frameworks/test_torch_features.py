@@ -1,0 +1,133 @@
+"""torch.compile, autocast and activation checkpointing work with the hooks."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from toy import Here, alone, batch, close, fill, loss_of, on_group, same_as_alone, sgd, weights
+
+from syncline.errors import GradientError
+
+_COMPILING = threading.Lock()  # dynamo is made for one thread at a time; the ranks of a test are threads
+
+
+def train(here: Here, steps: int = 3) -> dict[str, torch.Tensor]:
+    for step in range(steps):
+        here.optimizer.zero_grad()
+        x = batch(step)
+        loss_of(here.model(x if here.replica is None else (x[:5] if here.rank == 0 else x[5:]))).backward()
+        here.optimizer.step()
+    return {name.removeprefix("_orig_mod."): tensor for name, tensor in weights(here.model).items()}
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler filters its own warnings, which threads disturb
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)"])
+@pytest.mark.parametrize("before", [True, False])
+def test_compiled_models(group: Any, strategy: str, before: bool) -> None:
+    """Compiled before prepare, the hooks are on the wrapper; after it, dynamo meets them in the model."""
+    wanted = alone(sgd, train)
+    torch._dynamo.reset()
+
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, optimizer = sgd(index)
+        if before:
+            model = torch.compile(model, backend="aot_eager", dynamic=True)  # type: ignore[assignment]
+        return model, optimizer
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        if not before:
+            here.model = torch.compile(here.model, backend="aot_eager", dynamic=True)  # type: ignore[assignment]
+        for size in (7, 5):
+            with _COMPILING, here.no_sync():
+                loss_of(here.model(batch(0, size))).backward()
+        assert here.replica is not None
+        here.replica._samples.reset()
+        return train(here)
+
+    for found in on_group(group, strategy, 2, make, body):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)"])
+def test_autocast_to_bfloat16_keeps_gradients_in_the_parameters_type(group: Any, strategy: str) -> None:
+    """Both ranks have the same batch, so that rounding is the same as alone."""
+
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, _ = sgd(index)
+        model = model.float()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            here.optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = here.model(batch(step).float())
+                assert out.dtype == torch.bfloat16
+                loss = loss_of(out.float())
+            loss.backward()
+            assert all(parameter.grad.dtype == torch.float32 for parameter in here.model.parameters())  # type: ignore[union-attr]
+            here.optimizer.step()
+        return weights(here.model)
+
+    same_as_alone(group, strategy, 2, make, body)
+
+
+class Checkpointed(torch.nn.Module):
+    """Two blocks whose activations are computed again in backward; the second one may be used twice."""
+
+    def __init__(self, reentrant: bool, twice: bool = False) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 6)
+        self.second = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Linear(6, 6), torch.nn.Tanh())
+        self.last = torch.nn.Linear(6, 3)
+        self.reentrant, self.twice = reentrant, twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(1 + self.twice):
+            x = checkpoint(self.second, x, use_reentrant=self.reentrant)
+        out: torch.Tensor = checkpoint(self.last, x, use_reentrant=self.reentrant)
+        return out
+
+
+def checkpointed(reentrant: bool, twice: bool = False) -> Any:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = fill(Checkpointed(reentrant, twice).double())
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    return make
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ring schedule=wait_free", "ps(servers=1)", "ps(servers=1, on=workers)"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(group: Any, strategy: str, reentrant: bool) -> None:
+    """A re-entrant checkpoint runs a backward inside backward; the exchange ends with the outer one."""
+    same_as_alone(group, strategy, 2, checkpointed(reentrant), train)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)"])
+def test_a_whole_model_may_be_checkpointed(group: Any, strategy: str) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(2):
+            here.optimizer.zero_grad()
+            x = batch(step)
+            x = x if here.replica is None else (x[:5] if here.rank == 0 else x[5:])
+            loss_of(checkpoint(here.model, x, use_reentrant=False)).backward()
+            here.optimizer.step()
+        return weights(here.model)
+
+    same_as_alone(group, strategy, 2, sgd, body)
+
+
+def test_a_block_used_twice_works_with_plain_checkpoints(group: Any) -> None:
+    same_as_alone(group, "ring", 2, checkpointed(reentrant=False, twice=True), train)
+
+
+def test_a_block_used_twice_under_reentrant_checkpoints_is_refused_by_name(group: Any) -> None:
+    """Its gradient is produced once for each use, after the first has been sent."""
+    with pytest.raises(GradientError, match=r"'second\.1\.\w+' .*use_reentrant=False"):
+        on_group(group, "ring", 2, checkpointed(reentrant=True, twice=True), train)

@@ -1,0 +1,118 @@
+"""What the tests of the PyTorch adapter share: a small model and data, and one body run alone or on a group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from syncline.frameworks.torch import prepare
+from syncline.frameworks.torch.replica import Replica
+from syncline.frameworks.torch.served import Client
+from syncline.session import Session
+
+REPLICAS = ["ring", "direct", "ps(servers=2, update=worker)"]
+SERVED = ["ps(servers=1)", "ps(servers=2) schedule=wait_free", "ps(servers=2, on=workers)"]
+STRATEGIES = REPLICAS + SERVED
+
+Make = Callable[[int], tuple[torch.nn.Module, torch.optim.Optimizer]]
+
+
+@dataclass
+class Here:
+    """What a body gets: the model on one worker, or alone (``replica`` is None)."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    rank: int = 0
+    world: int = 1
+    session: Session | None = None
+    replica: Replica | None = None
+    client: Client | None = None
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.replica is None else self.replica.no_sync()
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a batch."""
+        return x[len(x) * self.rank // self.world : len(x) * (self.rank + 1) // self.world]
+
+
+def fill(model: torch.nn.Module, seed: int = 3) -> torch.nn.Module:
+    """Fixed values, not from torch's own generator, which the ranks of a test share."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 4)
+    return model
+
+
+def mlp(seed: int = 3) -> torch.nn.Module:
+    """4 inputs, 3 outputs, float64."""
+    return fill(
+        torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double(),
+        seed,
+    )
+
+
+def sgd(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+    model = mlp()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adam(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+    model = mlp()
+    return model, torch.optim.Adam(model.parameters(), lr=0.02)
+
+
+def batch(step: int, size: int = 12, width: int = 4) -> torch.Tensor:
+    return torch.randn(size, width, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    """A mean over samples."""
+    return (output.square().sum(1) + output[:, 0]).mean()
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.grad.clone() for name, tensor in model.named_parameters() if tensor.grad is not None}
+
+
+def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name] - tensor).norm() <= tolerance * tensor.norm(), name
+
+
+def alone(make: Make, body: Callable[[Here], Any]) -> Any:
+    """The body on one worker without Syncline."""
+    return body(Here(*make(0)))
+
+
+def on_group(group: Any, strategy: str, workers: int, make: Make, body: Callable[[Here], Any], **options: Any) -> Any:
+    """The body on every worker of a group; results in rank order."""
+
+    def run(session: Session) -> Any:
+        made = prepare(session, *make(session.index), **options)
+        if made is None:
+            return None
+        here = Here(made.model, made.optimizer, session.rank, session.world_size, session, made.replica, made.client)
+        return body(here)
+
+    return group(strategy, workers, run)[:workers]
+
+
+def same_as_alone(
+    group: Any, strategy: str, workers: int, make: Make, body: Callable[[Here], dict[str, torch.Tensor]], **options: Any
+) -> None:
+    """Every worker ends with what one worker gets from the union of the batches."""
+    wanted = alone(make, body)
+    for found in on_group(group, strategy, workers, make, body, **options):
+        close(found, wanted)

@@ -1,0 +1,252 @@
+"""Real processes for tests, ready at once: a server that has imported what is slow to import and forks ranks off.
+
+Started as a program this file is the server. It is asked over a UNIX socket for a rank: one message of JSON with the
+function to call, its arguments and environment variables, and three descriptors: where the rank prints, where it sends
+what it finds, and a pipe whose other end closes when it has ended. A rank is a fork of the server and ends as a script
+of its own would: through the interpreter's end, with its exceptions printed and its own exit status.
+
+Imported, it is the client: ``Pool`` starts groups of ranks, ``Group`` waits for what they say and how they end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import IO, Any
+
+HERE = Path(__file__).resolve().parent
+LIMIT_S = 60.0
+_MESSAGE_BYTES = 1 << 16
+
+
+# The client.
+
+
+@dataclass
+class Rank:
+    """One process: what it prints goes to ``output``, what it sends comes over ``line``."""
+
+    index: int
+    pid: int
+    line: Connection
+    output: IO[bytes]
+    said: list[Any] = field(default_factory=list)
+    status: int | None = None  # minus the signal when it was killed
+
+    def printed(self) -> str:
+        """Its output and errors so far."""
+        self.output.seek(0)
+        return self.output.read().decode(errors="replace")
+
+    def __str__(self) -> str:
+        return f"process {self.index} (status {self.status}, said {self.said})\n{self.printed()}"
+
+
+class Pool:
+    """Ranks on demand. One server, started once, serves all tests."""
+
+    def __init__(self) -> None:
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        here.settimeout(LIMIT_S)
+        with there:
+            self._server = subprocess.Popen(
+                [sys.executable, __file__, str(there.fileno())],
+                pass_fds=[there.fileno()],
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        self._line = here
+        self._endings: dict[int, int] = {}
+
+    def start(
+        self, function: Callable[..., Any], each: Sequence[Sequence[Any]], environ: Mapping[str, str] | None = None
+    ) -> Group:
+        """One process for every element of ``each``, calling ``function(line, *element)``.
+
+        The function is one at the top level of a module beside this one, the arguments are what JSON can hold.
+        """
+        ranks = [self._fork(index, function, arguments, environ or {}) for index, arguments in enumerate(each)]
+        return Group(self, ranks)
+
+    def _fork(self, index: int, function: Callable[..., Any], arguments: Any, environ: Mapping[str, str]) -> Rank:
+        mine, theirs = Pipe()
+        output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the rank
+        request = [function.__module__, function.__qualname__, list(arguments), dict(environ)]
+        with theirs:
+            socket.send_fds(self._line, [json.dumps(request).encode()], [output.fileno(), theirs.fileno()])
+        return Rank(index, self._hear("pid"), mine, output)
+
+    def _hear(self, kind: str) -> int:
+        """The next message of that kind; endings are kept for later."""
+        while True:
+            message = json.loads(self._line.recv(_MESSAGE_BYTES))
+            if message[0] == kind:
+                return int(message[1])
+            self._endings[message[1]] = message[2]
+
+    def ending(self, pid: int, timeout_s: float) -> int | None:
+        """How a process has ended, once it has."""
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._line, selectors.EVENT_READ)
+            while pid not in self._endings:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return None
+                message = json.loads(self._line.recv(_MESSAGE_BYTES))
+                self._endings[message[1]] = message[2]
+        return self._endings.pop(pid)
+
+    def close(self) -> None:
+        """End the server, and with it whatever still runs."""
+        self._line.close()
+        try:
+            self._server.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+
+
+class Group:
+    """Processes that were started together; leaving the context kills what is left of them."""
+
+    def __init__(self, pool: Pool, ranks: list[Rank]) -> None:
+        self._pool = pool
+        self.ranks = ranks
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self.ranks:
+            if rank.status is None:
+                os.kill(rank.pid, signal.SIGKILL)
+        self.end()
+        for rank in self.ranks:
+            rank.line.close()
+            rank.output.close()
+
+    def hear(self, count: int, *, among: Sequence[int] | None = None, timeout_s: float = LIMIT_S) -> None:
+        """Wait until every rank (of those ``among``) has said ``count`` things."""
+        deadline = time.monotonic() + timeout_s
+        chosen = [rank for rank in self.ranks if among is None or rank.index in among]
+        while silent := [rank for rank in chosen if len(rank.said) < count]:
+            ready = wait([rank.line for rank in silent], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError("\n".join(["these have not come far enough:", *map(str, silent)]))
+            for rank in silent:
+                if rank.line in ready:
+                    try:
+                        rank.said.append(rank.line.recv())
+                    except EOFError:
+                        raise AssertionError(f"ended too early: {rank}") from None
+
+    def end(self, timeout_s: float = LIMIT_S, among: Sequence[int] | None = None) -> list[int | None]:
+        """Wait until all (of those ``among``) have ended; their exit statuses."""
+        deadline = time.monotonic() + timeout_s
+        for rank in self.ranks:
+            if rank.status is None and (among is None or rank.index in among):
+                rank.status = self._pool.ending(rank.pid, max(0.0, deadline - time.monotonic()))
+                if rank.status is None:
+                    raise TimeoutError(f"still there after {timeout_s:.0f} s: {rank}")
+        return [rank.status for rank in self.ranks]
+
+    def results(self, timeout_s: float = LIMIT_S) -> list[Any]:
+        """What each sent last, once all have ended with status 0."""
+        found = []
+        for rank in self.ranks:
+            # Read before waiting for the end: one that sends much cannot end before.
+            while wait([rank.line], timeout_s):
+                try:
+                    rank.said.append(rank.line.recv())
+                except EOFError:
+                    break
+            else:
+                raise TimeoutError(f"nothing heard for {timeout_s:.0f} s: {rank}")
+        self.end(timeout_s)
+        for rank in self.ranks:
+            if rank.status != 0:
+                raise AssertionError("\n".join(map(str, self.ranks)))
+            found.append(rank.said[-1] if rank.said else None)
+        return found
+
+
+# The server.
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def serve(line: socket.socket) -> list[Any] | None:
+    """Fork ranks until the other side hangs up; in a rank, return what it has to do."""
+    import torch
+
+    import syncline.api
+    import syncline.frameworks.torch  # noqa: F401 - loaded for the ranks
+
+    torch.set_num_threads(1)
+    server = os.getpid()
+    selector = selectors.DefaultSelector()
+    selector.register(line, selectors.EVENT_READ)
+    running: dict[int, int] = {}  # pidfd -> pid
+    while True:
+        for key, _ in selector.select():
+            if key.fd != line.fileno():
+                pid = running.pop(key.fd)
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                _, status = os.waitpid(pid, 0)
+                line.send(json.dumps(["end", pid, os.waitstatus_to_exitcode(status)]).encode())
+                continue
+            text, fds, _, _ = socket.recv_fds(line, _MESSAGE_BYTES, 8)
+            if not text:
+                for pid in running.values():
+                    os.kill(pid, signal.SIGKILL)
+                return None
+            pid = os.fork()
+            if pid == 0:
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != server:
+                    os._exit(1)
+                selector.close()
+                for fd in running:
+                    os.close(fd)
+                line.close()
+                return [*json.loads(text), *fds]
+            for fd in fds:
+                os.close(fd)
+            pidfd = os.pidfd_open(pid)
+            running[pidfd] = pid
+            selector.register(pidfd, selectors.EVENT_READ)
+            line.send(json.dumps(["pid", pid]).encode())
+
+
+def work(module: str, name: str, arguments: list[Any], environ: dict[str, str], output: int, said: int) -> None:
+    """Be a rank: in a process group of its own, as a launcher's children are."""
+    os.setpgid(0, 0)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: PTH123, SIM115
+    os.environ.update(environ)
+    line = Connection(said)
+    getattr(importlib.import_module(module), name)(line, *arguments)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE))
+    task = serve(socket.socket(fileno=int(sys.argv[1])))
+    if task is not None:
+        work(*task)

@@ -1,0 +1,405 @@
+"""What ranks of the pool do. Each function gets a line to the test, then its place in a group, then its case."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import psutil
+import torch
+
+import syncline
+from syncline.errors import ClosedError, PeerError, SynclineError
+
+SECRET = "the secret of these tests"
+BATCH = 12
+Place = tuple[int, int, str]
+"""Process index, number of processes, address."""
+
+
+@contextmanager
+def joined(place: Place, strategy: str, **options: Any) -> Iterator[None]:
+    index, processes, address = place
+    options.setdefault("secret", SECRET)
+    syncline.init(strategy, rank=index, world_size=processes, address=address, **options)
+    yield
+    syncline.shutdown()
+
+
+# Training.
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.01),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+def build(dtype: torch.dtype) -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 3, 3),
+        torch.nn.Tanh(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(48, 7),
+        torch.nn.Tanh(),
+        torch.nn.Linear(7, 5),
+    ).to(dtype)
+
+
+def batch(step: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(BATCH, 1, 6, 6, generator=generator, dtype=torch.float64).to(dtype)
+    return x, torch.randint(0, 5, (BATCH,), generator=generator)
+
+
+def steps(optimizer: str, kind: str, count: int = 4) -> dict[str, np.ndarray] | None:
+    """The weights after some steps on this rank's share of every batch; None on a server. Alone without a session."""
+    dtype = getattr(torch, kind)
+    model = build(dtype)
+    update = OPTIMIZERS[optimizer](model.parameters())
+    rank, world = 0, 1
+    if syncline.is_initialized():
+        rank, world = syncline.rank(), syncline.world_size()
+        try:
+            syncline.prepare(model, update)
+        except SystemExit as end:  # a server's part ends in prepare
+            assert end.code == 0
+            return None
+    for step in range(count):
+        x, y = batch(step, dtype)
+        mine = slice(BATCH * rank // world, BATCH * (rank + 1) // world)
+        update.zero_grad()
+        torch.nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
+        update.step()
+    return {name: tensor.detach().numpy().copy() for name, tensor in model.state_dict().items()}
+
+
+def train(line: Connection, place: Place, strategy: str, cases: list[list[str]]) -> None:
+    """One world after the other in the same processes; the weights of all."""
+    found = []
+    for optimizer, kind in cases:
+        with joined(place, strategy):
+            found.append(steps(optimizer, kind))
+    line.send(found)
+
+
+# Collectives.
+
+SIZES = (0, 1, 2, 3, 7, 1023, 65_537, 1_200_001)
+DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int64, np.int32, np.uint8)
+
+
+def collectives(line: Connection, place: Place, strategy: str) -> None:
+    with joined(place, strategy):
+        rank, world = syncline.rank(), syncline.world_size()
+        assert [rank, world] == list(place[:2])
+        for number, size in enumerate(SIZES):
+            # Every type with small sizes, one type with each of the large ones.
+            chosen = DTYPES if size < 1000 else (DTYPES[number % 4], DTYPES[4])
+            for dtype in chosen:
+                reduce_and_broadcast(size, np.dtype(dtype), rank, world)
+        torch_tensors(rank, world)
+        for sizes in ([0] * world, list(range(world)), [100_000 * (rank == 1) for rank in range(world)]):
+            found = syncline.gather(bytes([rank]) * sizes[rank])
+            assert found == [bytes([other]) * sizes[other] for other in range(world)]
+        for _ in range(5):
+            syncline.barrier()
+        stats = syncline.stats()
+        assert set(stats.bytes_sent) == set(range(world)) - {rank}
+        assert stats.strategy.startswith(strategy.split()[0])
+        assert stats.blocked_s > 0
+    line.send((sum(stats.bytes_sent.values()), sum(stats.bytes_received.values())))
+
+
+def reduce_and_broadcast(size: int, dtype: np.dtype[Any], rank: int, world: int) -> None:
+    """The numbers are small integers, so that sums are exact in every type."""
+    mine = [(np.arange(size) % 5 + other).astype(dtype) for other in range(world)]
+    total = np.sum([part.astype(np.int64) for part in mine], axis=0).astype(dtype)
+    found = syncline.allreduce(mine[rank].copy(), op="sum")
+    np.testing.assert_array_equal(found, total)
+    if dtype.kind not in "iu":
+        found = syncline.allreduce(mine[rank].copy())
+        np.testing.assert_array_equal(found, total / dtype.type(world))
+    for root in range(world):
+        np.testing.assert_array_equal(syncline.broadcast(mine[rank].copy(), root), mine[root])
+
+
+def torch_tensors(rank: int, world: int) -> None:
+    total = sum(range(1, world + 1))
+    for tensor in (
+        torch.tensor(rank + 1.0, dtype=torch.float64),  # no dimension
+        torch.full((3, 4), rank + 1.0, dtype=torch.bfloat16),
+        torch.full((3, 4), rank + 1.0, dtype=torch.float16).t(),  # not contiguous
+        torch.full((2, 5, 3), rank + 1)[:, ::2],  # int64
+        torch.nn.Parameter(torch.full((6,), rank + 1.0)),
+        torch.empty(0, 3),
+    ):
+        assert syncline.allreduce(tensor, op="sum") is tensor
+        assert bool((tensor == total).all())
+
+
+# What is left behind.
+
+
+def again_and_again(line: Connection, place: Place, strategies: list[str]) -> None:
+    """Worlds one after the other; after each, what this process holds."""
+    held = []
+    for strategy in strategies:
+        with joined(place, strategy):
+            syncline.allreduce(np.ones(200_000, np.float32))
+        held.append(holdings())
+    line.send(held)
+
+
+def holdings() -> dict[str, Any]:
+    gc.collect()
+    return {
+        "descriptors": sorted(path.readlink().as_posix().split(":")[0] for path in Path("/proc/self/fd").glob("*")),
+        "threads": threading.active_count(),
+        "tasks": len(list(Path("/proc/self/task").iterdir())),
+        "memory": [text for text in Path("/proc/self/maps").read_text().splitlines() if "syncline" in text],
+        "shared": sorted(path.name for path in Path("/dev/shm").iterdir() if "syncline" in path.name),
+    }
+
+
+# Faults.
+
+
+def train_until(
+    line: Connection, place: Place, strategy: str, victim: int, number: int, liveness: float
+) -> None:
+    """Train for ever; a victim that computes sends itself a signal in the middle of its third backward pass."""
+    index = place[0]
+    with joined(place, strategy, liveness=liveness):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(6)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer = syncline.prepare(model, optimizer)
+        for step in range(1_000_000):
+            optimizer.zero_grad()
+            if step == 2 and index == victim:
+                model[3].weight.register_hook(lambda _: os.kill(os.getpid(), number))
+            model(torch.ones(4, 300)).sum().backward()
+            optimizer.step()
+            if step < 2:
+                line.send(step)
+
+
+def raises(line: Connection, place: Place, strategy: str) -> None:
+    """Rank 1 raises between two steps."""
+    with joined(place, strategy):
+        for step in range(1_000_000):
+            if step == 2 and place[0] == 1:
+                raise ValueError("the data of this rank are spoilt")
+            syncline.allreduce(np.ones(10_000))
+    line.send("never")
+
+
+def late_to_barrier(line: Connection, place: Place) -> None:
+    """Rank 1 does not come to the barrier until the test says so."""
+    with joined(place, "ring"):
+        syncline.barrier(timeout=30)
+        line.send("joined")
+        if place[0] == 1:
+            line.recv()
+        syncline.barrier(timeout=0.2)
+
+
+def mismatch(line: Connection, place: Place, calls: list[str]) -> None:
+    """Every rank makes its own call."""
+    with joined(place, "ring"):
+        syncline.barrier()
+        call = calls[place[0]]
+        if call == "barrier":
+            syncline.barrier()
+        elif call == "broadcast":
+            syncline.broadcast(np.zeros(5))
+        elif call == "step":
+            model = torch.nn.Linear(2, 1)
+            syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        else:
+            syncline.allreduce(np.zeros(int(call), np.float32))
+        syncline.barrier()
+    line.send("never")
+
+
+def other_models(line: Connection, place: Place, strategy: str, how: str) -> None:
+    """The last process's model differs in one way."""
+    odd = place[0] == place[1] - 1
+    with joined(place, strategy):
+        width = 9 if odd and how == "shape" else 8
+        layers = [torch.nn.Linear(4, 8), torch.nn.Linear(8, width), torch.nn.Linear(width, 2)]
+        if odd and how == "more":
+            layers.append(torch.nn.Linear(2, 2))
+        model = torch.nn.Sequential(*layers)
+        if odd and how == "type":
+            model[1].double()
+        if odd and how == "frozen":
+            model[1].weight.requires_grad_(False)
+        syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        syncline.barrier()
+    line.send("never")
+
+
+def leaves_early(line: Connection, place: Place) -> None:
+    """Rank 1's script ends while the others still need it."""
+    with joined(place, "ring"):
+        for step in range(1_000_000):
+            if step == 2 and place[0] == 1:
+                break
+            syncline.allreduce(np.ones(10_000))
+    line.send("ended")
+
+
+# Children of ranks.
+
+
+class Probes(torch.utils.data.Dataset[dict[str, Any]]):
+    """Items that tell what a data loader's worker sees; ``sockets`` are those of the training process."""
+
+    def __init__(self, parent: int, sockets: set[str]) -> None:
+        self._parent, self._sockets = parent, sockets
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        try:
+            said = str(syncline.rank())
+        except ClosedError as error:
+            said = str(error)
+        return {
+            "x": float(index),
+            "forked": os.getpid() != self._parent,
+            "inherited": len(self._sockets & sockets()),
+            "said": said,
+        }
+
+
+def sockets() -> set[str]:
+    """The sockets and shared memory that this process holds."""
+    held = set()
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            target = path.readlink().as_posix()
+        except OSError:  # the directory itself
+            continue
+        if target.startswith("socket:") or "memfd:syncline" in target:
+            held.add(target)
+    return held
+
+
+def loads_data(line: Connection, place: Place, strategy: str, method: str) -> None:
+    """Data loaders before, between and after steps; their workers hold none of the run's connections."""
+    before = sockets()
+    with joined(place, strategy):
+        model = torch.nn.Linear(1, 1)
+        model, optimizer = syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        dataset = Probes(os.getpid(), sockets() - before)
+        loader = torch.utils.data.DataLoader(dataset, 2, num_workers=1, multiprocessing_context=method)
+        seen = []
+        for item in loader:
+            optimizer.zero_grad()
+            model(item["x"].float().reshape(-1, 1)).sum().backward()
+            optimizer.step()
+            seen.append((bool(item["forked"].all()), int(item["inherited"].sum()), item["said"][0]))
+        syncline.barrier()
+    line.send((len(dataset._sockets), seen))
+
+
+def forks(line: Connection, place: Place, strategy: str) -> None:
+    """A forked child that uses, ends and leaves Syncline does the run no harm."""
+    with joined(place, strategy):
+        syncline.allreduce(np.ones(100_000))
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            texts = []
+            for call in (syncline.rank, syncline.barrier, lambda: syncline.allreduce(np.ones(1))):
+                try:
+                    call()
+                except ClosedError as error:
+                    texts.append(str(error))
+            os.write(writer, "\n".join(texts).encode())
+            os.close(writer)
+            raise KeyError("the child ends with an exception of its own")
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            said = pipe.read().decode().splitlines()
+        _, status = os.waitpid(child, 0)
+        np.testing.assert_array_equal(syncline.allreduce(np.ones(100_000)), 1)
+        syncline.barrier()
+    line.send((said, os.waitstatus_to_exitcode(status)))
+
+
+# Start.
+
+
+def starts(line: Connection, place: Place, options: dict[str, Any]) -> None:
+    """Join, meet, end; or send the error."""
+    logging.basicConfig()
+    strategy = options.pop("strategy", "ring")
+    try:
+        with joined(place, strategy, **options):
+            syncline.barrier()
+    except SynclineError as error:
+        line.send((type(error).__name__, str(error)))
+        return
+    line.send("met")
+
+
+def tells_its_ports(line: Connection, place: Place) -> None:
+    """As ``starts``, and tells the ports on which this process listens while it waits for the others."""
+
+    def tell() -> None:
+        me = psutil.Process()
+        ports: set[int] = set()
+        while len(ports) < 2 and not ended.wait(0.01):
+            ports = {end.laddr.port for end in me.net_connections("tcp") if end.status == psutil.CONN_LISTEN}
+        line.send(sorted(ports))
+
+    ended = threading.Event()
+    thread = threading.Thread(target=tell)
+    thread.start()
+    try:
+        starts(line, place, {})
+    finally:
+        ended.set()
+        thread.join()
+
+
+def interrupted(line: Connection, place: Place) -> None:
+    """Runs until SIGINT, with Python's own handler for it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with joined(place, "ring"):
+        syncline.barrier()
+        line.send("running")
+        while True:
+            syncline.allreduce(np.ones(1000))
+
+
+def survives(line: Connection, place: Place) -> None:
+    """Another process's failure is an exception that a script can catch."""
+    index = place[0]
+    with joined(place, "ring"):
+        syncline.barrier()
+        if index == 1:
+            sys.stdout.flush()
+            os._exit(3)
+        try:
+            while True:
+                syncline.allreduce(np.ones(1000))
+        except PeerError as error:
+            line.send((error.rank, error.host))

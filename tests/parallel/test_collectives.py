@@ -1,0 +1,93 @@
+"""Collectives between real processes: values, types, sizes; calls that do not match; nothing left at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import rank_bodies as bodies
+from pool import Group, Pool
+
+
+def everyone(world: int, address: str, *case: Any) -> list[list[Any]]:
+    return [[[index, world, address], *case] for index in range(world)]
+
+
+def failures(group: Group, *parts: str) -> None:
+    """All end with a status other than 0, and each prints all the ``parts``."""
+    assert all(status == 1 for status in group.end()), "\n".join(map(str, group.ranks))
+    for rank in group.ranks:
+        for part in parts:
+            assert part in rank.printed(), f"{part!r} is not in what this one printed: {rank}"
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("ring", 2), ("direct", 3), ("ring", 3), ("double_tree", 4)])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_collectives(pool: Pool, address: str, strategy: str, world: int, transport: str) -> None:
+    case = everyone(world, address, f"{strategy} transport={transport}")
+    with pool.start(bodies.collectives, case) as group:
+        sent, received = zip(*group.results(), strict=True)
+    assert sum(sent) >= sum(received) > 0  # the last acknowledgements may not have been read
+
+
+def test_worlds_leave_nothing_behind(pool: Pool, address: str) -> None:
+    """Started and ended again and again at one address, with alternating transports."""
+    strategies = ["ring transport=shm", "ring transport=tcp"] * 3
+    with pool.start(bodies.again_and_again, everyone(3, address, strategies)) as group:
+        for held in group.results():
+            warm, *later = held[1:]
+            assert all(holding == warm for holding in later), (warm, later)
+            assert warm["threads"] == 1
+            assert not any(name.startswith(("socket", "anon_inode")) for name in warm["descriptors"][:0])
+            assert not warm["memory"]
+            assert not warm["shared"]
+
+
+def test_a_barrier_names_who_is_missing(pool: Pool, address: str) -> None:
+    with pool.start(bodies.late_to_barrier, everyone(3, address)) as group:
+        group.hear(1)
+        group.end(among=[0, 2])
+        group.ranks[1].line.send("now")
+        failures(group, "barrier", "not reached within 0.2 s by rank 1 (")
+
+
+@pytest.mark.parametrize(
+    ("calls", "parts"),
+    [
+        (["7", "7", "8"], ["rank 2 (", "at allreduce"]),
+        (["barrier", "barrier", "7"], ["rank 2 (", "at allreduce", "at barrier"]),
+        (["broadcast", "7", "7"], ["rank 0 (", "at allreduce", "at broadcast"]),
+    ],
+)
+def test_calls_that_do_not_match_name_the_ranks(pool: Pool, address: str, calls: list[str], parts: list[str]) -> None:
+    with pool.start(bodies.mismatch, everyone(3, address, calls)) as group:
+        failures(group, *parts)
+
+
+@pytest.mark.parametrize(
+    ("how", "parts"),
+    [
+        ("shape", ["'1.weight'", "(9, 8)", "(8, 8)"]),
+        ("type", ["'1.weight'", "float64", "float32"]),
+        ("frozen", ["'1.weight'", "frozen"]),
+        ("more", ["'3.weight'", "here only"]),
+    ],
+)
+def test_the_first_parameter_that_differs_is_named(pool: Pool, address: str, how: str, parts: list[str]) -> None:
+    with pool.start(bodies.other_models, everyone(3, address, "ring", how)) as group:
+        failures(group, "rank 2 (", *parts)
+
+
+def test_a_server_with_another_model_is_named(pool: Pool, address: str) -> None:
+    with pool.start(bodies.other_models, everyone(3, address, "ps(servers=1)", "shape")) as group:
+        failures(group, "server rank 2 (", "'1.weight'")
+
+
+def test_one_that_leaves_while_others_need_it_is_named(pool: Pool, address: str) -> None:
+    with pool.start(bodies.leaves_early, everyone(3, address)) as group:
+        group.end()
+        assert group.ranks[1].status == 0
+        for rank in (group.ranks[0], group.ranks[2]):
+            assert rank.status == 1
+            assert "rank 1 (" in rank.printed()
+            assert "left the run" in rank.printed()

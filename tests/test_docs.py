@@ -1,0 +1,80 @@
+"""What the documentation says exists: links lead somewhere, commands parse, strategies can be built."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from syncline.cli import cli
+from syncline.strategy import WORDS, Part, Strategy, vocabulary
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """The names under which a page's headings can be linked to."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every line of an indented or fenced block that begins with ``syncline``, and where it stands."""
+    found = []
+    for path in (*PAGES, *EXAMPLES):
+        code = False
+        for line in path.read_text().splitlines():
+            code ^= line.startswith("```")
+            text = line.strip()
+            if (code or line.startswith("    ")) and re.match(r"syncline [a-z]+\b(?!:)", text):
+                found.append((name_of(path), text))
+    return found
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_commands_parse(page: str, line: str) -> None:  # noqa: ARG001 - names the page when it fails
+    _, verb, *arguments = shlex.split(line, comments=True)
+    context = cli.commands[verb].make_context(verb, arguments)
+    script = context.params.get("script")
+    assert script is None or (ROOT / script).is_file()
+    texts = [context.params.get("strategy"), *context.params.get("strategies", ())]
+    for text in filter(None, texts):
+        Strategy.parse(text)
+
+
+def test_the_table_of_strategies_in_the_readme_is_built() -> None:
+    rows = re.findall(r"^\| (architecture|`\w+=`) \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [row[0].strip("`=") for row in rows] == list(WORDS)
+    built = {(item.word, item.name) for item in vocabulary() if item.built}
+    for word, values in rows:
+        for value in re.findall(r"`([^`]+)`", values):
+            assert (word.strip("`="), value.partition("(")[0]) in built
+            if word == "architecture":
+                Strategy.parse(value)
+            else:
+                Strategy.parse(f"{word.strip('`')}{value}")
+
+
+def test_the_default_of_every_word_comes_first_in_the_readme() -> None:
+    rows = re.findall(r"^\| (?:architecture|`\w+=`) \| `(\w+)`", (ROOT / "README.md").read_text(), re.MULTILINE)
+    defaults: list[Part] = [part for _, part in Strategy().parts()]
+    assert rows == [part.name for part in defaults]

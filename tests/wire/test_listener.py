@@ -1,0 +1,268 @@
+"""Open doors: peers come in, strangers are refused, logged, and keep nobody waiting."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from syncline.errors import GroupError, HandshakeError, UsageError
+from syncline.wire import handshake
+from syncline.wire.handshake import run_id
+from syncline.wire.listener import Listener, dial, interface_address, local_address_towards
+
+LIMIT_S = 20.0
+RUN = run_id("a run")
+SECRET = b"known to all ranks of the run"
+Where = tuple[str, int] | str
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    found = Listener("127.0.0.1", RUN, SECRET, 0)
+    yield found
+    found.close()
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def where(request: pytest.FixtureRequest, listener: Listener) -> Where:
+    return (listener.address, listener.port) if request.param == "tcp" else listener.unix
+
+
+def knock(where: Where) -> socket.socket:
+    if isinstance(where, tuple):
+        return socket.create_connection(where, LIMIT_S)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(LIMIT_S)
+    sock.connect(f"\0{where}")
+    return sock
+
+
+def good_peer(listener: Listener, where: Where, source: int = 1, purpose: str = "data") -> None:
+    """A peer gets in and bytes pass both ways, at whatever time this is asked."""
+    with dial(where, RUN, SECRET, source, 0, purpose, LIMIT_S) as there:
+        here = listener.take(source, purpose, LIMIT_S)
+        assert here is not None
+        with here:
+            there.sendall(b"ping")
+            assert here.recv(4, socket.MSG_WAITALL) == b"ping"
+            here.sendall(b"pong")
+            assert there.recv(4, socket.MSG_WAITALL) == b"pong"
+
+
+def test_a_peer_that_proves_itself_gets_in(listener: Listener, where: Where) -> None:
+    good_peer(listener, where)
+
+
+def test_connections_are_told_apart_by_peer_and_purpose(listener: Listener, where: Where) -> None:
+    calls = [(peer, purpose) for peer in (1, 2, 3) for purpose in ("control", "data")]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        ends = pool.map(lambda call: dial(where, RUN, SECRET, call[0], 0, call[1], LIMIT_S), calls)
+    for (peer, purpose), there in zip(calls, ends, strict=True):
+        with there:
+            there.sendall(f"{peer} {purpose}".encode())
+            here = listener.take(peer, purpose, LIMIT_S)
+            assert here is not None
+            with here:
+                assert here.recv(100).decode() == f"{peer} {purpose}"
+    assert listener.take(1, "data", 0) is None
+
+
+def test_bytes_right_behind_the_proof_belong_to_the_connection(listener: Listener, where: Where) -> None:
+    """The listener reads no byte more than the handshake has."""
+    with knock(where) as sock:
+        said = handshake.hello(RUN, 1, 0, "data")
+        sock.sendall(said.raw)
+        proof = handshake.check_answer(SECRET, said, sock.recv(handshake.ANSWER_BYTES, socket.MSG_WAITALL))
+        sock.sendall(proof + b"and more")
+        here = listener.take(1, "data", LIMIT_S)
+        assert here is not None
+        with here:
+            assert here.recv(100) == b"and more"
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"",
+        b"\0" * 500,
+        b"GET / HTTP/1.1\r\nHost: somewhere\r\nUser-Agent: a scanner that knows no better\r\n\r\n",
+        b"SYN",
+    ],
+    ids=["closes", "zeros", "http", "half"],
+)
+def test_strangers_are_refused_and_logged(
+    listener: Listener, where: Where, noise: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "syncline.wire"), knock(where) as stranger:
+        stranger.sendall(noise)
+        stranger.shutdown(socket.SHUT_WR)
+        drain(stranger)
+    assert "refused a connection from" in caplog.text
+    good_peer(listener, where)
+
+
+def drain(sock: socket.socket) -> bytes:
+    """What the other end says until it closes; a reset counts as closing."""
+    found = b""
+    try:
+        while part := sock.recv(4096):
+            found += part
+    except ConnectionError:
+        pass
+    return found
+
+
+def test_strangers_that_say_nothing_keep_nobody_waiting(listener: Listener, where: Where) -> None:
+    strangers = [knock(where) for _ in range(60)]
+    half = [knock(where) for _ in range(20)]
+    for sock in half:
+        sock.sendall(handshake.hello(RUN, 1, 0, "data").raw[:30])
+    good_peer(listener, where)
+    listener.close()
+    for sock in (*strangers, *half):
+        with sock:
+            assert drain(sock) == b""
+
+
+def test_the_silent_are_refused_in_time(caplog: pytest.LogCaptureFixture) -> None:
+    short = Listener("127.0.0.1", RUN, SECRET, 0, handshake_s=0.05)
+    try:
+        with knock((short.address, short.port)) as stranger:
+            stranger.sendall(b"x")
+            assert drain(stranger) == b""
+        assert "fell silent during the handshake, after 1 of" in caplog.text
+    finally:
+        short.close()
+
+
+def test_a_flood_of_strangers_pushes_out_strangers(listener: Listener) -> None:
+    where = listener.address, listener.port
+    strangers = [knock(where) for _ in range(300)]
+    good_peer(listener, where)
+    assert drain(strangers[0]) == b""  # the oldest had to go
+    for sock in strangers:
+        sock.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "logged"),
+    [
+        ({"secret": b"another"}, "closed the connection"),
+        ({"run": run_id("another run")}, "another run"),
+        ({"target": 5}, "it looks for rank 5, this is rank 0"),
+    ],
+)
+def test_a_peer_of_another_run_secret_or_rank_is_refused(
+    listener: Listener, where: Where, changed: dict[str, object], logged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    terms: dict[str, object] = {"run": RUN, "secret": SECRET, "source": 1, "target": 0, "purpose": "data"}
+    with pytest.raises((HandshakeError, ConnectionError)):
+        dial(where, timeout=LIMIT_S, **(terms | changed))  # type: ignore[arg-type]
+    good_peer(listener, where, source=2)
+    assert logged in caplog.text
+
+
+def test_a_dialler_that_does_not_know_the_secret_but_goes_on_is_refused(listener: Listener, where: Where) -> None:
+    with knock(where) as liar:
+        liar.sendall(handshake.hello(RUN, 1, 0, "data").raw + b"\1" * handshake.MAC_BYTES)
+        assert len(drain(liar)) <= handshake.ANSWER_BYTES  # no welcome
+    assert listener.take(1, "data", 0) is None
+    good_peer(listener, where)
+
+
+def test_a_second_connection_for_the_same_is_refused(listener: Listener, where: Where) -> None:
+    with dial(where, RUN, SECRET, 1, 0, "data", LIMIT_S) as first:
+        with pytest.raises((HandshakeError, ConnectionError)):
+            dial(where, RUN, SECRET, 1, 0, "data", LIMIT_S)
+        here = listener.take(1, "data", LIMIT_S)
+        assert here is not None
+        with here:
+            first.sendall(b"still here")
+            assert here.recv(100) == b"still here"
+
+
+def fake(replies: Callable[[socket.socket], None]) -> tuple[tuple[str, int], threading.Thread, socket.socket]:
+    """Something that is not a listener of ours."""
+    door = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        sock, _ = door.accept()
+        with sock:
+            replies(sock)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return door.getsockname(), thread, door
+
+
+@pytest.mark.parametrize(
+    "reply", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * handshake.ANSWER_BYTES], ids=["closes", "http", "zeros"]
+)
+def test_a_dialler_does_not_trust_who_cannot_prove_itself(reply: bytes) -> None:
+    heard: list[bytes] = []
+
+    def replies(sock: socket.socket) -> None:
+        heard.append(sock.recv(handshake.HELLO_BYTES, socket.MSG_WAITALL))
+        sock.sendall(reply)
+        sock.shutdown(socket.SHUT_WR)
+        heard.append(drain(sock))
+
+    where, thread, door = fake(replies)
+    with door, pytest.raises((HandshakeError, ConnectionError)):
+        dial(where, RUN, SECRET, 1, 0, "data", LIMIT_S)
+    thread.join(LIMIT_S)
+    assert heard[1] == b""  # no proof for an impostor
+
+
+def test_a_dialler_does_not_wait_for_ever() -> None:
+    done = threading.Event()
+    where, thread, door = fake(lambda _: done.wait(LIMIT_S) and None)
+    with door, pytest.raises(HandshakeError, match="silent"):
+        dial(where, RUN, SECRET, 1, 0, "data", 0.05)
+    done.set()
+    thread.join(LIMIT_S)
+
+
+def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        where = door.getsockname()
+    with pytest.raises(ConnectionRefusedError):
+        dial(where, RUN, SECRET, 1, 0, "data", LIMIT_S)
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"cannot listen on 192\.0\.2\.1: .*interface="):
+        Listener("192.0.2.1", RUN, SECRET, 0)
+
+
+def test_interfaces_and_addresses() -> None:
+    assert interface_address("lo") == "127.0.0.1"
+    assert interface_address("127.0.0.1") == "127.0.0.1"
+    assert interface_address("::1") == "::1"
+    with pytest.raises(UsageError, match=r"'nowhere0' has no IPv4 address .*there are .*lo"):
+        interface_address("nowhere0")
+    assert local_address_towards("127.0.0.1", 80) == "127.0.0.1"
+    with pytest.raises(GroupError, match="cannot resolve the address 'no such name'"):
+        local_address_towards("no such name", 80)
+
+
+def test_the_doors_close_with_all_that_nobody_took() -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    files, threads = open_files(), threading.active_count()
+    doors = Listener("127.0.0.1", RUN, SECRET, 0)
+    with dial(doors.unix, RUN, SECRET, 1, 0, "data", LIMIT_S) as there, knock((doors.address, doors.port)):
+        doors.close()
+        doors.close()
+        assert there.recv(1) == b""
+    with pytest.raises(ConnectionRefusedError):
+        knock((doors.address, doors.port))
+    assert open_files() == files
+    assert threading.active_count() == threads

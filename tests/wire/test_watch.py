@@ -1,0 +1,220 @@
+"""Who failed first: deaths, stops and aborts are told apart from leaving, and everybody names the same culprit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from syncline.errors import PeerError, PeerLost
+from syncline.wire.rollcall import Member, Roll
+from syncline.wire.watch import Watcher
+
+LIMIT_S = 20.0
+SHORT_S = 0.2
+BEATS_S = 2.0
+"""Long enough for a thread of a busy machine to be heard several times within it."""
+
+
+@dataclass
+class Seat:
+    """One process's watcher and what it was told."""
+
+    index: int
+    watcher: Watcher
+    failures: list[PeerError] = field(default_factory=list)
+    failed: threading.Event = field(default_factory=threading.Event)
+    left: threading.Event = field(default_factory=threading.Event)
+
+    def culprit(self) -> int:
+        assert self.failed.wait(LIMIT_S)
+        return self.failures[0].rank
+
+
+class Table:
+    """Watchers of a whole group in this process, and connections that the test itself holds."""
+
+    def __init__(self) -> None:
+        self.seats: list[Seat] = []
+        self.raw: list[socket.socket] = []
+
+    def seat(self, index: int, members: list[Member], socks: dict[int, socket.socket], liveness_s: float) -> Seat:
+        seat: Seat
+
+        def on_failure(error: PeerError) -> None:
+            seat.failures.append(error)
+            seat.failed.set()
+
+        roll = Roll(index, tuple(members), "a run", b"")
+        watcher = Watcher(roll, socks, on_failure, lambda _: seat.left.set(), liveness_s)
+        seat = Seat(index, watcher)
+        # The process must not end when the "script" does not come back.
+        watcher.came_back()
+        self.seats.append(seat)
+        return seat
+
+    def group(self, world: int, liveness_s: float = LIMIT_S) -> list[Seat]:
+        members = [member(index) for index in range(world)]
+        socks: list[dict[int, socket.socket]] = [{} for _ in range(world)]
+        for low in range(world):
+            for high in range(low + 1, world):
+                socks[low][high], socks[high][low] = socket.socketpair()
+        return [self.seat(index, members, socks[index], liveness_s) for index in range(world)]
+
+    def beside(self, other: Member, liveness_s: float = LIMIT_S) -> tuple[Seat, socket.socket]:
+        """Rank 0 watching ``other`` as rank 1, and rank 1's end of the connection."""
+        here, there = socket.socketpair()
+        self.raw.append(there)
+        return self.seat(0, [member(0), other], {1: here}, liveness_s), there
+
+
+def member(index: int, pid: int | None = None, pid_space: str = "here") -> Member:
+    return Member(index, 9, f"host{index}", "machine", pid or os.getpid(), pid_space, "127.0.0.1", 1, "", {})
+
+
+@pytest.fixture
+def table() -> Iterator[Table]:
+    found = Table()
+    yield found
+    for seat in found.seats:
+        seat.watcher.close()
+    for sock in found.raw:
+        sock.close()
+
+
+def test_a_connection_that_closes_without_a_goodbye_is_a_death(table: Table, capfd: pytest.CaptureFixture[str]) -> None:
+    seat, there = table.beside(member(1, pid=4711))
+    there.close()
+    assert seat.culprit() == 1
+    error = seat.watcher.verdict(0)
+    assert isinstance(error, PeerLost)
+    assert error.host == "host1"
+    assert "rank 1 (host1, pid 4711) died" in str(error)
+    assert "syncline: rank 0 (host0" in capfd.readouterr().err  # printed at once
+
+
+def test_a_goodbye_is_no_failure(table: Table) -> None:
+    one, other = table.group(2)
+    other.watcher.goodbye()
+    other.watcher.close()
+    assert one.left.wait(LIMIT_S)
+    one.watcher.close()  # reads what there is to the end
+    assert one.watcher.left == {1}
+    assert one.watcher.failure is None
+    assert not one.failures
+
+
+def test_everybody_names_the_first_culprit(table: Table) -> None:
+    """Only rank 3 sees rank 4 die; the others learn of rank 4, and nobody blames a messenger that leaves."""
+    members = [member(index) for index in range(5)]
+    socks: list[dict[int, socket.socket]] = [{} for _ in range(5)]
+    for low, high in ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3), (3, 4)):
+        socks[low][high], socks[high][low] = socket.socketpair()
+    seats = [table.seat(index, members, socks[index], LIMIT_S) for index in range(4)]
+    socks[4][3].close()
+    assert [seat.culprit() for seat in seats] == [4, 4, 4, 4]
+    seats[3].watcher.close()
+    for seat in seats[:3]:
+        assert len(seat.failures) == 1
+        assert "rank 4 (host4" in str(seat.watcher.failure)
+
+
+def test_an_abort_carries_reason_and_culprit(table: Table) -> None:
+    seats = table.group(3)
+    seats[2].watcher.abort("failed: ValueError: the data are wrong")
+    for seat in seats[:2]:
+        assert seat.culprit() == 2
+        assert "failed: ValueError: the data are wrong" in str(seat.watcher.failure)
+    assert seats[2].watcher.failure is None  # its own news come back to it in vain
+
+
+def test_the_accused_learns_of_it(table: Table) -> None:
+    seats = table.group(3)
+    seats[0].watcher.abort("was late", culprit=1)
+    assert [seats[1].culprit(), seats[2].culprit()] == [1, 1]
+    assert str(seats[1].watcher.failure).startswith("this process, rank 1")
+
+
+def test_long_reasons_are_cut(table: Table) -> None:
+    one, other = table.group(2)
+    other.watcher.abort("\u00e9" * 100_000)
+    assert one.culprit() == 1
+    assert str(one.watcher.failure).endswith("\u00e9" * 2000)
+
+
+def test_frames_may_come_in_pieces(table: Table) -> None:
+    seat, there = table.beside(member(1))
+    text = struct.pack("<I", 1) + b"in pieces"
+    for byte in struct.pack("<BxH", 3, len(text)) + text:
+        there.sendall(bytes([byte]))
+    assert seat.culprit() == 1
+    assert "in pieces" in str(seat.watcher.failure)
+
+
+def test_a_peer_of_another_machine_that_is_silent_is_lost(table: Table) -> None:
+    seat, there = table.beside(member(1, pid_space="elsewhere"), SHORT_S)
+    assert seat.culprit() == 1
+    assert "no sign of life" in str(seat.watcher.failure)
+    there.setblocking(False)
+    assert there.recv(4)[0] == 1  # it was sent heartbeats itself
+
+
+def test_heartbeats_keep_a_peer_alive(table: Table) -> None:
+    """Two watchers that see each other as processes of other machines; one that sends nothing is found meanwhile."""
+    members = [member(0, pid_space="a"), member(1, pid_space="b"), member(2, pid_space="c")]
+    pairs = {pair: socket.socketpair() for pair in ((0, 1), (0, 2))}
+    table.raw.append(pairs[0, 2][1])
+    first = table.seat(0, members, {1: pairs[0, 1][0], 2: pairs[0, 2][0]}, BEATS_S)
+    table.seat(1, members, {0: pairs[0, 1][1]}, BEATS_S)
+    assert first.culprit() == 2
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_stopped_process_of_this_machine_is_lost(table: Table, child: subprocess.Popen[bytes]) -> None:
+    seat, _ = table.beside(member(1, pid=child.pid), SHORT_S)
+    os.kill(child.pid, signal.SIGSTOP)
+    assert seat.culprit() == 1
+    assert f"rank 1 (host1, pid {child.pid}) is stopped" in str(seat.watcher.failure)
+
+
+def test_a_busy_process_of_this_machine_is_not_lost(table: Table, child: subprocess.Popen[bytes]) -> None:
+    """It answers nothing, but it is not stopped: found guilty is who really is."""
+    members = [member(0), member(1, pid=child.pid), member(2, pid_space="elsewhere")]
+    pairs = [socket.socketpair() for _ in range(2)]
+    table.raw += [there for _, there in pairs]
+    seat = table.seat(0, members, {1: pairs[0][0], 2: pairs[1][0]}, SHORT_S)
+    assert seat.culprit() == 2
+
+
+def test_nothing_is_left_behind() -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    files, threads = open_files(), threading.active_count()
+    table = Table()
+    seats = table.group(3)
+    for seat in seats:
+        seat.watcher.goodbye()
+    closers = [threading.Thread(target=seat.watcher.close) for seat in seats]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(LIMIT_S)
+    assert open_files() == files
+    assert threading.active_count() == threads
