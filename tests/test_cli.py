@@ -112,7 +112,7 @@ def test_a_fault_of_our_own_keeps_its_traceback(compared: Recorder) -> None:
 
 def test_bench_reads_sizes_with_units(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = stand_in(monkeypatch, "allreduce")
-    result = call("bench", "--ranks", "2", "8", "--sizes", "1KiB", "25MB", "--contenders", "ring", "gloo:native")
+    result = call("bench", "--ranks", "2", "8", "--sizes", "1KiB", "25MB", "--with", "ring", "gloo:native")
     assert result.exit_code == 0, result.output
     assert measured.args == ([2, 8], [1024, 25_000_000], ["ring", "gloo:native"], None)
     result = call("bench", "--sizes", "many")

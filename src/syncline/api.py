@@ -23,6 +23,7 @@ from .launch.store import find_secret, listen_address, open_store
 from .session import Session, Stats, connect_session
 from .strategy import Strategy
 from .types import Group
+from .wire.store import Store
 from .wire.watch import LIVENESS_S
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _session: Session | None = None
 _prepared: list[Prepared] = []
+_stores: dict[tuple[str, int], Store] = {}
 _inits = 0
 
 
@@ -71,7 +73,7 @@ def init(
         _session = Session(chosen.resolve(group, one_host=True), group, 0, None)
     else:
         run = f"{environment.run_id}/{environment.restart}/{_inits}"
-        store = open_store(environment, timeout)
+        store = _meeting_place(environment, timeout)
         _session = connect_session(
             chosen,
             environment.rank,
@@ -88,6 +90,14 @@ def init(
         )
     _inits += 1
     _watch_the_end()
+
+
+def _meeting_place(environment: Environment, timeout: float) -> Store:
+    """The run's store, opened once per process: rank 0 serves it to ranks that come later or again."""
+    where = environment.address, environment.port
+    if where not in _stores:
+        _stores[where] = open_store(environment, timeout)
+    return _stores[where]
 
 
 def _choose(strategy: str | None, environment: Environment) -> Strategy:

@@ -227,8 +227,8 @@ class Engine:
         moved = time.monotonic()
         try:
             while not self._closing and self.error is None:
-                while self._inbox:
-                    self._inbox.popleft()()
+                if self._inbox:
+                    self._take_tasks()
                     moved = time.monotonic()
                 if self._exchange.progress(_POLL_S) or not self._under_way:
                     moved = time.monotonic()
@@ -238,6 +238,12 @@ class Engine:
             self.fail(self._explain(error))
         finally:
             self.transport.close()
+
+    def _take_tasks(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+        with self._changed:  # the end waits for this; a tolerant work gives no other sign
+            self._changed.notify_all()
 
     def _stalled(self) -> SynclineError:
         waiting = self._exchange.waiting_for

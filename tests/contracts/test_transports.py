@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import socket
 import threading
 import time
@@ -275,7 +274,7 @@ def test_nothing_is_left_behind(kind: str) -> None:
     with network(kind, 2):
         pass
     gc.collect()
-    files, threads, shared = open_files(), threading.active_count(), set(os.listdir("/dev/shm"))
+    files, threads, shared = open_files(), threading.active_count(), set(Path("/dev/shm").iterdir())
     for _ in range(3):
         with network(kind, 3) as net:
             data = net.ends[0].allocate(200_000)
@@ -284,7 +283,7 @@ def test_nothing_is_left_behind(kind: str) -> None:
     gc.collect()
     assert open_files() == files
     assert threading.active_count() == threads
-    assert set(os.listdir("/dev/shm")) == shared
+    assert set(Path("/dev/shm").iterdir()) == shared
 
 
 def test_scratch_memory_is_used_again_once_warm() -> None:

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -232,12 +232,13 @@ def _write(path: Path, rows: Sequence[Measured]) -> None:
 
 def _table(world: int, rows: Sequence[Measured]) -> Table:
     peers = {row.bytes: row.median_s for row in rows if f"{row.transport}:{row.algorithm}" == GLOO}
-    table = Table(title=f"allreduce of float32, {world} ranks on {os.cpu_count()} cores", title_justify="left")
-    for title in ("bytes", "contender", "median", "p99", "busbw", "CPU s/GB", "memory", "vs gloo", "right"):
-        table.add_column(title, justify="left" if title == "contender" else "right")
+    title = f"allreduce of float32, {world} ranks on {len(os.sched_getaffinity(0))} cores"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("bytes", "contender", "median", "busbw", "CPU s/GB", "memory", "vs gloo", "right"):
+        table.add_column(name, justify="left" if name == "contender" else "right", no_wrap=True)
     for row in sorted(rows, key=lambda row: row.bytes):
         name = f"{row.transport}:{row.algorithm}"
-        if row.median_s is None or row.p99_s is None or row.busbw_bytes_per_s is None:
+        if row.median_s is None or row.busbw_bytes_per_s is None:
             table.add_row(bytes_text(row.bytes), name, row.error or "not measured")
             continue
         peer = peers.get(row.bytes)
@@ -245,9 +246,8 @@ def _table(world: int, rows: Sequence[Measured]) -> Table:
             bytes_text(row.bytes),
             name,
             seconds_text(row.median_s),
-            seconds_text(row.p99_s),
             f"{row.busbw_bytes_per_s / 1e9:.2f} GB/s",
-            f"{row.cpu_s_per_gb:.2f}",
+            f"{row.cpu_s_per_gb:.3g}",
             "" if row.memory_bytes is None else f"+{row.memory_bytes / 2**20:.0f} MiB",
             "" if peer is None else f"{peer / row.median_s:.2f}x",
             "yes" if row.correct else "NO",

@@ -85,7 +85,7 @@ class Transport(Protocol):
         ...
 
     def poll(self, timeout: float) -> list[Handle]:
-        """Move data; return what has completed, after at most ``timeout`` seconds; a failed handle carries its error."""
+        """Move data; what has completed, after at most ``timeout`` seconds. A failed handle carries its error."""
         ...
 
     def wake(self) -> None:

@@ -81,7 +81,7 @@ class Hub:
 
 @register("transports", "inproc", one_host=True)
 class InProc:
-    """One rank's end of a Hub."""
+    """Between the threads of one process: one rank's end of a Hub."""
 
     name = "inproc"
     ordered = False

@@ -127,7 +127,10 @@ class _Segments:
 
 @register("transports", "shm", connection="unix", one_host=True)
 class Shm:
-    """The shared memory of process ``rank``; ``socks`` are proved UNIX connections to all others."""
+    """Shared memory between the processes of one machine.
+
+    ``socks`` are proved UNIX connections of process ``rank`` to all others.
+    """
 
     name = "shm"
     ordered = False

@@ -56,7 +56,10 @@ class _Reading:
 
 @register("transports", "tcp", connection="tcp", one_host=False)
 class Tcp:
-    """The connections of process ``rank``; ``socks`` are proved connections to all others."""
+    """TCP, one connection per pair of processes.
+
+    ``socks`` are proved connections of process ``rank`` to all others.
+    """
 
     name = "tcp"
     ordered = False
