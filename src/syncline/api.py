@@ -188,8 +188,8 @@ def no_sync() -> contextlib.AbstractContextManager[None]:
 def join() -> Iterator[None]:
     """Around a training loop whose number of batches differs between ranks.
 
-    A rank that has run out takes part in the others' exchanges with weight 0 until all have. At the end all models get
-    the values of the rank that trained longest.
+    A rank that has run out takes part in the others' exchanges with weight 0 until all have. At the end model and
+    optimizer state of all ranks are those of the rank that trained longest; learning-rate schedulers are the script's.
     """
     here = session()
     if not here.alone and any(made.client is not None for made in _prepared):
@@ -197,6 +197,8 @@ def join() -> Iterator[None]:
             "join() with a parameter server that holds the weights is not built yet: use ps(update=worker), ring or"
             " another allreduce, or give every rank the same number of batches"
         )
+    if not here.alone and len(_prepared) > 1:
+        raise NotBuiltError("join() with several models is not built yet: give every rank the same number of batches")
     yield
     for made in _prepared:
         made.replica.shadow_until_all_joined()

@@ -18,6 +18,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -63,6 +64,8 @@ _CALLS = {
 
 # Keys tell the messages of exchanges in flight apart; buckets have the lowest.
 BUCKET_KEYS = 1 << 20
+MODEL_KEYS = 1 << 16
+"""Keys of one model among them: several models may be in flight at once."""
 WEIGHT_KEYS = 2 * BUCKET_KEYS
 _CALL_KEYS = 4 * BUCKET_KEYS
 _MESSAGE_TAGS = 1 << 63
@@ -148,6 +151,7 @@ class Session:
         self._all_left = threading.Event()
         self._calls = 0
         self._next_key = 0
+        self._models: list[weakref.ref[Any]] = []
         self._closed = False
         self._engine: Engine | None = None
         if transport is not None:
@@ -292,6 +296,24 @@ class Session:
         if self.strategy.architecture.name == "ps":
             return _plan("ring", Group(self.world_size))
         return self.strategy.plan(self.group)
+
+    def enter_model(self, model: object) -> int:
+        """The first key for the buckets of one more model; all processes enter the same ones in the same order.
+
+        Raises UsageError for a model that was entered before, for too many, and for more than server processes serve.
+        """
+        number = len(self._models)
+        if any(known() is model for known in self._models):
+            raise UsageError("this model has been prepared before: call syncline.prepare() once per model")
+        if number > 0 and self.group.servers:
+            raise UsageError(
+                "server processes serve one model: put all models into one torch.nn.ModuleList with one optimizer, or"
+                " use ps(on=workers), ring or another allreduce"
+            )
+        if number == BUCKET_KEYS // MODEL_KEYS:
+            raise UsageError(f"a run can have up to {number} prepared models: put several into one torch.nn.ModuleList")
+        self._models.append(weakref.ref(model))
+        return number * MODEL_KEYS
 
     def broadcast_to_all(self, array: Array, key: int, label: str) -> Work:
         """Start a broadcast from worker 0 to all processes, servers included; every process calls it."""

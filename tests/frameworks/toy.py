@@ -88,7 +88,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert (found[name] - tensor).norm() <= tolerance * tensor.norm(), name
+        assert (found[name] - tensor).double().norm() <= tolerance * tensor.double().norm(), name
 
 
 def alone(make: Make, body: Callable[[Here], Any]) -> Any:

@@ -12,7 +12,7 @@ from pool import Pool
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Ranks on demand, as forks of one warm process."""
-    found = Pool()
+    found = Pool("rank_bodies")
     yield found
     found.close()
 

@@ -1,15 +1,17 @@
 """Real processes for tests, ready at once: a server that has imported what is slow to import and forks ranks off.
 
 Started as a program this file is the server. It is asked over a UNIX socket for a rank: one message of JSON with the
-function to call, its arguments and environment variables, and three descriptors: where the rank prints, where it sends
-what it finds, and a pipe whose other end closes when it has ended. A rank is a fork of the server and ends as a script
-of its own would: through the interpreter's end, with its exceptions printed and its own exit status.
+function to call, its arguments and environment variables, and two descriptors: where the rank prints, and where it
+sends what it finds. A rank is a fork of the server and ends as a script would: its exception goes to the hook for it,
+exit functions are called, and it has its own exit status. Only the interpreter's taking apart of every module, which
+costs more than all else, is left out.
 
 Imported, it is the client: ``Pool`` starts groups of ranks, ``Group`` waits for what they say and how they end.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import json
@@ -20,12 +22,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 60.0
@@ -56,14 +59,14 @@ class Rank:
 
 
 class Pool:
-    """Ranks on demand. One server, started once, serves all tests."""
+    """Ranks on demand. One server, started once, serves all tests; ``modules`` are those whose functions they call."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         here.settimeout(LIMIT_S)
         with there:
             self._server = subprocess.Popen(
-                [sys.executable, __file__, str(there.fileno())],
+                [sys.executable, __file__, str(there.fileno()), *modules],
                 pass_fds=[there.fileno()],
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 start_new_session=True,
@@ -186,16 +189,18 @@ class Group:
 # The server.
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
-def serve(line: socket.socket) -> list[Any] | None:
+def serve(line: socket.socket, modules: Sequence[str]) -> list[Any] | None:
     """Fork ranks until the other side hangs up; in a rank, return what it has to do."""
     import torch
+    import torch._dynamo  # which the first step of an optimizer loads
 
     import syncline.api
     import syncline.frameworks.torch  # noqa: F401 - loaded for the ranks
 
+    for module in modules:
+        importlib.import_module(module)
     torch.set_num_threads(1)
     server = os.getpid()
     selector = selectors.DefaultSelector()
@@ -233,20 +238,32 @@ def serve(line: socket.socket) -> list[Any] | None:
             line.send(json.dumps(["pid", pid]).encode())
 
 
-def work(module: str, name: str, arguments: list[Any], environ: dict[str, str], output: int, said: int) -> None:
+def work(module: str, name: str, arguments: list[Any], environ: dict[str, str], output: int, said: int) -> NoReturn:
     """Be a rank: in a process group of its own, as a launcher's children are."""
+    status = 0
     os.setpgid(0, 0)
-    for stream in (1, 2):
-        os.dup2(output, stream)
+    for number in (1, 2):
+        os.dup2(output, number)
     os.close(output)
-    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: PTH123, SIM115
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: PTH123, SIM115
     os.environ.update(environ)
-    line = Connection(said)
-    getattr(importlib.import_module(module), name)(line, *arguments)
+    try:
+        with Connection(said) as line:
+            getattr(importlib.import_module(module), name)(line, *arguments)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE))
-    task = serve(socket.socket(fileno=int(sys.argv[1])))
+    task = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
     if task is not None:
         work(*task)

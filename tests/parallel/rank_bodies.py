@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,7 @@ def again_and_again(line: Connection, place: Place, strategies: list[str]) -> No
 def holdings() -> dict[str, Any]:
     gc.collect()
     return {
-        "descriptors": sorted(path.readlink().as_posix().split(":")[0] for path in Path("/proc/self/fd").glob("*")),
+        "descriptors": sorted(descriptors()),
         "threads": threading.active_count(),
         "tasks": len(list(Path("/proc/self/task").iterdir())),
         "memory": [text for text in Path("/proc/self/maps").read_text().splitlines() if "syncline" in text],
@@ -248,8 +248,9 @@ def other_models(line: Connection, place: Place, strategy: str, how: str) -> Non
             model[1].double()
         if odd and how == "frozen":
             model[1].weight.requires_grad_(False)
-        syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        syncline.barrier()
+        model, optimizer = syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
     line.send("never")
 
 
@@ -288,17 +289,18 @@ class Probes(torch.utils.data.Dataset[dict[str, Any]]):
         }
 
 
+def descriptors() -> list[str]:
+    """What the open descriptors of this process are."""
+    held = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one with which the directory is read
+            held.append(path.readlink().as_posix())
+    return held
+
+
 def sockets() -> set[str]:
     """The sockets and shared memory that this process holds."""
-    held = set()
-    for path in Path("/proc/self/fd").iterdir():
-        try:
-            target = path.readlink().as_posix()
-        except OSError:  # the directory itself
-            continue
-        if target.startswith("socket:") or "memfd:syncline" in target:
-            held.add(target)
-    return held
+    return {held for held in descriptors() if held.startswith("socket:") or "memfd:syncline" in held}
 
 
 def loads_data(line: Connection, place: Place, strategy: str, method: str) -> None:

@@ -52,6 +52,7 @@ def prepare(
     holds_weights = session.strategy.server_holds_weights
     if holds_weights:
         probe(optimizer)
+    first_key = session.enter_model(model)
     check_same_model(session, model)
     copy_from_worker(session, [tensor.detach() for _, tensor in tensors_of(model)])
     if not session.is_worker:
@@ -59,11 +60,12 @@ def prepare(
         return None
     program = compile_program(plan, session.index)
     if not holds_weights:
-        replica = Replica(session, model, program, unused=unused, weight=weight)
+        replica = Replica(session, model, program, unused=unused, weight=weight, first_key=first_key)
         replica.on_joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])
         return Prepared(model, optimizer, replica, None)
     push, pull = _halves(session)
-    replica = Replica(session, model, compile_program(push, session.index), unused=unused, weight=weight)
+    part = compile_program(push, session.index)
+    replica = Replica(session, model, part, unused=unused, weight=weight, first_key=first_key)
     weights = Storage(replica.named, replica.storage.buckets, session.engine.allocate)
     parameters = [parameter for _, parameter in replica.named]
     _move_into(weights, parameters)

@@ -31,16 +31,16 @@ from ...engine import Lane, Work
 from ...errors import GradientError, NotBuiltError, UsageError
 from ...kernels import cpu
 from ...program import Program
-from ...session import BUCKET_KEYS, JOINED, STEP, Meeting, Session
+from ...session import JOINED, MODEL_KEYS, STEP, Meeting, Session
 from .agreement import buffers_of, copy_from_worker, pack_bytes, tensors_of, unpack_bytes
 from .samples import Samples, Weight
 from .storage import Storage, layers_of
 
-_BUFFER_KEY = BUCKET_KEYS - 1
-
 
 class Replica:
     """The hooks of one model. ``program`` is this rank's part in the exchange of a bucket.
+
+    ``first_key`` begins the range of keys that tell this model's exchanges from those of others.
 
     ``unused`` says what happens to parameters that get no gradient in a backward pass: an ``"error"`` that names them,
     or ``"zeros"``. ``weight`` is ``"batch"`` (the first dimension of the first tensor given to the model), a number,
@@ -48,7 +48,14 @@ class Replica:
     """
 
     def __init__(
-        self, session: Session, model: torch.nn.Module, program: Program, *, unused: str, weight: Weight
+        self,
+        session: Session,
+        model: torch.nn.Module,
+        program: Program,
+        *,
+        unused: str,
+        weight: Weight,
+        first_key: int = 0,
     ) -> None:
         self.session, self.model = session, model
         self.named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -56,6 +63,12 @@ class Replica:
         schedule = session.strategy.schedule_object()
         self.layers = layers_of(self.named)
         self.storage = Storage(self.named, schedule.buckets(self.layers), session.engine.allocate)
+        if len(self.storage.buckets) >= MODEL_KEYS:
+            raise UsageError(
+                f"{session.strategy.schedule} makes {len(self.storage.buckets)} buckets of this model, up to"
+                f" {MODEL_KEYS - 1} are possible: use schedule=fixed"
+            )
+        self.first_key = first_key
         self.steps = 0
         self.exchanged = False  # True between the end of an exchange and the next backward
         self._program = program
@@ -231,7 +244,7 @@ class Replica:
         if self.exchanged and self.on_second_backward is not None:
             self.on_second_backward()
         self._check_trained()
-        meeting = self.session.meet(STEP, weight=self._samples.weight)
+        meeting = self.session.meet(STEP, self.first_key, weight=self._samples.weight)
         self._start_buffers(meeting)
         return meeting
 
@@ -257,7 +270,7 @@ class Replica:
             self.session.engine.exchange(
                 self._program,
                 array,
-                number,
+                self.first_key + number,
                 f"bucket {number} ({bucket.describe(self.layers)})",
                 lane=self._lane,
                 gate=meeting.work,
@@ -339,8 +352,8 @@ class Replica:
             kinds = [ticket.kind for ticket in meeting.tickets()]
             return self.session.program("broadcast", root=kinds.index(STEP))
 
-        engine = self.session.engine
-        self._works.append(engine.exchange(program, self._packed, _BUFFER_KEY, "buffers", gate=meeting.work))
+        engine, key = self.session.engine, self.first_key + MODEL_KEYS - 1
+        self._works.append(engine.exchange(program, self._packed, key, "buffers", gate=meeting.work))
 
     def _check_trained(self) -> None:
         changed = [

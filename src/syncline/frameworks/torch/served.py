@@ -167,12 +167,12 @@ class Client:
         """Commit the pushed gradients and wait for the new weights."""
         self._check_pushed()
         self._check_weights()
-        engine = self.session.engine
+        engine, first = self.session.engine, WEIGHT_KEYS + self.replica.first_key
         scale, self.scale = self.scale, 1.0
         self.owners.commit(self.replica.steps, groups, scale)
         engine.wait(
             *(
-                engine.exchange(self._pull, array, WEIGHT_KEYS + number, f"weights of bucket {number}")
+                engine.exchange(self._pull, array, first + number, f"weights of bucket {number}")
                 for number, array in enumerate(self._weights.arrays)
             )
         )
