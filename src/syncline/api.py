@@ -215,12 +215,13 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
         parameters = parameters.parameters()
     found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     session()
-    for made in _prepared:
-        if made.client is not None:
-            wanted = {id(tensor) for tensor in found if tensor.requires_grad}
-            if wanted != {id(parameter) for parameter in made.client.parameters}:
-                raise UsageError("under a parameter server clip_grad_norm_ takes all parameters of the prepared model")
-            return torch.tensor(made.client.clip(max_norm))
+    clients = [made.client for made in _prepared if made.client is not None]
+    wanted = {id(tensor) for tensor in found if tensor.requires_grad}
+    for client in clients:
+        if wanted == {id(parameter) for parameter in client.parameters}:
+            return torch.tensor(client.clip(max_norm))
+    if clients:
+        raise UsageError("under a parameter server clip_grad_norm_ takes all parameters of one prepared model")
     return torch.nn.utils.clip_grad_norm_(found, max_norm)
 
 
@@ -272,6 +273,8 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     here = session()
     if state["strategy"] != str(here.strategy):
         raise UsageError(f"this state is of a run with {state['strategy']!r}, this run has {str(here.strategy)!r}")
+    if len(state["steps"]) != len(_prepared):
+        raise UsageError(f"this state is of {len(state['steps'])} prepared models, this run has {len(_prepared)}")
     for made, steps in zip(_prepared, state["steps"], strict=True):
         made.replica.steps = steps
 
@@ -285,12 +288,17 @@ def shutdown() -> None:
         made.replica.detach()
     _prepared.clear()
     ending, _session = _session, None
+    error = sys.exc_info()[1]
+    if isinstance(error, Exception) and not isinstance(error, PeerError):
+        ending.fail(error)  # called while an exception passes through: the others shall read it, not a goodbye
     ending.shutdown()
 
 
 def _flat(tensor: Any) -> tuple[np.ndarray[Any, Any], Any]:
     """A one-dimensional numpy array over the tensor's memory, or over a copy, and what writes the copy back."""
     if isinstance(tensor, np.ndarray):
+        if not tensor.flags.writeable:
+            raise UsageError("this array is read-only: the result could not be written into it")
         if tensor.flags.c_contiguous:
             return tensor.reshape(-1), lambda: None
         copy = np.ascontiguousarray(tensor)

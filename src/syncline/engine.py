@@ -14,6 +14,7 @@ whose gradients become ready in different orders still serve the same buckets.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -34,6 +35,8 @@ LIMIT_S = 30 * 60.0
 _POLL_S = 1.0
 _FLUSH_S = 10.0
 _UNTIL_S = 0.1
+_DRAIN_S = 2.0
+_DRAIN_POLL_S = 0.01
 
 
 class Work:
@@ -68,12 +71,14 @@ class Engine:
         limit_s: float = LIMIT_S,
         explain: Callable[[Exception], Exception] = lambda error: error,
         has_left: Callable[[int], bool] = lambda _: False,
+        on_raise: Callable[[], None] = lambda: None,
     ) -> None:
         self.transport = transport
         self.blocked_s = 0.0
         self.error: Exception | None = None
         self._exchange = Exchange(transport, has_left=has_left)
         self._has_left = has_left
+        self._on_raise = on_raise
         self._limit_s = limit_s
         self._explain = explain
         self._changed = threading.Condition()
@@ -172,7 +177,7 @@ class Engine:
         finally:
             self.blocked_s += time.perf_counter() - begun
         if self.error is not None:
-            raise self.error
+            raise self._raised(self.error)
         if not came:
             late = next(work for work in works if not work.done)
             raise PeerTimeout(f"{late.label}: not done within {timeout:.1f} s", rank=-1)
@@ -183,7 +188,7 @@ class Engine:
             while not (self.error or until() or any(work.done for work in works)):
                 self._changed.wait(_UNTIL_S)
         if self.error is not None and not until():
-            raise self.error
+            raise self._raised(self.error)
 
     @property
     def doing(self) -> str:
@@ -212,11 +217,16 @@ class Engine:
         self._thread.join(_FLUSH_S)
         self.fail(ClosedError("this session has been shut down"))
 
+    def _raised(self, error: Exception) -> Exception:
+        """The fault is about to reach the user's thread."""
+        self._on_raise()
+        return error
+
     # In the progress thread.
 
     def _post(self, task: Callable[[], None], counts: bool = True) -> None:
         if self.error is not None:
-            raise self.error
+            raise self._raised(self.error)
         if counts:
             with self._changed:
                 self._under_way += 1
@@ -234,10 +244,22 @@ class Engine:
                     moved = time.monotonic()
                 elif time.monotonic() - moved > self._limit_s:
                     raise self._stalled()
+            self._drain()
         except Exception as error:
-            self.fail(self._explain(error))
+            shown = error
+            with contextlib.suppress(Exception):  # an explanation that fails must not hide the fault
+                shown = self._explain(error)
+            self.fail(shown)
         finally:
             self.transport.close()
+
+    def _drain(self) -> None:
+        """The last acknowledgements have to reach the kernel, or a peer would wait for them."""
+        deadline = time.monotonic() + _DRAIN_S
+        while self.error is None and time.monotonic() < deadline:
+            self._exchange.progress(0.0 if self.transport.idle else _DRAIN_POLL_S)
+            if self.transport.idle:
+                return
 
     def _take_tasks(self) -> None:
         while self._inbox:
@@ -249,7 +271,7 @@ class Engine:
         waiting = self._exchange.waiting_for
         peers = ", ".join(f"rank {peer} ({label})" for peer, label in sorted(waiting.items())) or "a message"
         text = f"nothing has moved for {self._limit_s:.0f} s, waiting for {peers}"
-        return PeerTimeout(text, rank=min(waiting, default=-1))
+        return PeerTimeout(text, rank=next(iter(waiting)) if len(waiting) == 1 else -1)
 
     def _when_done(self, gate: Work | None, start: Callable[[], None]) -> None:
         if gate is None or gate.done:

@@ -58,6 +58,7 @@ class Run:
     segments: int = 0
     opened: int = 0
     left: int = 0
+    open_segments: list[Any] = field(default_factory=list)
     bytes_view: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
 
     @property
@@ -85,7 +86,7 @@ class _Segment:
     the whole array stays in one piece; others are cut into contiguous segments, which are kinder to the cache.
     """
 
-    __slots__ = ("arrived", "left", "number", "run", "starts", "stops", "waits")
+    __slots__ = ("arrived", "left", "number", "posted", "run", "starts", "stops", "waits")
 
     def __init__(self, run: Run, number: int) -> None:
         self.run = run
@@ -102,6 +103,7 @@ class _Segment:
             self.starts, self.stops = edges[:-1], edges[1:]
         self.waits = list(run.program.waits)
         self.left = len(run.program.actions)
+        self.posted: set[int] = set()  # actions handed to the transport and not done
         self.arrived: dict[int, Handle | _Kept] = {}
 
     def bounds(self, action: Action) -> tuple[int, int]:
@@ -144,6 +146,8 @@ class Exchange:
         array = run.array
         if array.ndim != 1 or not array.flags.c_contiguous:
             raise UsageError(f"{run.label}: an exchange needs a one-dimensional contiguous array")
+        if len(run.program.plan) > 1 << _INDEX_BITS:
+            raise UsageError(f"{run.label}: a plan of {len(run.program.plan)} transfers is too large to execute")
         run.bytes_view = array.view(np.uint8)
         run.per_segment, run.segments = self._cut(run)
         run.left = run.segments
@@ -169,7 +173,13 @@ class Exchange:
     @property
     def waiting_for(self) -> dict[int, str]:
         """Peer -> label of a run that waits for it: for messages about what takes so long."""
-        return {action.peer: run.label for run in self._runs() for action in run.program.actions}
+        return {
+            segment.run.program.actions[i].peer: run.label
+            for run in self._runs()
+            if not run.tolerant
+            for segment in run.open_segments
+            for i in segment.posted
+        }
 
     @property
     def labels(self) -> list[str]:
@@ -195,13 +205,15 @@ class Exchange:
 
     def _open(self, run: Run) -> None:
         segment = _Segment(run, run.opened)
+        run.open_segments.append(segment)
         run.opened += 1
         ready = []
         for i, action in enumerate(run.program.actions):
-            if action.kind == "reduce":
+            if _borrows(action):
                 start, stop = segment.bounds(action)
                 if start < stop:
                     nbytes = (stop - start) * run.array.itemsize
+                    segment.posted.add(i)
                     self.transport.borrow(action.peer, _tag(segment, action), nbytes, owner=(segment, i))
                     continue
             if segment.waits[i] == 0:
@@ -218,12 +230,13 @@ class Exchange:
             start, stop = segment.bounds(action)
             if start == stop:
                 todo.extend(self._finished(segment, i))
-            elif action.kind == "reduce":
+            elif _borrows(action):
                 todo.extend(self._reduce_what_came(segment, i))
             else:
                 item = run.array.itemsize
                 part = run.bytes_view[start * item : stop * item]
                 tag = _tag(segment, action)
+                segment.posted.add(i)
                 if action.kind == "send":
                     self.transport.send(action.peer, tag, part, run.priority, owner=(segment, i))
                 else:
@@ -231,6 +244,7 @@ class Exchange:
 
     def _completed(self, handle: Handle, segment: _Segment, i: int) -> None:
         action = segment.run.program.actions[i]
+        segment.posted.discard(i)
         if handle.error is not None:
             if segment.run.tolerant and self._has_left(handle.peer):
                 return
@@ -242,7 +256,7 @@ class Exchange:
                 f"{self._where(segment, action)}: {handle.nbytes} bytes came where {expected} were expected; do all"
                 " ranks run the same version with the same model?"
             )
-        if action.kind == "reduce":
+        if _borrows(action):
             segment.arrived[i] = self._keep(handle) if action.swaps and self.transport.lends else handle
             unlocked = self._reduce_what_came(segment, segment.first_waiting(i))
         else:
@@ -274,7 +288,11 @@ class Exchange:
         came = [segment.arrived.pop(index) for index in ready]
         payloads = [item.payload for item in came]
         into = segment.run.array[start:stop]
-        add_all_into(into, [payload.view(into.dtype) for payload in payloads if payload is not None])
+        parts = [payload.view(into.dtype) for payload in payloads if payload is not None]
+        if program.actions[i].kind == "copy":
+            np.copyto(into, parts[0])
+        else:
+            add_all_into(into, parts)
         for item in came:
             if isinstance(item, _Kept):
                 self.scratch.give(item.buffer)
@@ -293,6 +311,7 @@ class Exchange:
             if segment.waits[other] == 0:
                 unlocked.append(other)
         if segment.left == 0:
+            run.open_segments.remove(segment)
             run.left -= 1
             if run.opened < run.segments:
                 self._open(run)
@@ -322,6 +341,11 @@ class Exchange:
 def chunk_edges(size: int, chunks: int) -> list[int]:
     """Where the chunks of an array of ``size`` elements begin and end: ``chunks + 1`` indices."""
     return [size * chunk // chunks for chunk in range(chunks + 1)]
+
+
+def _borrows(action: Action) -> bool:
+    """Whether what arrives cannot go straight to its place."""
+    return action.kind == "reduce" or (action.kind == "copy" and action.swaps)
 
 
 def _owned(program: Program) -> bool:

@@ -25,8 +25,8 @@ Kind = Literal["send", "copy", "reduce"]
 class Action:
     """One send or receive of chunks ``lo`` to ``hi``; ``index`` is its row in the plan.
 
-    ``swaps`` marks a reduction into chunks that this rank sends in the same step: both ends would wait for each other
-    if what arrives could only be taken once the own send is done.
+    ``swaps`` marks a receive into chunks that this rank sends in the same step: both ends would wait for each other if
+    what arrives could only be taken once the own send is done.
     """
 
     kind: Kind
@@ -83,10 +83,10 @@ def compile_program(plan: Plan, rank: int) -> Program:
                     if chunk in writer:
                         before[i].add(writer[chunk])
                     writer[chunk] = i
+        sent = {chunk for i in step if actions[i].kind == "send" for chunk in range(actions[i].lo, actions[i].hi)}
         for i in step:
-            if actions[i].kind == "reduce" and not before[i].isdisjoint(step):
-                mine = [j for j in before[i] if j in step and actions[j].kind == "send"]
-                actions[i] = replace(actions[i], swaps=bool(mine))
+            if actions[i].kind != "send" and not sent.isdisjoint(range(actions[i].lo, actions[i].hi)):
+                actions[i] = replace(actions[i], swaps=True)
         start = stop
     unlocks: list[list[int]] = [[] for _ in actions]
     for i, needed in enumerate(before):

@@ -156,7 +156,9 @@ class Session:
         self._engine: Engine | None = None
         if transport is not None:
             limit = limit_s if self.is_worker else float("inf")
-            self._engine = Engine(transport, limit_s=limit, explain=self._explain, has_left=self._has_left)
+            self._engine = Engine(
+                transport, limit_s=limit, explain=self._explain, has_left=self._has_left, on_raise=self._came_back
+            )
 
     # Who we are.
 
@@ -218,6 +220,11 @@ class Session:
     def meet(self, kind: int, argument: int = 0, weight: float = 0.0, flags: int = 0) -> Meeting:
         """Start showing tickets to all workers."""
         self.check_usable()
+        if not self.is_worker:
+            raise UsageError(
+                f"{self.name(self.index)} takes no part in {_CALLS[kind]}: servers run the script up to"
+                " syncline.prepare(), so make collective calls after it"
+            )
         self._calls += 1
         mine = Ticket(kind, self._calls, argument & 0xFFFFFFFFFFFFFFFF, weight, flags)
         table = np.zeros(self.world_size * _TICKET.size, np.uint8)
@@ -247,8 +254,12 @@ class Session:
         return meeting.tickets()
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Wait until all workers are here; PeerTimeout names those that are not within ``timeout`` seconds."""
-        self.agree(BARRIER, timeout=timeout)
+        """Wait until all workers are here; PeerTimeout names those that are not within ``timeout`` seconds.
+
+        Servers, for which nobody waits, pass.
+        """
+        if self.is_worker:
+            self.agree(BARRIER, timeout=timeout)
 
     def allreduce(self, array: Array, average: bool = True) -> None:
         """Replace ``array`` (one-dimensional, contiguous) by the workers' mean, or sum, in place."""
@@ -361,6 +372,10 @@ class Session:
         if self.watcher is not None:
             self.watcher.came_back()
             self.watcher.close()
+
+    def _came_back(self) -> None:
+        if self.watcher is not None and self.watcher.failure is not None:
+            self.watcher.came_back()
 
     def _say_goodbye(self) -> None:
         if self.watcher is not None and self.watcher.failure is None:
@@ -520,6 +535,7 @@ def connect_session(
     transport: Transport = entry.target(index, data, **chosen.transport.arguments)
     session = Session(chosen, group, index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s)
     session.watcher = Watcher(roll, control, session.on_peer_failure, session.left, liveness_s)
+    session.watcher.start()
     return session
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import threading
 import time
@@ -297,3 +298,43 @@ def test_scratch_memory_is_used_again_once_warm() -> None:
             receiver.release(handle)
             held.append(receiver.scratch.allocated_bytes)
         assert held[-1] == held[0]
+
+
+def test_a_wake_after_the_end_touches_no_file(kind: str) -> None:
+    with network(kind, 2) as net:
+        end = net.ends.pop()
+        end.close()
+        pipes = [os.pipe() for _ in range(4)]  # the numbers that the transport's own files had
+        end.wake()
+        for reading, writing in pipes:
+            os.set_blocking(reading, False)
+            with pytest.raises(BlockingIOError):
+                os.read(reading, 8)
+            os.close(reading)
+            os.close(writing)
+
+
+def test_allocated_memory_stays_known_when_its_owner_drops_it() -> None:
+    """The address of a dropped buffer must not be taken for shared memory once something else lies there."""
+    with network("shm", 2) as net:
+        for _ in range(5):
+            net.ends[0].allocate(1 << 21)
+            gc.collect()
+            plain = numbers(1 << 21)
+            into = np.zeros(plain.nbytes, np.uint8)
+            net.wait(net.ends[1].recv(0, 0, into), net.ends[0].send(1, 0, plain))
+            np.testing.assert_array_equal(into, plain)
+
+
+def test_what_was_acknowledged_last_is_written_before_the_end(kind: str) -> None:
+    with network(kind, 2) as net:
+        data = net.ends[0].allocate(300_000)
+        sent = net.ends[0].send(1, 0, data)
+        received = net.ends[1].recv(0, 0, np.zeros(300_000, np.uint8))
+        net.wait(received)
+        for _ in range(100):
+            if net.ends[1].idle:
+                break
+            net.ends[1].poll(0.001)
+        net.ends.pop().close()
+        net.wait(sent)

@@ -120,3 +120,17 @@ def test_a_joined_rank_gets_the_buffers_of_those_that_train_on(group: Any) -> No
     first, second = on_group(group, "ring", 2, make, body)
     assert int(first["0.num_batches_tracked"]) == 3
     assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
+
+
+def test_ranks_that_take_turns_in_having_more_batches_end_equal(group: Any) -> None:
+    """Equal totals: who trained longest is asked anew at every join."""
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        assert here.replica is not None
+        for start, counts in ((0, (3, 5)), (20, (5, 3))):
+            train(here, range(start, start + counts[here.rank]))
+            here.replica.shadow_until_all_joined()
+        return weights(here.model)
+
+    first, second = on_group(group, "ring", 2, adam, body)
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())

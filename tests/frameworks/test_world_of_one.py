@@ -99,7 +99,7 @@ def test_public_calls_reach_servers_that_hold_the_gradients(group: Any, monkeypa
         norm = torch.linalg.vector_norm(torch.cat([grad.reshape(-1) for grad in plain]))
         for given in (here.model, list(here.model.parameters())):
             assert torch.isclose(syncline.clip_grad_norm_(given, 1e9).double(), norm, rtol=1e-6)
-        with pytest.raises(UsageError, match="all parameters of the prepared model"):
+        with pytest.raises(UsageError, match="all parameters of one prepared model"):
             syncline.clip_grad_norm_(here.model[0].parameters(), 1.0)  # type: ignore[index]
         here.optimizer.step()
         with pytest.raises(NotBuiltError, match=r"join\(\).*ps\(update=worker\)"), syncline.join():
@@ -107,6 +107,9 @@ def test_public_calls_reach_servers_that_hold_the_gradients(group: Any, monkeypa
         assert syncline.state_dict()["steps"] == [1]
         syncline.load_state_dict({**syncline.state_dict(), "steps": [5]})
         assert here.replica.steps == 5
+        loss_of(here.model(batch(1))).backward()
+        here.optimizer.step()  # the servers' own clock began at 0
+        assert here.replica.steps == 6
         with pytest.raises(UsageError, match="of a run with 'tree'"):
             syncline.load_state_dict({"strategy": "tree", "world_size": 1, "steps": []})
 

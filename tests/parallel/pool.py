@@ -245,7 +245,7 @@ def work(module: str, name: str, arguments: list[Any], environ: dict[str, str], 
     for number in (1, 2):
         os.dup2(output, number)
     os.close(output)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: PTH123, SIM115
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
     os.environ.update(environ)
     try:
         with Connection(said) as line:

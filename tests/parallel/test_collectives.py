@@ -90,3 +90,12 @@ def test_one_that_leaves_while_others_need_it_is_named(pool: Pool, address: str)
             assert rank.status == 1
             assert "rank 1 (" in rank.printed()
             assert "left the run" in rank.printed()
+
+
+def test_servers_pass_barriers_and_refuse_other_collectives(pool: Pool, address: str) -> None:
+    """They run the script up to prepare, also where workers meet before it."""
+    with pool.start(bodies.server_calls, everyone(3, address)) as group:
+        *workers, server = group.results()
+    assert workers == ["done", "done"]
+    assert "server rank 2 (" in server
+    assert "after it" in server

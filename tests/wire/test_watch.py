@@ -59,6 +59,7 @@ class Table:
         seat = Seat(index, watcher)
         # The process must not end when the "script" does not come back.
         watcher.came_back()
+        watcher.start()
         self.seats.append(seat)
         return seat
 

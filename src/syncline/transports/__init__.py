@@ -88,6 +88,11 @@ class Transport(Protocol):
         """Move data; what has completed, after at most ``timeout`` seconds. A failed handle carries its error."""
         ...
 
+    @property
+    def idle(self) -> bool:
+        """True when nothing waits to be written, acknowledgements included: the transport may be closed."""
+        ...
+
     def wake(self) -> None:
         """Make a ``poll`` in another thread return now (or the next one at once)."""
         ...

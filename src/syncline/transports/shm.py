@@ -38,8 +38,6 @@ _DATA, _REFERENCE, _CONSUMED, _SEGMENT = 1, 2, 3, 4
 _IN_FRAME_BYTES = 4096
 """Messages up to this size travel in their frame: cheaper than a reference and its acknowledgement."""
 
-_OFFSET_BITS = 40
-
 
 @dataclass
 class _Message:
@@ -71,6 +69,7 @@ class _Segments:
 
     def __init__(self) -> None:
         self.fds: list[int] = []
+        self._memory: list[Bytes] = []  # kept mapped: an address must not become somebody else's while it is known
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._numbers: list[int] = []
@@ -99,6 +98,7 @@ class _Segments:
         self._ends.insert(at, start + size)
         self._numbers.insert(at, number)
         self.fds.append(fd)
+        self._memory.append(memory)
         return number, fd, memory[:nbytes]
 
     def find(self, data: Bytes) -> tuple[int, int] | None:
@@ -123,6 +123,8 @@ class _Segments:
         for fd in self.fds:
             os.close(fd)
         self.fds.clear()
+        self._memory.clear()
+        self._starts.clear()
 
 
 @register("transports", "shm", connection="unix", one_host=True)
@@ -161,7 +163,7 @@ class Shm:
         for peer, link in self._links.items():
             if peer not in self._gone:
                 link.push(_SEGMENT, number, memory.nbytes, fd=fd)
-                self._loop.flush(link)
+                self._loop.write_soon(link)
         return memory
 
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
@@ -187,7 +189,7 @@ class Shm:
             body = np.array([place[0], place[1], data.nbytes], np.uint64).view(np.uint8)
             link.push(_REFERENCE, tag, self._number, memoryview(body), priority)
             self._sent[dst] += data.nbytes
-        self._loop.flush(link)
+        self._loop.write_soon(link)
         return handle
 
     def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
@@ -207,9 +209,15 @@ class Shm:
     def poll(self, timeout: float) -> list[Handle]:
         """Turn the event loop once."""
         self._check()
+        self._loop.write()
         self._loop.turn(0.0 if self._completed else timeout)
         found, self._completed = self._completed, []
         return found
+
+    @property
+    def idle(self) -> bool:
+        """True when the kernel has all frames."""
+        return self._loop.idle
 
     def wake(self) -> None:
         """Ring the loop's bell."""
@@ -283,6 +291,9 @@ class Shm:
         fd = link.fds.popleft()
         try:
             if frame.argument:
+                sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+                if not sealed & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < frame.argument:
+                    raise OSError(f"rank {link.peer} shares memory that could vanish")
                 memory = mmap.mmap(fd, frame.argument, prot=mmap.PROT_READ)
                 self._mapped[link.peer, frame.tag] = np.frombuffer(memory, np.uint8)
         finally:
@@ -307,7 +318,7 @@ class Shm:
         if message.number is not None and message.src not in self._gone:
             link = self._links[message.src]
             link.push(_CONSUMED, 0, message.number, priority=CONTROL)
-            self._loop.flush(link)
+            self._loop.write_soon(link)
 
     def _freed(self, number: int) -> None:
         sending = self._sending.pop(number)

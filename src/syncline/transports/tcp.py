@@ -118,9 +118,15 @@ class Tcp:
         """Turn the event loop once."""
         if self._closed:
             raise ClosedError("this transport is closed")
+        self._loop.write()
         self._loop.turn(0.0 if self._completed else timeout)
         found, self._completed = self._completed, []
         return found
+
+    @property
+    def idle(self) -> bool:
+        """True when the kernel has all frames."""
+        return self._loop.idle
 
     def wake(self) -> None:
         """Ring the loop's bell."""
@@ -152,7 +158,7 @@ class Tcp:
     def _transmit(self, handle: Handle, data: Bytes, priority: float) -> None:
         link = self._links[handle.peer]
         link.push(_DATA, handle.tag, 0, memoryview(data), priority, lambda: self._finish(handle))
-        self._loop.flush(link)
+        self._loop.write_soon(link)
 
     def _post(self, receive: _Receive) -> Handle:
         handle = receive.handle
@@ -170,7 +176,7 @@ class Tcp:
                 self._offered[key] = self._offered.get(key, 0) + 1
                 link = self._links[handle.peer]
                 link.push(_CREDIT, handle.tag, priority=CONTROL)
-                self._loop.flush(link)
+                self._loop.write_soon(link)
         return handle
 
     def _sink(self, link: Link, frame: Frame) -> memoryview | None:

@@ -18,8 +18,10 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
+
+from ..errors import UsageError
 
 HEADER = struct.Struct("<BxxxIQQ")
 """kind, body bytes' upper limit is 4 GiB (u32), tag, argument."""
@@ -28,14 +30,15 @@ CONTROL = float("-inf")
 """The priority of frames that steer the flow: before everything else."""
 
 _TCP_NOTSENT_LOWAT = 25
-_UNSENT_BYTES = 512 * 1024
+_UNSENT_BYTES = 1024 * 1024
 _INBOX_BYTES = 16 * 1024
 _READ_BUDGET_BYTES = 2 * 1024 * 1024
+_BATCH_PARTS = 64
+_BATCH_BYTES = 256 * 1024
 _MAX_FDS = 8
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """A header as it arrived."""
 
     kind: int
@@ -68,8 +71,7 @@ class Link:
         self._sink, self._arrival = sink, arrival
         self._serial = count()
         self._heap: list[tuple[float, int, list[memoryview], Callable[[], None] | None, int | None]] = []
-        self._going: list[memoryview] = []
-        self._after: Callable[[], None] | None = None
+        self._going: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
         self._fd: int | None = None
         self._inbox = memoryview(bytearray(_INBOX_BYTES))
         self._have = 0  # valid bytes in the inbox
@@ -94,6 +96,8 @@ class Link:
     ) -> None:
         """Queue a frame; ``after`` is called once the kernel has all of it. ``fd`` is passed along (UNIX only)."""
         size = 0 if body is None else body.nbytes
+        if size >= 1 << 32:
+            raise UsageError(f"a message of {size} bytes is too large: send it in pieces of less than 4 GiB")
         parts = [memoryview(HEADER.pack(kind, size, tag, argument))]
         if size and body is not None:
             parts.append(body)
@@ -105,7 +109,7 @@ class Link:
             if not self._going:
                 if not self._heap:
                     return True
-                _, _, self._going, self._after, self._fd = heapq.heappop(self._heap)
+                self._gather()
             try:
                 sent = self._write()
             except BlockingIOError:
@@ -113,24 +117,40 @@ class Link:
             self.sent_bytes += sent
             self._advance(sent)
 
+    def _gather(self) -> None:
+        """Take the most urgent frames to be written in one call: small ones should not cost a call each."""
+        size = 0
+        while self._heap and len(self._going) < _BATCH_PARTS and size < _BATCH_BYTES:
+            fd = self._heap[0][4]
+            if fd is not None and self._going:
+                return  # descriptors travel with the first byte of a call
+            _, _, parts, after, _ = heapq.heappop(self._heap)
+            self._going.extend((part, None) for part in parts[:-1])
+            self._going.append((parts[-1], after))
+            size += sum(part.nbytes for part in parts)
+            if fd is not None:
+                self._fd = fd
+                return
+
     def _write(self) -> int:
+        views = [part for part, _ in self._going]
         if self._fd is not None:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._fd]))]
-            sent = self.sock.sendmsg(self._going[:1], rights)
+            sent = self.sock.sendmsg(views[:1], rights)
             self._fd = None
             return sent
-        return self.sock.sendmsg(self._going)
+        return self.sock.sendmsg(views)
 
     def _advance(self, sent: int) -> None:
         going = self._going
-        while going and sent >= going[0].nbytes:
-            sent -= going[0].nbytes
-            del going[0]
-        if going:
-            going[0] = going[0][sent:]
-        elif self._after is not None:
-            after, self._after = self._after, None
-            after()
+        while going and sent >= going[0][0].nbytes:
+            part, after = going.popleft()
+            sent -= part.nbytes
+            if after is not None:
+                after()
+        if sent:
+            part, after = going[0]
+            going[0] = part[sent:], after
 
     def fill(self) -> bool:
         """Read what has arrived, up to a budget; False when the peer has closed. Raises OSError."""

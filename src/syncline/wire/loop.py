@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import threading
 from collections.abc import Callable, Iterable
 
 from .link import Link
@@ -20,13 +21,24 @@ class Loop:
         self._on_lost = on_lost
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ringing = threading.Lock()
         self._epoll.register(self._bell, select.EPOLLIN)
         self._links = {link.sock.fileno(): link for link in links}
         self._writing: set[int] = set()
+        self._waiting: dict[int, Link] = {}
         for fd in self._links:
             self._epoll.register(fd, select.EPOLLIN)
 
-    def flush(self, link: Link) -> None:
+    def write_soon(self, link: Link) -> None:
+        """A link has something to write: all of it goes in one call at the next ``write``."""
+        self._waiting[link.peer] = link
+
+    def write(self) -> None:
+        """Write what has gathered since the last time."""
+        while self._waiting:
+            self._write(self._waiting.popitem()[1])
+
+    def _write(self, link: Link) -> None:
         """Write now what the kernel takes, and the rest when it takes more."""
         fd = link.sock.fileno()
         if fd not in self._links or fd in self._writing:
@@ -39,6 +51,11 @@ class Loop:
         if not done:
             self._writing.add(fd)
             self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing is left to write."""
+        return not self._waiting and not self._writing
 
     def turn(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for something to do, and do it."""
@@ -61,9 +78,10 @@ class Loop:
                 self._lose(fd)
 
     def wake(self) -> None:
-        """Make ``turn`` in another thread return."""
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._bell, 1)
+        """Make ``turn`` in another thread return; nothing after ``close``, when the number may be another file's."""
+        with self._ringing:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
         """Close every connection and the loop's own descriptors."""
@@ -71,7 +89,10 @@ class Loop:
             link.close()
         self._links.clear()
         self._epoll.close()
-        os.close(self._bell)
+        with self._ringing:
+            bell, self._bell = self._bell, -1
+            if bell >= 0:
+                os.close(bell)
 
     def _lose(self, fd: int) -> None:
         link = self._links.pop(fd, None)

@@ -6,7 +6,6 @@ Messages match receives by (sender, tag), first to first. Whichever side comes f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 Posted = TypeVar("Posted")
@@ -37,12 +36,6 @@ class Matcher(Generic[Posted, Arrived]):
     def take(self, src: int, tag: int) -> Posted | None:
         """The receive that the next message of that key belongs to, taken out; None when there is none."""
         return _pop(self._posted, (src, tag))
-
-    def posted(self, src: int) -> Iterator[Posted]:
-        """Every receive that waits for that sender."""
-        for (peer, _), queue in self._posted.items():
-            if peer == src:
-                yield from queue
 
     def forget(self, src: int) -> None:
         """Drop the receives that wait for that sender; messages that did arrive stay."""

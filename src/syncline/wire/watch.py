@@ -67,6 +67,7 @@ class Watcher:
         self._linger_until = 0.0
         self._open = set(socks)
         self._told_own = False
+        self._unsent: dict[int, bytes] = {}
         self._came_back = threading.Event()
         self._partial = dict.fromkeys(socks, b"")
         self._heard = dict.fromkeys(socks, time.monotonic())
@@ -84,6 +85,9 @@ class Watcher:
         if self._launcher is not None:
             self._selector.register(self._launcher, selectors.EVENT_READ, "launcher")
         self._thread = threading.Thread(target=self._watch, name="syncline-watcher", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch: apart from construction, so that whoever hears of a failure knows this watcher already."""
         self._thread.start()
 
     def verdict(self, timeout: float) -> PeerError | None:
@@ -144,7 +148,12 @@ class Watcher:
             return
         # A control buffer that is full belongs to a peer that has not read for long; its silence is found elsewhere.
         with self._lock, contextlib.suppress(OSError):
-            sock.send(_FRAME.pack(kind, len(text)) + text, socket.MSG_NOSIGNAL)
+            rest = self._unsent.get(peer, b"")
+            if kind == _HEARTBEAT and rest:
+                return
+            rest += _FRAME.pack(kind, len(text)) + text
+            self._unsent[peer] = rest  # what is not taken now goes before the next word
+            self._unsent[peer] = rest[sock.send(rest, socket.MSG_NOSIGNAL) :]
 
     def _watch(self) -> None:
         tick = min(1.0, self._liveness_s / 4)

@@ -129,6 +129,7 @@ class Replica:
                 copy_from_worker(self.session, tensors, root=longest, everyone=False)
             if self.on_joined is not None:
                 self.on_joined(longest)
+        self.steps = max(steps)
 
     def detach(self) -> None:
         """Remove the hooks; gradients keep their values."""

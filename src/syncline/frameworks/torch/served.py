@@ -22,7 +22,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ...engine import Work
 from ...errors import GradientError, NotBuiltError, UsageError
 from ...program import Program
 from ...session import COMMIT, NORM, WEIGHT_KEYS, Session
@@ -149,7 +148,7 @@ class Client:
         self.session, self.replica, self.owners = session, replica, owners
         self.parameters = [parameter for _, parameter in replica.named]
         self.scale = 1.0
-        self.pulls: list[Work] = []
+        self.commits = 0  # the clock of this session's protocol; a resumed run begins at 0 again
         self._weights, self._pull = weights, pull
         self._versions: dict[str, int] = {}
         self._weight_versions = [parameter._version for parameter in self.parameters]
@@ -159,7 +158,7 @@ class Client:
     def clip(self, max_norm: float) -> float:
         """Have the next update's gradients clipped to a norm of ``max_norm``; their norm."""
         self._check_pushed()
-        norm: float = self.scale * self.owners.squared_norm(self.replica.steps) ** 0.5
+        norm: float = self.scale * self.owners.squared_norm(self.commits + 1) ** 0.5
         self.scale *= min(1.0, max_norm / (norm + 1e-6))
         return norm
 
@@ -169,7 +168,8 @@ class Client:
         self._check_weights()
         engine, first = self.session.engine, WEIGHT_KEYS + self.replica.first_key
         scale, self.scale = self.scale, 1.0
-        self.owners.commit(self.replica.steps, groups, scale)
+        self.commits += 1
+        self.owners.commit(self.commits, groups, scale)
         engine.wait(
             *(
                 engine.exchange(self._pull, array, first + number, f"weights of bucket {number}")

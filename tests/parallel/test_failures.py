@@ -1,0 +1,103 @@
+"""A process that dies, stops or raises in mid-step: every other one names it and ends with a status other than 0."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import rank_bodies as bodies
+from pool import Pool
+
+from syncline.wire.watch import LIVENESS_S
+
+LIMIT_S = 10.0
+"""From the failure to the end of every other process."""
+
+WORKERS = 2
+SERVED = "ps(servers=1)"
+
+
+def group_of(processes: int, address: str, *case: Any) -> list[list[Any]]:
+    return [[[index, processes, address], *case] for index in range(processes)]
+
+
+CASES = [
+    (strategy, victim, number)
+    for strategy, victims in (("ring", [1]), (SERVED, [1, WORKERS]))
+    for victim in victims
+    for number in (signal.SIGKILL, signal.SIGSTOP)
+]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("strategy", "victim", "number"), CASES)
+def test_everyone_names_who_fails_in_mid_step(
+    pool: Pool, address: str, strategy: str, victim: int, number: signal.Signals, transport: str
+) -> None:
+    """Three processes, so that somebody other than the victim's neighbours learns of it too."""
+    case = group_of(3, address, f"{strategy} transport={transport}", victim, number, 1.0)
+    with pool.start(bodies.train_until, case) as group:
+        group.hear(2, among=range(WORKERS))
+        if victim >= WORKERS:  # a server does not come by a place in the script
+            os.kill(group.ranks[victim].pid, number)
+        others = [rank for rank in group.ranks if rank.index != victim]
+        group.end(LIMIT_S, among=[rank.index for rank in others])
+        if number == signal.SIGKILL:
+            group.end(LIMIT_S)
+            assert group.ranks[victim].status == -signal.SIGKILL
+        role = "server " if victim >= WORKERS else ""
+        for rank in others:
+            assert rank.status == 1, rank
+            assert f"{role}rank {victim} (" in rank.printed() or f"rank {victim} (" in rank.printed(), rank
+            assert f"pid {group.ranks[victim].pid})" in rank.printed(), rank
+            blamed = "stopped" if number == signal.SIGSTOP else "died"
+            assert blamed in rank.printed(), rank
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_found_by_default_too(pool: Pool, address: str) -> None:
+    assert LIVENESS_S + 1.0 < 10.0  # it is looked for once a second
+    case = group_of(3, address, "ring", 1, signal.SIGSTOP, LIVENESS_S)
+    with pool.start(bodies.train_until, case) as group:
+        group.hear(2)
+        group.end(3 * LIMIT_S, among=[0, 2])
+        for rank in (group.ranks[0], group.ranks[2]):
+            assert rank.status == 1
+            assert "rank 1 (" in rank.printed()
+            assert "is stopped for" in rank.printed()
+
+
+@pytest.mark.parametrize("strategy", ["ring transport=tcp", "ps(servers=1) transport=shm"])
+def test_an_exception_of_one_rank_reaches_all_with_its_text(pool: Pool, address: str, strategy: str) -> None:
+    processes = 4 if "ps" in strategy else 3
+    with pool.start(bodies.raises, group_of(processes, address, strategy)) as group:
+        group.end(LIMIT_S)
+        for rank in group.ranks:
+            assert rank.status == 1, rank
+            assert "the data of this rank are spoilt" in rank.printed()
+        assert "Traceback" in group.ranks[1].printed()
+        for rank in (group.ranks[0], *group.ranks[2:]):
+            assert "rank 1 (" in rank.printed()
+            assert "failed: ValueError" in rank.printed()
+            assert "Traceback" not in rank.printed()  # whose fault it is, not where one waited
+
+
+def test_a_script_can_catch_the_failure_of_another(pool: Pool, address: str) -> None:
+    with pool.start(bodies.survives, group_of(3, address)) as group:
+        group.end(LIMIT_S)
+        assert [rank.status for rank in group.ranks] == [0, 3, 0]
+        group.hear(1, among=[0, 2])
+        assert group.ranks[0].said[0][0] == group.ranks[2].said[0][0] == 1
+
+
+def test_an_interrupted_rank_ends_the_others(pool: Pool, address: str) -> None:
+    with pool.start(bodies.interrupted, group_of(3, address)) as group:
+        group.hear(1)
+        os.kill(group.ranks[2].pid, signal.SIGINT)
+        group.end(LIMIT_S)
+        for rank in group.ranks:
+            assert rank.status != 0
+            assert "rank 2 (" in rank.printed()
+            assert "Traceback" not in rank.printed()

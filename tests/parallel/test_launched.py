@@ -1,0 +1,112 @@
+"""Whole runs under launchers: statuses, what is printed, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parents[1] / "examples"
+LIMIT_S = 60.0
+RUN = [sys.executable, "-m", "syncline", "run"]
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A launcher with its output; whatever of it is left at the end is killed."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        yield process
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.kill()
+        for child in children:
+            child.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def script(how: str, *options: str, liveness: float = 2.0) -> list[str]:
+    return [*RUN, *options, str(HERE / "launched_script.py"), how, str(liveness)]
+
+
+def gone(pid: int, limit_s: float = LIMIT_S) -> bool:
+    deadline = time.monotonic() + limit_s
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not psutil.pid_exists(pid)
+
+
+def whole(command: list[str]) -> tuple[int, str]:
+    """Run a launcher to its end: status and output; the processes it has named are gone."""
+    with started(command) as process:
+        text, _ = process.communicate(timeout=LIMIT_S)
+    pids = [int(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("running as")]
+    assert all(gone(pid) for pid in pids)
+    return process.returncode, text
+
+
+def test_a_killed_rank_decides_the_status_and_is_named_by_all() -> None:
+    status, text = whole(script("kill", "-n", "2", "--strategy", "ps(servers=1) transport=tcp"))
+    assert status == 128 + signal.SIGKILL, text
+    for name in ("rank 0 (", "rank 2 ("):
+        assert any(name in line.partition(": ")[2][:20] and "rank 1 (" in line for line in text.splitlines()), text
+    assert "rank 1 was killed by SIGKILL" in text
+
+
+def test_ctrl_c_ends_everything_at_once() -> None:
+    with started(script("none", "-n", "2", "--strategy", "ring")) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline().rpartition(" ")[2]) for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        text = process.stdout.read()
+        assert process.wait(LIMIT_S) == 130, text
+    assert all(gone(pid) for pid in pids)
+    assert "Traceback" not in text
+
+
+def test_a_stopped_rank_is_killed_in_the_end() -> None:
+    from syncline.launch.local import LocalRun
+
+    lines: list[str] = []
+    command = script("stop")[len(RUN) :]
+    environ = {"SYNCLINE_STRATEGY": "ring transport=shm"}
+    say = lambda rank, line: lines.append(f"{rank}: {line}")  # noqa: E731
+    with LocalRun([sys.executable, *command], 2, env=environ, grace_s=0.5, on_output=say) as run:
+        outcome = run.wait(LIMIT_S)
+        pids = run.pids
+    assert outcome.status == 1
+    assert outcome.endings[0].rank == 0
+    assert any(line.startswith("0: ") and "rank 1 (" in line and "is stopped" in line for line in lines), lines
+    assert all(gone(pid) for pid in pids)
+
+
+def test_torchrun() -> None:
+    torchrun = shutil.which("torchrun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if torchrun is None:
+        pytest.skip("there is no torchrun")
+    pytest.importorskip("sklearn")
+    status, text = whole([torchrun, "--nproc-per-node", "2", "--standalone", str(EXAMPLES / "train.py")])
+    assert status == 0, text
+    assert "of the test images right" in text
+    assert "no secret is set" in text
+
+
+def test_torch_multiprocessing() -> None:
+    status, text = whole([sys.executable, str(EXAMPLES / "spawn.py")])
+    assert status == 0, text
+    assert "the sum over 2 workers is [3.0, 3.0, 3.0, 3.0, 3.0]" in text

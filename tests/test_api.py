@@ -1,0 +1,105 @@
+"""The public calls in a world of one, where every collective is the identity, and their refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import syncline
+from syncline.errors import ClosedError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "SYNCLINE_LAUNCHER", "SYNCLINE_STRATEGY", "SYNCLINE_SERVERS"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    syncline.shutdown()
+
+
+@pytest.mark.parametrize("name", [name for name in syncline.__all__ if name != "__version__"])
+def test_every_public_call_is_documented(name: str) -> None:
+    assert getattr(syncline, name).__doc__
+
+
+@pytest.mark.parametrize(
+    "call",
+    [syncline.rank, syncline.world_size, syncline.barrier, syncline.stats, syncline.state_dict, syncline.no_sync],
+    ids=lambda call: call.__name__,
+)
+def test_before_init_and_after_shutdown_calls_say_what_is_missing(call: Callable[[], Any]) -> None:
+    with pytest.raises(ClosedError, match=r"call syncline.init\(\) first"):
+        call()
+    syncline.init()
+    call()
+    syncline.shutdown()
+    with pytest.raises(ClosedError, match=r"call syncline.init\(\) first"):
+        call()
+
+
+def test_a_world_of_one() -> None:
+    assert not syncline.is_initialized()
+    syncline.init()
+    assert syncline.is_initialized()
+    assert (syncline.rank(), syncline.local_rank(), syncline.world_size()) == (0, 0, 1)
+    array = np.arange(5.0)
+    assert syncline.allreduce(array) is array
+    np.testing.assert_array_equal(syncline.broadcast(array), np.arange(5.0))
+    tensor = torch.arange(6).reshape(2, 3).t()
+    assert syncline.allreduce(tensor, op="sum").tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert syncline.gather(b"mine") == [b"mine"]
+    syncline.barrier(timeout=1)
+    assert dict(syncline.stats().bytes_sent) == {}
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert syncline.prepare(model, optimizer) == (model, optimizer)
+    with syncline.no_sync(), syncline.join():
+        pass
+
+
+def test_init_again_needs_shutdown_first() -> None:
+    syncline.init()
+    with pytest.raises(UsageError, match="was called before"):
+        syncline.init()
+    syncline.shutdown()
+    syncline.shutdown()
+    syncline.init()
+
+
+def test_an_init_that_fails_leaves_nothing_behind() -> None:
+    with pytest.raises(UsageError, match="belong together"):
+        syncline.init(rank=0)
+    assert not syncline.is_initialized()
+    with pytest.raises(UsageError):
+        syncline.init("no such thing")
+    syncline.init()
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: syncline.allreduce(np.zeros(2), op="max"), "choose 'mean' or 'sum'"),
+        (lambda: syncline.allreduce([1, 2]), "expected a torch tensor or a numpy array, got list"),
+        (lambda: syncline.allreduce(np.zeros(2, bool), op="sum"), "cannot sum elements of type bool"),
+        (lambda: syncline.allreduce(np.zeros(2, np.complex64), op="sum"), "cannot sum elements of type complex64"),
+        (lambda: syncline.allreduce(np.zeros(2, np.int64)), "use op='sum'"),
+        (lambda: syncline.broadcast(np.zeros(2), root=1), "there is no rank 1 in a world of 1"),
+        (lambda: syncline.broadcast(np.zeros(2), root=-1), "there is no rank -1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call: Callable[[], Any], text: str) -> None:
+    syncline.init()
+    with pytest.raises(UsageError, match=text):
+        call()
+
+
+def test_a_state_of_another_strategy_is_refused() -> None:
+    syncline.init("ring")
+    state = syncline.state_dict()
+    syncline.load_state_dict(state)
+    with pytest.raises(UsageError, match="'direct'"):
+        syncline.load_state_dict({**state, "strategy": "direct"})
