@@ -30,7 +30,7 @@ from .wire.scratch import Scratch
 
 Array = NDArray[Any]
 
-SEGMENT_BYTES = 4 * 1024 * 1024
+SEGMENT_BYTES = 8 * 1024 * 1024
 WINDOW = 4
 
 _INDEX_BITS = 20

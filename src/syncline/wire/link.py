@@ -1,9 +1,9 @@
 """One framed, non-blocking stream connection to a peer, TCP or UNIX, with urgency and without copies of large bodies.
 
 A frame is a header of 24 bytes (kind, size of the body, tag, argument) and a body. Outgoing frames wait in a heap:
-the smallest priority goes first, equal ones in order; a frame that has begun is finished first. What the kernel may
-hold unsent is bounded, or urgency would be lost in its buffers. Incoming bytes are read scattered: the rest of a body
-goes straight where its owner wants it, what follows into a small buffer of the link's own.
+the smallest priority goes first, equal ones in order; what has been handed to the kernel is finished first. Once
+frames differ in priority, what the kernel may hold unsent is bounded, or urgency would be lost in its buffers. Incoming
+bytes are read scattered: the rest of a body goes straight where its owner wants it, what follows into a small buffer.
 
 The link does not know what kinds of frames mean; its owner says where a body goes and is told when it is complete.
 UNIX links carry file descriptors beside frames.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import heapq
+import ipaddress
 import os
 import socket
 import struct
@@ -30,7 +31,8 @@ CONTROL = float("-inf")
 """The priority of frames that steer the flow: before everything else."""
 
 _TCP_NOTSENT_LOWAT = 25
-_UNSENT_BYTES = 1024 * 1024
+_UNSENT_BYTES = 512 * 1024
+_LOOPBACK_BYTES = 512 * 1024
 _INBOX_BYTES = 16 * 1024
 _READ_BUDGET_BYTES = 2 * 1024 * 1024
 _BATCH_PARTS = 64
@@ -62,9 +64,14 @@ class Link:
         self.is_unix = sock.family == socket.AF_UNIX
         if not self.is_unix:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+            if ipaddress.ip_address(sock.getpeername()[0]).is_loopback:
+                # Nothing is in flight on the way to ourselves: short queues are read while they are in the cache.
+                # Elsewhere the kernel fits its buffers to bandwidth times delay.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BYTES)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOOPBACK_BYTES)
         self.sock = sock
         self.peer = peer
+        self._bounded = False
         self.sent_bytes = 0
         self.received_bytes = 0
         self.fds: deque[int] = deque()
@@ -98,10 +105,18 @@ class Link:
         size = 0 if body is None else body.nbytes
         if size >= 1 << 32:
             raise UsageError(f"a message of {size} bytes is too large: send it in pieces of less than 4 GiB")
+        if priority not in (CONTROL, 0.0) and not self._bounded:
+            self._bound_unsent()
         parts = [memoryview(HEADER.pack(kind, size, tag, argument))]
         if size and body is not None:
             parts.append(body)
         heapq.heappush(self._heap, (priority, next(self._serial), parts, after, fd))
+
+    def _bound_unsent(self) -> None:
+        """Keep the kernel's unsent queue short from now on: it costs wake-ups, so only where urgency is used."""
+        self._bounded = True
+        if not self.is_unix:
+            self.sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
     def flush(self) -> bool:
         """Write what the kernel takes; True when nothing is left. Raises OSError when the connection is gone."""
