@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,9 +45,8 @@ def script(how: str, *options: str, liveness: float = 2.0) -> list[str]:
 
 
 def gone(pid: int, limit_s: float = LIMIT_S) -> bool:
-    deadline = time.monotonic() + limit_s
-    while psutil.pid_exists(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+        psutil.Process(pid).wait(limit_s)
     return not psutil.pid_exists(pid)
 
 
