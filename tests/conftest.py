@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from syncline.connecting import in_process
 from syncline.errors import PeerError
-from syncline.session import Session, in_process
+from syncline.session import Session
 
 LIMIT_S = 60.0
 

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from syncline.connecting import in_process
 from syncline.errors import ClosedError, MismatchError, PeerTimeout, UsageError
-from syncline.session import BARRIER, JOINED, NORM, STEP, Session, in_process
+from syncline.session import Session
+from syncline.tickets import BARRIER, JOINED, NORM, STEP
 from syncline.types import numpy_dtype
 
 STRATEGIES = ["ring", "direct", "tree", "ps(servers=2)", "ps(servers=1, update=worker)", "ps(servers=1, on=workers)"]

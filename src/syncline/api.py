@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from .connecting import connect_session
 from .errors import ClosedError, NotBuiltError, PeerError, UsageError
 from .launch.environment import Environment, recognise
 from .launch.store import find_secret, listen_address, open_store
-from .session import Session, Stats, connect_session
+from .session import Session, Stats
 from .strategy import Strategy
 from .types import Group
 from .wire.store import Store

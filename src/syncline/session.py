@@ -1,46 +1,36 @@
 """One process's membership in a run: its group, strategy, engine, and the collectives that scripts call.
 
-Every collective begins with a *ticket* that all workers show each other: which call this is and with what arguments.
-Workers that do different things at the same point therefore get an error that names them, instead of a hang or wrong
-numbers; and the ticket of a training step carries the weight of the worker's batch.
-
-A session knows nothing of frameworks: it averages arrays. ``connect`` makes one between processes, ``in_process``
-between threads. A world of one worker and no server needs neither connections nor threads, and every collective is
-the identity.
+Every collective begins with an exchange of tickets (``tickets``). A session knows nothing of frameworks: it averages
+arrays. ``connecting`` makes sessions. A world of one worker and no server needs neither connections nor threads, and
+every collective is the identity.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import socket
-import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import registry
 from .engine import LIMIT_S, Engine, Work
-from .errors import ClosedError, GroupError, MismatchError, PeerError, PeerLeft, PeerTimeout, SynclineError, UsageError
+from .errors import ClosedError, MismatchError, PeerError, PeerLeft, PeerTimeout, SynclineError, UsageError
 from .plan import Plan
 from .program import Program, compile_program
 from .strategy import Strategy
+from .tickets import ALLREDUCE, BARRIER, BROADCAST, CALLS, GATHER, STEP, Meeting, Ticket, ticket_table
 from .transports import Transport
-from .transports.inproc import Hub
 from .types import Group
-from .wire.handshake import run_id
-from .wire.listener import Listener
-from .wire.rollcall import Roll, call_roll, connect, describe_self, leave
-from .wire.store import Store
-from .wire.watch import LIVENESS_S, Watcher
+from .wire.rollcall import Roll
+from .wire.watch import Watcher
 
 log = logging.getLogger("syncline")
 
@@ -49,18 +39,6 @@ Array = NDArray[Any]
 VERDICT_S = 2.0
 """How long a broken connection waits for the news of who really failed."""
 
-_TICKET = struct.Struct("<QQQdQ")
-STEP, ALLREDUCE, BROADCAST, BARRIER, GATHER, NORM, COMMIT, JOINED = range(1, 9)
-_CALLS = {
-    STEP: "a training step",
-    ALLREDUCE: "allreduce",
-    BROADCAST: "broadcast",
-    BARRIER: "barrier",
-    GATHER: "gather",
-    NORM: "clip_grad_norm_",
-    COMMIT: "the optimizer's step",
-    JOINED: "the end of its batches (join)",
-}
 
 # Keys tell the messages of exchanges in flight apart; buckets have the lowest.
 BUCKET_KEYS = 1 << 20
@@ -69,21 +47,6 @@ MODEL_KEYS = 1 << 16
 WEIGHT_KEYS = 2 * BUCKET_KEYS
 _CALL_KEYS = 4 * BUCKET_KEYS
 _MESSAGE_TAGS = 1 << 63
-
-
-class Ticket(NamedTuple):
-    """What a worker shows at a collective call: which, the how manieth, an argument that must agree, its weight."""
-
-    kind: int
-    call: int
-    argument: int
-    weight: float
-    flags: int
-
-    @property
-    def text(self) -> str:
-        """For messages."""
-        return f"at {_CALLS.get(self.kind, 'nothing known')} (call {self.call})"
 
 
 @dataclass(frozen=True)
@@ -100,33 +63,8 @@ class Stats:
     bytes_received: Mapping[int, int] = field(default_factory=dict)
 
 
-class Meeting:
-    """A ticket exchange under way; ``tickets`` raises MismatchError unless all workers came for the same."""
-
-    def __init__(self, session: Session, work: Work | None, table: NDArray[np.uint8], mine: Ticket) -> None:
-        self._session, self.work, self._table, self._mine = session, work, table, mine
-
-    def tickets(self) -> list[Ticket]:
-        """All workers' tickets in rank order, once the work is done."""
-        size = _TICKET.size
-        found = [Ticket(*_TICKET.unpack_from(self._table, rank * size)) for rank in range(self._session.world_size)]
-        joining = {STEP, JOINED}
-        for rank, ticket in enumerate(found):
-            if {ticket.kind, self._mine.kind} == joining:
-                continue
-            if (ticket.kind, ticket.argument) != (self._mine.kind, self._mine.argument):
-                raise self._session.mismatch(rank, ticket, self._mine)
-        return found
-
-    def missing(self) -> list[int]:
-        """Workers whose ticket has not come yet."""
-        size = _TICKET.size
-        world = range(self._session.world_size)
-        return [rank for rank in world if _TICKET.unpack_from(self._table, rank * size)[0] == 0]
-
-
 class Session:
-    """This process's place in a run. Made by ``connect`` or ``in_process``; used by one thread at a time."""
+    """This process's place in a run. Made in ``connecting``; used by one thread at a time."""
 
     def __init__(
         self,
@@ -222,18 +160,17 @@ class Session:
         self.check_usable()
         if not self.is_worker:
             raise UsageError(
-                f"{self.name(self.index)} takes no part in {_CALLS[kind]}: servers run the script up to"
+                f"{self.name(self.index)} takes no part in {CALLS[kind]}: servers run the script up to"
                 " syncline.prepare(), so make collective calls after it"
             )
         self._calls += 1
         mine = Ticket(kind, self._calls, argument & 0xFFFFFFFFFFFFFFFF, weight, flags)
-        table = np.zeros(self.world_size * _TICKET.size, np.uint8)
-        _TICKET.pack_into(table, self.rank * _TICKET.size, *mine)
+        table = ticket_table(self.world_size, self.rank, mine)
         work = None
         if self._engine is not None and self.world_size > 1:
             program = _program("direct_all_gather", Group(self.world_size), self.index)
-            work = self.engine.exchange(program, table, self._call_key(), _CALLS[kind])
-        return Meeting(self, work, table, mine)
+            work = self.engine.exchange(program, table, self._call_key(), CALLS[kind])
+        return Meeting(work, table, mine, lambda rank, theirs: self.mismatch(rank, theirs, mine))
 
     def agree(self, kind: int, argument: int = 0, timeout: float | None = None) -> list[Ticket]:
         """Meet and wait: returns when all workers have come for the same call."""
@@ -247,7 +184,7 @@ class Session:
                 missing = meeting.missing()
                 names = ", ".join(self.name(rank) for rank in missing)
                 late = PeerTimeout(
-                    f"{_CALLS[kind]}: not reached within {timeout:.1f} s by {names}", rank=missing[0] if missing else -1
+                    f"{CALLS[kind]}: not reached within {timeout:.1f} s by {names}", rank=missing[0] if missing else -1
                 )
                 self.fail(late)
                 raise late from None
@@ -464,79 +401,6 @@ class Session:
                 self.watcher.abort(f"is to blame for an error of {self.name(self.index)}: {error}", error.rank)
             else:
                 self.watcher.abort(f"failed: {type(error).__name__}: {error}")
-
-
-def in_process(strategy: str, workers: int) -> list[Session]:
-    """Sessions of a whole group between the threads of this process: workers first, then servers. For tests."""
-    chosen = Strategy.parse(strategy).resolve(Group(workers), one_host=True, inproc=True)
-    group = Group(workers, chosen.servers)
-    if group.processes == 1:
-        return [Session(chosen, group, 0, None)]
-    hub = Hub(group.processes)
-    sessions = [Session(chosen, group, index, hub.transport(index)) for index in range(group.processes)]
-    for session in sessions:
-        session.neighbours = [other for other in sessions if other is not session]
-    return sessions
-
-
-def connect_session(
-    strategy: Strategy,
-    index: int,
-    processes: int,
-    store: Store,
-    *,
-    run: str,
-    secret: bytes,
-    address: str,
-    local_rank: int = 0,
-    timeout: float = 120.0,
-    liveness_s: float = LIVENESS_S,
-    limit_s: float = LIMIT_S,
-    hint: Callable[[int], str] = lambda _: "",
-) -> Session:
-    """Join the processes of a run: roll call, connections, watcher, engine.
-
-    ``index`` counts workers first, then the strategy's servers; ``address`` is the one to listen on.
-    """
-    workers = processes - strategy.servers
-    if workers < 1:
-        raise UsageError(
-            f"{strategy} needs {strategy.servers} server processes and at least one worker, there are {processes}"
-            " processes: start more (syncline run -n WORKERS --servers SERVERS)"
-        )
-    from . import __version__
-
-    listener = Listener(address, run_id(run), secret, index)
-    control: dict[int, socket.socket] = {}
-    try:
-        me = describe_self(index, processes, listener, {"strategy": str(strategy), "version": __version__})
-        roll = call_roll(store, run, secret, me, timeout, hint)
-        group = Group(workers, strategy.servers, roll.nodes[:workers])
-        chosen = strategy.resolve(group, one_host=roll.one_host)
-        entry = registry.get("transports", chosen.transport.name)
-        if entry.capabilities.get("connection") is None:
-            raise UsageError(f"transport={chosen.transport.name} does not reach other processes: use shm, tcp or auto")
-        use_unix = entry.capabilities["connection"] == "unix"
-        if use_unix and not roll.one_host:
-            hosts = ", ".join(sorted({member.host for member in roll.members}))
-            raise UsageError(f"transport={chosen.transport.name} works inside one host, this run has {hosts}: use tcp")
-        control = connect(store, roll, listener, "control", False, timeout)
-        data = connect(store, roll, listener, "data", use_unix, timeout)
-        leave(store, run, index, complete=True)
-    except BaseException as error:
-        for sock in control.values():
-            sock.close()
-        if isinstance(error, Exception):
-            with contextlib.suppress(GroupError):  # the store may be what is gone
-                leave(store, run, index, complete=False)
-        raise
-    finally:
-        listener.close()
-    transport: Transport = entry.target(index, data, **chosen.transport.arguments)
-    session = Session(chosen, group, index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s)
-    session.watcher = Watcher(roll, control, session.on_peer_failure, session.left, liveness_s)
-    session.watcher.start()
-    return session
 
 
 @lru_cache(maxsize=256)

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from ..connecting import connect_session
 from ..launch.environment import Environment, recognise
 from ..launch.store import TorchStore, find_secret, listen_address, open_store
 from ..program import compile_program
-from ..session import Session, connect_session
+from ..session import Session
 from .allreduce import GLOO, Work, calls_per_repetition, repetitions, strategy_of
 from .messages import Sender
 

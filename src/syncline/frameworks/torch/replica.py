@@ -31,7 +31,8 @@ from ...engine import Lane, Work
 from ...errors import GradientError, NotBuiltError, UsageError
 from ...kernels import cpu
 from ...program import Program
-from ...session import JOINED, MODEL_KEYS, STEP, Meeting, Session
+from ...session import MODEL_KEYS, Session
+from ...tickets import JOINED, STEP, Meeting
 from .agreement import buffers_of, copy_from_worker, pack_bytes, tensors_of, unpack_bytes
 from .samples import Samples, Weight
 from .storage import Storage, layers_of

@@ -24,7 +24,8 @@ import torch
 
 from ...errors import GradientError, NotBuiltError, UsageError
 from ...program import Program
-from ...session import COMMIT, NORM, WEIGHT_KEYS, Session
+from ...session import WEIGHT_KEYS, Session
+from ...tickets import COMMIT, NORM
 from .records import pack, unpack
 from .replica import Replica
 from .serve import REPLY_BYTES, REQUEST_BYTES
