@@ -1,10 +1,11 @@
-"""One process's progress thread: everything that is under way in the background of training.
+"""Everything of one process that is under way in the background of training, and who drives it.
 
-The training thread hands over work (a bucket to exchange, a message to send) and later waits for it; the progress
-thread owns the transport, drives the exchange and calls back. The time the training thread spends blocked here is
-counted: it is the exposed communication.
+The training thread hands over work (a bucket to exchange, a message to send) and later waits for it. One thread at a time
+*drives*: it owns the transport, turns the exchange and calls back. That is the progress thread while there is work that
+nobody waits for; a thread that would have to wait anyway drives itself when nobody else does, which saves two hand-overs
+between threads. The time the training thread spends blocked here is counted: it is the exposed communication.
 
-A fault in the progress thread reaches every thread that waits, now or later, as the same exception. Each wait has a
+A fault while driving reaches every thread that waits, now or later, as the same exception. Each wait has a
 time limit, and so has the progress of the whole: when nothing moves for ``limit_s`` although something is under way,
 that is a fault that names whom it waits for.
 
@@ -62,7 +63,7 @@ class Lane:
 
 
 class Engine:
-    """The progress thread of one transport; ``explain`` turns a fault into what the user shall see."""
+    """What drives one transport; ``explain`` turns a fault into what the user shall see."""
 
     def __init__(
         self,
@@ -81,9 +82,13 @@ class Engine:
         self._on_raise = on_raise
         self._limit_s = limit_s
         self._explain = explain
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # something is done: for those who wait for it
+        self._wanted = threading.Condition(lock)  # something is to be done: for the progress thread
         self._inbox: deque[Callable[[], None]] = deque()
-        self._under_way = 0
+        self._under_way = 0  # works that the end waits for
+        self._tolerated = 0  # works that nobody waits for
+        self._driven = False
         self._closing = False
         self._thread = threading.Thread(target=self._progress, name="syncline-progress", daemon=True)
         self._thread.start()
@@ -102,11 +107,13 @@ class Engine:
         before: Callable[[], None] | None = None,
         priority: float = 0.0,
         tolerant: bool = False,
+        announce: bool = True,
     ) -> Work:
         """Run a plan over ``array``; it starts when ``gate`` is done, after ``before`` was called.
 
         A program that depends on the gate's result is given as a function. A ``tolerant`` work does not mind peers
-        that leave, and nobody waits for it at the end.
+        that leave, and nobody waits for it at the end. Whoever calls ``wait`` at once need not ``announce`` it to the
+        progress thread.
         """
         work = Work(label, tolerant)
 
@@ -124,8 +131,30 @@ class Engine:
                 lane.waiting.append((gate, start))
                 self._advance(lane)
 
-        self._post(enter, counts=not tolerant)
+        self._post(enter, tolerant, announce)
         return work
+
+    def run(self, program: Program, array: Array, key: int, label: str) -> None:
+        """Run a plan over ``array`` and return when it is done; what ``exchange`` and ``wait`` do, with less in between."""
+        with self._changed:
+            free = not (self._driven or self._inbox or self._ending)
+            if free:
+                self._driven = True
+                self._under_way += 1
+        if not free:
+            self.wait(self.exchange(program, array, key, label, announce=False))
+            return
+        work, begun = Work(label), time.perf_counter()
+
+        def start() -> None:
+            self._exchange.start(Run(program, array, key, label, on_done=lambda: self._finish(work, None)))
+
+        try:
+            self._drive_here((work,), None, start)
+        finally:
+            self.blocked_s += time.perf_counter() - begun
+        if self.error is not None:
+            raise self._raised(self.error)
 
     def send(self, dst: int, tag: int, data: bytes, label: str) -> Work:
         """Send a small message."""
@@ -150,7 +179,7 @@ class Engine:
         def start() -> None:
             self.transport.recv(src, tag, into, owner=arrived)
 
-        self._post(start, counts=not tolerant)
+        self._post(start, tolerant)
         return work
 
     def allocate(self, nbytes: int, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -171,9 +200,9 @@ class Engine:
         if self.error is None and all(work.done for work in works):
             return
         begun = time.perf_counter()
+        deadline = None if timeout is None else begun + timeout
         try:
-            with self._changed:
-                came = self._changed.wait_for(lambda: self.error or all(work.done for work in works), timeout)
+            came = self._drive_until(works, deadline) or self._await(works, deadline)
         finally:
             self.blocked_s += time.perf_counter() - begun
         if self.error is not None:
@@ -181,6 +210,37 @@ class Engine:
         if not came:
             late = next(work for work in works if not work.done)
             raise PeerTimeout(f"{late.label}: not done within {timeout:.1f} s", rank=-1)
+
+    def _await(self, works: Collection[Work], deadline: float | None) -> bool:
+        """Wait for another thread to get the works done; False when the time is over first."""
+        left = None if deadline is None else max(0.0, deadline - time.perf_counter())
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self.error or all(work.done for work in works), left))
+
+    def _drive_until(self, works: Collection[Work], deadline: float | None) -> bool:
+        """Drive in this thread, when nobody does, until all works are done; False when they are not."""
+        with self._changed:
+            if self._driven or self._ending:
+                return False
+            self._driven = True
+        self._drive_here(works, deadline)
+        return all(work.done for work in works)
+
+    def _drive_here(
+        self, works: Collection[Work], deadline: float | None, first: Callable[[], None] | None = None
+    ) -> None:
+        """Drive in this thread, which has taken over, until all works are done or the time is over."""
+
+        def enough() -> bool:
+            return all(work.done for work in works) or (deadline is not None and time.perf_counter() >= deadline)
+
+        try:
+            self._drive(enough, deadline, first)
+        except BaseException as error:  # an interrupt leaves the exchange in the middle of something
+            self.fail(ClosedError(f"the exchange was interrupted by {type(error).__name__}"))
+            raise
+        finally:
+            self._hand_over()
 
     def wait_any(self, works: Collection[Work], until: Callable[[], bool]) -> None:
         """Block until one of the works is done or ``until()`` holds (looked at often); raises the engine's fault."""
@@ -196,12 +256,19 @@ class Engine:
         labels = self._exchange.labels
         return "no exchange" if not labels else labels[0] + (f" and {len(labels) - 1} more" if len(labels) > 1 else "")
 
+    @property
+    def awaited(self) -> set[int]:
+        """The processes that something under way waits for."""
+        return set(self._exchange.waiting_for)
+
     def fail(self, error: Exception) -> None:
         """A fault found elsewhere: whoever waits here gets it. The first one stays."""
         with self._changed:
             if self.error is None:
                 self.error = error
             self._changed.notify_all()
+            self._wanted.notify()
+        self.transport.wake()  # whoever drives looks at it
 
     def close(self, before_end: Callable[[], None] = lambda: None) -> None:
         """Finish what is under way unless there was a fault, end the thread and close the transport.
@@ -210,9 +277,12 @@ class Engine:
         """
         if self.error is None:
             with self._changed:
+                self._wanted.notify()
                 self._changed.wait_for(lambda: self.error or not (self._under_way or self._inbox), _FLUSH_S)
         before_end()
-        self._closing = True
+        with self._changed:
+            self._closing = True
+            self._wanted.notify()
         self.transport.wake()
         self._thread.join(_FLUSH_S)
         self.fail(ClosedError("this session has been shut down"))
@@ -222,36 +292,77 @@ class Engine:
         self._on_raise()
         return error
 
-    # In the progress thread.
-
-    def _post(self, task: Callable[[], None], counts: bool = True) -> None:
+    def _post(self, task: Callable[[], None], tolerant: bool = False, announce: bool = True) -> None:
         if self.error is not None:
             raise self._raised(self.error)
-        if counts:
-            with self._changed:
+        with self._changed:
+            if tolerant:
+                self._tolerated += 1
+            else:
                 self._under_way += 1
-        self._inbox.append(task)
-        self.transport.wake()
+            self._inbox.append(task)
+            if self._driven:
+                self.transport.wake()
+            elif announce:
+                self._wanted.notify()
+
+    # Driving: in the progress thread, or in one that waits.
 
     def _progress(self) -> None:
+        """The progress thread: drive whenever there is something to do and nobody does it."""
+        while True:
+            with self._changed:
+                self._wanted.wait_for(lambda: not self._driven and (self._ending or self._busy))
+                if self._ending:
+                    break
+                self._driven = True
+            self._drive(lambda: False)
+            self._hand_over()
+        with contextlib.suppress(Exception):
+            self._drain()
+        self.transport.close()
+
+    @property
+    def _ending(self) -> bool:
+        return self._closing or self.error is not None
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._inbox or self._under_way or self._tolerated) or not self.transport.idle
+
+    def _hand_over(self) -> None:
+        with self._changed:
+            self._driven = False
+            if self._busy or self._ending:
+                self._wanted.notify()
+
+    def _drive(
+        self,
+        enough: Callable[[], bool],
+        deadline: float | None = None,
+        first: Callable[[], None] | None = None,
+    ) -> None:
+        """Turn the exchange until ``enough()``, until there is nothing left to do, or until a fault, which is kept."""
         moved = time.monotonic()
         try:
-            while not self._closing and self.error is None:
+            if first is not None:
+                first()
+            while not self._ending:
                 if self._inbox:
                     self._take_tasks()
                     moved = time.monotonic()
-                if self._exchange.progress(_POLL_S) or not self._under_way:
+                if not self._busy or (enough() and self.transport.idle):
+                    return  # the last acknowledgements are with the kernel too
+                left = _POLL_S if deadline is None else min(_POLL_S, max(0.0, deadline - time.perf_counter()))
+                if self._exchange.progress(left) or not self._under_way:
                     moved = time.monotonic()
                 elif time.monotonic() - moved > self._limit_s:
                     raise self._stalled()
-            self._drain()
         except Exception as error:
             shown = error
             with contextlib.suppress(Exception):  # an explanation that fails must not hide the fault
                 shown = self._explain(error)
             self.fail(shown)
-        finally:
-            self.transport.close()
 
     def _drain(self) -> None:
         """The last acknowledgements have to reach the kernel, or a peer would wait for them."""
@@ -299,7 +410,10 @@ class Engine:
     def _finish(self, work: Work, lane: Lane | None) -> None:
         with self._changed:
             work.done = True
-            self._under_way -= not work.tolerant
+            if work.tolerant:
+                self._tolerated -= 1
+            else:
+                self._under_way -= 1
             self._changed.notify_all()
         callbacks, work.callbacks = work.callbacks, []
         for callback in callbacks:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from .errors import PeerError, SynclineError, UsageError
 from .kernels.cpu import add_all_into
+from .onesided import OneSided, Window
 from .program import Action, Program
 from .transports import Handle, Transport
 from .wire.scratch import Scratch
@@ -32,6 +34,11 @@ Array = NDArray[Any]
 
 SEGMENT_BYTES = 8 * 1024 * 1024
 WINDOW = 4
+SPINS = 20
+"""How often what a run waits for in shared memory is looked at before this process sleeps."""
+
+PATIENCE_MS = 2
+"""How long it then sleeps without an ear for its connections."""
 
 _INDEX_BITS = 20
 _SEGMENT_BITS = 20
@@ -59,7 +66,7 @@ class Run:
     opened: int = 0
     left: int = 0
     open_segments: list[Any] = field(default_factory=list)
-    bytes_view: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    bytes_view: NDArray[np.uint8] = field(init=False, repr=False)
 
     @property
     def done(self) -> bool:
@@ -136,6 +143,8 @@ class Exchange:
         self._has_left = has_left
         self.scratch = Scratch()
         self._under_way: dict[int, Run] = {}
+        mapped: Window | None = getattr(transport, "window", None)
+        self._onesided = None if mapped is None else OneSided(mapped, self.scratch, segment_bytes, has_left)
 
     def start(self, run: Run) -> None:
         """Begin a run; its ``on_done`` is called from a later ``progress``, or at once when there is nothing to do."""
@@ -148,6 +157,11 @@ class Exchange:
             raise UsageError(f"{run.label}: an exchange needs a one-dimensional contiguous array")
         if len(run.program.plan) > 1 << _INDEX_BITS:
             raise UsageError(f"{run.label}: a plan of {len(run.program.plan)} transfers is too large to execute")
+        if self._onesided is not None and self._onesided.takes(array):
+            on_done = partial(self._left_shared, run)
+            self._under_way[run.key] = run
+            self._onesided.start(run.program.plan, array, run.key, run.label, on_done, run.tolerant)
+            return
         run.bytes_view = array.view(np.uint8)
         run.per_segment, run.segments = self._cut(run)
         run.left = run.segments
@@ -160,7 +174,21 @@ class Exchange:
             self._open(run)
 
     def progress(self, timeout: float) -> int:
-        """Turn the transport once and act on what has completed; returns how much that was."""
+        """Do what can be done, waiting up to ``timeout`` seconds for it; returns how much that was."""
+        shared = self._onesided
+        if shared is None or not shared.active:
+            return self._turn(timeout)
+        moved = shared.advance(SPINS, PATIENCE_MS if len(self._under_way) == 1 else 0)
+        if moved:
+            return moved + (self._turn(0.0) if shared.active else 0)
+        shared.sleep_soon()
+        try:
+            return shared.advance(0) or self._turn(timeout)
+        finally:
+            shared.awake()
+
+    def _turn(self, timeout: float) -> int:
+        """Turn the transport once and act on what has completed."""
         handles = self.transport.poll(timeout)
         for handle in handles:
             owner = handle.owner
@@ -173,7 +201,8 @@ class Exchange:
     @property
     def waiting_for(self) -> dict[int, str]:
         """Peer -> label of a run that waits for it: for messages about what takes so long."""
-        return {
+        shared = {} if self._onesided is None else self._onesided.waiting_for
+        return shared | {
             segment.run.program.actions[i].peer: run.label
             for run in self._runs()
             if not run.tolerant
@@ -319,6 +348,10 @@ class Exchange:
                 del self._under_way[run.key]
                 self._finish(run)
         return unlocked
+
+    def _left_shared(self, run: Run) -> None:
+        self._under_way.pop(run.key, None)
+        self._finish(run)
 
     def _finish(self, run: Run) -> None:
         if run.on_done is not None:

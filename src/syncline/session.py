@@ -46,6 +46,7 @@ MODEL_KEYS = 1 << 16
 """Keys of one model among them: several models may be in flight at once."""
 WEIGHT_KEYS = 2 * BUCKET_KEYS
 _CALL_KEYS = 4 * BUCKET_KEYS
+_CALLS_IN_FLIGHT = 1 << 12
 _MESSAGE_TAGS = 1 << 63
 
 
@@ -155,8 +156,8 @@ class Session:
 
     # Collectives.
 
-    def meet(self, kind: int, argument: int = 0, weight: float = 0.0, flags: int = 0) -> Meeting:
-        """Start showing tickets to all workers."""
+    def meet(self, kind: int, argument: int = 0, weight: float = 0.0, flags: int = 0, announce: bool = True) -> Meeting:
+        """Start showing tickets to all workers; whoever waits at once need not ``announce`` it (``Engine.exchange``)."""
         self.check_usable()
         if not self.is_worker:
             raise UsageError(
@@ -169,19 +170,19 @@ class Session:
         work = None
         if self._engine is not None and self.world_size > 1:
             program = _program("direct_all_gather", Group(self.world_size), self.index)
-            work = self.engine.exchange(program, table, self._call_key(), CALLS[kind])
+            work = self.engine.exchange(program, table, self._call_key(), CALLS[kind], announce=announce)
         return Meeting(work, table, mine, lambda rank, theirs: self.mismatch(rank, theirs, mine))
 
     def agree(self, kind: int, argument: int = 0, timeout: float | None = None) -> list[Ticket]:
         """Meet and wait: returns when all workers have come for the same call."""
-        meeting = self.meet(kind, argument)
+        meeting = self.meet(kind, argument, announce=False)
         if meeting.work is not None:
             try:
                 self.engine.wait(meeting.work, timeout=timeout)
             except PeerTimeout as error:
                 if error.rank >= 0:
                     raise
-                missing = meeting.missing()
+                missing = [rank for rank in meeting.missing() if rank in self.engine.awaited]
                 names = ", ".join(self.name(rank) for rank in missing)
                 late = PeerTimeout(
                     f"{CALLS[kind]}: not reached within {timeout:.1f} s by {names}", rank=missing[0] if missing else -1
@@ -226,11 +227,11 @@ class Session:
         gather = _program("all_gather", Group(self.world_size), self.index)
         sizes = np.zeros(self.world_size, np.int64)
         sizes[self.rank] = len(data)
-        self.engine.wait(self.engine.exchange(gather, sizes, self._call_key(), "gather"))
+        self.engine.run(gather, sizes, self._call_key(), "gather")
         widest = max(1, int(sizes.max()))
         table = np.zeros(self.world_size * widest, np.uint8)
         table[self.rank * widest : self.rank * widest + len(data)] = np.frombuffer(data, np.uint8)
-        self.engine.wait(self.engine.exchange(gather, table, self._call_key(), "gather"))
+        self.engine.run(gather, table, self._call_key(), "gather")
         return [table[rank * widest : rank * widest + int(size)].tobytes() for rank, size in enumerate(sizes)]
 
     def program(self, goal: str, root: int = 0) -> Program:
@@ -343,14 +344,14 @@ class Session:
             self._all_left.set()
 
     def _call_key(self) -> int:
-        self._next_key = (self._next_key + 1) % BUCKET_KEYS
+        self._next_key = (self._next_key + 1) % _CALLS_IN_FLIGHT
         return _CALL_KEYS + self._next_key
 
     def _compiled(self, plan: Plan) -> Program:
         return _compile(plan, self.index)
 
     def _run(self, array: Array, program: Program, label: str) -> None:
-        self.engine.wait(self.engine.exchange(program, array, self._call_key(), label))
+        self.engine.run(program, array, self._call_key(), label)
 
     def _has_left(self, peer: int) -> bool:
         """Whether a peer whose connection has closed had said goodbye; waits for that news a little."""

@@ -275,7 +275,7 @@ def test_nothing_is_left_behind(kind: str) -> None:
     with network(kind, 2):
         pass
     gc.collect()
-    files, threads, shared = open_files(), threading.active_count(), set(Path("/dev/shm").iterdir())
+    files, threads = open_files(), threading.active_count()
     for _ in range(3):
         with network(kind, 3) as net:
             data = net.ends[0].allocate(200_000)
@@ -284,7 +284,7 @@ def test_nothing_is_left_behind(kind: str) -> None:
     gc.collect()
     assert open_files() == files
     assert threading.active_count() == threads
-    assert set(Path("/dev/shm").iterdir()) == shared
+    assert not list(Path("/dev/shm").glob("*syncline*"))  # others may come and go
 
 
 def test_scratch_memory_is_used_again_once_warm() -> None:

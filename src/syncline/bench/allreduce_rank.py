@@ -70,8 +70,7 @@ class Syncline:
 
     def reduce(self) -> None:
         """One exchange of a whole bucket."""
-        engine = self._session.engine
-        engine.wait(engine.exchange(self._program, self._array, 0, "bench"))
+        self._session.engine.run(self._program, self._array, 0, "bench")
 
     def close(self) -> None:
         """Leave the group."""

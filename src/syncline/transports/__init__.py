@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 """One-dimensional contiguous uint8 array: how data are passed to a transport."""
 
+Words = NDArray[np.int64]
+"""Table of int64: what compiled code and Python share."""
+
 INLINE_BYTES = 64 * 1024
 """Messages up to this size travel without waiting for the receiver."""
 

@@ -5,20 +5,16 @@ over a UNIX connection, and the receiver reads the sender's memory in place, onc
 looked at for ``borrow``). A short acknowledgement then frees the sender's buffer. Small messages travel inside their
 frame; large ones from other memory are copied into a segment first.
 
-Segments are anonymous (memfd) and handed to the peers as descriptors: there are no names in /dev/shm that could be
-left behind or run into its size limit. They are allocated when made and sealed against shrinking, so that no access
-can fault; a machine without the memory gives a clear error instead.
+Segments are anonymous and handed to the peers as descriptors (``segments``). The first one of each process is its board,
+and with it goes the descriptor of its bell: with those, plans run by one-sided access (``onesided``), and no message is
+sent at all.
 
 Least memory traffic of a message of n bytes: n read, n written by the receiver.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import mmap
 import os
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from socket import socket
@@ -26,14 +22,19 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ClosedError, PeerLost, SynclineError, UsageError
+from ..errors import ClosedError, PeerLost, UsageError
+from ..kernels.board import BOARD_BYTES
 from ..registry import register
 from ..wire.link import CONTROL, Frame, Link
 from ..wire.loop import Loop
 from ..wire.matching import Matcher
-from . import Bytes, Handle
+from . import Bytes, Handle, Words
+from .segments import Segments, map_segment, staging_size
 
-_DATA, _REFERENCE, _CONSUMED, _SEGMENT = 1, 2, 3, 4
+_DATA, _REFERENCE, _CONSUMED, _SEGMENT, _BELL = 1, 2, 3, 4, 5
+
+_BOARD = 0
+"""The number of the segment that is a process's board."""
 
 _IN_FRAME_BYTES = 4096
 """Messages up to this size travel in their frame: cheaper than a reference and its acknowledgement."""
@@ -64,69 +65,6 @@ class _Sending:
     staging: Bytes | None
 
 
-class _Segments:
-    """This process's own shared memory: segments by address, and staging buffers that are used again."""
-
-    def __init__(self) -> None:
-        self.fds: list[int] = []
-        self._memory: list[Bytes] = []  # kept mapped: an address must not become somebody else's while it is known
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        self._numbers: list[int] = []
-        self._free: dict[int, list[Bytes]] = {}
-
-    def create(self, nbytes: int) -> tuple[int, int, Bytes]:
-        """A new segment: number, descriptor, memory."""
-        size = max(nbytes, 1)
-        number = len(self.fds)
-        fd = os.memfd_create(f"syncline-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.posix_fallocate(fd, 0, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            memory = np.frombuffer(mmap.mmap(fd, size), np.uint8)
-        except OSError as error:
-            os.close(fd)
-            if error.errno in (errno.ENOMEM, errno.ENOSPC):
-                raise SynclineError(
-                    f"no memory for a shared segment of {size} bytes ({error.strerror}): use fewer ranks on this"
-                    " machine, a smaller model, or transport=tcp"
-                ) from error
-            raise
-        start = memory.ctypes.data
-        at = bisect_right(self._starts, start)
-        self._starts.insert(at, start)
-        self._ends.insert(at, start + size)
-        self._numbers.insert(at, number)
-        self.fds.append(fd)
-        self._memory.append(memory)
-        return number, fd, memory[:nbytes]
-
-    def find(self, data: Bytes) -> tuple[int, int] | None:
-        """Segment number and offset of an array, when it lies in one."""
-        start = data.ctypes.data
-        at = bisect_right(self._starts, start) - 1
-        if at < 0 or start + data.nbytes > self._ends[at]:
-            return None
-        return self._numbers[at], start - self._starts[at]
-
-    def staging(self, nbytes: int) -> Bytes | None:
-        """A free staging buffer of at least that size, or None when a new one is needed."""
-        free = self._free.get(_staging_size(nbytes))
-        return free.pop() if free else None
-
-    def free(self, staging: Bytes) -> None:
-        """Keep a staging buffer for the next message of its size."""
-        self._free.setdefault(staging.nbytes, []).append(staging)
-
-    def close(self) -> None:
-        """Close the descriptors; the memory goes with the last array that looks at it."""
-        for fd in self.fds:
-            os.close(fd)
-        self.fds.clear()
-        self._memory.clear()
-        self._starts.clear()
-
-
 @register("transports", "shm", connection="unix", one_host=True)
 class Shm:
     """Shared memory between the processes of one machine.
@@ -141,7 +79,7 @@ class Shm:
     def __init__(self, rank: int, socks: Mapping[int, socket]) -> None:
         self.rank = rank
         self.world = len(socks) + 1
-        self._segments = _Segments()
+        self._segments = Segments()
         self._links = {peer: Link(sock, peer, self._sink, self._arrival) for peer, sock in socks.items()}
         self._loop = Loop(self._links.values(), self._lost)
         self._matcher: Matcher[_Receive, _Message] = Matcher()
@@ -149,19 +87,26 @@ class Shm:
         self._bodies: dict[int, Bytes] = {}  # the body a link is reading
         self._sending: dict[int, _Sending] = {}
         self._number = 0
-        self._sent = dict.fromkeys(socks, 0)
-        self._received = dict.fromkeys(socks, 0)
+        self._in_place: Words = np.zeros((2, self.world), np.int64)  # bytes sent and received without a socket
         self._under_way: set[Handle] = set()
         self._completed: list[Handle] = []
-        self._gone: set[int] = set()
+        self.gone: set[int] = set()
         self._closed = False
+        self.members: Words = np.zeros((self.world, 2), np.int64)
+        self.maps: Words = np.zeros((self.world, 16), np.int64)
+        self.board: Words = self.allocate(BOARD_BYTES).view(np.int64)
+        self._own_bell = self._loop.bell
+        self.members[rank] = self.board.ctypes.data, self._own_bell
+        for link in self._links.values():
+            link.push(_BELL, 0, fd=self._loop.bell)
+            self._loop.write_soon(link)
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Zeroed shared memory that every peer can read in place."""
+        """Zeroed shared memory that every peer can read and write in place."""
         self._check()
         number, fd, memory = self._segments.create(nbytes)
         for peer, link in self._links.items():
-            if peer not in self._gone:
+            if peer not in self.gone:
                 link.push(_SEGMENT, number, memory.nbytes, fd=fd)
                 self._loop.write_soon(link)
         return memory
@@ -176,19 +121,17 @@ class Shm:
         if data.nbytes <= _IN_FRAME_BYTES:
             link.push(_DATA, tag, 0, memoryview(data), priority, lambda: self._finish(handle))
         else:
-            place, staging = self._segments.find(data), None
+            place, staging = self._segments.find(data.ctypes.data, data.nbytes), None
             if place is None:
-                staging = self._segments.staging(data.nbytes)
-                if staging is None:
-                    staging = self.allocate(_staging_size(data.nbytes))
+                staging = self.staging(data.nbytes)
                 staging[: data.nbytes] = data
-                place = self._segments.find(staging)
+                place = self._segments.find(staging.ctypes.data, data.nbytes)
                 assert place is not None
             self._number += 1
             self._sending[self._number] = _Sending(handle, staging)
             body = np.array([place[0], place[1], data.nbytes], np.uint64).view(np.uint8)
             link.push(_REFERENCE, tag, self._number, memoryview(body), priority)
-            self._sent[dst] += data.nbytes
+            self._in_place[0, dst] += data.nbytes
         self._loop.write_soon(link)
         return handle
 
@@ -225,16 +168,47 @@ class Shm:
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Bytes over the connections, and bytes read in place from shared memory."""
-        sent = {peer: link.sent_bytes + self._sent[peer] for peer, link in self._links.items()}
-        return sent, {peer: link.received_bytes + self._received[peer] for peer, link in self._links.items()}
+        out, into = self._in_place.tolist()
+        sent = {peer: link.sent_bytes + out[peer] for peer, link in self._links.items()}
+        return sent, {peer: link.received_bytes + into[peer] for peer, link in self._links.items()}
 
     def close(self) -> None:
         """Close the connections and let go of the memory."""
         if not self._closed:
             self._closed = True
             self._loop.close()
+            for fd in self.members[:, 1]:
+                if fd not in (0, self._own_bell):
+                    os.close(int(fd))
+            self.members[:] = 0
+            self.board = self.board[:0].copy()
             self._mapped.clear()
             self._segments.close()
+
+    # One-sided access.
+
+    @property
+    def window(self) -> Shm:
+        """The memory that all processes have mapped, and its boards (``onesided.Window``)."""
+        return self
+
+    def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """Segment number and offset of memory of this process, or None when it is not shared."""
+        return self._segments.find(address, nbytes)
+
+    def staging(self, nbytes: int) -> Bytes:
+        """Shared memory of at least that size, until ``free``."""
+        found = self._segments.staging(nbytes)
+        return self.allocate(staging_size(nbytes)) if found is None else found
+
+    def free(self, staging: Bytes) -> None:
+        """Keep staging memory for the next one of its size."""
+        self._segments.free(staging)
+
+    def count(self, sent: Words, received: Words) -> None:
+        """Add what was read and written in place to the traffic: bytes per process."""
+        self._in_place[0] += sent
+        self._in_place[1] += received
 
     def _check(self) -> None:
         if self._closed:
@@ -244,7 +218,7 @@ class Shm:
         if handle.peer not in self._links:
             raise UsageError(f"rank {self.rank} cannot exchange messages with {handle.peer} in a world of {self.world}")
         self._under_way.add(handle)
-        if handle.peer in self._gone:
+        if handle.peer in self.gone:
             self._finish(handle, _lost(handle.peer))
             return False
         return True
@@ -269,6 +243,8 @@ class Shm:
         body = self._bodies.pop(link.peer, None)
         if frame.kind == _SEGMENT:
             self._map(link, frame)
+        elif frame.kind == _BELL:
+            self.members[link.peer, 1] = link.fds.popleft()
         elif frame.kind == _CONSUMED:
             self._freed(frame.argument)
         elif frame.kind == _DATA:
@@ -279,7 +255,7 @@ class Shm:
             memory = self._mapped.get((link.peer, segment))
             if memory is None or offset + nbytes > memory.nbytes:
                 raise OSError(f"rank {link.peer} refers to memory it has not shared")
-            self._received[link.peer] += nbytes
+            self._in_place[1, link.peer] += nbytes
             self._arrived(frame, _Message(link.peer, memory[offset : offset + nbytes], frame.argument))
 
     def _arrived(self, frame: Frame, message: _Message) -> None:
@@ -288,16 +264,19 @@ class Shm:
             self._deliver(receive, message)
 
     def _map(self, link: Link, frame: Frame) -> None:
+        """A peer shares a segment (``argument`` bytes, number ``tag``)."""
         fd = link.fds.popleft()
         try:
-            if frame.argument:
-                sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-                if not sealed & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < frame.argument:
-                    raise OSError(f"rank {link.peer} shares memory that could vanish")
-                memory = mmap.mmap(fd, frame.argument, prot=mmap.PROT_READ)
-                self._mapped[link.peer, frame.tag] = np.frombuffer(memory, np.uint8)
+            memory = map_segment(fd, max(frame.argument, 1))
         finally:
             os.close(fd)
+        number = frame.tag
+        self._mapped[link.peer, number] = memory
+        if number >= self.maps.shape[1]:
+            self.maps = np.pad(self.maps, ((0, 0), (0, max(number, self.maps.shape[1]))))
+        self.maps[link.peer, number] = memory.ctypes.data
+        if number == _BOARD:
+            self.members[link.peer, 0] = memory.ctypes.data
 
     def _deliver(self, receive: _Receive, message: _Message) -> None:
         handle, size = receive.handle, message.data.nbytes
@@ -315,7 +294,7 @@ class Shm:
         self._finish(handle)
 
     def _consumed(self, message: _Message) -> None:
-        if message.number is not None and message.src not in self._gone:
+        if message.number is not None and message.src not in self.gone:
             link = self._links[message.src]
             link.push(_CONSUMED, 0, message.number, priority=CONTROL)
             self._loop.write_soon(link)
@@ -327,7 +306,7 @@ class Shm:
         self._finish(sending.handle)
 
     def _lost(self, peer: int) -> None:
-        self._gone.add(peer)
+        self.gone.add(peer)
         self._bodies.pop(peer, None)
         self._matcher.forget(peer)
         for number in [number for number, sending in self._sending.items() if sending.handle.peer == peer]:
@@ -341,10 +320,6 @@ class Shm:
         self._under_way.discard(handle)
         handle.done, handle.error = True, error
         self._completed.append(handle)
-
-
-def _staging_size(nbytes: int) -> int:
-    return 1 << (nbytes - 1).bit_length()
 
 
 def _lost(peer: int) -> PeerLost:

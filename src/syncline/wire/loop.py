@@ -29,6 +29,11 @@ class Loop:
         for fd in self._links:
             self._epoll.register(fd, select.EPOLLIN)
 
+    @property
+    def bell(self) -> int:
+        """The descriptor of the eventfd that ``wake`` writes to; other processes may be given it."""
+        return self._bell
+
     def write_soon(self, link: Link) -> None:
         """A link has something to write: all of it goes in one call at the next ``write``."""
         self._waiting[link.peer] = link

@@ -1,0 +1,288 @@
+"""Carries out scripts over shared memory, compiled: conditions, passes, and the words by which ranks see each other.
+
+What a rank waits for is that a word in a slot of another rank's board (``board``) reaches a value.
+
+``advance`` does what can be done and returns when nothing can: the caller decides how to wait. Whoever sleeps says so on
+its board, looks once more, and is then rung through its eventfd (Dekker's pattern: a store, a fence, a load on both
+sides).
+
+All tables are int64 arrays; their columns are named below. Types, addresses and lengths were checked by ``onesided``.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numba import njit
+
+from .board import (
+    BOARD_HEAD,
+    SLOT_BYTES,
+    SLOT_DONE_WITH,
+    SLOT_ID,
+    SLOT_NBYTES,
+    SLOT_OFFSET,
+    SLOT_PROGRESS,
+    SLOT_SEGMENT,
+    SLOT_STRIDE,
+    SLOTS,
+)  # fmt: skip
+from .native import add, fence, load, poll, read, sched_yield, store, write
+from .passes import sum_pass
+
+# Columns of the table of members.
+BOARD: Final = 0
+BELL: Final = 1
+
+# Columns of a run's table of peers.
+SLOT: Final = 0
+BASE: Final = 1
+STRIDE: Final = 2
+
+# Columns of a script's table of operations: ranges in ``operands``, then chunks.
+WAITS: Final = 0
+SOURCES: Final = 2
+TARGETS: Final = 4
+RING: Final = 6
+CHUNKS: Final = 8
+COLUMNS: Final = 10
+
+# A run's state.
+ID: Final = 0
+AT: Final = 1
+SEGMENT: Final = 2
+SEGMENTS: Final = 3
+CODE: Final = 4
+ITEM: Final = 5
+PER_SEGMENT: Final = 6
+ELEMENTS: Final = 7
+RANK: Final = 8
+OWN_SLOT: Final = 9
+STAGED: Final = 10
+USER: Final = 11
+SCRATCH: Final = 12
+SCRATCH_STRIDE: Final = 13
+CHUNK_COUNT: Final = 14
+WAITS_FOR: Final = 15
+BUFFER: Final = 16
+OWN_SEGMENT: Final = 17
+OWN_OFFSET: Final = 18
+OWN_ADDRESS: Final = 19
+OWN_STRIDE: Final = 20
+STATE: Final = 21
+
+# Words of the buffer for system calls.
+ONE: Final = 0
+RUNG: Final = 1
+POLLED: Final = 2
+BUFFER_WORDS: Final = 3
+
+# What ``advance`` returns.
+DONE: Final = 0
+BLOCKED: Final = 1
+UNMAPPED: Final = 2
+UNLIKE: Final = 3
+
+
+_POLLIN = 1
+
+
+@njit(nogil=True, cache=True)
+def _ring(members, buffer, ranks, first, last):
+    """Wake those of the ranks that sleep."""
+    fence()
+    for i in range(first, last):
+        rank = ranks[i]
+        if load(members[rank, BOARD]):
+            write(np.int32(members[rank, BELL]), buffer + 8 * ONE, 8)
+
+
+@njit(nogil=True, cache=True)
+def find_slot(board, wanted, likely):
+    """The address of the slot of a run on a board, looking first where it most likely is; 0 when not there yet."""
+    for i in range(SLOTS):
+        slot = board + BOARD_HEAD + ((likely + i) % SLOTS) * SLOT_BYTES
+        if load(slot + SLOT_ID) == wanted:
+            return slot
+    return 0
+
+
+@njit(nogil=True, cache=True)
+def _resolve(rank, state, peers, members, maps):
+    """Find a peer's slot and memory; DONE, BLOCKED, UNMAPPED or UNLIKE."""
+    if peers[rank, SLOT] == 0:
+        board = members[rank, BOARD]
+        if board == 0:
+            return UNMAPPED
+        own = (state[OWN_SLOT] - members[state[RANK], BOARD] - BOARD_HEAD) // SLOT_BYTES
+        slot = find_slot(board, state[ID], own)
+        if slot == 0:
+            return BLOCKED
+        peers[rank, SLOT] = slot
+    if peers[rank, BASE] == 0:
+        slot = peers[rank, SLOT]
+        if load(slot + SLOT_NBYTES) != state[ELEMENTS] * state[ITEM]:
+            return UNLIKE
+        segment = load(slot + SLOT_SEGMENT)
+        if segment >= maps.shape[1] or maps[rank, segment] == 0:
+            return UNMAPPED
+        peers[rank, STRIDE] = load(slot + SLOT_STRIDE)
+        peers[rank, BASE] = maps[rank, segment] + load(slot + SLOT_OFFSET)
+    return DONE
+
+
+@njit(nogil=True, cache=True)
+def _met(operation, state, peers, members, maps, operations, operands, lengths):
+    """Whether all conditions of an operation hold; otherwise why not, and for whom it waits."""
+    for i in range(operations[operation, WAITS], operations[operation, WAITS + 1], 2):
+        rank = operands[i]
+        state[WAITS_FOR] = rank
+        found = _resolve(rank, state, peers, members, maps)
+        if found != DONE:
+            return found
+        if load(peers[rank, SLOT] + SLOT_PROGRESS) < state[SEGMENT] * lengths[rank] + operands[i + 1]:
+            return BLOCKED
+    return DONE
+
+
+@njit(nogil=True, cache=True)
+def _addresses(found, operands, first, last, state, peers, offset):
+    """Where the arrays of a list of ranks (or scratch) lie, at ``offset`` bytes into this segment."""
+    for i in range(first, last):
+        rank = operands[i]
+        if rank < 0:
+            found[i - first] = state[SCRATCH] + (-1 - rank) * state[SCRATCH_STRIDE] + offset
+        else:
+            found[i - first] = peers[rank, BASE] + state[SEGMENT] * peers[rank, STRIDE] + offset
+
+
+@njit(nogil=True, cache=True)
+def _perform(operation, state, peers, operations, operands, room):
+    """The pass of an operation over its chunks of this segment."""
+    first, last = operations[operation, SOURCES], operations[operation, SOURCES + 1]
+    if first == last:
+        return
+    length = min(state[PER_SEGMENT], state[ELEMENTS] - state[SEGMENT] * state[PER_SEGMENT])
+    start = length * operations[operation, CHUNKS] // state[CHUNK_COUNT]
+    stop = length * operations[operation, CHUNKS + 1] // state[CHUNK_COUNT]
+    if start == stop:
+        return
+    sources, targets = room[0, : last - first], room[1]
+    _addresses(sources, operands, first, last, state, peers, start * state[ITEM])
+    first, last = operations[operation, TARGETS], operations[operation, TARGETS + 1]
+    targets = targets[: last - first]
+    _addresses(targets, operands, first, last, state, peers, start * state[ITEM])
+    sum_pass(state[CODE], sources, targets, stop - start)
+
+
+@njit(nogil=True, cache=True)
+def _stage(state, peers, room, out):
+    """Copy this segment from the user's array to where peers see it, or back (``out``)."""
+    start = state[SEGMENT] * state[PER_SEGMENT]
+    length = min(state[PER_SEGMENT], state[ELEMENTS] - start)
+    user, shown = state[USER] + start * state[ITEM], peers[state[RANK], BASE]
+    room[0, 0] = shown if out else user
+    room[1, 0] = user if out else shown
+    sum_pass(state[CODE], room[0, :1], room[1, :1], length)
+
+
+@njit(nogil=True, cache=True)
+def _show(state, peers):
+    """Fill in this run's slot and show it to the others."""
+    slot = state[OWN_SLOT]
+    store(slot + SLOT_SEGMENT, state[OWN_SEGMENT])
+    store(slot + SLOT_OFFSET, state[OWN_OFFSET])
+    store(slot + SLOT_STRIDE, state[OWN_STRIDE])
+    store(slot + SLOT_NBYTES, state[ELEMENTS] * state[ITEM])
+    store(slot + SLOT_PROGRESS, 0)
+    store(slot + SLOT_DONE_WITH, 0)
+    peers[:] = 0
+    peers[state[RANK], SLOT] = slot
+    peers[state[RANK], BASE] = state[OWN_ADDRESS]
+    peers[state[RANK], STRIDE] = state[OWN_STRIDE]
+    store(slot + SLOT_ID, state[ID])
+
+
+@njit(nogil=True, cache=True)
+def _sleep(state, members, patience_ms):
+    """Sleep until rung, for at most that long; the caller has said so on the board and looked once more."""
+    bell, buffer = members[state[RANK], BELL], state[BUFFER]
+    store(buffer + 8 * POLLED, bell | (_POLLIN << 32))
+    poll(buffer + 8 * POLLED, 1, np.int32(patience_ms))
+    read(np.int32(bell), buffer + 8 * RUNG, 8)
+
+
+@njit(nogil=True, cache=True)
+def _wait(operation, state, peers, members, maps, operations, operands, lengths, spins, patience_ms):
+    """Wait a little for an operation's conditions: looking again and again first, then asleep."""
+    found = _met(operation, state, peers, members, maps, operations, operands, lengths)
+    while found == BLOCKED and spins > 0:
+        sched_yield()
+        spins -= 1
+        found = _met(operation, state, peers, members, maps, operations, operands, lengths)
+    if found != BLOCKED or patience_ms == 0:
+        return found
+    board = members[state[RANK], BOARD]
+    store(board, 1)
+    fence()
+    found = _met(operation, state, peers, members, maps, operations, operands, lengths)
+    if found == BLOCKED:
+        _sleep(state, members, patience_ms)
+        found = _met(operation, state, peers, members, maps, operations, operands, lengths)
+    store(board, 0)
+    return found
+
+
+@njit(nogil=True, cache=True)
+def advance(state, peers, members, maps, operations, operands, lengths, touched, room, spins, patience_ms):
+    """Do what can be done of a run; DONE, or why not: BLOCKED, UNMAPPED, UNLIKE (``state[WAITS_FOR]`` says for whom).
+
+    A condition that does not hold is looked at ``spins`` times more, the core being offered to others in between, and is
+    then slept for, each time for at most ``patience_ms``: 0 when there is something else to do.
+    """
+    count = operations.shape[0]
+    while state[SEGMENT] < state[SEGMENTS]:
+        operation = state[AT]
+        if operation == 0:
+            if state[SEGMENT] == 0:
+                _show(state, peers)
+            if state[STAGED]:
+                _stage(state, peers, room, False)
+        else:
+            found = _wait(
+                operation, state, peers, members, maps, operations, operands, lengths, spins, patience_ms
+            )  # fmt: skip
+            if found != DONE:
+                return found
+            for i in range(operations[operation, SOURCES], operations[operation, TARGETS + 1]):
+                if operands[i] >= 0:
+                    state[WAITS_FOR] = operands[i]
+                    found = _resolve(operands[i], state, peers, members, maps)
+                    if found != DONE:
+                        return found
+            _perform(operation, state, peers, operations, operands, room)
+            if operation == count - 1 and state[STAGED]:
+                _stage(state, peers, room, True)
+        state[AT] = operation + 1
+        store(state[OWN_SLOT] + SLOT_PROGRESS, state[SEGMENT] * count + operation + 1)
+        _ring(members, state[BUFFER], operands, operations[operation, RING], operations[operation, RING + 1])
+        if operation == count - 1:
+            state[AT] = 0
+            state[SEGMENT] += 1
+    for rank in touched:
+        add(peers[rank, SLOT] + SLOT_DONE_WITH, 1)
+    return DONE
+
+
+@njit(nogil=True, cache=True)
+def sleep_soon(board):
+    """Say that this rank is about to sleep; it has to look once more before it does."""
+    store(board, 1)
+    fence()
+
+
+@njit(nogil=True, cache=True)
+def awake(board):
+    """Say that this rank needs no ringing."""
+    store(board, 0)

@@ -1,0 +1,397 @@
+"""Runs plans by one-sided access: scripts carried out over memory that all ranks of the group have mapped.
+
+Owns the runs under way: where their arrays lie, their slots on this rank's board, and what they wait for. Does not know
+how memory is shared (the transport's ``window``) nor how waiting is done (``exchange`` and the transport's poll).
+
+An array that lies in the transport's memory is read and written where it is. Any other is *staged*: copied segment by
+segment to shared memory and back. Ranks need not agree on that: a slot says where a rank's segments lie.
+
+Large arrays are cut into segments, which flow one after the other; chunks that belong to ranks (reduce-scatter,
+all-gather) are not cut, so that a rank's chunk of the whole array stays in one piece.
+
+Memory: scratch of a segment for algorithms that swap chunks (recursive doubling), and a segment for staged arrays.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import PeerLost, SynclineError
+from .kernels import board
+from .plan import Plan
+from .script import Script, compile_scripts
+from .transports import Bytes, Words
+from .wire.scratch import Scratch
+
+SEGMENT_BYTES = 8 * 1024 * 1024
+
+
+class Window(Protocol):
+    """Memory that all processes of a group have mapped, with a board for each (``kernels.onesided``)."""
+
+    rank: int
+    world: int
+    members: Words
+    """Per process: the address of its board, 0 while unknown, and the descriptor of its bell."""
+    board: Words
+    """This process's own board."""
+    maps: Words
+    """Per process and segment number: where that segment is mapped here, 0 while it is not."""
+    gone: set[int]
+    """Processes whose connections have closed."""
+
+    def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """Segment number and offset of memory of this process, or None when it is not shared."""
+        ...
+
+    def staging(self, nbytes: int) -> Bytes:
+        """Shared memory of at least that size, until ``free``."""
+        ...
+
+    def free(self, staging: Bytes) -> None:
+        """Give back what ``staging`` gave."""
+        ...
+
+    def count(self, sent: Words, received: Words) -> None:
+        """Add to the traffic: bytes per process."""
+        ...
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """Where an array begins in memory."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A script as tables for one size and type of array; shared by all runs of it."""
+
+    plan: Plan
+    script: Script
+    state: Words
+    operations: Words
+    operands: Words
+    lengths: Words
+    touched: Words
+    per_segment: int
+    segments: int
+    item: int
+    sent: Words
+    received: Words
+    idle: list[_Run]
+    """Runs that have ended: their tables are used again."""
+
+
+class _Run:
+    """One run under way, or waiting for a slot; used again for the next one of its layout."""
+
+    __slots__ = (
+        "array", "before", "key", "label", "layout", "on_done", "peers", "room", "scratch", "slot", "staging", "state",
+        "tolerant",
+    )  # fmt: skip
+
+    def __init__(self, layout: _Layout, world: int) -> None:
+        self.layout = layout
+        self.state = layout.state.copy()
+        self.peers = np.zeros((world, 3), np.int64)
+        self.room = np.empty((2, world + layout.script.scratch + 1), np.int64)
+        self.array: NDArray[Any] = self.state
+        self.key = self.slot = self.before = -1
+        self.label = ""
+        self.tolerant = False
+        self.on_done: Callable[[], None] = _nothing
+        self.staging: Bytes | None = None
+        self.scratch: Bytes | None = None
+
+
+def _nothing() -> None:
+    """What an idle run calls at its end."""
+
+
+class OneSided:
+    """The runs of one process over one window; used from one thread at a time."""
+
+    def __init__(
+        self,
+        window: Window,
+        scratch: Scratch,
+        segment_bytes: int = SEGMENT_BYTES,
+        has_left: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        from .kernels import onesided, passes  # compiled code: loaded where it is used
+
+        self._kernel, self._codes = onesided, passes.CODES
+        self._window = window
+        self._scratch = scratch
+        self._segment_bytes = segment_bytes
+        self._has_left = has_left
+        self._known: dict[np.dtype[Any], int | None] = {}
+        self._layouts: dict[tuple[int, int, np.dtype[Any]], _Layout] = {}
+        self._generations: dict[int, int] = {}
+        self._runs: list[_Run] = []
+        self._waiting: deque[_Run] = deque()
+        self._slots: list[_Run | int] = [0] * board.SLOTS  # who uses it, or how many had to look at it
+        self._next_slot = 0
+        self._introduced = False
+        self._buffer = np.zeros(onesided.BUFFER_WORDS, np.int64)
+        self._buffer[onesided.ONE] = 1
+        self._board = int(window.members[window.rank, onesided.BOARD])
+
+    def takes(self, array: NDArray[Any]) -> bool:
+        """Whether arrays of that type can be summed here; the same on all ranks."""
+        return self._code(array.dtype) is not None
+
+    def _code(self, dtype: np.dtype[Any]) -> int | None:
+        """The kernels' number of an element type."""
+        if dtype not in self._known:
+            self._known[dtype] = self._codes.get("bfloat16" if dtype.name == "bfloat16" else dtype.str)
+        return self._known[dtype]
+
+    @property
+    def active(self) -> bool:
+        """True when runs are under way."""
+        return bool(self._runs or self._waiting)
+
+    def start(
+        self,
+        plan: Plan,
+        array: NDArray[Any],
+        key: int,
+        label: str,
+        on_done: Callable[[], None],
+        tolerant: bool = False,
+    ) -> None:
+        """Begin a run over a one-dimensional contiguous array; ``on_done`` is called from a later ``advance``."""
+        layout = self._layout(plan, array)
+        if not layout.segments or (len(layout.script.operations) <= 2 and not layout.script.touched_by):
+            self._next_generation(key)  # nothing to do, but those who do something count it too
+            on_done()
+            return
+        run = layout.idle.pop() if layout.idle else _Run(layout, self._window.world)
+        run.array, run.key, run.label, run.tolerant, run.on_done = array, key, label, tolerant, on_done
+        run.before = -1
+        self._waiting.append(run)
+        self._admit()
+
+    def advance(self, spins: int, patience_ms: int = 0) -> int:
+        """Do what can be done; how many runs have moved. Raises PeerLost when one waits for a process that is gone.
+
+        A single run may sleep up to ``patience_ms`` for each of its conditions; among several none may hold up the others.
+        """
+        kernel, window = self._kernel, self._window
+        gone = set(window.gone) if window.gone else window.gone
+        if self._waiting:
+            self._admit()
+        moved = 0
+        if len(self._runs) > 1:
+            patience_ms = 0
+        for run in tuple(self._runs):
+            layout, state = run.layout, run.state
+            code = kernel.advance(
+                state, run.peers, window.members, window.maps, layout.operations, layout.operands, layout.lengths,
+                layout.touched, run.room, spins, patience_ms,
+            )  # fmt: skip
+            if code == kernel.DONE:
+                moved += 1
+                self._finish(run)
+                continue
+            now = int(state[kernel.AT]) + int(state[kernel.SEGMENT]) * len(layout.operations)
+            moved += now != run.before
+            run.before = now
+            if code == kernel.UNLIKE:
+                raise SynclineError(
+                    f"{self._where(run)}: that rank exchanges another number of bytes than the {run.array.nbytes} here;"
+                    " do all ranks run the same version with the same model?"
+                )
+            if gone:
+                self._check_peer(run, int(state[kernel.WAITS_FOR]), gone)
+        return moved
+
+    def sleep_soon(self) -> None:
+        """Say that this process is about to sleep: whoever it waits for then rings its bell. ``advance`` once more."""
+        self._kernel.sleep_soon(self._board)
+
+    def awake(self) -> None:
+        """Say that it is awake."""
+        self._kernel.awake(self._board)
+
+    @property
+    def labels(self) -> list[str]:
+        """What is under way."""
+        return [run.label for run in (*self._runs, *self._waiting) if not run.tolerant]
+
+    @property
+    def waiting_for(self) -> dict[int, str]:
+        """Peer -> label of a run that waits for it: those that have not come to a run, else the one it is blocked by."""
+        return {peer: run.label for run in self._runs if not run.tolerant for peer in self._awaited(run)}
+
+    def _awaited(self, run: _Run) -> list[int]:
+        kernel, members = self._kernel, self._window.members
+        wanted = int(run.state[kernel.ID])
+        absent = [
+            peer
+            for peer in run.layout.script.touches
+            if not kernel.find_slot(int(members[peer, kernel.BOARD]), wanted, run.slot)
+        ]
+        return absent or [int(run.state[kernel.WAITS_FOR])]
+
+    def _layout(self, plan: Plan, array: NDArray[Any]) -> _Layout:
+        key = id(plan), array.size, array.dtype
+        found = self._layouts.get(key)
+        if found is None:
+            found = self._layouts[key] = self._lay_out(plan, array)
+        return found
+
+    def _lay_out(self, plan: Plan, array: NDArray[Any]) -> _Layout:
+        scripts = compile_scripts(plan)
+        script = scripts[self._window.rank]
+        whole = plan.goal in ("reduce_scatter", "all_gather")
+        per = array.size if whole else max(1, self._segment_bytes // array.itemsize)
+        segments = -(-array.size // per)
+        operations, operands = _tables(script)
+        return _Layout(
+            plan,
+            script,
+            self._first_state(script, plan, array, per, segments),
+            operations,
+            operands,
+            np.array([len(other.operations) for other in scripts], np.int64),
+            np.array(script.touches, np.int64),
+            per,
+            segments,
+            array.itemsize,
+            *_traffic(plan, script.rank, array.nbytes, self._window.world),
+            [],
+        )
+
+    def _first_state(self, script: Script, plan: Plan, array: NDArray[Any], per: int, segments: int) -> Words:
+        kernel = self._kernel
+        state = np.zeros(kernel.STATE, np.int64)
+        state[kernel.SEGMENTS], state[kernel.PER_SEGMENT] = segments, per
+        state[kernel.CODE], state[kernel.ITEM] = self._code(array.dtype), array.itemsize
+        state[kernel.ELEMENTS], state[kernel.CHUNK_COUNT] = array.size, plan.chunks
+        state[kernel.RANK], state[kernel.BUFFER] = script.rank, self._buffer.ctypes.data
+        state[kernel.SCRATCH_STRIDE] = per * array.itemsize
+        return state
+
+    def _admit(self) -> None:
+        """Give waiting runs a slot each, as long as there are free ones, once all processes can be rung."""
+        if not self._introduced:
+            self._introduced = bool(self._window.members.all())
+        while self._waiting and self._introduced:
+            slot = self._free_slot()
+            if slot is None:
+                return
+            self._open(self._waiting.popleft(), slot)
+
+    def _free_slot(self) -> int | None:
+        count = len(self._slots)
+        for i in range(count):
+            slot = (self._next_slot + i) % count
+            user = self._slots[slot]
+            if isinstance(user, _Run):
+                continue
+            done_with = (board.BOARD_HEAD + slot * board.SLOT_BYTES + board.SLOT_DONE_WITH) // 8
+            if user == 0 or self._window.board[done_with] >= user:
+                self._next_slot = slot + 1
+                return slot
+        return None
+
+    def _open(self, run: _Run, slot: int) -> None:
+        """Fill in a run's state; the first ``advance`` fills in the slot and shows it to the others."""
+        kernel, window, layout, state = self._kernel, self._window, run.layout, run.state
+        run.slot, self._slots[slot] = slot, run
+        state[:] = layout.state
+        address = address_of(run.array)
+        place = window.find(address, run.array.nbytes)
+        stride = layout.per_segment * layout.item
+        if place is None:
+            run.staging = window.staging(min(stride, run.array.nbytes))
+            state[kernel.STAGED], state[kernel.USER], stride = 1, address, 0
+            address = address_of(run.staging)
+            place = window.find(address, run.staging.nbytes)
+            assert place is not None
+        if layout.script.scratch:
+            run.scratch = self._scratch.take(layout.script.scratch * layout.per_segment * layout.item)
+            state[kernel.SCRATCH] = address_of(run.scratch)
+        state[kernel.ID] = (self._next_generation(run.key) << _KEY_BITS | run.key) + 1
+        state[kernel.OWN_SLOT] = self._board + board.BOARD_HEAD + slot * board.SLOT_BYTES
+        state[kernel.OWN_SEGMENT : kernel.STATE] = *place, address, stride
+        self._runs.append(run)
+
+    def _next_generation(self, key: int) -> int:
+        """How often that key has been used: all ranks count alike, and so find the slots of the same run."""
+        generation = self._generations.get(key, 0)
+        self._generations[key] = (generation + 1) & _GENERATIONS
+        return generation
+
+    def _finish(self, run: _Run) -> None:
+        self._runs.remove(run)
+        self._slots[run.slot] = len(run.layout.script.touched_by)
+        if run.staging is not None:
+            self._window.free(run.staging)
+            run.staging = None
+        if run.scratch is not None:
+            self._scratch.give(run.scratch)
+            run.scratch = None
+        self._window.count(run.layout.sent, run.layout.received)
+        on_done, run.on_done, run.array = run.on_done, _nothing, run.state
+        run.layout.idle.append(run)
+        on_done()
+
+    def _check_peer(self, run: _Run, peer: int, gone: set[int]) -> None:
+        """The process that a run waits for has gone: that ends the run, or, where it may leave, just its hopes."""
+        if peer not in gone:
+            return
+        if not (run.tolerant and self._has_left(peer)):
+            raise PeerLost(f"{self._where(run)}: the connection to rank {peer} closed", rank=peer)
+
+    def _where(self, run: _Run) -> str:
+        kernel, state, plan = self._kernel, run.state, run.layout.plan
+        return (
+            f"{run.label}: waiting for rank {state[kernel.WAITS_FOR]} in shared memory ({plan.name}, operation"
+            f" {state[kernel.AT]} of {len(run.layout.script.operations) - 1}, segment {state[kernel.SEGMENT] + 1} of"
+            f" {run.layout.segments})"
+        )
+
+
+_KEY_BITS = 24
+_GENERATIONS = 0xFFFFFFFF
+
+
+def _tables(script: Script) -> tuple[Words, Words]:
+    """A script as the table of its operations and the lists that its columns point into."""
+    from .kernels import onesided as kernel
+
+    rows, lists = np.zeros((len(script.operations), kernel.COLUMNS), np.int64), list[int]()
+    for row, operation in zip(rows, script.operations, strict=True):
+        waits = [number for wait in operation.waits for number in wait]
+        # Sources and targets lie side by side: together they are whom the operation deals with.
+        parts = (
+            (kernel.WAITS, waits),
+            (kernel.SOURCES, operation.sources),
+            (kernel.TARGETS, operation.targets),
+            (kernel.RING, operation.ring),
+        )
+        for column, part in parts:
+            row[column] = len(lists)
+            lists.extend(part)
+            row[column + 1] = len(lists)
+        row[kernel.CHUNKS : kernel.CHUNKS + 2] = operation.lo, operation.hi
+    return rows, np.array(lists or [0], np.int64)
+
+
+def _traffic(plan: Plan, rank: int, nbytes: int, world: int) -> tuple[Words, Words]:
+    """The bytes that the plan moves from this rank to each process of the ``world``, and to it."""
+    moved = plan.count.astype(np.int64) * nbytes // plan.chunks
+    sent, received = np.zeros((2, world), np.int64)
+    np.add.at(sent, plan.dst[plan.src == rank], moved[plan.src == rank])
+    np.add.at(received, plan.src[plan.dst == rank], moved[plan.dst == rank])
+    return sent, received
