@@ -157,7 +157,7 @@ class Exchange:
             raise UsageError(f"{run.label}: an exchange needs a one-dimensional contiguous array")
         if len(run.program.plan) > 1 << _INDEX_BITS:
             raise UsageError(f"{run.label}: a plan of {len(run.program.plan)} transfers is too large to execute")
-        if self._onesided is not None and self._onesided.takes(array):
+        if self._onesided is not None and self._onesided.takes(run.program.plan, array):
             on_done = partial(self._left_shared, run)
             self._under_way[run.key] = run
             self._onesided.start(run.program.plan, array, run.key, run.label, on_done, run.tolerant)

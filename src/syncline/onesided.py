@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from .errors import PeerLost, SynclineError
 from .kernels import board
-from .plan import Plan
+from .plan import REDUCE, Plan
 from .script import Script, compile_scripts
 from .transports import Bytes, Words
 from .wire.scratch import Scratch
@@ -144,14 +144,14 @@ class OneSided:
         self._buffer[onesided.ONE] = 1
         self._board = int(window.members[window.rank, onesided.BOARD])
 
-    def takes(self, array: NDArray[Any]) -> bool:
-        """Whether arrays of that type can be summed here; the same on all ranks."""
-        return self._code(array.dtype) is not None
+    def takes(self, plan: Plan, array: NDArray[Any]) -> bool:
+        """Whether such a plan can be run here; the same on all ranks. Copies have no type."""
+        return self._code(array.dtype) is not None or not np.any(plan.op == REDUCE)
 
     def _code(self, dtype: np.dtype[Any]) -> int | None:
         """The kernels' number of an element type."""
         if dtype not in self._known:
-            self._known[dtype] = self._codes.get("bfloat16" if dtype.name == "bfloat16" else dtype.str)
+            self._known[dtype] = self._codes.get(dtype.name)
         return self._known[dtype]
 
     @property
@@ -275,7 +275,7 @@ class OneSided:
         kernel = self._kernel
         state = np.zeros(kernel.STATE, np.int64)
         state[kernel.SEGMENTS], state[kernel.PER_SEGMENT] = segments, per
-        state[kernel.CODE], state[kernel.ITEM] = self._code(array.dtype), array.itemsize
+        state[kernel.CODE], state[kernel.ITEM] = self._code(array.dtype) or 0, array.itemsize
         state[kernel.ELEMENTS], state[kernel.CHUNK_COUNT] = array.size, plan.chunks
         state[kernel.RANK], state[kernel.BUFFER] = script.rank, self._buffer.ctypes.data
         state[kernel.SCRATCH_STRIDE] = per * array.itemsize

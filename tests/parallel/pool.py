@@ -197,7 +197,8 @@ def serve(line: socket.socket, modules: Sequence[str]) -> list[Any] | None:
     import torch._dynamo  # which the first step of an optimizer loads
 
     import syncline.api
-    import syncline.frameworks.torch  # noqa: F401 - loaded for the ranks
+    import syncline.frameworks.torch
+    import syncline.kernels.onesided  # noqa: F401 - loaded for the ranks
 
     for module in modules:
         importlib.import_module(module)

@@ -23,6 +23,9 @@ read = types.ExternalFunction("read", types.intp(types.int32, types.intp, types.
 poll = types.ExternalFunction("poll", types.int32(types.intp, types.uintp, types.int32))
 """poll(2); the array of descriptors is given as an address, the limit in milliseconds."""
 
+memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.uintp))
+"""memcpy(3), with addresses."""
+
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 """sched_yield(2)."""
 

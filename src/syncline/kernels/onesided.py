@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import njit
+from numba import int64, njit, void
 
 from .board import (
     BOARD_HEAD,
@@ -28,6 +28,7 @@ from .board import (
     SLOT_STRIDE,
     SLOTS,
 )  # fmt: skip
+from .compiled import compiled
 from .native import add, fence, load, poll, read, sched_yield, store, write
 from .passes import sum_pass
 
@@ -87,8 +88,10 @@ UNLIKE: Final = 3
 
 _POLLIN = 1
 
+_WORDS, _TABLE = int64[::1], int64[:, ::1]
 
-@njit(nogil=True, cache=True)
+
+@njit(nogil=True)
 def _ring(members, buffer, ranks, first, last):
     """Wake those of the ranks that sleep."""
     fence()
@@ -98,7 +101,7 @@ def _ring(members, buffer, ranks, first, last):
             write(np.int32(members[rank, BELL]), buffer + 8 * ONE, 8)
 
 
-@njit(nogil=True, cache=True)
+@compiled(int64(int64, int64, int64))
 def find_slot(board, wanted, likely):
     """The address of the slot of a run on a board, looking first where it most likely is; 0 when not there yet."""
     for i in range(SLOTS):
@@ -108,7 +111,7 @@ def find_slot(board, wanted, likely):
     return 0
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _resolve(rank, state, peers, members, maps):
     """Find a peer's slot and memory; DONE, BLOCKED, UNMAPPED or UNLIKE."""
     if peers[rank, SLOT] == 0:
@@ -132,7 +135,7 @@ def _resolve(rank, state, peers, members, maps):
     return DONE
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _met(operation, state, peers, members, maps, operations, operands, lengths):
     """Whether all conditions of an operation hold; otherwise why not, and for whom it waits."""
     for i in range(operations[operation, WAITS], operations[operation, WAITS + 1], 2):
@@ -146,7 +149,7 @@ def _met(operation, state, peers, members, maps, operations, operands, lengths):
     return DONE
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _addresses(found, operands, first, last, state, peers, offset):
     """Where the arrays of a list of ranks (or scratch) lie, at ``offset`` bytes into this segment."""
     for i in range(first, last):
@@ -157,7 +160,7 @@ def _addresses(found, operands, first, last, state, peers, offset):
             found[i - first] = peers[rank, BASE] + state[SEGMENT] * peers[rank, STRIDE] + offset
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _perform(operation, state, peers, operations, operands, room):
     """The pass of an operation over its chunks of this segment."""
     first, last = operations[operation, SOURCES], operations[operation, SOURCES + 1]
@@ -173,10 +176,10 @@ def _perform(operation, state, peers, operations, operands, room):
     first, last = operations[operation, TARGETS], operations[operation, TARGETS + 1]
     targets = targets[: last - first]
     _addresses(targets, operands, first, last, state, peers, start * state[ITEM])
-    sum_pass(state[CODE], sources, targets, stop - start)
+    sum_pass(state[CODE], state[ITEM], sources, targets, stop - start)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _stage(state, peers, room, out):
     """Copy this segment from the user's array to where peers see it, or back (``out``)."""
     start = state[SEGMENT] * state[PER_SEGMENT]
@@ -184,10 +187,10 @@ def _stage(state, peers, room, out):
     user, shown = state[USER] + start * state[ITEM], peers[state[RANK], BASE]
     room[0, 0] = shown if out else user
     room[1, 0] = user if out else shown
-    sum_pass(state[CODE], room[0, :1], room[1, :1], length)
+    sum_pass(state[CODE], state[ITEM], room[0, :1], room[1, :1], length)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _show(state, peers):
     """Fill in this run's slot and show it to the others."""
     slot = state[OWN_SLOT]
@@ -204,7 +207,7 @@ def _show(state, peers):
     store(slot + SLOT_ID, state[ID])
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _sleep(state, members, patience_ms):
     """Sleep until rung, for at most that long; the caller has said so on the board and looked once more."""
     bell, buffer = members[state[RANK], BELL], state[BUFFER]
@@ -213,7 +216,7 @@ def _sleep(state, members, patience_ms):
     read(np.int32(bell), buffer + 8 * RUNG, 8)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _wait(operation, state, peers, members, maps, operations, operands, lengths, spins, patience_ms):
     """Wait a little for an operation's conditions: looking again and again first, then asleep."""
     found = _met(operation, state, peers, members, maps, operations, operands, lengths)
@@ -234,7 +237,9 @@ def _wait(operation, state, peers, members, maps, operations, operands, lengths,
     return found
 
 
-@njit(nogil=True, cache=True)
+@compiled(
+    int64(_WORDS, _TABLE, _TABLE, _TABLE, _TABLE, _WORDS, _WORDS, _WORDS, _TABLE, int64, int64)
+)  # fmt: skip
 def advance(state, peers, members, maps, operations, operands, lengths, touched, room, spins, patience_ms):
     """Do what can be done of a run; DONE, or why not: BLOCKED, UNMAPPED, UNLIKE (``state[WAITS_FOR]`` says for whom).
 
@@ -275,14 +280,14 @@ def advance(state, peers, members, maps, operations, operands, lengths, touched,
     return DONE
 
 
-@njit(nogil=True, cache=True)
+@compiled(void(int64))
 def sleep_soon(board):
     """Say that this rank is about to sleep; it has to look once more before it does."""
     store(board, 1)
     fence()
 
 
-@njit(nogil=True, cache=True)
+@compiled(void(int64))
 def awake(board):
     """Say that this rank needs no ringing."""
     store(board, 0)
