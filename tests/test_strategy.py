@@ -31,6 +31,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     Seconds: st.one_of(st.floats(0, 1e12), st.sampled_from([0.005, 1e-9, 90.0, 0.0015])),
     Literal["plain", "fancy", 3]: st.sampled_from(["plain", "fancy", 3]),
     int | None: st.one_of(st.none(), st.integers()),
+    Rate | None: st.one_of(st.none(), st.floats(0, allow_nan=False, allow_infinity=False), st.sampled_from([1e9, 1e6])),
 }
 
 
@@ -194,12 +195,39 @@ def test_words_of_the_grammar_without_a_part_are_not_built_yet() -> None:
                 continue
             with pytest.raises(NotBuiltError, match=f"{name!r} is not built yet; built are"):
                 Strategy.parse(text)
-    for text in ("sync=bsp(backup=1)", "transport=tcp(rate=1Gbit)"):
-        name = text.partition("(")[2].partition("=")[0]
-        kind, part = ("sync", "bsp") if "bsp" in text else ("transports", "tcp")
-        if name not in [parameter.name for parameter in registry.get(kind, part).parameters]:
-            with pytest.raises(NotBuiltError, match=name):
-                Strategy.parse(text)
+    if "backup" not in [parameter.name for parameter in registry.get("sync", "bsp").parameters]:
+        with pytest.raises(NotBuiltError, match="backup"):
+            Strategy.parse("sync=bsp(backup=1)")
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("transport=tcp(delay=5ms, rate=1gbit)", "transport=tcp(rate=1Gbit, delay=5ms)"),
+        ("transport=tcp(rate=0.5Gbit)", "transport=tcp(rate=500Mbit)"),
+        ("transport=tcp(rate=none, delay=0)", "transport=tcp"),
+    ],
+)
+def test_a_line_is_described_by_its_rate_and_delay(text: str, canonical: str) -> None:
+    assert str(Strategy.parse(text)) == canonical
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("rate=0", "rate of 0 bit/s cannot be shaped: give one from 1Kbit"),
+        ("rate=3bit", "from 1Kbit to 1Tbit"),
+        ("rate=-1Gbit", "negative"),
+        ("delay=-5ms", "negative"),
+        ("delay=5h", "delay of 18000 s cannot be shaped"),
+        ("rate=fast", "number with a unit"),
+        ("rate=5ms", "'ms'.*the units are bit"),
+        ("loss=1", "no argument 'loss'"),
+    ],
+)
+def test_a_line_that_makes_no_sense_is_refused_before_there_are_sockets(arguments: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Strategy.parse(f"transport=tcp({arguments})")
 
 
 def test_parts_given_by_a_program_are_held_to_their_types() -> None:

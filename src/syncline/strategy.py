@@ -16,6 +16,8 @@ and this file reads:
     wraps="name"            (codecs) the argument that takes another codec, written without its name
     biased=True             (codecs) gets ``feedback`` around it unless the text says ``feedback=off``
     one_host=True           (transports) reaches processes of one host only
+    check=callable          (transports) takes the arguments and raises UsageError for values that make no sense;
+                            other parts are built to find out, transports need connections for that
 """
 
 from __future__ import annotations
@@ -327,8 +329,11 @@ def _bind_word(word: str, part: Part) -> Part:
     kind, built = WORDS[word], _built(word)
     _require_known(word, part)
     bound = bind(kind, part)
-    if inspect.isclass(registry.get(kind, part.name).target) and kind != "transports":
-        build(kind, bound)  # its __post_init__ knows the ranges; transports need sockets and are built by the session
+    entry = registry.get(kind, part.name)
+    if "check" in entry.capabilities:
+        entry.capabilities["check"](**bound.arguments)
+    elif inspect.isclass(entry.target) and kind != "transports":
+        build(kind, bound)  # its __post_init__ knows the ranges
     assert part.name in built
     return bound
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from syncline.transports import INLINE_BYTES, Handle, Transport
 from syncline.transports.inproc import Hub
 from syncline.transports.shm import Shm
 from syncline.transports.tcp import Tcp
+from syncline.types import Rate, Seconds
 
 LIMIT_S = 20.0
 
@@ -63,14 +65,21 @@ def pairs(world: int, unix: bool) -> list[dict[int, socket.socket]]:
     return found
 
 
+KINDS = ["inproc", "shm", "tcp", "shaped"]
+MAKE: dict[str, Callable[..., Transport]] = {
+    "shm": Shm,
+    "tcp": Tcp,
+    "shaped": partial(Tcp, rate=Rate(8e9), delay=Seconds(0.002)),
+}
+
+
 @contextmanager
 def network(kind: str, world: int) -> Iterator[Net]:
     if kind == "inproc":
         hub = Hub(world)
         ends: list[Transport] = [hub.transport(rank) for rank in range(world)]
     else:
-        make: Callable[..., Transport] = Shm if kind == "shm" else Tcp
-        ends = [make(rank, socks) for rank, socks in enumerate(pairs(world, kind == "shm"))]
+        ends = [MAKE[kind](rank, socks) for rank, socks in enumerate(pairs(world, kind == "shm"))]
     try:
         yield Net(ends)
     finally:
@@ -78,7 +87,7 @@ def network(kind: str, world: int) -> Iterator[Net]:
             end.close()
 
 
-@pytest.fixture(params=["inproc", "shm", "tcp"])
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -135,7 +144,7 @@ def test_receives_in_any_order_of_tags(kind: str, nbytes: int) -> None:
     capacity=st.sampled_from([300_000, 400_000]),
 )
 @settings(max_examples=30, deadline=None)
-@pytest.mark.parametrize("kind", ["inproc", "shm", "tcp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_tag_keeps_its_order_whatever_the_sizes(kind: str, sizes: list[int], late: bool, capacity: int) -> None:
     with network(kind, 2) as net:
         data = [numbers(size, seed) for seed, size in enumerate(sizes)]
