@@ -248,33 +248,38 @@ def test_servers_are_counted(text: str, servers: int, holds: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "one_host", "resolved"),
+    ("text", "hosts", "resolved"),
     [
-        ("auto", True, "direct schedule=fixed transport=shm"),
-        ("auto", False, "ring schedule=fixed transport=tcp"),
-        ("transport=tcp", True, "ring schedule=fixed transport=tcp"),
-        ("transport=inproc", True, "ring schedule=fixed transport=inproc"),
-        ("tree schedule=fifo", False, "tree schedule=fifo transport=tcp"),
-        ("ps(servers=2)", True, "ps(servers=2) schedule=fixed transport=shm"),
+        ("auto", 1, "direct schedule=fixed transport=shm"),
+        ("auto", 4, "ring schedule=fixed transport=tcp"),
+        ("auto", 2, "hierarchical schedule=fixed"),
+        ("transport=tcp", 1, "ring schedule=fixed transport=tcp"),
+        ("transport=tcp", 2, "ring schedule=fixed transport=tcp"),
+        ("transport=inproc", 1, "ring schedule=fixed transport=inproc"),
+        ("tree schedule=fifo", 4, "tree schedule=fifo transport=tcp"),
+        ("ring", 3, "ring schedule=fixed"),
+        ("ps(servers=2)", 1, "ps(servers=2) schedule=fixed transport=shm"),
+        ("ps(servers=2)", 4, "ps(servers=2) schedule=fixed"),
+        ("ps(servers=2)", 6, "ps(servers=2) schedule=fixed transport=tcp"),
     ],
 )
-def test_auto_becomes_what_fits_the_group(text: str, one_host: bool, resolved: str) -> None:
-    strategy = Strategy.parse(text).resolve(Group(4), one_host=one_host)
+def test_auto_becomes_what_fits_the_group(text: str, hosts: int, resolved: str) -> None:
+    strategy = Strategy.parse(text).resolve(Group(4), hosts=hosts)
     assert str(strategy) == resolved
-    assert strategy.resolve(Group(4), one_host=one_host) == strategy
+    assert strategy.resolve(Group(4), hosts=hosts) == strategy
 
 
 def test_threads_of_one_process_get_inproc() -> None:
-    assert Strategy().resolve(Group(2), one_host=True, inproc=True).transport == Part("inproc")
+    assert Strategy().resolve(Group(2), inproc=True).transport == Part("inproc")
 
 
 def test_resolving_refuses_a_group_that_does_not_fit() -> None:
-    with pytest.raises(StrategyError, match="use transport=tcp"):
-        Strategy.parse("transport=shm").resolve(Group(4), one_host=False)
+    with pytest.raises(StrategyError, match="use transport=auto or tcp"):
+        Strategy.parse("transport=shm").resolve(Group(4), hosts=4)
     with pytest.raises(UsageError, match="start it with --servers 2"):
-        Strategy.parse("ps(servers=2)").resolve(Group(4, servers=1), one_host=True)
+        Strategy.parse("ps(servers=2)").resolve(Group(4, servers=1))
     with pytest.raises(UsageError, match="servers=2"):
-        Strategy.parse("ps(servers=3, on=workers)").resolve(Group(2), one_host=True)
+        Strategy.parse("ps(servers=3, on=workers)").resolve(Group(2))
 
 
 def test_a_strategy_hands_out_its_parts() -> None:

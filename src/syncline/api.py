@@ -71,7 +71,7 @@ def init(
     chosen = _choose(strategy, environment)
     if environment.world == 1 and chosen.servers == 0:
         group = Group(1)
-        _session = Session(chosen.resolve(group, one_host=True), group, 0, None)
+        _session = Session(chosen.resolve(group), group, 0, None)
     else:
         run = f"{environment.run_id}/{environment.restart}/{_inits}"
         store = _meeting_place(environment, timeout)

@@ -67,7 +67,6 @@ class Tcp:
 
     name = "tcp"
     ordered = False
-    lends = False
 
     def __init__(
         self,
@@ -95,6 +94,10 @@ class Tcp:
         self._completed: list[Handle] = []
         self._gone: set[int] = set()
         self._closed = False
+
+    def lends_from(self, src: int) -> bool:  # noqa: ARG002
+        """Nobody does: what arrives lies in scratch memory."""
+        return False
 
     def allocate(self, nbytes: int) -> Bytes:
         """Plain zeroed memory; the kernel copies from and to any."""
@@ -136,6 +139,15 @@ class Tcp:
         self._loop.turn(0.0 if self._completed else timeout)
         found, self._completed = self._completed, []
         return found
+
+    def fileno(self) -> int:
+        """The loop's: for a wait together with other transports."""
+        return self._loop.fileno()
+
+    def settle(self) -> bool:
+        """Write what has gathered; True when something has completed already."""
+        self._loop.write()
+        return bool(self._completed)
 
     @property
     def idle(self) -> bool:
