@@ -68,8 +68,9 @@ def main() -> None:
     if syncline.rank() > 0:
         return
     print(f"trained with {syncline.stats().strategy}, {syncline.world_size()} workers")
-    print(f"auto means {Strategy().resolve(Group(4), one_host=True)} on one host,")
-    print(f"           {Strategy().resolve(Group(4), one_host=False)} on several")
+    print(f"auto means {Strategy().resolve(Group(4), hosts=1)} on one host,")
+    print(f"           {Strategy().resolve(Group(4, nodes=(0, 0, 1, 1)), hosts=2)} on two,")
+    print(f"           {Strategy().resolve(Group(4), hosts=4)} on four")
     try:
         Strategy.parse("ps(servers=0)")
     except StrategyError as error:

@@ -284,3 +284,38 @@ def test_close_finishes_what_is_under_way_and_frees_everything() -> None:
         with pytest.raises(ClosedError):
             engine.transport.poll(0.0)
         engine.close()
+
+
+def test_a_promise_is_done_when_it_is_fulfilled_from_any_thread() -> None:
+    with engines() as (engine, _):
+        promised = engine.promise("a copy")
+        with pytest.raises(PeerTimeout, match="a copy: not done within"):
+            engine.wait(promised, timeout=0.01)
+        thread = threading.Thread(target=lambda: engine.fulfil(promised))
+        thread.start()
+        engine.wait(promised, timeout=LIMIT_S)
+        thread.join()
+
+
+def test_what_follows_several_works_is_called_once_after_all_of_them() -> None:
+    called = []
+    with engines() as (engine, _):
+        first, second, gate = (engine.promise(name) for name in ("first", "second", "gate"))
+        after = engine.then("after", [first, second], lambda: called.append(threading.current_thread().name))
+        last = engine.then("last", [after, gate])
+        engine.fulfil(second)
+        engine.fulfil(gate)
+        engine.wait(second, gate, timeout=LIMIT_S)
+        assert not after.done
+        assert called == []
+        engine.fulfil(first)
+        engine.wait(last, timeout=LIMIT_S)
+        assert called == ["syncline-progress"]
+
+
+def test_a_fault_in_what_follows_reaches_who_waits() -> None:
+    def fail() -> None:
+        raise ValueError("the device is full")
+
+    with engines() as (engine, _), pytest.raises(ValueError, match="the device is full"):
+        engine.wait(engine.then("copy", [], fail), timeout=LIMIT_S)

@@ -29,7 +29,8 @@ DTYPES = ["float32", "float64", "int32", "int8", "float16", "bfloat16"]
 class Copying(InProc):
     """Borrows are copies, as over a network: the sender goes on at once."""
 
-    lends = False
+    def lends_from(self, src: int) -> bool:  # noqa: ARG002
+        return False
 
     def _deliver(self, handle: Handle, into: Any, message: Any) -> None:
         if into is None:

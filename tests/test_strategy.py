@@ -31,6 +31,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     Seconds: st.one_of(st.floats(0, 1e12), st.sampled_from([0.005, 1e-9, 90.0, 0.0015])),
     Literal["plain", "fancy", 3]: st.sampled_from(["plain", "fancy", 3]),
     int | None: st.one_of(st.none(), st.integers()),
+    Rate | None: st.one_of(st.none(), st.floats(0, allow_nan=False, allow_infinity=False), st.sampled_from([1e9, 1e6])),
 }
 
 
@@ -194,12 +195,39 @@ def test_words_of_the_grammar_without_a_part_are_not_built_yet() -> None:
                 continue
             with pytest.raises(NotBuiltError, match=f"{name!r} is not built yet; built are"):
                 Strategy.parse(text)
-    for text in ("sync=bsp(backup=1)", "transport=tcp(rate=1Gbit)"):
-        name = text.partition("(")[2].partition("=")[0]
-        kind, part = ("sync", "bsp") if "bsp" in text else ("transports", "tcp")
-        if name not in [parameter.name for parameter in registry.get(kind, part).parameters]:
-            with pytest.raises(NotBuiltError, match=name):
-                Strategy.parse(text)
+    if "backup" not in [parameter.name for parameter in registry.get("sync", "bsp").parameters]:
+        with pytest.raises(NotBuiltError, match="backup"):
+            Strategy.parse("sync=bsp(backup=1)")
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("transport=tcp(delay=5ms, rate=1gbit)", "transport=tcp(rate=1Gbit, delay=5ms)"),
+        ("transport=tcp(rate=0.5Gbit)", "transport=tcp(rate=500Mbit)"),
+        ("transport=tcp(rate=none, delay=0)", "transport=tcp"),
+    ],
+)
+def test_a_line_is_described_by_its_rate_and_delay(text: str, canonical: str) -> None:
+    assert str(Strategy.parse(text)) == canonical
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("rate=0", "rate of 0 bit/s cannot be shaped: give one from 1Kbit"),
+        ("rate=3bit", "from 1Kbit to 1Tbit"),
+        ("rate=-1Gbit", "negative"),
+        ("delay=-5ms", "negative"),
+        ("delay=5h", "delay of 18000 s cannot be shaped"),
+        ("rate=fast", "number with a unit"),
+        ("rate=5ms", "'ms'.*the units are bit"),
+        ("loss=1", "no argument 'loss'"),
+    ],
+)
+def test_a_line_that_makes_no_sense_is_refused_before_there_are_sockets(arguments: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Strategy.parse(f"transport=tcp({arguments})")
 
 
 def test_parts_given_by_a_program_are_held_to_their_types() -> None:
@@ -220,33 +248,38 @@ def test_servers_are_counted(text: str, servers: int, holds: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "one_host", "resolved"),
+    ("text", "hosts", "resolved"),
     [
-        ("auto", True, "direct schedule=fixed transport=shm"),
-        ("auto", False, "ring schedule=fixed transport=tcp"),
-        ("transport=tcp", True, "ring schedule=fixed transport=tcp"),
-        ("transport=inproc", True, "ring schedule=fixed transport=inproc"),
-        ("tree schedule=fifo", False, "tree schedule=fifo transport=tcp"),
-        ("ps(servers=2)", True, "ps(servers=2) schedule=fixed transport=shm"),
+        ("auto", 1, "direct schedule=fixed transport=shm"),
+        ("auto", 4, "ring schedule=fixed transport=tcp"),
+        ("auto", 2, "hierarchical schedule=fixed"),
+        ("transport=tcp", 1, "ring schedule=fixed transport=tcp"),
+        ("transport=tcp", 2, "ring schedule=fixed transport=tcp"),
+        ("transport=inproc", 1, "ring schedule=fixed transport=inproc"),
+        ("tree schedule=fifo", 4, "tree schedule=fifo transport=tcp"),
+        ("ring", 3, "ring schedule=fixed"),
+        ("ps(servers=2)", 1, "ps(servers=2) schedule=fixed transport=shm"),
+        ("ps(servers=2)", 4, "ps(servers=2) schedule=fixed"),
+        ("ps(servers=2)", 6, "ps(servers=2) schedule=fixed transport=tcp"),
     ],
 )
-def test_auto_becomes_what_fits_the_group(text: str, one_host: bool, resolved: str) -> None:
-    strategy = Strategy.parse(text).resolve(Group(4), one_host=one_host)
+def test_auto_becomes_what_fits_the_group(text: str, hosts: int, resolved: str) -> None:
+    strategy = Strategy.parse(text).resolve(Group(4), hosts=hosts)
     assert str(strategy) == resolved
-    assert strategy.resolve(Group(4), one_host=one_host) == strategy
+    assert strategy.resolve(Group(4), hosts=hosts) == strategy
 
 
 def test_threads_of_one_process_get_inproc() -> None:
-    assert Strategy().resolve(Group(2), one_host=True, inproc=True).transport == Part("inproc")
+    assert Strategy().resolve(Group(2), inproc=True).transport == Part("inproc")
 
 
 def test_resolving_refuses_a_group_that_does_not_fit() -> None:
-    with pytest.raises(StrategyError, match="use transport=tcp"):
-        Strategy.parse("transport=shm").resolve(Group(4), one_host=False)
+    with pytest.raises(StrategyError, match="use transport=auto or tcp"):
+        Strategy.parse("transport=shm").resolve(Group(4), hosts=4)
     with pytest.raises(UsageError, match="start it with --servers 2"):
-        Strategy.parse("ps(servers=2)").resolve(Group(4, servers=1), one_host=True)
+        Strategy.parse("ps(servers=2)").resolve(Group(4, servers=1))
     with pytest.raises(UsageError, match="servers=2"):
-        Strategy.parse("ps(servers=3, on=workers)").resolve(Group(2), one_host=True)
+        Strategy.parse("ps(servers=3, on=workers)").resolve(Group(2))
 
 
 def test_a_strategy_hands_out_its_parts() -> None:

@@ -71,7 +71,7 @@ def init(
     chosen = _choose(strategy, environment)
     if environment.world == 1 and chosen.servers == 0:
         group = Group(1)
-        _session = Session(chosen.resolve(group, one_host=True), group, 0, None)
+        _session = Session(chosen.resolve(group), group, 0, None)
     else:
         run = f"{environment.run_id}/{environment.restart}/{_inits}"
         store = _meeting_place(environment, timeout)
@@ -311,13 +311,13 @@ def _flat(tensor: Any) -> tuple[np.ndarray[Any, Any], Any]:
 
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"expected a torch tensor or a numpy array, got {type(tensor).__name__}")
-    if tensor.device.type != "cpu" or tensor.is_sparse:
-        raise NotBuiltError("only dense CPU tensors can be exchanged so far")
-    dense = tensor.detach().contiguous()
+    if tensor.is_sparse:
+        raise NotBuiltError("only dense tensors can be exchanged so far")
+    dense = tensor.detach().cpu().contiguous()
     array = dense.reshape(-1).view(torch.uint8).numpy().view(numpy_dtype(dtype_name(tensor.dtype)))
 
     def write_back() -> None:
-        if dense.data_ptr() != tensor.data_ptr():
+        if tensor.device != dense.device or dense.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(dense)
 

@@ -113,7 +113,7 @@ def run(
         if servers is not None and servers != parsed.servers:
             raise UsageError(f"{str(parsed)!r} needs {parsed.servers} servers, --servers says {servers}: leave it out")
         servers = parsed.servers
-        parsed.resolve(Group(workers, servers), one_host=True)  # some are impossible for so many workers only
+        parsed.resolve(Group(workers, servers))  # some are impossible for so many workers only
         env["SYNCLINE_STRATEGY"] = str(parsed)
     if not module and not Path(script).is_file():
         raise UsageError(f"there is no file {script!r} to run (for a module, use -m)")

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from . import registry
 from .engine import LIMIT_S
 from .errors import GroupError, UsageError
 from .session import Session
-from .strategy import Strategy
+from .strategy import AUTO, Strategy
 from .transports import Transport
+from .transports.auto import Auto
 from .transports.inproc import Hub
 from .types import Group
 from .version import __version__
 from .wire.handshake import run_id
 from .wire.listener import Listener
-from .wire.rollcall import call_roll, connect, describe_self, leave
+from .wire.rollcall import Roll, call_roll, connect, describe_self, leave
 from .wire.store import Store
 from .wire.watch import LIVENESS_S, Watcher
 
 
 def in_process(strategy: str, workers: int) -> list[Session]:
     """Sessions of a whole group between the threads of this process: workers first, then servers. For tests."""
-    chosen = Strategy.parse(strategy).resolve(Group(workers), one_host=True, inproc=True)
+    chosen = Strategy.parse(strategy).resolve(Group(workers), inproc=True)
     group = Group(workers, chosen.servers)
     if group.processes == 1:
         return [Session(chosen, group, 0, None)]
@@ -70,16 +71,11 @@ def connect_session(
         me = describe_self(index, processes, listener, {"strategy": str(strategy), "version": __version__})
         roll = call_roll(store, run, secret, me, timeout, hint)
         group = Group(workers, strategy.servers, roll.nodes[:workers])
-        chosen = strategy.resolve(group, one_host=roll.one_host)
-        entry = registry.get("transports", chosen.transport.name)
-        if entry.capabilities.get("connection") is None:
-            raise UsageError(f"transport={chosen.transport.name} does not reach other processes: use shm, tcp or auto")
-        use_unix = entry.capabilities["connection"] == "unix"
-        if use_unix and not roll.one_host:
-            hosts = ", ".join(sorted({member.host for member in roll.members}))
-            raise UsageError(f"transport={chosen.transport.name} works inside one host, this run has {hosts}: use tcp")
-        control = connect(store, roll, listener, "control", False, timeout)
-        data = connect(store, roll, listener, "data", use_unix, timeout)
+        chosen = strategy.resolve(group, hosts=roll.hosts)
+        carried = _carried(chosen, roll)
+        unix = {peer for name, peers in carried.items() if _connection(name) == "unix" for peer in peers}
+        control = connect(store, roll, listener, "control", (), timeout)
+        data = connect(store, roll, listener, "data", unix, timeout)
         leave(store, run, index, complete=True)
     except BaseException as error:
         for sock in control.values():
@@ -90,8 +86,38 @@ def connect_session(
         raise
     finally:
         listener.close()
-    transport: Transport = entry.target(index, data, **chosen.transport.arguments)
+    transport = _transport(chosen, index, carried, data)
     session = Session(chosen, group, index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s)
     session.watcher = Watcher(roll, control, session.on_peer_failure, session.left, liveness_s)
     session.watcher.start()
     return session
+
+
+def _carried(strategy: Strategy, roll: Roll) -> dict[str, frozenset[int]]:
+    """The transports that carry this process's messages, by name, and to which peers."""
+    others = frozenset(range(len(roll.members))) - {roll.index}
+    if strategy.transport != AUTO:
+        return {strategy.transport.name: others}
+    carried = {"shm": roll.near, "tcp": others - roll.near}
+    return {name: peers for name, peers in carried.items() if peers}
+
+
+def _connection(name: str) -> str:
+    """The kind of connection that a transport needs; raises UsageError for one that needs none."""
+    connection: str | None = registry.get("transports", name).capabilities.get("connection")
+    if connection is None:
+        raise UsageError(f"transport={name} does not reach other processes: use shm, tcp or auto")
+    return connection
+
+
+def _transport(
+    strategy: Strategy, index: int, carried: Mapping[str, frozenset[int]], socks: Mapping[int, socket.socket]
+) -> Transport:
+    """The transport over proved connections; several as one where ``carried`` names several."""
+    made = {
+        registry.get("transports", name).target(
+            index, {peer: socks[peer] for peer in peers}, **strategy.transport.arguments
+        ): peers
+        for name, peers in carried.items()
+    }
+    return Auto(index, made) if len(made) > 1 else next(iter(made))

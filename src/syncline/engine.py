@@ -19,7 +19,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -180,6 +180,33 @@ class Engine:
             self.transport.recv(src, tag, into, owner=arrived)
 
         self._post(start, tolerant)
+        return work
+
+    def promise(self, label: str) -> Work:
+        """A work that is done elsewhere, until ``fulfil`` says so."""
+        work = Work(label)
+        with self._changed:
+            self._under_way += 1
+        return work
+
+    def fulfil(self, work: Work) -> None:
+        """A promised work is done; called from any thread. After a fault nobody minds."""
+        self._inbox.append(lambda: self._finish(work, None))
+        self.transport.wake()
+
+    def then(self, label: str, works: Sequence[Work], call: Callable[[], None] = lambda: None) -> Work:
+        """``call`` in the progress thread once all ``works`` are done, and be done after that."""
+        work = Work(label)
+        waiting = list(works)
+
+        def step() -> None:
+            if waiting:
+                self._when_done(waiting.pop(), step)
+            else:
+                call()
+                self._finish(work, None)
+
+        self._post(step)
         return work
 
     def allocate(self, nbytes: int, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -286,7 +286,8 @@ class Exchange:
                 " ranks run the same version with the same model?"
             )
         if _borrows(action):
-            segment.arrived[i] = self._keep(handle) if action.swaps and self.transport.lends else handle
+            lent = self.transport.lends_from(action.peer)
+            segment.arrived[i] = self._keep(handle) if action.swaps and lent else handle
             unlocked = self._reduce_what_came(segment, segment.first_waiting(i))
         else:
             unlocked = self._finished(segment, i)
@@ -309,7 +310,7 @@ class Exchange:
         ready = [i]
         while (following := program.follows[ready[-1]]) >= 0:
             if following not in segment.arrived:
-                if self.transport.lends:
+                if self.transport.lends_from(program.actions[following].peer):
                     return []  # lent memory costs nothing to hold: one pass over all of them is worth the wait
                 break
             ready.append(following)

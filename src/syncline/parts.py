@@ -15,7 +15,6 @@ from .grammar import Part, check_value, nearest, read_value, write_value
 
 PLANNED_ARGUMENTS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("sync", "bsp"): ("backup",),
-    ("transports", "tcp"): ("rate", "delay"),
 }
 """Arguments of the whole grammar, by kind and name, that are refused as not built yet while the part lacks them."""
 

@@ -9,8 +9,9 @@ The registry finds the file because it lies in the folder of its kind, and third
 of the group ``syncline.<kind>`` (the value is a module or the registered object in it). Nothing else has to be edited.
 Folders are imported when their kind is first asked for, never before, so that ``import syncline`` stays light.
 
-The words that a strategy text may use for a part's arguments are the keyword-only parameters of a function, or the
-fields of a dataclass, with their annotations (``Size``, ``Rate``, ``Seconds``, ``int``, ``float``, ``Literal``).
+The words that a strategy text may use for a part's arguments are the keyword-only parameters of a function or of a
+class's constructor, or the fields of a dataclass, with their annotations (``Size``, ``Rate``, ``Seconds``, ``int``,
+``float``, ``Literal``).
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ def _load(kind: str) -> None:
 
 
 def _parameters(target: Callable[..., Any]) -> tuple[Parameter, ...]:
-    hints = typing.get_type_hints(target)
+    # A class is called with its constructor's arguments; a dataclass's are its fields.
+    plain_class = inspect.isclass(target) and not dataclasses.is_dataclass(target)
+    hints = typing.get_type_hints(target.__init__ if plain_class else target)
     if dataclasses.is_dataclass(target):
         return tuple(
             Parameter(item.name, hints[item.name], _default(item)) for item in dataclasses.fields(target) if item.init

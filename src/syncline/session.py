@@ -55,13 +55,15 @@ class Stats:
     """Totals since the start of the session.
 
     ``blocked_s`` is the time the training thread was blocked in Syncline; bytes are per peer process, counted at the
-    transport with all headers; ``strategy`` is what really runs.
+    transport with all headers; ``strategy`` is what really runs, ``transport`` what carries this process's messages
+    (``shm+tcp`` where some peers are on its host and others are not).
     """
 
     strategy: str
     blocked_s: float = 0.0
     bytes_sent: Mapping[int, int] = field(default_factory=dict)
     bytes_received: Mapping[int, int] = field(default_factory=dict)
+    transport: str = ""
 
 
 class Session:
@@ -285,8 +287,9 @@ class Session:
         """Totals since the start."""
         if self._engine is None:
             return Stats(str(self.strategy))
-        sent, received = self._engine.transport.traffic()
-        return Stats(str(self.strategy), self._engine.blocked_s, sent, received)
+        transport = self._engine.transport
+        sent, received = transport.traffic()
+        return Stats(str(self.strategy), self._engine.blocked_s, sent, received, transport.name)
 
     def workers_left(self) -> bool:
         """True when every worker has said goodbye."""

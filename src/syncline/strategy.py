@@ -16,6 +16,8 @@ and this file reads:
     wraps="name"            (codecs) the argument that takes another codec, written without its name
     biased=True             (codecs) gets ``feedback`` around it unless the text says ``feedback=off``
     one_host=True           (transports) reaches processes of one host only
+    check=callable          (transports) takes the arguments and raises UsageError for values that make no sense;
+                            other parts are built to find out, transports need connections for that
 """
 
 from __future__ import annotations
@@ -145,24 +147,31 @@ class Strategy:
         """True when servers apply the update; False when every worker does."""
         return self.architecture.name == "ps" and self.architecture.arguments.get("update") == "server"
 
-    def resolve(self, group: Group, *, one_host: bool, inproc: bool = False) -> Strategy:
+    def resolve(self, group: Group, *, hosts: int = 1, inproc: bool = False) -> Strategy:
         """The same strategy with every ``auto`` replaced by what runs in that group.
 
-        ``group`` may leave the strategy's own servers out. ``one_host`` says that all processes can share memory,
-        ``inproc`` that the ranks are threads of one process. Raises UsageError when the transport cannot reach all
-        ranks, or the architecture cannot be planned for so many workers or servers.
+        ``group`` may leave the strategy's own servers out. ``hosts`` is the number of machines that the processes are
+        on, those of one sharing memory; ``inproc`` says that the ranks are threads of one process. Where some
+        processes share a host and others do not, ``transport=auto`` stays: it is shm inside hosts and tcp between
+        them. Raises UsageError when the transport cannot reach all ranks, or the architecture cannot be planned for
+        so many workers or servers.
         """
         group = self._with_servers(group)
         transport = self.transport
         if transport == AUTO:
-            own = self.architecture.name == "native"
-            transport = Part("inproc" if inproc else "torch" if own else "shm" if one_host else "tcp")
-        elif not one_host and registry.get("transports", transport.name).capabilities.get("one_host"):
-            raise StrategyError(f"transport={transport.name} cannot reach other hosts; use transport=tcp")
+            if inproc:
+                transport = Part("inproc")
+            elif self.architecture.name == "native":
+                transport = Part("torch")
+            elif hosts == 1 or hosts == group.processes:
+                transport = Part("shm" if hosts == 1 else "tcp")
+        elif hosts > 1 and registry.get("transports", transport.name).capabilities.get("one_host"):
+            raise StrategyError(f"transport={transport.name} cannot reach other hosts; use transport=auto or tcp")
         architecture = self.architecture
         if architecture == AUTO:
-            # Owners read and write their peers' memory on shm; elsewhere a ring keeps every link evenly busy.
-            architecture = Part("direct" if transport.name == "shm" else "ring")
+            # Owners read and write their peers' memory on shm; two levels spare the links between hosts that have
+            # several ranks; elsewhere a ring keeps every link evenly busy.
+            architecture = Part({"shm": "direct", "auto": "hierarchical"}.get(transport.name, "ring"))
         schedule = Part("fixed") if self.schedule == AUTO else self.schedule
         resolved = replace(self, architecture=architecture, schedule=schedule, transport=transport)
         resolved.plan(group)
@@ -241,9 +250,9 @@ def vocabulary() -> list[Word]:
 
 
 _AUTO_SUMMARY = {
-    "architecture": "direct over shm, ring over other transports.",
+    "architecture": "direct over shm, hierarchical over shm and tcp together, ring over other transports.",
     "schedule": "Starts as fixed.",
-    "transport": "shm when all processes are on one host, tcp otherwise.",
+    "transport": "shm among the processes of one host, tcp between hosts.",
 }
 
 _DEFAULTS = {"sync": "bsp", "codec": "none", "schedule": "auto", "transport": "auto"}
@@ -327,8 +336,11 @@ def _bind_word(word: str, part: Part) -> Part:
     kind, built = WORDS[word], _built(word)
     _require_known(word, part)
     bound = bind(kind, part)
-    if inspect.isclass(registry.get(kind, part.name).target) and kind != "transports":
-        build(kind, bound)  # its __post_init__ knows the ranges; transports need sockets and are built by the session
+    entry = registry.get(kind, part.name)
+    if "check" in entry.capabilities:
+        entry.capabilities["check"](**bound.arguments)
+    elif inspect.isclass(entry.target) and kind != "transports":
+        build(kind, bound)  # its __post_init__ knows the ranges
     assert part.name in built
     return bound
 

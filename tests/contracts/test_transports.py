@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,11 @@ from hypothesis import strategies as st
 
 from syncline.errors import ClosedError, PeerLost, UsageError
 from syncline.transports import INLINE_BYTES, Handle, Transport
+from syncline.transports.auto import Auto
 from syncline.transports.inproc import Hub
 from syncline.transports.shm import Shm
 from syncline.transports.tcp import Tcp
+from syncline.types import Rate, Seconds
 
 LIMIT_S = 20.0
 
@@ -49,11 +52,11 @@ class Net:
                 end.poll(0.001)
 
 
-def pairs(world: int, unix: bool) -> list[dict[int, socket.socket]]:
+def pairs(world: int, kind: str) -> list[dict[int, socket.socket]]:
     found: list[dict[int, socket.socket]] = [{} for _ in range(world)]
     for low in range(world):
         for high in range(low + 1, world):
-            if unix:
+            if kind == "shm" or (kind.startswith("auto") and node(kind, low) == node(kind, high)):
                 a, b = socket.socketpair()
             else:
                 with socket.create_server(("127.0.0.1", 0)) as door:
@@ -63,14 +66,34 @@ def pairs(world: int, unix: bool) -> list[dict[int, socket.socket]]:
     return found
 
 
+def node(kind: str, rank: int) -> int:
+    """The host of a rank: of two ranks both are on one, or each is on its own."""
+    return rank // 2 if kind == "auto-near" else rank % 2
+
+
+def make_auto(kind: str, rank: int, socks: dict[int, socket.socket]) -> Transport:
+    near = {peer: sock for peer, sock in socks.items() if node(kind, peer) == node(kind, rank)}
+    far = {peer: sock for peer, sock in socks.items() if peer not in near}
+    return Auto(rank, {Shm(rank, near): near, Tcp(rank, far): far})
+
+
+KINDS = ["inproc", "shm", "tcp", "shaped", "auto-near", "auto-far"]
+MAKE: dict[str, Callable[..., Transport]] = {
+    "shm": Shm,
+    "tcp": Tcp,
+    "shaped": partial(Tcp, rate=Rate(8e9), delay=Seconds(0.002)),
+    "auto-near": partial(make_auto, "auto-near"),
+    "auto-far": partial(make_auto, "auto-far"),
+}
+
+
 @contextmanager
 def network(kind: str, world: int) -> Iterator[Net]:
     if kind == "inproc":
         hub = Hub(world)
         ends: list[Transport] = [hub.transport(rank) for rank in range(world)]
     else:
-        make: Callable[..., Transport] = Shm if kind == "shm" else Tcp
-        ends = [make(rank, socks) for rank, socks in enumerate(pairs(world, kind == "shm"))]
+        ends = [MAKE[kind](rank, socks) for rank, socks in enumerate(pairs(world, kind))]
     try:
         yield Net(ends)
     finally:
@@ -78,7 +101,7 @@ def network(kind: str, world: int) -> Iterator[Net]:
             end.close()
 
 
-@pytest.fixture(params=["inproc", "shm", "tcp"])
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -135,7 +158,7 @@ def test_receives_in_any_order_of_tags(kind: str, nbytes: int) -> None:
     capacity=st.sampled_from([300_000, 400_000]),
 )
 @settings(max_examples=30, deadline=None)
-@pytest.mark.parametrize("kind", ["inproc", "shm", "tcp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_tag_keeps_its_order_whatever_the_sizes(kind: str, sizes: list[int], late: bool, capacity: int) -> None:
     with network(kind, 2) as net:
         data = [numbers(size, seed) for seed, size in enumerate(sizes)]
@@ -338,3 +361,51 @@ def test_what_was_acknowledged_last_is_written_before_the_end(kind: str) -> None
             net.ends[1].poll(0.001)
         net.ends.pop().close()
         net.wait(sent)
+
+
+def test_what_is_lent_is_said_of_each_peer() -> None:
+    """From a peer on this host one sees its memory, from another a copy: the sender is done before the release."""
+    with network("auto-near", 4) as net:
+        reader = net.ends[1]
+        assert [reader.lends_from(peer) for peer in (0, 2, 3)] == [True, False, False]
+        for peer in (0, 2):
+            data = net.ends[peer].allocate(300_000)
+            data[:] = numbers(300_000, peer)
+            seen, sent = reader.borrow(peer, 0, 300_000), net.ends[peer].send(1, 0, data)
+            net.wait(seen)
+            net.turn()
+            assert sent.done is not reader.lends_from(peer)
+            data[0] ^= 255
+            assert seen.payload is not None
+            assert (seen.payload[0] == data[0]) is np.bool_(reader.lends_from(peer))
+            reader.release(seen)
+            net.wait(sent)
+
+
+def test_one_wait_sees_what_comes_by_any_member() -> None:
+    """The end that waits polls once and long; the others send from another thread."""
+    with network("auto-near", 4) as net:
+        waiting, others = net.ends[0], [net.ends[1], net.ends[2]]
+        for sender in others:
+            handle = waiting.recv(sender.rank, 7, np.zeros(5, np.uint8))
+            waiting.poll(0.0)
+
+            def send(sender: Transport = sender) -> None:
+                sender.send(0, 7, numbers(5))
+                sender.poll(0.0)
+
+            thread = threading.Thread(target=send)
+            thread.start()
+            found: list[Handle] = []
+            deadline = time.monotonic() + LIMIT_S
+            while not found and time.monotonic() < deadline:
+                found = waiting.poll(LIMIT_S)
+            thread.join()
+            assert found == [handle]
+
+
+def test_a_transport_of_several_is_named_after_them() -> None:
+    with network("auto-near", 4) as net:
+        assert net.ends[0].name == "shm+tcp"
+        assert net.ends[0].world == 4
+        assert list(net.ends[2].traffic()[0]) == [0, 1, 3]

@@ -260,13 +260,13 @@ def test_gradients_are_views_of_contiguous_buckets_that_never_move(group: Any, s
             here.optimizer.step()
         assert places == places[:1] * 4
         storage = here.replica.storage
-        for bucket, array in zip(storage.buckets, storage.arrays, strict=True):
-            assert array.flags.c_contiguous
-            at = array.ctypes.data
+        for number, bucket in enumerate(storage.buckets):
+            here_lies = storage.pair(number).device
+            at = here_lies.data_ptr()
             for part in bucket.slices:
-                assert places[0][part.tensor] == at - part.start * array.itemsize
-                at += part.elements * array.itemsize
-            assert at == array.ctypes.data + array.nbytes
+                assert places[0][part.tensor] == at - part.start * here_lies.itemsize
+                at += part.elements * here_lies.itemsize
+            assert at == here_lies.data_ptr() + here_lies.nbytes
 
     on_group(group, strategy, 2, sgd, body)
 

@@ -12,10 +12,14 @@ import torch
 from syncline.frameworks.torch import prepare
 from syncline.frameworks.torch.replica import Replica
 from syncline.frameworks.torch.served import Client
+from syncline.frameworks.torch.staging import HostCopier
 from syncline.session import Session
 
-REPLICAS = ["ring", "direct", "ps(servers=2, update=worker)"]
+STAGED = " staged"
+"""After a strategy: the model lives on a device, for which the CPU stands in, and is copied to and fro."""
+REPLICAS = ["ring", "direct", "ps(servers=2, update=worker)", "ring schedule=wait_free" + STAGED]
 SERVED = ["ps(servers=1)", "ps(servers=2) schedule=wait_free", "ps(servers=2, on=workers)"]
+SERVED += ["ps(servers=1)" + STAGED, "ps(servers=2, on=workers)" + STAGED]
 STRATEGIES = REPLICAS + SERVED
 
 Make = Callable[[int], tuple[torch.nn.Module, torch.optim.Optimizer]]
@@ -98,15 +102,20 @@ def alone(make: Make, body: Callable[[Here], Any]) -> Any:
 
 def on_group(group: Any, strategy: str, workers: int, make: Make, body: Callable[[Here], Any], **options: Any) -> Any:
     """The body on every worker of a group; results in rank order."""
+    staged = strategy.endswith(STAGED)
 
     def run(session: Session) -> Any:
-        made = prepare(session, *make(session.index), **options)
+        copier = HostCopier() if staged and session.is_worker else None
+        made = prepare(session, *make(session.index), copier=copier, **options)
         if made is None:
             return None
         here = Here(made.model, made.optimizer, session.rank, session.world_size, session, made.replica, made.client)
-        return body(here)
+        try:
+            return body(here)
+        finally:
+            made.replica.detach()
 
-    return group(strategy, workers, run)[:workers]
+    return group(strategy.removesuffix(STAGED), workers, run)[:workers]
 
 
 def same_as_alone(

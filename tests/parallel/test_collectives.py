@@ -30,9 +30,15 @@ def test_collectives(pool: Pool, address: str, strategy: str, world: int, transp
     assert sum(sent) >= sum(received) > 0  # the last acknowledgements may not have been read
 
 
+def test_collectives_over_a_slow_line(pool: Pool, address: str) -> None:
+    case = everyone(3, address, "ring transport=tcp(rate=2Gbit, delay=1ms)")
+    with pool.start(bodies.collectives, case) as group:
+        group.results()
+
+
 def test_worlds_leave_nothing_behind(pool: Pool, address: str) -> None:
     """Started and ended again and again at one address, with alternating transports."""
-    strategies = ["ring transport=shm", "ring transport=tcp"] * 3
+    strategies = ["ring transport=shm", "ring transport=tcp", "ring transport=tcp(rate=1Gbit)"] * 2
     with pool.start(bodies.again_and_again, everyone(3, address, strategies)) as group:
         for held in group.results():
             warm, *later = held[1:]

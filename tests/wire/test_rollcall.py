@@ -40,8 +40,8 @@ def form(store: MemoryStore, caller: Caller, hint: Callable[[int], str] = lambda
     try:
         me = describe_self(caller.index, caller.world, listener, {"strategy": caller.strategy, "version": "1"})
         roll = call_roll(store, RUN, caller.secret, me, caller.timeout, hint)
-        for purpose, use_unix in (("control", False), ("data", True)):
-            found = connect(store, roll, listener, purpose, use_unix, caller.timeout)
+        for purpose, near in (("control", frozenset[int]()), ("data", roll.near)):
+            found = connect(store, roll, listener, purpose, near, caller.timeout)
             socks += found.values()
             for peer, sock in found.items():
                 sock.sendall(f"{purpose} {caller.index} to {peer};".encode())
@@ -87,7 +87,10 @@ def test_all_find_each_other(world: int) -> None:
     first = rolls[0]
     assert isinstance(first, Roll)
     assert [member.index for member in first.members] == list(range(world))
-    assert first.one_host
+    assert first.hosts == 1
+    assert [roll.near for roll in rolls if isinstance(roll, Roll)] == [
+        frozenset(range(world)) - {index} for index in reversed(range(world))
+    ]
     assert first.nodes == (0,) * world
     for roll in rolls:
         assert isinstance(roll, Roll)
@@ -146,7 +149,7 @@ def test_a_fault_found_elsewhere_ends_the_wait_for_connections() -> None:
     tell_failed(store, RUN, "a later fault")
     try:
         with pytest.raises(RollCallError, match="rank 1 has burnt down"):
-            connect(store, roll, listener, "data", True, LIMIT_S)
+            connect(store, roll, listener, "data", {1}, LIMIT_S)
     finally:
         listener.close()
 
@@ -158,7 +161,7 @@ def test_a_peer_that_does_not_connect_is_named() -> None:
     roll = Roll(0, (me, replace(me, index=1, host="elsewhere", pid=77)), RUN, b"")
     try:
         with pytest.raises(GroupError, match=r"no data connection within 0 s from rank 1 \(elsewhere, pid 77\)"):
-            connect(store, roll, listener, "data", True, 0.0)
+            connect(store, roll, listener, "data", {1}, 0.0)
         assert store.get(f"{RUN}/failed") is not None  # the others learn of it
     finally:
         listener.close()
@@ -173,7 +176,7 @@ def test_a_peer_that_cannot_be_reached_is_named_with_its_address() -> None:
     roll = Roll(1, (replace(me, index=0, port=port, host="elsewhere", pid=77), me), RUN, b"")
     try:
         with pytest.raises(GroupError, match=rf"cannot connect to rank 0 \(elsewhere, pid 77\) at 127.0.0.1:{port}: "):
-            connect(store, roll, listener, "control", False, LIMIT_S)
+            connect(store, roll, listener, "control", (), LIMIT_S)
     finally:
         listener.close()
 
@@ -185,7 +188,8 @@ def member(index: int, machine: str) -> Member:
 def test_nodes_are_numbered_as_they_appear() -> None:
     roll = Roll(0, tuple(member(index, machine) for index, machine in enumerate("baab")), RUN, b"")
     assert roll.nodes == (0, 1, 1, 0)
-    assert not roll.one_host
+    assert roll.hosts == 2
+    assert roll.near == {3}
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,9 @@ class Transport(Protocol):
     ordered: bool
     """True when messages arrive in the order of sending only, so buckets must go in index order."""
 
-    lends: bool
-    """True when ``borrow`` shows the sender's own memory: the sender waits until it is released."""
+    def lends_from(self, src: int) -> bool:
+        """True when ``borrow`` shows the memory of that sender itself, who then waits until it is released."""
+        ...
 
     def allocate(self, nbytes: int) -> Bytes:
         """Zeroed memory that this transport moves without an extra copy; it lives until ``close``."""

@@ -74,7 +74,6 @@ class Shm:
 
     name = "shm"
     ordered = False
-    lends = True
 
     def __init__(self, rank: int, socks: Mapping[int, socket]) -> None:
         self.rank = rank
@@ -100,6 +99,10 @@ class Shm:
         for link in self._links.values():
             link.push(_BELL, 0, fd=self._loop.bell)
             self._loop.write_soon(link)
+
+    def lends_from(self, src: int) -> bool:  # noqa: ARG002
+        """Every peer does: what arrives is looked at in its memory."""
+        return True
 
     def allocate(self, nbytes: int) -> Bytes:
         """Zeroed shared memory that every peer can read and write in place."""
@@ -156,6 +159,15 @@ class Shm:
         self._loop.turn(0.0 if self._completed else timeout)
         found, self._completed = self._completed, []
         return found
+
+    def fileno(self) -> int:
+        """The loop's: for a wait together with other transports."""
+        return self._loop.fileno()
+
+    def settle(self) -> bool:
+        """Write what has gathered; True when something has completed already."""
+        self._loop.write()
+        return bool(self._completed)
 
     @property
     def idle(self) -> bool:

@@ -21,10 +21,13 @@ import numpy as np
 
 from ..errors import ClosedError, PeerLost, UsageError
 from ..registry import register
+from ..types import Rate, Seconds
 from ..wire.link import CONTROL, Frame, Link
 from ..wire.loop import Loop
 from ..wire.matching import Matcher
 from ..wire.scratch import Scratch
+from ..wire.shape import NO_DELAY, Shape
+from ..wire.shaped import Line, ShapedLoop
 from . import INLINE_BYTES, Bytes, Handle
 
 _DATA, _CREDIT = 1, 2
@@ -54,23 +57,33 @@ class _Reading:
     data: Bytes
 
 
-@register("transports", "tcp", connection="tcp", one_host=False)
+@register("transports", "tcp", connection="tcp", one_host=False, check=Shape)
 class Tcp:
-    """TCP, one connection per pair of processes.
+    """TCP, one connection per pair of processes; ``rate`` and ``delay`` make it as slow as another network.
 
-    ``socks`` are proved connections of process ``rank`` to all others.
+    ``socks`` are proved connections of process ``rank`` to all others. ``rate`` limits what all of them together send,
+    and what they receive, in bits per second of payload; every byte arrives ``delay`` seconds later.
     """
 
     name = "tcp"
     ordered = False
-    lends = False
 
-    def __init__(self, rank: int, socks: Mapping[int, socket]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        socks: Mapping[int, socket],
+        *,
+        rate: Rate | None = None,
+        delay: Seconds = NO_DELAY,
+    ) -> None:
+        shape = Shape(rate, delay)
         self.rank = rank
         self.world = len(socks) + 1
         self.scratch = Scratch()
-        self._links = {peer: Link(sock, peer, self._sink, self._arrival) for peer, sock in socks.items()}
-        self._loop = Loop(self._links.values(), self._lost)
+        ends = socks if shape.plain else {peer: Line(sock, delay) for peer, sock in socks.items()}
+        self._links = {peer: Link(sock, peer, self._sink, self._arrival) for peer, sock in ends.items()}
+        links = self._links.values()
+        self._loop = Loop(links, self._lost) if shape.plain else ShapedLoop(links, self._lost, shape)
         self._matcher: Matcher[_Receive, _Arrived] = Matcher()
         self._reading: dict[int, _Reading] = {}
         self._waiting: dict[tuple[int, int], deque[tuple[Handle, Bytes, float]]] = {}  # sends without credit
@@ -81,6 +94,10 @@ class Tcp:
         self._completed: list[Handle] = []
         self._gone: set[int] = set()
         self._closed = False
+
+    def lends_from(self, src: int) -> bool:  # noqa: ARG002
+        """Nobody does: what arrives lies in scratch memory."""
+        return False
 
     def allocate(self, nbytes: int) -> Bytes:
         """Plain zeroed memory; the kernel copies from and to any."""
@@ -122,6 +139,15 @@ class Tcp:
         self._loop.turn(0.0 if self._completed else timeout)
         found, self._completed = self._completed, []
         return found
+
+    def fileno(self) -> int:
+        """The loop's: for a wait together with other transports."""
+        return self._loop.fileno()
+
+    def settle(self) -> bool:
+        """Write what has gathered; True when something has completed already."""
+        self._loop.write()
+        return bool(self._completed)
 
     @property
     def idle(self) -> bool:

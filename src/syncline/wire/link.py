@@ -79,6 +79,7 @@ class Link:
         self._serial = count()
         self._heap: list[tuple[float, int, list[memoryview], Callable[[], None] | None, int | None]] = []
         self._going: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
+        self._going_priority = CONTROL
         self._fd: int | None = None
         self._inbox = memoryview(bytearray(_INBOX_BYTES))
         self._have = 0  # valid bytes in the inbox
@@ -90,6 +91,13 @@ class Link:
     def idle(self) -> bool:
         """True when nothing waits to be sent."""
         return not self._going and not self._heap
+
+    @property
+    def urgency(self) -> float:
+        """The priority of what is written next: frames that have begun are finished first."""
+        if self._going or not self._heap:
+            return self._going_priority
+        return self._heap[0][0]
 
     def push(
         self,
@@ -139,7 +147,7 @@ class Link:
             fd = self._heap[0][4]
             if fd is not None and self._going:
                 return  # descriptors travel with the first byte of a call
-            _, _, parts, after, _ = heapq.heappop(self._heap)
+            self._going_priority, _, parts, after, _ = heapq.heappop(self._heap)
             self._going.extend((part, None) for part in parts[:-1])
             self._going.append((parts[-1], after))
             size += sum(part.nbytes for part in parts)

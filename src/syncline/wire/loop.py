@@ -57,6 +57,10 @@ class Loop:
             self._writing.add(fd)
             self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
 
+    def fileno(self) -> int:
+        """Readable when ``turn`` would have something to do: for a loop around this one."""
+        return self._epoll.fileno()
+
     @property
     def idle(self) -> bool:
         """True when nothing is left to write."""

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -64,9 +64,15 @@ class Roll:
     secret: bytes
 
     @property
-    def one_host(self) -> bool:
-        """True when all processes can share memory."""
-        return len({member.machine for member in self.members}) == 1
+    def hosts(self) -> int:
+        """On how many hosts the processes are: those of one can share memory."""
+        return len({member.machine for member in self.members})
+
+    @property
+    def near(self) -> frozenset[int]:
+        """The other processes of this process's host."""
+        here = self.members[self.index].machine
+        return frozenset(peer.index for peer in self.members if peer.machine == here and peer.index != self.index)
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -125,14 +131,17 @@ def call_roll(store: Store, run: str, secret: bytes, me: Member, timeout: float,
 
 
 def connect(
-    store: Store, roll: Roll, listener: Listener, purpose: str, use_unix: bool, timeout: float
+    store: Store, roll: Roll, listener: Listener, purpose: str, near: Collection[int], timeout: float
 ) -> dict[int, socket.socket]:
-    """One proved connection to every other process, for one purpose; raises GroupError naming who is missing."""
+    """One proved connection to every other process, for one purpose; raises GroupError naming who is missing.
+
+    Those to the processes in ``near``, which are of this host, are UNIX sockets; all ranks must choose alike.
+    """
     deadline = time.monotonic() + timeout
     found: dict[int, socket.socket] = {}
     try:
         for peer in range(roll.index):
-            found[peer] = _dial(roll, peer, purpose, use_unix, deadline)
+            found[peer] = _dial(roll, peer, purpose, peer in near, deadline)
         waiting = set(range(roll.index + 1, len(roll.members)))
         while waiting:
             for peer in sorted(waiting):

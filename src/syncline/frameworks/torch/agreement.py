@@ -74,22 +74,36 @@ def copy_from_worker(session: Session, tensors: Sequence[torch.Tensor], root: in
     """Overwrite the tensors' values with worker ``root``'s, on all workers, or on servers too (from worker 0)."""
     for piece in _pieces(tensors):
         packed = np.empty(sum(tensor.nbytes for tensor in piece), np.uint8)
-        _pack(piece, packed)
+        pack_bytes(piece, torch.from_numpy(packed))
         if everyone:
             session.engine.wait(session.broadcast_to_all(packed, _KEY, "copying the model from rank 0"))
         else:
             session.broadcast(packed, root)
-        _unpack(packed, piece)
+        unpack_bytes(torch.from_numpy(packed), piece)
 
 
-def pack_bytes(tensors: Sequence[torch.Tensor], into: np.ndarray) -> None:
-    """Copy tensors of any type one behind the other into bytes."""
-    _pack(tensors, into)
+def pack_bytes(tensors: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """Copy tensors of any type one behind the other into bytes (a flat uint8 tensor, on whatever device)."""
+    at = 0
+    for tensor in tensors:
+        into[at : at + tensor.nbytes].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        at += tensor.nbytes
 
 
-def unpack_bytes(packed: np.ndarray, tensors: Sequence[torch.Tensor]) -> None:
+def unpack_bytes(packed: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy them back."""
-    _unpack(packed, tensors)
+    at = 0
+    with torch.no_grad():
+        for tensor in tensors:
+            raw = packed[at : at + tensor.nbytes]
+            if tensor.is_contiguous():
+                # Past autograd (``data`` has a version of its own): a graph that still waits for its backward does not
+                # mind new batch statistics.
+                tensor.data.view(-1).view(torch.uint8).copy_(raw)
+            else:
+                # Through a fresh tensor: a piece may begin at an address that does not suit the element type.
+                tensor.copy_(raw.clone().view(tensor.dtype).view(tensor.shape))
+            at += tensor.nbytes
 
 
 def _from_worker_0(session: Session, data: bytes) -> bytes:
@@ -117,25 +131,3 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         size += tensor.nbytes
     if piece:
         yield piece
-
-
-def _pack(tensors: Sequence[torch.Tensor], into: np.ndarray) -> None:
-    at = 0
-    for tensor in tensors:
-        target = torch.from_numpy(into[at : at + tensor.nbytes])
-        target.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
-        at += tensor.nbytes
-
-
-def _unpack(packed: np.ndarray, tensors: Sequence[torch.Tensor]) -> None:
-    at = 0
-    with torch.no_grad():
-        for tensor in tensors:
-            raw = packed[at : at + tensor.nbytes]
-            if tensor.is_contiguous():
-                # Past autograd: a graph that still waits for its backward does not mind new batch statistics.
-                tensor.detach().view(-1).view(torch.uint8).numpy()[...] = raw
-            else:
-                # Through a fresh tensor: a piece may begin at an address that does not suit the element type.
-                tensor.copy_(torch.from_numpy(raw.copy()).view(tensor.dtype).view(tensor.shape))
-            at += tensor.nbytes

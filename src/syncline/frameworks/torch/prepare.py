@@ -20,6 +20,7 @@ from .samples import Weight
 from .serve import ShardServer, serve_plan
 from .served import Client, LocalOwners, Owners, RemoteOwners, take_over
 from .shard import Shard, probe, records_of, whole_state
+from .staging import Copier
 from .storage import Storage, layers_of
 
 
@@ -40,10 +41,12 @@ def prepare(
     *,
     unused: str = "error",
     weight: Weight = "batch",
+    copier: Copier | None = None,
 ) -> Prepared | None:
     """Check that all processes have the same model, start them from rank 0's values, and attach.
 
-    On a server this serves until the workers have left and returns None.
+    On a server this serves until the workers have left and returns None. ``copier`` stands in for what copies between
+    the model's device and the host.
     """
     if unused not in ("error", "zeros"):
         raise UsageError(f"unused={unused!r}: choose 'error' or 'zeros'")
@@ -59,14 +62,15 @@ def prepare(
         _serve(session, model, optimizer, plan, holds_weights)
         return None
     program = compile_program(plan, session.index)
+    attach = partial(Replica, session, model, unused=unused, weight=weight, first_key=first_key, copier=copier)
     if not holds_weights:
-        replica = Replica(session, model, program, unused=unused, weight=weight, first_key=first_key)
+        replica = attach(program)
         replica.on_joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])
         return Prepared(model, optimizer, replica, None)
     push, pull = _halves(session)
-    part = compile_program(push, session.index)
-    replica = Replica(session, model, part, unused=unused, weight=weight, first_key=first_key)
-    weights = Storage(replica.named, replica.storage.buckets, session.engine.allocate)
+    replica = attach(compile_program(push, session.index))
+    staging = replica.staging
+    weights = Storage(replica.named, replica.storage.buckets, staging.allocate, staging.device)
     parameters = [parameter for _, parameter in replica.named]
     _move_into(weights, parameters)
     owners: Owners = RemoteOwners(session)
@@ -133,11 +137,18 @@ def _copy_optimizer(
 
 
 def _move_into(weights: Storage, parameters: list[torch.nn.Parameter]) -> None:
-    """Let the parameters live in contiguous storage."""
+    """Let the parameters live in contiguous storage, and their values be in the transport's memory.
+
+    A server's own parameters may stay where they are: it works on the storage alone.
+    """
     with torch.no_grad():
         for parameter, view in zip(parameters, weights.views, strict=True):
             view.copy_(parameter)
-            parameter.data = view
+            if view.device == parameter.device:
+                parameter.data = view
+        for dtype, flat in weights.flat.items():
+            if flat is not weights.resident[dtype]:
+                flat.copy_(weights.resident[dtype])
 
 
 def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -13,6 +13,8 @@ with the first gradient, unless further forward passes may still add to the weig
 
 A backward pass that makes no gradients of parameters (``torch.autograd.grad``) is none of ours.
 
+Where the model lives on a GPU, buckets are staged through pinned memory of the transport on their way (``staging``).
+
 Buffers (batch statistics) of rank 0 are copied to all ranks with every exchange, as DistributedDataParallel does.
 """
 
@@ -28,14 +30,15 @@ import numpy as np
 import torch
 
 from ...engine import Lane, Work
-from ...errors import GradientError, NotBuiltError, UsageError
+from ...errors import GradientError, UsageError
 from ...kernels import cpu
 from ...program import Program
 from ...session import MODEL_KEYS, Session
 from ...tickets import JOINED, STEP, Meeting
 from .agreement import buffers_of, copy_from_worker, pack_bytes, tensors_of, unpack_bytes
 from .samples import Samples, Weight
-from .storage import Storage, layers_of
+from .staging import Copier, device_of, staging_for
+from .storage import Pair, Storage, layers_of
 
 
 class Replica:
@@ -57,18 +60,21 @@ class Replica:
         unused: str,
         weight: Weight,
         first_key: int = 0,
+        copier: Copier | None = None,
     ) -> None:
         self.session, self.model = session, model
         self.named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         _check_supported(model, self.named)
         schedule = session.strategy.schedule_object()
         self.layers = layers_of(self.named)
-        self.storage = Storage(self.named, schedule.buckets(self.layers), session.engine.allocate)
-        if len(self.storage.buckets) >= MODEL_KEYS:
+        buckets = schedule.buckets(self.layers)
+        if len(buckets) >= MODEL_KEYS:
             raise UsageError(
-                f"{session.strategy.schedule} makes {len(self.storage.buckets)} buckets of this model, up to"
-                f" {MODEL_KEYS - 1} are possible: use schedule=fixed"
+                f"{session.strategy.schedule} makes {len(buckets)} buckets of this model, up to {MODEL_KEYS - 1} are"
+                " possible: use schedule=fixed"
             )
+        self.staging = staging_for(device_of(self.named), session.engine, session.fail, copier)
+        self.storage = Storage(self.named, buckets, self.staging.allocate, self.staging.device)
         self.first_key = first_key
         self.steps = 0
         self.exchanged = False  # True between the end of an exchange and the next backward
@@ -82,7 +88,10 @@ class Replica:
             for part in bucket.slices:
                 self._of_tensor[part.tensor].append(number)
         self._buffers = buffers_of(model)
-        self._packed = session.engine.allocate(sum(buffer().nbytes for buffer in self._buffers), np.dtype(np.uint8))
+        size = sum(buffer().nbytes for buffer in self._buffers)
+        self._packed = self.staging.allocate(size, np.dtype(np.uint8))
+        packed, device = torch.from_numpy(self._packed), self.staging.device
+        self._packed_pair = Pair(packed if device is None else torch.zeros_like(packed, device=device), packed)
         self._synchronising = True
         self._running = False  # inside a backward pass
         self._touched = False  # ... that has made a gradient
@@ -117,9 +126,10 @@ class Replica:
             if all(ticket.kind == JOINED for ticket in tickets):
                 break
             self._start_buffers(meeting)
+            self.staging.synchronize()  # the last step's copies may still read what is now overwritten
             for number, array in enumerate(self.storage.arrays):
                 array[...] = 0
-                self._submit(number, meeting)
+                self._works.append(self._exchange(number, meeting, meeting.work))
             self._wait()
             self._reset()
         steps = [ticket.flags for ticket in tickets]
@@ -136,6 +146,7 @@ class Replica:
         """Remove the hooks; gradients keep their values."""
         for handle in self._handles:
             handle.remove()
+        self.staging.close()
 
     # Hooks.
 
@@ -266,19 +277,23 @@ class Replica:
             self._next += 1
 
     def _submit(self, number: int, meeting: Meeting) -> None:
+        """A bucket is complete: copy it down where it lives elsewhere, exchange it, copy it up."""
+        pair, label = self.storage.pair(number), f"bucket {number}"
+        gate = self.staging.down(pair, meeting.work, label)
+        self._works.append(self.staging.up(pair, self._exchange(number, meeting, gate), label))
+
+    def _exchange(self, number: int, meeting: Meeting, gate: Work | None) -> Work:
         bucket = self.storage.buckets[number]
         array = self.storage.arrays[number]
-        self._works.append(
-            self.session.engine.exchange(
-                self._program,
-                array,
-                self.first_key + number,
-                f"bucket {number} ({bucket.describe(self.layers)})",
-                lane=self._lane,
-                gate=meeting.work,
-                before=lambda: self._correct(array, meeting),
-                priority=self._schedule.priority(bucket),
-            )
+        return self.session.engine.exchange(
+            self._program,
+            array,
+            self.first_key + number,
+            f"bucket {number} ({bucket.describe(self.layers)})",
+            lane=self._lane,
+            gate=gate,
+            before=lambda: self._correct(array, meeting),
+            priority=self._schedule.priority(bucket),
         )
 
     def _correct(self, array: np.ndarray, meeting: Meeting) -> None:
@@ -338,8 +353,9 @@ class Replica:
 
     def _wait(self) -> None:
         self.session.engine.wait(*self._works)
+        self.staging.join()
         if self._buffers and self.session.world_size > 1:
-            unpack_bytes(self._packed, [buffer() for buffer in self._buffers])
+            unpack_bytes(self._packed_pair.device, [buffer() for buffer in self._buffers])
 
     def _start_buffers(self, meeting: Meeting) -> None:
         """Copy the buffers of the first rank that takes part in this step to all ranks."""
@@ -348,14 +364,17 @@ class Replica:
         buffers = [buffer() for buffer in self._buffers]
         if sum(buffer.nbytes for buffer in buffers) != self._packed.nbytes:
             raise self.fault("a buffer of the model has another size than at syncline.prepare(): prepare it again")
-        pack_bytes(buffers, self._packed)
+        pair = self._packed_pair
+        pack_bytes(buffers, pair.device)
 
         def program() -> Program:
             kinds = [ticket.kind for ticket in meeting.tickets()]
             return self.session.program("broadcast", root=kinds.index(STEP))
 
         engine, key = self.session.engine, self.first_key + MODEL_KEYS - 1
-        self._works.append(engine.exchange(program, self._packed, key, "buffers", gate=meeting.work))
+        gate = self.staging.down(pair, meeting.work, "buffers")
+        exchange = engine.exchange(program, self._packed, key, "buffers", gate=gate)
+        self._works.append(self.staging.up(pair, exchange, "buffers"))
 
     def _check_trained(self) -> None:
         changed = [
@@ -393,8 +412,6 @@ def _check_supported(model: torch.nn.Module, named: list[tuple[str, torch.nn.Par
     if not named:
         raise UsageError("this model has no parameter that requires a gradient: there is nothing to exchange")
     for name, parameter in named:
-        if parameter.device.type != "cpu":
-            raise NotBuiltError(f"parameter {name!r} is on {parameter.device}: only CPU models can be exchanged so far")
         if parameter.is_sparse:
             raise UsageError(f"parameter {name!r} is sparse, which cannot be exchanged")
     for name, module in model.named_modules():

@@ -151,6 +151,7 @@ class Client:
         self.scale = 1.0
         self.commits = 0  # the clock of this session's protocol; a resumed run begins at 0 again
         self._weights, self._pull = weights, pull
+        self._staging = replica.staging
         self._versions: dict[str, int] = {}
         self._weight_versions = [parameter._version for parameter in self.parameters]
         replica.on_second_backward = self._refuse_second_backward
@@ -171,16 +172,17 @@ class Client:
         scale, self.scale = self.scale, 1.0
         self.commits += 1
         self.owners.commit(self.commits, groups, scale)
-        engine.wait(
-            *(
-                engine.exchange(self._pull, array, first + number, f"weights of bucket {number}")
-                for number, array in enumerate(self._weights.arrays)
-            )
-        )
+        works = []
+        for number, array in enumerate(self._weights.arrays):
+            label = f"weights of bucket {number}"
+            pulled = engine.exchange(self._pull, array, first + number, label)
+            works.append(self._staging.up(self._weights.pair(number), pulled, label))
+        engine.wait(*works)
+        self._staging.join()
         self.replica.exchanged = False
 
     def _remember(self) -> None:
-        self._versions = {dtype: flat._version for dtype, flat in self.replica.storage.flat.items()}
+        self._versions = {dtype: flat._version for dtype, flat in self.replica.storage.resident.items()}
 
     def _check_pushed(self) -> None:
         """The owners must have seen what the worker sees."""
@@ -190,7 +192,7 @@ class Client:
             view = self.replica.storage.views[index]
             if parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
                 raise self._changed(repr(name))
-        for dtype, flat in self.replica.storage.flat.items():
+        for dtype, flat in self.replica.storage.resident.items():
             if flat._version != self._versions[dtype]:
                 raise self._changed(dtype)
 

@@ -221,7 +221,7 @@ def whole_state(records: Iterable[Record], parameters: Sequence[torch.Tensor]) -
             continue
         key = record.piece.tensor, record.key
         if key not in flat:
-            flat[key] = torch.zeros(parameter.numel(), dtype=record.value.dtype)
+            flat[key] = torch.zeros(parameter.numel(), dtype=record.value.dtype, device=parameter.device)
             entry[record.key] = view_like(flat[key], parameter)
         flat[key][record.piece.start : record.piece.stop] = record.value
     return state

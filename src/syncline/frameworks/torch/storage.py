@@ -3,13 +3,15 @@
 Gradients (and, under a parameter server, weights) of a framework lie scattered in memory. Here every bucket is one
 piece of memory that the transport moves without copies (contiguous gradients, Zhu, Liu and Fang 2020). Tensors lie in
 the order of the buckets; a view has the strides of its parameter, as autograd prefers.
+
+Tensors on another device than the transport's memory have blocks there too, laid out alike; ``staging`` copies between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,14 +70,26 @@ class Placed:
     stop: int
 
 
-class Storage:
-    """One block of memory per element type, laid out for a list of buckets.
+class Pair(NamedTuple):
+    """The same elements, flat, where the tensors live and in the transport's memory; both are one where that is one."""
 
-    ``arrays[b]`` is bucket b as a numpy array, ``views[i]`` tensor i of the given parameters.
+    device: torch.Tensor
+    host: torch.Tensor
+
+
+class Storage:
+    """One block of the transport's memory per element type, laid out for a list of buckets.
+
+    ``arrays[b]`` is bucket b as a numpy array, ``flat`` a whole block as a tensor, by type. ``views[i]`` is tensor i of
+    the given parameters; it lies in ``resident``, which is a block on ``device``, or ``flat`` itself without one.
     """
 
     def __init__(
-        self, parameters: Sequence[tuple[str, torch.Tensor]], buckets: Sequence[Bucket], allocate: Allocate
+        self,
+        parameters: Sequence[tuple[str, torch.Tensor]],
+        buckets: Sequence[Bucket],
+        allocate: Allocate,
+        device: torch.device | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
         self.placed = _place(parameters, buckets)
@@ -89,15 +103,26 @@ class Storage:
             dtype: as_torch(block, getattr(torch, dtype))
             for dtype, block in self._blocks.items()  #
         }
+        self.resident = (
+            self.flat
+            if device is None
+            else {dtype: torch.zeros_like(flat, device=device) for dtype, flat in self.flat.items()}
+        )
         self.starts = tuple(self._start(bucket) for bucket in buckets)
         self.arrays: tuple[Array, ...] = tuple(
             self._blocks[bucket.dtype][start : start + bucket.elements]
             for bucket, start in zip(buckets, self.starts, strict=True)
         )
         self.views = tuple(
-            view_like(self.flat[placed.dtype][placed.start : placed.stop], tensor)
+            view_like(self.resident[placed.dtype][placed.start : placed.stop], tensor)
             for placed, (_, tensor) in zip(self.placed, parameters, strict=True)
         )
+
+    def pair(self, number: int) -> Pair:
+        """A bucket where its tensors live, and in the transport's memory."""
+        bucket = self.buckets[number]
+        place = slice(self.starts[number], self.starts[number] + bucket.elements)
+        return Pair(self.resident[bucket.dtype][place], self.flat[bucket.dtype][place])
 
     def _start(self, bucket: Bucket) -> int:
         """Where a bucket begins in its block; its slices must follow one another there."""

@@ -1,0 +1,346 @@
+"""The way of gradients on a device to the transport's memory and back, beside the computation.
+
+A transport moves host memory. Where a model lives on a GPU, its buckets do too, and every bucket has a mirror in memory
+of the transport that is pinned, so that the device can copy without the processor:
+
+    training stream   backward ... bucket complete . backward goes on . . . . . . . . end of backward: join
+    stream down                           device -> mirror
+    a thread here                          waits for that
+    progress thread                                       exchanges the mirror
+    stream up                                                                 mirror -> device
+
+A ``Copier`` knows the device, ``Staged`` the order. Copies of the two directions have a stream each, since devices have
+an engine for each. What the training thread does after ``join`` sees what has come back: on a GPU that is a dependency
+between streams and blocks nobody. ``InPlace`` is the way of models whose gradients lie in the transport's memory.
+
+The next copy down writes a mirror only after the training stream has passed ``join``, hence after the copy up has read
+it. Memory: a model's gradients once more on the host. Traffic: each byte once over the bus in each direction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ...engine import Engine, Work
+from ...errors import NotBuiltError, SynclineError, UsageError
+from .storage import Array, Pair
+
+_PAGE_BYTES = 4096
+_END_S = 10.0
+
+
+class Copy(Protocol):
+    """A copy under way."""
+
+    def synchronize(self) -> None:
+        """Return when it is done."""
+        ...
+
+
+class Copier(Protocol):
+    """Copies between one device and host memory, in two streams of its own."""
+
+    device: torch.device
+
+    def pin(self, host: torch.Tensor) -> None:
+        """Make host memory (whole pages) fit for copies beside the computation."""
+        ...
+
+    def unpin(self, host: torch.Tensor) -> None:
+        """Undo that."""
+        ...
+
+    def to_host(self, pair: Pair) -> Copy:
+        """Copy down what the training stream has computed so far."""
+        ...
+
+    def to_device(self, pair: Pair) -> None:
+        """Copy up, behind earlier copies up; called in any thread."""
+        ...
+
+    def join(self) -> None:
+        """Let the training stream go on only behind the copies up."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when all copies are done."""
+        ...
+
+    def close(self) -> None:
+        """Free what the copier holds."""
+        ...
+
+
+class Staging(Protocol):
+    """How buckets get into the transport's memory and back."""
+
+    device: torch.device | None
+    """Where tensors live when that is not the transport's memory."""
+
+    def allocate(self, nbytes: int, dtype: np.dtype[Any]) -> Array:
+        """Memory of the transport, fit for copies."""
+        ...
+
+    def down(self, pair: Pair, gate: Work | None, label: str) -> Work | None:
+        """Begin to copy down: the exchange may start when the returned work is done; it is also behind ``gate``."""
+        ...
+
+    def up(self, pair: Pair, exchange: Work, label: str) -> Work:
+        """Copy up when the exchange is done: the returned work is done when that has been ordered."""
+        ...
+
+    def join(self) -> None:
+        """Once the works of ``up`` are done: let the training thread see what has come."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when no copy is under way."""
+        ...
+
+    def close(self) -> None:
+        """End; nothing may be under way."""
+        ...
+
+
+class InPlace:
+    """Tensors lie in the transport's memory: nothing has to be copied."""
+
+    device: torch.device | None = None
+
+    def __init__(self, engine: Engine) -> None:
+        self.allocate = engine.allocate
+
+    def down(self, pair: Pair, gate: Work | None, label: str) -> Work | None:  # noqa: ARG002
+        """Nothing but the gate."""
+        return gate
+
+    def up(self, pair: Pair, exchange: Work, label: str) -> Work:  # noqa: ARG002
+        """The exchange itself."""
+        return exchange
+
+    def join(self) -> None:
+        """Nothing."""
+
+    def synchronize(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class Staged:
+    """Tensors live on a device: ``copier`` takes them down and up. ``fail`` is told when a copy fails."""
+
+    def __init__(self, engine: Engine, copier: Copier, fail: Callable[[Exception], None]) -> None:
+        self.device: torch.device | None = copier.device
+        self._engine, self._copier, self._fail = engine, copier, fail
+        self._pinned: list[torch.Tensor] = []
+        self._descending: queue.SimpleQueue[tuple[Copy, Work] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._watch, name="syncline-staging", daemon=True)
+        self._thread.start()
+
+    def allocate(self, nbytes: int, dtype: np.dtype[Any]) -> Array:
+        """Pages of their own: memory is pinned by the page, and no page twice."""
+        pages = max(1, -(-nbytes // _PAGE_BYTES))
+        raw = self._engine.allocate((pages + 1) * _PAGE_BYTES, np.dtype(np.uint8))
+        start = -raw.ctypes.data % _PAGE_BYTES
+        block = raw[start : start + pages * _PAGE_BYTES]
+        host = torch.from_numpy(block)
+        self._copier.pin(host)
+        self._pinned.append(host)
+        found: Array = block[:nbytes].view(dtype)
+        return found
+
+    def down(self, pair: Pair, gate: Work | None, label: str) -> Work | None:
+        """Begin at once; a thread waits for the end, so that neither training nor progress does."""
+        landed = self._engine.promise(f"{label}: copying to the host")
+        self._descending.put((self._copier.to_host(pair), landed))
+        return landed if gate is None else self._engine.then(label, [gate, landed])
+
+    def up(self, pair: Pair, exchange: Work, label: str) -> Work:
+        """Ordered by the progress thread as soon as the exchange is done."""
+        return self._engine.then(label, [exchange], lambda: self._copier.to_device(pair))
+
+    def join(self) -> None:
+        """As the copier does it."""
+        self._copier.join()
+
+    def synchronize(self) -> None:
+        """As the copier does it."""
+        self._copier.synchronize()
+
+    def close(self) -> None:
+        """End the thread and let go of the memory. May be called again."""
+        if not self._thread.is_alive():
+            return
+        self._descending.put(None)
+        self._thread.join(_END_S)
+        with contextlib.suppress(Exception):  # a device that is broken has been reported; the process shall still end
+            self._copier.synchronize()
+        while self._pinned:
+            self._copier.unpin(self._pinned.pop())
+        self._copier.close()
+
+    def _watch(self) -> None:
+        while (item := self._descending.get()) is not None:
+            copy, landed = item
+            try:
+                copy.synchronize()
+            except Exception as error:  # of the device: whoever waits for the exchange has to learn of it
+                self._fail(error)
+            else:
+                self._engine.fulfil(landed)
+
+
+class CudaCopier:
+    """Copies of an NVIDIA GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._down: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._up: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def pin(self, host: torch.Tensor) -> None:
+        """Register the memory with the driver; raises SynclineError when it refuses."""
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.device):
+            code = cudart.cudaHostRegister(host.data_ptr(), host.nbytes, 0)
+        if int(code) != 0:
+            raise SynclineError(
+                f"cannot pin {host.nbytes} bytes of host memory for {self.device}: {cudart.cudaGetErrorString(code)}"
+            )
+
+    def unpin(self, host: torch.Tensor) -> None:
+        """Take the registration back."""
+        with torch.cuda.device(self.device):
+            torch.cuda.cudart().cudaHostUnregister(host.data_ptr())  # type: ignore[no-untyped-call]
+
+    def to_host(self, pair: Pair) -> Copy:
+        """Behind the current stream, which is the one that has made the gradient."""
+        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.no_grad(), torch.cuda.stream(self._down):
+            pair.host.copy_(pair.device, non_blocking=True)
+            done: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # who waits sleeps
+            done.record(self._down)
+        return done
+
+    def to_device(self, pair: Pair) -> None:
+        """Order it and return."""
+        with torch.no_grad(), torch.cuda.stream(self._up):
+            pair.device.copy_(pair.host, non_blocking=True)
+
+    def join(self) -> None:
+        """The current stream waits; the thread does not."""
+        torch.cuda.current_stream(self.device).wait_stream(self._up)
+
+    def synchronize(self) -> None:
+        """Both streams."""
+        self._down.synchronize()
+        self._up.synchronize()
+
+    def close(self) -> None:
+        """Nothing: streams belong to torch's pool."""
+
+
+class HostCopier:
+    """The stand-in for a device: tensors of the CPU, copied by a thread of its own, as late as it likes.
+
+    ``before(direction)`` is called in that thread before every copy, with ``"down"`` or ``"up"``.
+    """
+
+    def __init__(self, before: Callable[[str], None] = lambda _: None) -> None:
+        self.device = torch.device("cpu")
+        self._before = before
+        self._orders: queue.SimpleQueue[tuple[str, torch.Tensor, torch.Tensor, _Done] | None] = queue.SimpleQueue()
+        self._last = _Done()
+        self._last.set()
+        self._ordering = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name="syncline-copier", daemon=True)
+        self._thread.start()
+
+    def pin(self, host: torch.Tensor) -> None:
+        """Held to what a device asks for: whole pages."""
+        if host.data_ptr() % _PAGE_BYTES or host.nbytes % _PAGE_BYTES:
+            raise SynclineError(f"{host.nbytes} bytes at {host.data_ptr():#x} are not whole pages")
+
+    def unpin(self, host: torch.Tensor) -> None:
+        """Nothing."""
+
+    def to_host(self, pair: Pair) -> Copy:
+        """Queue it."""
+        return self._order("down", pair.device, pair.host)
+
+    def to_device(self, pair: Pair) -> None:
+        """Queue it."""
+        self._order("up", pair.host, pair.device)
+
+    def join(self) -> None:
+        """A CPU has no streams: wait."""
+        self._last.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self._last.synchronize()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._orders.put(None)
+        self._thread.join(_END_S)
+
+    def _order(self, direction: str, source: torch.Tensor, target: torch.Tensor) -> _Done:
+        done = _Done()
+        with self._ordering:  # copies up are ordered by another thread than copies down
+            self._last = done
+            self._orders.put((direction, source, target, done))
+        return done
+
+    def _work(self) -> None:
+        while (order := self._orders.get()) is not None:
+            direction, source, target, done = order
+            self._before(direction)
+            with torch.no_grad():
+                target.copy_(source)
+            done.set()
+
+
+class _Done(threading.Event):
+    """An event with the name that devices give to waiting."""
+
+    def synchronize(self) -> None:
+        """Return when it is set."""
+        self.wait()
+
+
+def device_of(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
+    """The one device of a model's trained parameters; raises UsageError naming one that is elsewhere."""
+    (first, parameter), *others = named
+    device = parameter.device
+    for name, other in others:
+        if other.device != device:
+            raise UsageError(
+                f"parameter {name!r} is on {other.device}, {first!r} on {device}: the trained parameters of a process"
+                " have to be on one device"
+            )
+    if device.type not in ("cpu", "cuda"):
+        raise NotBuiltError(
+            f"parameter {first!r} is on {device}: models on the CPU or on CUDA devices can be exchanged"
+        )
+    return device
+
+
+def staging_for(
+    device: torch.device, engine: Engine, fail: Callable[[Exception], None], copier: Copier | None = None
+) -> Staging:
+    """What a model on that device needs; ``copier`` stands in for the device's own."""
+    if copier is None:
+        if device.type == "cpu":
+            return InPlace(engine)
+        copier = CudaCopier(device)
+    return Staged(engine, copier, fail)

@@ -1,0 +1,114 @@
+"""Several transports as one: each peer is reached by the transport that suits it best.
+
+What ``transport=auto`` runs where some processes share a host and others do not: shared memory inside, TCP between.
+Messages to and from a peer go through one member transport, so that what a transport promises holds as it is. One wait
+covers all members: their descriptors are registered in one epoll.
+
+Knows nothing of its members but what ``Member`` says.
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from ..errors import ClosedError, UsageError
+from . import Bytes, Handle, Transport
+
+
+class Member(Transport, Protocol):
+    """A transport that can be waited for together with others."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable whenever ``poll`` would find something to do, a ``wake`` included."""
+        ...
+
+    def settle(self) -> bool:
+        """Get ready for a wait: write what has gathered. True when ``poll`` has something to return at once."""
+        ...
+
+
+class Auto:
+    """Member transports of process ``rank``, each with the peers that it reaches; the first one allocates memory.
+
+    What the first one allocates the others have to send from: so it is the one whose memory matters (shared memory).
+    """
+
+    ordered = False
+
+    def __init__(self, rank: int, members: Mapping[Member, Collection[int]]) -> None:
+        self.rank = rank
+        self.name = "+".join(member.name for member in members)
+        self._members = tuple(members)
+        self._to = {peer: member for member, peers in members.items() for peer in peers}
+        self.world = len(self._to) + 1
+        self._closed = False
+        self._epoll = select.epoll()
+        for member in self._members:
+            self._epoll.register(member.fileno(), select.EPOLLIN)
+
+    def lends_from(self, src: int) -> bool:
+        """Whether the peer's own transport lends."""
+        return self._member(src).lends_from(src)
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Memory of the first member."""
+        return self._members[0].allocate(nbytes)
+
+    def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
+        """Send by the peer's transport."""
+        return self._member(dst).send(dst, tag, data, priority, owner)
+
+    def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
+        """Receive by the peer's transport."""
+        return self._member(src).recv(src, tag, into, owner)
+
+    def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
+        """Borrow by the peer's transport."""
+        return self._member(src).borrow(src, tag, nbytes, owner)
+
+    def release(self, handle: Handle) -> None:
+        """Give it back to the transport it came by."""
+        self._member(handle.peer).release(handle)
+
+    def poll(self, timeout: float) -> list[Handle]:
+        """Wait for whichever member has something first; the completions of all."""
+        if self._closed:
+            raise ClosedError("this transport is closed")
+        at_once = [member.settle() for member in self._members]
+        self._epoll.poll(0.0 if any(at_once) else timeout)
+        return [handle for member in self._members for handle in member.poll(0.0)]
+
+    @property
+    def idle(self) -> bool:
+        """True when all members are."""
+        return all(member.idle for member in self._members)
+
+    def wake(self) -> None:
+        """Wake one member: that ends the common wait."""
+        self._members[0].wake()
+
+    def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """The members' counts, in the order of peers."""
+        sent: dict[int, int] = {}
+        received: dict[int, int] = {}
+        for member in self._members:
+            out, come = member.traffic()
+            sent.update(out)
+            received.update(come)
+        return dict(sorted(sent.items())), dict(sorted(received.items()))
+
+    def close(self) -> None:
+        """Close all members."""
+        if not self._closed:
+            self._closed = True
+            self._epoll.close()
+            for member in self._members:
+                member.close()
+
+    def _member(self, peer: int) -> Member:
+        member = self._to.get(peer)
+        if member is None:
+            raise UsageError(f"rank {self.rank} cannot exchange messages with {peer} in a world of {self.world}")
+        return member

@@ -1,0 +1,241 @@
+"""Sockets and an event loop that keep to a ``Shape``: a network as slow as one likes, on one machine, without root.
+
+What goes out of a process, over all its connections together, keeps to the rate, and so does what comes in: as through
+one full-duplex port. Every byte that has come in is held for the delay before its link sees it, so that a round trip
+takes twice the delay longer. Connections share a port fairly: the most urgent frame first, equal ones in turns.
+
+The rate counts the bytes in the sockets. On Ethernet a TCP payload of 1448 bytes takes 1538 on the wire: compare with a
+port of rate x 1538/1448. Cost: one more copy of what arrives, and a wake-up per millisecond while the port is busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import Any
+
+from .link import Link
+from .loop import Loop
+from .shape import DelayLine, Pacer, Shape
+
+_SLICE_BYTES = 64 * 1024
+"""What a connection may pass before it is another one's turn."""
+
+_TURN_BYTES = 4 * 1024 * 1024
+"""What is read before the loop returns to its caller."""
+
+
+class Line(socket.socket):
+    """A connected socket that writes only what it is granted, and reads what comes out of a delay line."""
+
+    def __init__(self, sock: socket.socket, delay_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Take the connection over: ``sock`` is detached."""
+        super().__init__(fileno=sock.detach())
+        self.granted = 0
+        self.read_turn = self.write_turn = 0  # when it was last this line's turn
+        self.readable = self.writable = True
+        self.incoming = DelayLine(delay_s)
+        self._clock = clock
+
+    def pull(self, nbytes: int) -> int:
+        """Move up to so many bytes from the kernel into the delay line."""
+        try:
+            data = super().recv(nbytes)
+        except BlockingIOError:
+            self.readable = False
+            return 0
+        except OSError:  # the connection broke: to be noticed behind what came before
+            data = b""
+        self.readable = bool(data)
+        self.incoming.put(data, self._clock())
+        return len(data)
+
+    def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:
+        """Write no more than was granted; raises BlockingIOError when that is nothing, or the kernel is full."""
+        views = []
+        left = self.granted
+        for buffer in buffers:
+            if left == 0:
+                break
+            view = memoryview(buffer)[:left]
+            views.append(view)
+            left -= view.nbytes
+        if not views:
+            raise BlockingIOError
+        try:
+            sent = super().sendmsg(views)
+        except BlockingIOError:
+            self.writable = False
+            raise
+        self.granted -= sent
+        return sent
+
+    def recvmsg_into(self, buffers: Iterable[Any], *_: Any) -> tuple[int, list[Any], int, Any]:
+        """Read what is due; raises BlockingIOError when nothing is."""
+        got = self.incoming.take([memoryview(buffer) for buffer in buffers], self._clock())
+        if got is None:
+            raise BlockingIOError
+        return got, [], 0, None
+
+
+class ShapedLoop(Loop):
+    """Drives links whose sockets are lines, through one port."""
+
+    def __init__(
+        self,
+        links: Iterable[Link],
+        on_lost: Callable[[int], None],
+        shape: Shape,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(links, on_lost)
+        self._out, self._in = Pacer(shape.bytes_per_s), Pacer(shape.bytes_per_s)
+        self._clock = clock
+        self._turns = count(1)
+        self._timer = _Timer()
+        self._epoll.register(self._timer.fd, select.EPOLLIN)
+        self._lines: dict[int, Line] = {}
+        for fd, link in self._links.items():
+            assert isinstance(link.sock, Line)
+            self._lines[fd] = link.sock
+            # Edges: a socket that has more than may pass now must not wake us again and again.
+            self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing is left to write."""
+        return all(link.idle for link in self._links.values())
+
+    def write(self) -> None:
+        """Write what may go now."""
+        self._waiting.clear()
+        self._push()
+        self._set_timer()
+
+    def turn(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for something to do, and do it."""
+        for fd, events in self._epoll.poll(timeout):
+            if fd == self._bell:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bell)
+            elif fd == self._timer.fd:
+                self._timer.read()
+            elif fd in self._lines:
+                line = self._lines[fd]
+                line.readable = line.readable or bool(events & ~select.EPOLLOUT)
+                line.writable = line.writable or bool(events & select.EPOLLOUT)
+        self._pull()
+        self._deliver()
+        self._push()
+        self._set_timer()
+
+    def close(self) -> None:
+        """Close every connection and the loop's own descriptors."""
+        super().close()
+        self._lines.clear()
+        self._timer.close()
+
+    def _pull(self) -> None:
+        """Read, in turns, what the port lets in; it goes into the delay lines."""
+        limit = _TURN_BYTES
+        while limit > 0 and (ready := self._readable()):
+            allowed = self._in.allowance(self._clock())
+            if not allowed:
+                return
+            line = min(ready, key=lambda line: line.read_turn)
+            line.read_turn = next(self._turns)
+            got = line.pull(min(allowed, _SLICE_BYTES))
+            self._in.spend(got)
+            limit -= got
+        if limit > 0:
+            self._in.rest(self._clock())
+
+    def _readable(self) -> list[Line]:
+        return [line for line in self._lines.values() if line.readable and not line.incoming.full]
+
+    def _deliver(self) -> None:
+        """Let the links see what has been delayed enough."""
+        for fd, line in list(self._lines.items()):
+            while fd in self._links and line.incoming.due_at <= self._clock():
+                if not self._links[fd].fill():
+                    self._lose(fd)
+
+    def _push(self) -> None:
+        """Write, the most urgent first and equals in turns, what the port lets out."""
+        while ready := self._writable():
+            allowed = self._out.allowance(self._clock())
+            if not allowed:
+                return
+            fd = min(ready, key=lambda fd: (self._links[fd].urgency, self._lines[fd].write_turn))
+            line = self._lines[fd]
+            line.write_turn = next(self._turns)
+            line.granted = granted = min(allowed, _SLICE_BYTES)
+            try:
+                self._links[fd].flush()
+            except OSError:
+                self._lose(fd)
+            self._out.spend(granted - line.granted)
+        self._out.rest(self._clock())
+
+    def _writable(self) -> list[int]:
+        return [fd for fd, link in self._links.items() if not link.idle and self._lines[fd].writable]
+
+    def _set_timer(self) -> None:
+        """Wake when the port opens for who waits, or when something in flight arrives."""
+        wake_at = min((line.incoming.due_at for line in self._lines.values()), default=float("inf"))
+        if self._readable():
+            wake_at = min(wake_at, self._in.opens_at)
+        if self._writable():
+            wake_at = min(wake_at, self._out.opens_at)
+        self._timer.set(wake_at)
+
+    def _lose(self, fd: int) -> None:
+        self._lines.pop(fd, None)
+        super()._lose(fd)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _Itimerspec(ctypes.Structure):
+    _fields_ = (("interval", _Timespec), ("value", _Timespec))
+
+
+class _Timer:
+    """A descriptor that becomes readable at a time of ``time.monotonic``: epoll itself counts in milliseconds."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)  # os.timerfd_create came with Python 3.13
+        self.fd: int = self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self.fd < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        self._set_to = float("inf")
+
+    def set(self, when: float) -> None:
+        """Become readable at ``when``, at once when that has passed, never when it is infinite."""
+        if when == self._set_to:
+            return
+        self._set_to = when
+        nanoseconds = 0 if when == float("inf") else round(max(when, 1e-9) * 1e9)  # 0 disarms
+        value = _Itimerspec(_Timespec(0, 0), _Timespec(*divmod(nanoseconds, 10**9)))
+        self._libc.timerfd_settime(self.fd, 1, ctypes.byref(value), None)  # 1: an absolute time
+
+    def read(self) -> None:
+        """Not readable any more."""
+        self._set_to = float("inf")
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 8)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,73 @@
+"""What ranks on several hosts do: hosts are pretended, or are network namespaces of this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rank_bodies as bodies
+
+import syncline
+from syncline import connecting
+from syncline.wire.listener import Listener
+from syncline.wire.rollcall import Member, describe_self
+
+_CLONE_NEWNET = 0x40000000
+
+
+def pretend(node: int) -> None:
+    """Let this process be on another host than those of other nodes."""
+
+    def describe(index: int, world: int, listener: Listener, terms: dict[str, str]) -> Member:
+        me = describe_self(index, world, listener, terms)
+        return replace(me, host=f"host{node}", machine=f"{me.machine} {node}")
+
+    connecting.describe_self = describe
+
+
+def enter(namespace: str) -> None:
+    """Move this process, which has one thread, into a named network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open() as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def on_nodes(line: Connection, place: bodies.Place, nodes: list[int], body: str, *case: Any) -> None:
+    """Another body, with every process on its node."""
+    pretend(nodes[place[0]])
+    getattr(bodies, body)(line, place, *case)
+
+
+def what_runs(line: Connection, place: bodies.Place, where: list[Any], strategy: str) -> None:
+    """Allreduce a large array; what ran, and how many of its bytes went to each peer. Servers only serve."""
+    here = where[place[0]]
+    if isinstance(here, str):
+        enter(here)
+    else:
+        pretend(here)
+    with bodies.joined(place, strategy):
+        array = np.full(1_000_000, place[0] + 1, np.float32)
+        before = syncline.stats()
+        syncline.allreduce(array, op="sum")
+        assert (array == sum(range(1, place[1] + 1))).all()
+        syncline.barrier()
+        stats = syncline.stats()
+        sent = {peer: count - before.bytes_sent[peer] for peer, count in stats.bytes_sent.items()}
+        line.send([stats.strategy, stats.transport, [sent.get(peer, 0) for peer in range(place[1])]])
+
+
+def dies(line: Connection, place: bodies.Place, nodes: list[int], victim: int) -> None:
+    """One process is killed between two steps."""
+    pretend(nodes[place[0]])
+    with bodies.joined(place, "auto"):
+        for step in range(1_000_000):
+            if step == 2 and place[0] == victim:
+                os.kill(os.getpid(), 9)
+            syncline.allreduce(np.ones(300_000, np.float32))
+    line.send("never")

@@ -1,0 +1,130 @@
+"""``transport=auto`` on several hosts: shared memory inside, TCP between, in one group of real processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import host_bodies
+import numpy as np
+import pytest
+from pool import Pool
+from rank_bodies import steps
+
+
+def everyone(world: int, address: str, *case: Any) -> list[list[Any]]:
+    return [[[index, world, address], *case] for index in range(world)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "strategy", "transports"),
+    [
+        ([0, 0, 0], "direct schedule=fixed transport=shm", ["shm"] * 3),
+        ([0, 1, 2], "ring schedule=fixed transport=tcp", ["tcp"] * 3),
+        ([0, 0, 1, 1], "hierarchical schedule=fixed", ["shm+tcp"] * 4),
+        ([0, 1, 0], "hierarchical schedule=fixed", ["shm+tcp", "tcp", "shm+tcp"]),
+    ],
+)
+def test_what_runs_depends_on_where_the_processes_are(
+    pool: Pool, address: str, nodes: list[int], strategy: str, transports: list[str]
+) -> None:
+    with pool.start(host_bodies.what_runs, everyone(len(nodes), address, nodes, "auto")) as group:
+        found = group.results()
+    assert [text for text, _, _ in found] == [strategy] * len(nodes)
+    assert [name for _, name, _ in found] == transports
+
+
+def test_two_levels_send_every_part_once_between_hosts(pool: Pool, address: str) -> None:
+    """Two hosts of two: each rank sends half of the array to its partner across, in two halves."""
+    nodes, nbytes = [0, 0, 1, 1], 4_000_000
+    with pool.start(host_bodies.what_runs, everyone(4, address, nodes, "auto")) as group:
+        sent = [counts for _, _, counts in group.results()]
+    for rank, counts in enumerate(sent):
+        across = sum(counts[peer] for peer in range(4) if nodes[peer] != nodes[rank])
+        assert nbytes / 2 <= across < nbytes / 2 * 1.02
+
+
+@pytest.mark.parametrize("strategy", ["ring", "direct", "hierarchical", "double_tree"])
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 1]], ids=str)
+def test_collectives_over_both(pool: Pool, address: str, strategy: str, nodes: list[int]) -> None:
+    case = everyone(len(nodes), address, nodes, "collectives", strategy)
+    with pool.start(host_bodies.on_nodes, case) as group:
+        sent, received = zip(*group.results(), strict=True)
+    assert sum(sent) >= sum(received) > 0
+
+
+CASES = [["momentum", "float64"], ["adam", "float32"], ["adam", "float32"]]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "workers"),
+    [
+        ("auto", [0, 0, 1, 1], 4),
+        ("auto schedule=wait_free", [0, 1, 0], 3),
+        ("ps(servers=1)", [0, 1, 1], 2),
+        ("ps(servers=2, update=worker)", [0, 0, 0, 1], 2),
+    ],
+)
+def test_processes_on_several_hosts_train_as_one(
+    pool: Pool, address: str, strategy: str, nodes: list[int], workers: int
+) -> None:
+    case = everyone(len(nodes), address, nodes, "train", strategy, CASES)
+    with pool.start(host_bodies.on_nodes, case) as group:
+        results = group.results()[:workers]
+    wanted = steps(*CASES[0])
+    assert wanted is not None
+    for states in results:
+        for name, tensor in wanted.items():
+            assert np.linalg.norm(states[0][name] - tensor) <= 1e-9 * np.linalg.norm(tensor), name
+    one, *others = [state for states in results for state in states[1:]]
+    for other in others:
+        for name, tensor in one.items():
+            assert tensor.tobytes() == other[name].tobytes(), name
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+def test_who_dies_is_named_on_all_hosts(pool: Pool, address: str, victim: int) -> None:
+    with pool.start(host_bodies.dies, everyone(4, address, [0, 0, 1, 1], victim)) as group:
+        group.end()
+        for rank in group.ranks:
+            if rank.index != victim:
+                assert rank.status == 1, rank
+                assert f"rank {victim} (host{victim // 2}" in rank.printed(), rank
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Two hosts with a cable between them, and nothing else."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the ip command")
+    names = [f"syncline-{os.getpid()}-{host}" for host in "ab"]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("-n", names[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for host, name in enumerate(names, 1):
+            ip("-n", name, "address", "add", f"10.231.0.{host}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20, check=False)
+
+
+def ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"this machine does not let us make network namespaces: {done.stderr.strip()}")
+
+
+def test_hosts_that_share_nothing_but_a_cable(pool: Pool, namespaces: list[str]) -> None:
+    """The roll call finds by itself who can share memory."""
+    a, b = namespaces
+    case = everyone(4, "10.231.0.1:29400", [a, b, b, a], "auto")
+    with pool.start(host_bodies.what_runs, case) as group:
+        found = group.results()
+    assert {(strategy, transport) for strategy, transport, _ in found} == {("hierarchical schedule=fixed", "shm+tcp")}
