@@ -118,7 +118,7 @@ def test_traces_made_by_programs_are_checked_too() -> None:
     layer = TracedLayer("a", (Spec("weight", (1,)),), 0.0, 0.0)
     with pytest.raises(UsageError, match="no layers"):
         Trace("t", ())
-    with pytest.raises(UsageError, match="two layers named 'a'"):
+    with pytest.raises(UsageError, match="2 layers named 'a'"):
         Trace("t", (layer, layer))
     with pytest.raises(UsageError, match="needs a name"):
         TracedLayer("", (), 0.0, 0.0)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,10 +63,9 @@ class Trace:
     def __post_init__(self) -> None:
         if not self.layers:
             raise UsageError(f"the trace {self.name} has no layers")
-        names = [layer.name for layer in self.layers]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise UsageError(f"the trace {self.name} has two layers named {twice!r}")
+        name, count = Counter(layer.name for layer in self.layers).most_common(1)[0]
+        if count > 1:
+            raise UsageError(f"the trace {self.name} has {count} layers named {name!r}")
         if self.elements == 0:
             raise UsageError(f"no layer of the trace {self.name} has parameters: there would be nothing to exchange")
 
