@@ -30,7 +30,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(rows, st.permutations([*COLUMNS, "note"]))
 def test_what_was_written_is_read(tmp_path: Path, rows: list[tuple[str, int, float, float]], order: list[str]) -> None:
     path = tmp_path / "any.csv"
