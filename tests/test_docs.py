@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from syncline.bench.contenders import contender_of
 from syncline.cli import cli
 from syncline.strategy import WORDS, Part, Strategy, vocabulary
 
@@ -56,9 +57,10 @@ def test_commands_parse(page: str, line: str) -> None:  # noqa: ARG001 - names t
     context = cli.commands[verb].make_context(verb, arguments)
     script = context.params.get("script")
     assert script is None or (ROOT / script).is_file()
-    texts = [context.params.get("strategy"), *context.params.get("strategies", ())]
-    for text in filter(None, texts):
-        Strategy.parse(text)
+    if context.params.get("strategy"):
+        Strategy.parse(context.params["strategy"])
+    for text in context.params.get("strategies", ()):
+        contender_of(text, 4, one_host=True)
 
 
 def test_the_table_of_strategies_in_the_readme_is_built() -> None:

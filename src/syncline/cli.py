@@ -126,7 +126,12 @@ def run(
 
 
 @cli.command(cls=_Lists)
-@click.option("--workload", default="digits", show_default=True, help="digits, cifar10:PATH, synthetic:alexnet, ...")
+@click.option(
+    "--workload",
+    default="digits",
+    show_default=True,
+    help="digits, cifar10:PATH, synthetic:alexnet, replay:googlenet, trace:FILE.csv, ...",
+)
 @click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Workers of every strategy.")
 @click.option(
     "--strategies",
@@ -134,7 +139,7 @@ def run(
     default=("ring", "ps(servers=1)"),
     show_default=True,
     metavar="TEXT...",
-    help="Strategies to compare, each quoted; see `syncline strategies`.",
+    help="Strategies to compare, each quoted (see `syncline strategies`), and peers: ddp, ddp(bucket=5MiB, hook=fp16).",
 )
 @click.option("--epochs", type=click.IntRange(min=1), help="Passes over the data; default: the workload's.")
 @click.option("--iterations", type=click.IntRange(min=1), help="Training steps, instead of --epochs.")
@@ -143,6 +148,7 @@ def run(
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
 @click.option("--report", "report_path", type=click.Path(dir_okay=False, path_type=Path), help="Write a page here.")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds a row may be silent.")
+@click.option("--lab", metavar="RATE", help="Give every process a host of its own behind links of RATE, such as 1Gbit.")
 def compare(
     workload: str,
     workers: int,
@@ -154,6 +160,7 @@ def compare(
     json_path: Path | None,
     report_path: Path | None,
     timeout: float | None,
+    lab: str | None,
 ) -> None:
     """Train one workload on a single worker and under every strategy, side by side."""
     if epochs is not None and iterations is not None:
@@ -171,6 +178,7 @@ def compare(
         json_path=json_path,
         report_path=report_path,
         timeout=timeout,
+        lab=lab,
     )
     sys.exit(status)
 

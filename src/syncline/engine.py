@@ -191,8 +191,12 @@ class Engine:
 
     def fulfil(self, work: Work) -> None:
         """A promised work is done; called from any thread. After a fault nobody minds."""
-        self._inbox.append(lambda: self._finish(work, None))
-        self.transport.wake()
+        with self._changed:
+            self._inbox.append(lambda: self._finish(work, None))
+            if self._driven:
+                self.transport.wake()
+            else:
+                self._wanted.notify()
 
     def then(self, label: str, works: Sequence[Work], call: Callable[[], None] = lambda: None) -> Work:
         """``call`` in the progress thread once all ``works`` are done, and be done after that."""

@@ -25,6 +25,7 @@ def plan(**changes: Any) -> Plan:
         "seed": 0,
         "json_path": None,
         "report_path": None,
+        "lab": None,
     }
     return plan_of(**{**values, **changes})
 
@@ -59,11 +60,35 @@ def test_every_row_does_the_same_work() -> None:
         ({"batch": 3}, "no sample for each of 4 workers"),
         ({"workload": "digitz"}, "digits"),
         ({"strategies": ["ring", "ring codec=none"]}, "listed twice"),
+        ({"strategies": ["ddp", "ddp(bucket=25MiB)"]}, "ddp is listed twice"),
+        ({"workload": "replay:googlenet", "batch": 32}, "leave --batch out"),
     ],
 )
 def test_wrong_values_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         plan(**changes)
+
+
+def test_peers_stand_beside_strategies(tmp_path: Path) -> None:
+    path = tmp_path / "layers.csv"
+    path.write_text("name,elements,forward_s,backward_s\na,8,0.1,0.1\n")
+    found = plan(strategies=["ring", "ddp(hook=fp16, bucket=5MiB)", "ps(servers=2)"], workload=f"trace:{path}")
+    assert [case.strategy for case in found.cases] == ["single", "ring", "ddp(bucket=5MiB, hook=fp16)", "ps(servers=2)"]
+    assert [case.batch for case in found.cases] == [1, 4, 4, 4]
+    assert found.processes == 6
+    assert found.trace is not None
+    assert found.trace.total_s == pytest.approx(0.2)
+    assert plan().trace is None
+
+
+def test_a_lab_has_a_rate_and_no_shared_memory() -> None:
+    assert plan(lab="1gbit").lab == 1e9
+    assert plan().lab is None
+    for text, words in (("fast", "--lab must be a number with a unit"), ("0bit", "a rate above 0")):
+        with pytest.raises(UsageError, match=words):
+            plan(lab=text)
+    with pytest.raises(StrategyError, match="use transport=tcp"):
+        plan(lab="1gbit", strategies=["ring transport=shm"])
 
 
 @pytest.mark.parametrize("text", ["rnig", "ring codec", "ps(servers=0)", "ps(server=1)"])

@@ -106,6 +106,17 @@ def test_the_training_loss_is_the_mean_over_workers() -> None:
     assert {point.loss for point in row.curve} == {2.0, None}
 
 
+def test_what_nobody_counts_is_unknown_and_not_zero() -> None:
+    record = Record(4, counted=False)
+    for _ in range(4):
+        record.add({**dict.fromkeys(STAGES, 0.01), "iteration_s": 0.1, "compute_s": 0.1}, 1.0, 8, 0)
+    report = {**record.report(), "chosen": "ddp", "sha256": "a", "sent": {}, "received": {}}
+    row = row_of("ddp", 2, 0, 16, [report, report])
+    assert (row.exposed_comm_s, row.compute_s, row.bytes_sent_per_step, row.traffic) == (None, None, None, ())
+    assert row.iteration_s == pytest.approx(0.1)
+    assert row.images_per_s == pytest.approx(160)
+
+
 def test_without_a_test_set_the_loss_is_that_of_training() -> None:
     report = report_of([0.1] * 3, loss=0.75)
     report["curve"] = [point for point in report["curve"] if point["accuracy"] is None]

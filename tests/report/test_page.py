@@ -162,6 +162,16 @@ def test_axes_over_many_powers_of_ten_have_plain_labels() -> None:
     assert "mathdefault" not in chart.svg
 
 
+def test_replayed_rows_have_their_bound_and_no_curves_of_learning(mixed: Result) -> None:
+    rows = tuple(dataclasses.replace(row, bound_s=0.008, of_bound=0.8125) for row in mixed.rows[:2])
+    replayed = dataclasses.replace(mixed, rows=rows, lab="1Gbit")
+    shown = "".join(read(page.render(replayed)).text)
+    assert "81.25\N{NO-BREAK SPACE}%" in shown or "81.25 %" in shown
+    assert "of bound" in shown
+    assert "links of 1Gbit" in shown
+    assert not any(chart.line_keys for chart in charts.all_charts(replayed))
+
+
 def test_figures_at_the_end_of_bars_stand_inside_the_chart() -> None:
     # The median iteration is far longer than the medians of its stages together.
     row = Row("ring", 2, iteration_s=1.0, forward_s=0.1)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -44,6 +45,34 @@ def test_sharing_cores_is_said(mixed: Result) -> None:
     assert any("5 processes shared 2 cores" in line for line in table.remarks(mixed))
     roomy = Result("m", 64, {}, None, "digits", mixed.rows)
     assert not any("cores" in line for line in table.remarks(roomy))
+
+
+def replayed(mixed: Result, **changes: object) -> Result:
+    single, ring, *_ = mixed.rows
+    rows = (
+        dataclasses.replace(single, accuracy=None, bound_s=0.01, of_bound=1.0),
+        dataclasses.replace(ring, accuracy=None, bound_s=0.01, of_bound=0.8765),
+        dataclasses.replace(ring, strategy="ddp", exposed_comm_s=None, bytes_sent_per_step=None, bound_s=0.01),
+    )
+    return dataclasses.replace(mixed, rows=rows, **changes)  # type: ignore[arg-type]
+
+
+def test_replayed_rows_show_their_bound_instead_of_an_accuracy(mixed: Result) -> None:
+    text = shown(replayed(mixed))
+    assert "bnd %" in text
+    assert "acc %" not in text
+    assert "87.65" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "bnd" not in shown(mixed)
+
+
+def test_remarks_say_what_the_bound_rests_on_and_what_peers_do_not_count(mixed: Result) -> None:
+    plain = " ".join(table.remarks(replayed(mixed)))
+    assert "the trace's compute" in plain
+    assert "ddp: nobody counts" in plain
+    lab = " ".join(table.remarks(replayed(mixed, lab="1Gbit", goodput_bytes_per_s=119.6e6)))
+    assert "links of 1Gbit, of which one stream gets 957 Mbit/s" in lab
+    assert "trace's compute" not in lab
 
 
 def test_an_empty_result_can_be_shown() -> None:

@@ -1,7 +1,7 @@
 """What a comparison will do, checked as a whole before any process starts.
 
-Owns the ``Plan`` of a comparison and every refusal of bad input: numbers, strategies, workload, paths, packages that a
-report needs. Starts nothing and writes nothing but the folders that the result files go to.
+Owns the ``Plan`` of a comparison and every refusal of bad input: numbers, strategies, peers, workload, rate of a lab,
+paths, packages that a report needs. Starts nothing and writes nothing but the folders that the result files go to.
 """
 
 from __future__ import annotations
@@ -13,26 +13,35 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import UsageError
+from ..grammar import read_value
 from ..report.rows import BASELINE
-from ..strategy import Strategy
-from ..types import Group
-from ..workloads import Workload, load
+from ..types import Rate
+from ..workloads import Trace, Workload, load
+from .contenders import Contender, contender_of
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row to measure: a strategy on so many workers and servers, ``batch`` being the global one."""
+    """One row to measure: a strategy or peer on so many workers and servers, ``batch`` being the global one.
+
+    ``rate`` is what the strategy limits itself to, in bits/s, None when it does not.
+    """
 
     strategy: str
     workers: int
     servers: int
     batch: int
     iterations: int
+    rate: float | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a comparison will do, checked."""
+    """Everything a comparison will do, checked.
+
+    ``lab`` is the rate of the links between the hosts of a lab, None to run on this machine as it is. ``trace`` is that
+    of a replayed workload, from which the rows get their bounds.
+    """
 
     workload: str
     cases: tuple[Case, ...]
@@ -41,6 +50,13 @@ class Plan:
     iterations: int | None
     json_path: Path | None
     report_path: Path | None
+    lab: Rate | None = None
+    trace: Trace | None = None
+
+    @property
+    def processes(self) -> int:
+        """Processes of the largest row: the hosts that a lab needs."""
+        return max(case.workers + case.servers for case in self.cases)
 
 
 def plan_of(
@@ -53,6 +69,7 @@ def plan_of(
     seed: int,
     json_path: str | Path | None,
     report_path: str | Path | None,
+    lab: str | None = None,
 ) -> Plan:
     """Check the whole comparison and say what it will do; raises UsageError or another error with the remedy."""
     if workers < 1:
@@ -65,36 +82,40 @@ def plan_of(
     if seed < 0:
         raise UsageError(f"--seed has to be 0 or more, got {seed}")
     paths = _paths(json_path, report_path)
-    servers = _contenders(strategies, workers)
+    rate = None if lab is None else _rate(lab)
+    contenders = _contenders(strategies, workers, one_host=rate is None)
     loaded = load(workload)
     if iterations is None and epochs is None:
         epochs = loaded.epochs
-    cases = [_case(loaded, BASELINE, 1, 0, batch, epochs, iterations)]
-    cases += [_case(loaded, text, workers, count, batch, epochs, iterations) for text, count in servers.items()]
-    return Plan(workload, tuple(cases), seed, epochs, iterations, *paths)
+    cases = [_case(loaded, Contender(BASELINE), 1, batch, epochs, iterations)]
+    cases += [_case(loaded, contender, workers, batch, epochs, iterations) for contender in contenders]
+    return Plan(workload, tuple(cases), seed, epochs, iterations, *paths, rate, loaded.trace)
 
 
-def _contenders(strategies: Sequence[str], workers: int) -> dict[str, int]:
-    """The canonical text of every strategy with its number of server processes, each built once for this group."""
-    found: dict[str, int] = {}
+def _rate(text: str) -> Rate:
+    rate: Rate = read_value(text, Rate, "--lab")
+    if rate <= 0:
+        raise UsageError(f"--lab has to be a rate above 0, such as 1Gbit, got {text!r}")
+    return rate
+
+
+def _contenders(strategies: Sequence[str], workers: int, *, one_host: bool) -> list[Contender]:
+    """Every strategy and peer, checked for this group and each listed once; the single worker comes by itself."""
+    found: dict[str, Contender] = {}
     for text in strategies:
         if text.strip() == BASELINE:
             continue
-        strategy = Strategy.parse(text)
-        # Some combinations are impossible only for a certain number of workers.
-        group = Group(workers, strategy.servers)
-        strategy.resolve(group).plan(group)
-        if str(strategy) in found:
-            raise UsageError(f"the strategy {strategy} is listed twice: leave one of them out")
-        found[str(strategy)] = strategy.servers
-    return found
+        contender = contender_of(text, workers, one_host=one_host)
+        if contender.text in found:
+            raise UsageError(f"the strategy {contender.text} is listed twice: leave one of them out")
+        found[contender.text] = contender
+    return list(found.values())
 
 
 def _case(
     workload: Workload,
-    strategy: str,
+    contender: Contender,
     workers: int,
-    servers: int,
     batch: int | None,
     epochs: int | None,
     iterations: int | None,
@@ -106,7 +127,7 @@ def _case(
         iterations = steps * (workload.epochs if epochs is None else epochs)
     if steps < 1:
         raise UsageError(f"the workload {workload.name} is smaller than one batch of {total}: use a smaller --batch")
-    return Case(strategy, workers, servers, total, iterations)
+    return Case(contender.text, workers, contender.servers, total, iterations, contender.rate)
 
 
 def _paths(json_path: str | Path | None, report_path: str | Path | None) -> tuple[Path | None, Path | None]:

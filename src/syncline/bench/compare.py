@@ -1,8 +1,9 @@
 """``syncline compare``: one workload trained under several strategies, side by side, by real processes.
 
-Owns the order of things: check everything before any process starts, run the single worker and then every strategy,
-keep what has been measured whatever happens later. Does not know how a strategy works or what its numbers mean:
-``cases`` checks, ``processes`` runs ``train`` and makes a row of what it reports, ``report`` shows the rows.
+Owns the order of things: check everything before any process starts, run the single worker and then every strategy
+and peer, all of them in one lab where one is asked for, keep what has been measured whatever happens later. Does not
+know how a strategy works or what its numbers mean: ``cases`` checks, ``processes`` runs ``train`` and makes a row of
+what it reports, ``bound`` says what a replayed iteration cannot beat, ``report`` shows the rows.
 
 A row that fails is listed with its error and does not stop the others. The result file is replaced after every row.
 """
@@ -10,6 +11,7 @@ A row that fails is listed with its error and does not stop the others. The resu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -18,11 +20,13 @@ from rich.console import Console
 from ..errors import UsageError
 from ..report import table
 from ..report.rows import Result, replace_text
-from .cases import Plan, plan_of
+from .bound import bounded, link_bytes_per_s
+from .cases import Case, Plan, plan_of
 from .machine import describe
 from .measure import scaled
 from .processes import measure
 from .progress import Display
+from .site import Site, site_of
 
 SILENCE_LIMIT_S = 1800.0
 INTERRUPTED = 130
@@ -40,14 +44,16 @@ def run(
     report_path: str | Path | None = None,
     timeout: float | None = None,
     console: Console | None = None,
+    lab: str | None = None,
 ) -> int:
     """Compare the strategies on the workload and return the exit status.
 
     0: every row finished and its replicas agree; 1: not so; 130: interrupted, the rows so far are kept. ``batch``
     replaces the workload's default and means the same (of all workers, or of each); ``timeout`` is how many seconds a
-    row may go without any report before it counts as failed. Raises UsageError before any process starts.
+    row may go without any report before it counts as failed. With ``lab``, a rate such as ``1Gbit``, every process has
+    a host of its own behind links of that rate. Raises UsageError before any process starts.
     """
-    plan = plan_of(workload, workers, strategies, epochs, iterations, batch, seed, json_path, report_path)
+    plan = plan_of(workload, workers, strategies, epochs, iterations, batch, seed, json_path, report_path, lab)
     limit = SILENCE_LIMIT_S if timeout is None else timeout
     if limit <= 0:
         raise UsageError(f"the time limit has to be more than 0 seconds, got {limit:g}")
@@ -59,10 +65,12 @@ def carry_out(plan: Plan, limit_s: float, progress: Console, output: Console) ->
     result = _empty(plan)
     interrupted = False
     try:
-        with Display(progress) as display:
+        with Display(progress) as display, site_of(plan.processes, plan.lab, display.say) as site:
+            result = replace(result, lab=site.name, goodput_bytes_per_s=site.goodput_bytes_per_s)
             for case in plan.cases:
-                row = measure(case, plan.workload, plan.seed, limit_s, display)
-                result = result.with_row(scaled(row, result.baseline))
+                row = measure(case, plan.workload, plan.seed, limit_s, display, site)
+                row = bounded(scaled(row, result.baseline), plan.trace, _link(case, site))
+                result = result.with_row(row)
                 _save(plan, result)
     except KeyboardInterrupt:
         interrupted = True
@@ -89,6 +97,10 @@ def _empty(plan: Plan) -> Result:
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         modified=machine.modified,
     )
+
+
+def _link(case: Case, site: Site) -> float | None:
+    return link_bytes_per_s(site.goodput_bytes_per_s, site.rate, case.rate)
 
 
 def _save(plan: Plan, result: Result) -> None:

@@ -18,6 +18,8 @@ from ..report.rows import BASELINE, STAGES, Point, Row
 
 COMPUTE_STAGES = tuple(stage for stage in STAGES if stage != "exposed_comm_s")
 MEASURES = (*STAGES, "iteration_s", "compute_s", "images_per_s", "bytes_sent_per_step")
+COUNTED = ("exposed_comm_s", "compute_s", "bytes_sent_per_step")
+"""What is known only when the communication library counts its waiting and its bytes."""
 _CURVE_POINTS = 100
 
 
@@ -65,6 +67,8 @@ class Record:
 
     iterations: int
     """How many iterations the run will have."""
+    counted: bool = True
+    """Whether the times and bytes of communication were counted, or stand at 0 for want of a counter."""
     measures: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})
     points: list[Point] = field(default_factory=list)
     seconds: float = 0.0
@@ -101,7 +105,10 @@ class Record:
         return {
             "iterations": self.done,
             "warmup": skip,
-            "measures": {name: median(values[skip:]) for name, values in self.measures.items()},
+            "measures": {
+                name: median(values[skip:]) if self.counted or name not in COUNTED else None
+                for name, values in self.measures.items()
+            },
             "curve": [asdict(point) for point in self.points],
         }
 
@@ -112,11 +119,13 @@ def warmup(iterations: int) -> int:
 
 
 def row_of(strategy: str, workers: int, servers: int, batch: int, reports: Sequence[Mapping[str, Any]]) -> Row:
-    """One row made of the reports of all its workers, in rank order."""
+    """One row made of the reports of all its workers, in rank order; what a worker does not know is None."""
     first = reports[0]
-    values = {name: [float(report["measures"][name]) for report in reports] for name in MEASURES}
-    measures: dict[str, Any] = {name: median(items) for name, items in values.items()}
+    values = {name: [report["measures"][name] for report in reports] for name in MEASURES}
+    measures: dict[str, Any] = {name: None if None in items else median(items) for name, items in values.items()}
     measures["images_per_s"] = sum(values["images_per_s"])
+    counted = measures["bytes_sent_per_step"] is not None
+    sent, received = [report["sent"] for report in reports], [report["received"] for report in reports]
     digests = {str(report["sha256"]) for report in reports}
     curve = _curve([report["curve"] for report in reports])
     scored = [point for point in curve if point.accuracy is not None]
@@ -135,7 +144,7 @@ def row_of(strategy: str, workers: int, servers: int, batch: int, reports: Seque
         batch=batch,
         replica_sha256=digests.pop() if len(digests) == 1 else None,
         curve=curve,
-        traffic=traffic([report["sent"] for report in reports], [report["received"] for report in reports], servers),
+        traffic=traffic(sent, received, servers) if counted else (),
     )
 
 

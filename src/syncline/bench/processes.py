@@ -19,6 +19,7 @@ from .cases import Case
 from .measure import row_of
 from .messages import Job, Mailbox, Message
 from .progress import Display
+from .site import HERE, Site
 
 TRAIN = ("-m", "syncline.bench.train")
 _POLL_S = 0.1
@@ -26,12 +27,18 @@ _KEPT_LINES = 12
 
 
 def measure(
-    case: Case, workload: str, seed: int, limit_s: float, display: Display, script: Sequence[str] = TRAIN
+    case: Case,
+    workload: str,
+    seed: int,
+    limit_s: float,
+    display: Display,
+    site: Site = HERE,
+    script: Sequence[str] = TRAIN,
 ) -> Row:
     """Run one row's processes to their end; a failure is in the row's ``error``.
 
-    ``limit_s`` is how long no process may report anything before the row counts as failed; ``script`` is what Python
-    is told to run, with the job as its last argument.
+    ``limit_s`` is how long no process may report anything before the row counts as failed; ``site`` is where the
+    processes run; ``script`` is what Python is told to run, with the job as its last argument.
     """
     processes = case.workers + case.servers
     display.begin(case.strategy, processes, case.iterations)
@@ -41,7 +48,10 @@ def measure(
         watch = _Watch(case, display, limit_s)
         command = [sys.executable, *script, job.to_json()]
         try:
-            with LocalRun(command, processes, servers=case.servers, pass_fds=fds, on_output=watch.output) as started:
+            started = LocalRun(
+                command, processes, servers=case.servers, pass_fds=fds, on_output=watch.output, **site.options
+            )
+            with started:
                 mailbox.release()
                 watch.follow(mailbox, started)
         except SynclineError as error:

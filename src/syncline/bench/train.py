@@ -2,13 +2,15 @@
 
 Owns the training loop and where its clock ticks; the loop is the one a user would write, with ``prepare`` and nothing
 else between it and plain PyTorch. Strategy ``single`` does not touch Syncline's communication at all: it is the peer
-that all others are compared with. JOB is the JSON of ``Job``; results go to the pipe that it names for this process.
-One thread per process, so that rows with more processes do not get more of it each.
+that all others are compared with. Further peers, such as ``ddp``, take Syncline's place behind the same calls. JOB is
+the JSON of ``Job``; results go to the pipe that it names for this process. One thread per process, so that rows with
+more processes do not get more of it each.
 
 Stages of an iteration: *loading* takes the next batch from the workload; *h2d* is the copy to the device, which is 0 on
 a CPU, where the batch already is; *forward* includes the loss; *backward* is ``loss.backward()``; *update* is the
 optimizer's step, the learning-rate schedule's, and ``zero_grad``, which closes the iteration. Each excludes the time
-blocked in Syncline. Evaluation, barriers, and the reports are outside of iterations.
+blocked in Syncline; a peer does not say how long it was blocked. Evaluation, barriers, and the reports are outside of
+iterations.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ..parts import build
 from ..report.rows import BASELINE
 from ..workloads import Workload, load
+from .contenders import peer_of
 from .measure import IterationClock, Record
 from .messages import Job, Sender
 
@@ -33,10 +37,10 @@ _REPORT_EVERY_S = 0.1
 
 
 class Counters(Protocol):
-    """What the measurement reads: seconds blocked so far, and bytes so far per peer process."""
+    """What the measurement reads: seconds blocked so far, None where nobody counts, and bytes so far per process."""
 
     @property
-    def blocked_s(self) -> float: ...  # noqa: D102
+    def blocked_s(self) -> float | None: ...  # noqa: D102
     @property
     def bytes_sent(self) -> Mapping[int, int]: ...  # noqa: D102
     @property
@@ -108,9 +112,9 @@ def train(job: Job, side: Side, sender: Sender) -> None:
     torch.manual_seed(job.seed * 65_537 + rank)
     loop = _Loop(model, optimizer, workload.schedule(optimizer, job.iterations), workload.loss, side)
     batches = _Batches(workload, rank, world, job)
-    record = Record(job.iterations)
     told = time.monotonic()
     start = side.stats()
+    record = Record(job.iterations, counted=start.blocked_s is not None)
     model.train()
     while record.done < job.iterations:
         loop.iterate(batches, record)
@@ -121,7 +125,7 @@ def train(job: Job, side: Side, sender: Sender) -> None:
         if last or batches.epoch_ended:
             _evaluate(workload, model, bare, side, record)
     model.eval()
-    sender.send("result", **record.report(), **_outcome(model, start, side.stats(), record.done))
+    sender.send("result", **record.report(), **_outcome(bare, start, side.stats(), record.done))
     side.shutdown()
 
 
@@ -131,7 +135,7 @@ class _Loop:
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, loss: Any, side: Side) -> None:
         self._model, self._optimizer, self._scheduler, self._loss = model, optimizer, scheduler, loss
         self._stats = side.stats
-        self._clock = IterationClock(time.perf_counter, lambda: side.stats().blocked_s)
+        self._clock = IterationClock(time.perf_counter, lambda: side.stats().blocked_s or 0.0)
 
     def iterate(self, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], record: Record) -> None:
         """One iteration, entered into the record."""
@@ -182,6 +186,10 @@ class _Batches(Iterator[tuple[torch.Tensor, torch.Tensor]]):
 def _side(strategy: str) -> Side:
     if strategy == BASELINE:
         return _Alone()
+    peer = peer_of(strategy)
+    if peer is not None:
+        joined: Side = build("peers", peer).join()
+        return joined
     import syncline
 
     syncline.init(strategy=strategy)

@@ -122,6 +122,8 @@ def all_charts(result: Result) -> tuple[Chart, ...]:
 
 
 def _curves(result: Result) -> list[Chart]:
+    if result.replayed:
+        return []  # replayed layers learn nothing
     drawn = [
         _curve(
             result,

@@ -18,7 +18,7 @@ from .rows import BASELINE, Result, Row
 from .table import remarks
 
 HEADS = (
-    ("accuracy", ""),
+    ("{score}", ""),
     ("loss", ""),
     ("images/s", ""),
     ("scaling", ""),
@@ -39,6 +39,10 @@ READING = (
     "batch to the device, exposed the time for which the training thread was blocked in communication, compute the "
     "rest of an iteration. Sent is what one worker sends in one iteration. Replicas are compared bit by bit."
 )
+BOUND = (
+    "Of bound is the share of an iteration that no communication can make shorter without compression: the trace's "
+    "compute, or its gradients over the link if that takes longer."
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class _Line:
 def render(result: Result) -> str:
     """The page as HTML text."""
     source = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
+    score = "of bound" if result.replayed else "accuracy"
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -63,8 +68,8 @@ def render(result: Result) -> str:
         heading=f"{result.workload}: {_contenders(result)}",
         summary=_summary(result),
         facts=_facts(result),
-        heads=HEADS,
-        reading=READING,
+        heads=[(head.format(score=score), note) for head, note in HEADS],
+        reading=f"{READING} {BOUND}" if result.replayed else READING,
         lines=_lines(result),
         remarks=remarks(result),
         charts=all_charts(result),
@@ -124,7 +129,7 @@ def _lines(result: Result) -> tuple[_Line, ...]:
         _Line(
             key=Key(row.strategy, svg.css(style.color), style.dash),
             place=_place(row),
-            cells=_cells(row) if row.iteration_s is not None else (),
+            cells=_cells(row, row.of_bound if result.replayed else row.accuracy) if row.iteration_s is not None else (),
             error=row.error,
             chosen=row.chosen if row.chosen not in (None, row.strategy) else None,
         )
@@ -141,11 +146,11 @@ def _place(row: Row) -> str:
     return f"{workers}, {row.servers} server" + ("s" if row.servers > 1 else "")
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, score: float | None) -> tuple[str, ...]:
     verdict = {True: "equal", False: "DIFFER", None: units.MISSING}[row.replicas_equal]
     times = (row.loading_s, row.h2d_s, row.forward_s, row.backward_s, row.update_s, row.compute_s, row.exposed_comm_s)
     return (
-        units.percent(row.accuracy, 2),
+        units.percent(score, 2),
         units.number(row.loss),
         units.rate(row.images_per_s),
         units.percent(row.scaling_efficiency),

@@ -51,7 +51,8 @@ class Row:
     A worker's value is the median over its iterations, a row's value the median over its workers, except that
     ``images_per_s`` is the sum over workers. ``forward_s``, ``backward_s`` and the other stages exclude the time for
     which the training thread was blocked in the communication library; that time is ``exposed_comm_s``, and
-    ``compute_s`` is the rest of the iteration. ``accuracy`` and ``loss`` are of the test set after the last iteration;
+    ``compute_s`` is the rest of the iteration. Where nobody counts that time, as in a peer, those two are None, and
+    ``backward_s`` and ``update_s`` include it. ``accuracy`` and ``loss`` are of the test set after the last iteration;
     without a test set ``loss`` is the last point of the training curve.
     """
 
@@ -86,6 +87,11 @@ class Row:
     curve: tuple[Point, ...] = ()
     traffic: tuple[tuple[float, ...], ...] = ()
     """Bytes per iteration that each process (row) sent to each process (column); workers first, then servers."""
+    bound_s: float | None = None
+    """What no iteration of a replayed workload can be shorter than without compression: the trace's compute, or its
+    gradients over the link; None for other workloads."""
+    of_bound: float | None = None
+    """``bound_s`` as a share of the iteration: 1 is perfect, and only compression gets beyond."""
     error: str | None = None
     """Why the row could not be finished; None when it was."""
 
@@ -110,6 +116,10 @@ class Result:
     iterations: int | None = None
     started: str = ""
     """When the comparison started: ISO 8601 with time zone."""
+    lab: str | None = None
+    """The rate of each link when every process had a host of its own in a lab."""
+    goodput_bytes_per_s: float | None = None
+    """What one stream got from one host to another before the rows were measured."""
     modified: bool | None = None
     """True when the checkout differed from ``commit``."""
 
@@ -117,6 +127,11 @@ class Result:
     def baseline(self) -> Row | None:
         """The finished row of the single worker, if there is one."""
         return next((row for row in self.rows if row.strategy == BASELINE and row.error is None), None)
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the workload is replayed layers, so that its rows have a bound and learn nothing."""
+        return any(row.bound_s is not None for row in self.rows)
 
     def with_row(self, row: Row) -> Result:
         """This result with one more row at its end."""

@@ -86,13 +86,14 @@ class Shm:
         self._bodies: dict[int, Bytes] = {}  # the body a link is reading
         self._sending: dict[int, _Sending] = {}
         self._number = 0
-        self._in_place: Words = np.zeros((2, self.world), np.int64)  # bytes sent and received without a socket
         self._under_way: set[Handle] = set()
         self._completed: list[Handle] = []
         self.gone: set[int] = set()
         self._closed = False
-        self.members: Words = np.zeros((self.world, 2), np.int64)
-        self.maps: Words = np.zeros((self.world, 16), np.int64)
+        everyone = max(rank, *socks) + 1
+        self._in_place: Words = np.zeros((2, everyone), np.int64)  # bytes sent and received without a socket
+        self.members: Words = np.zeros((everyone, 2), np.int64)
+        self.maps: Words = np.zeros((everyone, 16), np.int64)
         self.board: Words = self.allocate(BOARD_BYTES).view(np.int64)
         self._own_bell = self._loop.bell
         self.members[rank] = self.board.ctypes.data, self._own_bell

@@ -1,18 +1,20 @@
 """Workloads: what is trained when strategies are compared, a model with its data and its solver.
 
-A workload is named by a text: ``digits``, ``cifar10:PATH``, ``synthetic:resnet50``; what follows the colon is passed
-to the workload as it stands. One file per workload, registered under its name; networks lie in ``models``. This folder
-knows torch, but nothing about strategies, groups or transports: a workload sees a rank and a world size as two
-numbers. Neither importing it nor asking the registry for its names imports torch; building a model does.
+A workload is named by a text: ``digits``, ``cifar10:PATH``, ``synthetic:resnet50``, ``trace:FILE.csv``; what follows
+the colon is passed to the workload as it stands. Workloads are registered under their names; networks lie in
+``models``. This folder knows torch, but nothing about strategies, groups or transports: a workload sees a rank and a
+world size as two numbers. Neither importing it nor asking the registry for its names imports torch; building a model
+does, and so does deriving the times of ``replay:NETWORK`` from one.
 """
 
 from __future__ import annotations
 
 from ..errors import UsageError
 from ..registry import get
+from .trace import Trace
 from .workload import Images, Workload, layers
 
-__all__ = ["Images", "Workload", "layers", "load"]
+__all__ = ["Images", "Trace", "Workload", "layers", "load"]
 
 
 def load(text: str) -> Workload:

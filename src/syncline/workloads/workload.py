@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..types import Layer, Spec
+from .trace import Trace
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -63,7 +64,8 @@ class Workload:
     ``batch`` is the default number of samples per step: of all workers together when ``global_batch``, so that the
     result does not depend on their number, and of each worker otherwise. ``epochs`` is a sensible length of training.
     ``build`` makes the model from torch's random state; callers use ``model(seed)``. ``schedule(optimizer, steps)``
-    returns a learning-rate scheduler that is stepped once after every optimizer step, or None.
+    returns a learning-rate scheduler that is stepped once after every optimizer step, or None. ``trace`` is what a
+    replayed model takes its times from, None for one that computes.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Workload:
     loss: Callable[[Any, Tensor], Tensor]
     optimizer: Callable[[nn.Module], Optimizer]
     schedule: Callable[[Optimizer, int], LRScheduler | None]
+    trace: Trace | None = None
 
     def model(self, seed: int) -> nn.Module:
         """The model on the CPU, the same for the same seed; the caller's random state stays as it was."""
@@ -86,7 +89,13 @@ class Workload:
             return self.build()
 
     def total_batch(self, world: int, batch: int | None = None) -> int:
-        """Samples per step of all ``world`` workers together; ``batch`` replaces the default and means the same."""
+        """Samples per step of all ``world`` workers together; ``batch`` replaces the default and means the same.
+
+        Raises UsageError for another batch than the one that a trace's times are for.
+        """
+        timed = None if self.trace is None else self.trace.batch
+        if timed is not None and batch not in (None, timed):
+            raise UsageError(f"the times of {self.name} are for {timed} samples per worker: leave --batch out")
         chosen = self.batch if batch is None else batch
         return chosen if self.global_batch else chosen * world
 

@@ -1,0 +1,60 @@
+"""What a text in ``compare --strategies`` names: one of Syncline's strategies, or a peer that trains.
+
+Owns telling the two apart and checking them before any process starts. A peer's text is a name with arguments, as a
+strategy's parts are written: ``ddp``, ``ddp(bucket=5MiB)``. Nothing is started or imported here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from .. import registry
+from ..errors import StrategyError
+from ..grammar import Part, read_part, read_words
+from ..parts import bind, build, write
+from ..strategy import Strategy
+from ..types import Group
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A checked contender: canonical text, server processes, and the rate in bits/s that it limits itself to."""
+
+    text: str
+    servers: int = 0
+    rate: float | None = None
+
+
+def contender_of(text: str, workers: int, *, one_host: bool) -> Contender:
+    """The contender that ``text`` names; raises UsageError when it is unknown or impossible for that group."""
+    peer = peer_of(text)
+    if peer is not None:
+        build("peers", peer)
+        return Contender(write("peers", peer))
+    try:
+        strategy = Strategy.parse(text)
+    except StrategyError as error:
+        raise StrategyError(f"{error}{_nearest_peer(text, str(error))}") from None
+    # Some combinations are impossible only for a certain number of workers.
+    group = Group(workers, strategy.servers, () if one_host else tuple(range(workers)))
+    strategy.resolve(group, hosts=1 if one_host else workers).plan(group)
+    return Contender(str(strategy), strategy.servers, strategy.transport.arguments.get("rate") or None)
+
+
+def peer_of(text: str) -> Part | None:
+    """The peer that ``text`` names, bound to its arguments; None when it names a strategy."""
+    words = read_words(text)
+    if not words or words[0][0] or words[0][1].name not in trainers():
+        return None
+    return bind("peers", read_part(text))
+
+
+def trainers() -> tuple[str, ...]:
+    """The names of the peers that train."""
+    return tuple(entry.name for entry in registry.entries("peers") if entry.capabilities.get("trains"))
+
+
+def _nearest_peer(text: str, said: str) -> str:
+    near = get_close_matches(text.partition("(")[0].strip().lower(), trainers(), n=1)
+    return f"; did you mean the peer {near[0]!r}?" if near and "did you mean" not in said else ""

@@ -1,0 +1,89 @@
+"""From a network to a trace: times of whole passes, shared out among its layers by their floating-point operations.
+
+Owns the counting. A layer is a module that has parameters of its own; pooling, activations and the like take no time of
+their own, which makes their neighbours' a little longer. The network runs once on tensors without memory (torch's meta
+device), so nothing is computed and the shapes are the real ones.
+
+Operations for an output of n elements: a convolution or linear layer of k inputs per output makes n k multiplications
+and as many additions forward; backward as many for its weights, and again for its input unless that is the data. Batch
+normalisation makes 8 n forward (mean, variance, normalising, scaling and shifting) and twice that backward.
+
+Operations are not time: memory-bound layers take longer than their share. What a trace is for, the order and size of
+gradients and when they become ready, is determined by the large convolutions at the front and the large matrices at
+the end, for which it is a fair estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import UsageError
+from ...types import Spec
+from ..trace import Trace, TracedLayer
+
+_NORMALISING = 8
+
+
+@dataclass(frozen=True)
+class _Counted:
+    name: str
+    module: nn.Module
+    forward: float
+    backward: float
+
+
+def trace_of(
+    name: str,
+    build: Callable[[], nn.Module],
+    image: tuple[int, int, int],
+    batch: int,
+    forward_s: float,
+    backward_s: float,
+) -> Trace:
+    """The trace of a network whose passes over ``batch`` samples of shape ``image`` take the given seconds.
+
+    Layers come in the order in which a training pass runs them. Raises UsageError for a layer that cannot be counted.
+    """
+    counted = _count(build, image)
+    forward, backward = sum(item.forward for item in counted), sum(item.backward for item in counted)
+    layers = tuple(
+        TracedLayer(
+            item.name,
+            tuple(Spec(key, tuple(tensor.shape)) for key, tensor in item.module.named_parameters(recurse=False)),
+            forward_s * item.forward / forward,
+            backward_s * item.backward / backward,
+        )
+        for item in counted
+    )
+    return Trace(name, layers, batch)
+
+
+def _count(build: Callable[[], nn.Module], image: tuple[int, int, int]) -> list[_Counted]:
+    """The operations of every layer for one sample, in the order in which a training pass calls them."""
+    found: list[_Counted] = []
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        return lambda module, inputs, output: found.append(_counted(name, module, inputs[0], output))
+
+    with torch.device("meta"):
+        model = build()
+        for name, module in model.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_hook(hook(name))
+        # One sample, since shares are the same for any number; the data themselves need no gradient.
+        model.train()(torch.empty(1, *image))
+    return found
+
+
+def _counted(name: str, module: nn.Module, given: Tensor, output: Tensor) -> _Counted:
+    if isinstance(module, (nn.Conv2d, nn.Linear)):
+        forward = 2.0 * output.numel() * module.weight[0].numel()
+        return _Counted(name, module, forward, 2 * forward if given.requires_grad else forward)
+    if isinstance(module, nn.BatchNorm2d):
+        forward = float(_NORMALISING * output.numel())
+        return _Counted(name, module, forward, 2 * forward)
+    raise UsageError(f"the operations of {name} ({type(module).__name__}) are not known: its time cannot be derived")

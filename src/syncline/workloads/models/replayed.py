@@ -1,0 +1,102 @@
+"""A network that takes the time of a trace instead of computing, with real parameters and real gradients.
+
+A chain of layers as autograd sees it, so that whatever hooks into backward (Syncline, DistributedDataParallel) meets
+what it would meet in a network: layer l's gradients become ready when its backward time has passed, before layer l-1
+begins, and forward goes in layer order. Every layer is a module that owns its parameters. Time passes by sleeping
+(``pace``), so ranks may outnumber cores.
+
+The memory is real, the mathematics is not: layers pass one number per sample through, and all elements of a layer's
+gradient are the sum of what comes back, times the layer's position (k of L: k / L). With half the mean square of the
+output as loss that is the batch's mean: it differs between ranks, its mean over ranks is that of their whole batch,
+and layers differ, so that a gradient that was not averaged, or went into the wrong place, is seen in the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..pace import Pacer
+from ..trace import Trace, TracedLayer
+
+
+class Replayed(nn.Module):
+    """(n, ...) samples to (n,) numbers, each sample's mean, in the trace's time whatever n is.
+
+    Cost beside sleeping: one write of all gradients per backward pass, which counts as part of the layers' times.
+    """
+
+    def __init__(self, trace: Trace, pacer: Pacer | None = None) -> None:
+        super().__init__()
+        self._pacer = pacer or Pacer()
+        for index, layer in enumerate(trace.layers):
+            # The number keeps names such as "half" off the module's attributes; a dot would be read as a submodule.
+            name = f"{index}:{layer.name.replace('.', '/')}"
+            self.add_module(name, ReplayedLayer(layer, (index + 1) / len(trace.layers), self._pacer))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        """The means of the samples, after the forward time of all layers."""
+        self._pacer.new_iteration()
+        # A leaf of its own: layers without parameters take their backward time at the beginning of the chain as well.
+        signal = samples.detach().flatten(1).mean(1).requires_grad_(torch.is_grad_enabled())
+        for layer in self.children():
+            signal = layer(signal)
+        return signal
+
+
+class ReplayedLayer(nn.Module):
+    """One layer: its parameters, and its share of the time."""
+
+    def __init__(self, layer: TracedLayer, factor: float, pacer: Pacer) -> None:
+        super().__init__()
+        self._layer, self._factor, self._pacer = layer, factor, pacer
+        for tensor in layer.tensors:
+            self.register_parameter(tensor.name, nn.Parameter(torch.zeros(tensor.shape)))
+        # Gradients keep their memory, as an accelerator's caching allocator would: fresh pages from the kernel cost ten
+        # times what writing does. Touched here, or the first iteration would pay for it.
+        self._memory = [torch.ones_like(parameter) for parameter in self.parameters()]
+
+    def forward(self, signal: Tensor) -> Tensor:
+        """The signal as it came, after the layer's forward time."""
+        found: Tensor = _Timed.apply(self, signal, *self.parameters())  # type: ignore[no-untyped-call]
+        return found
+
+    def take_forward(self) -> None:
+        """Let the forward time pass."""
+        self._pacer.begin()
+        self._pacer.finish(self._layer.forward_s)
+
+    def take_backward(self, value: float) -> list[Tensor]:
+        """The gradients of all parameters, full of ``value`` times the layer's factor, after the backward time."""
+        self._pacer.begin()
+        found = [
+            _filled(parameter, memory, value * self._factor)
+            for parameter, memory in zip(self.parameters(), self._memory, strict=True)
+        ]
+        self._pacer.finish(self._layer.backward_s)
+        return found
+
+
+def _filled(parameter: nn.Parameter, memory: Tensor, value: float) -> Tensor:
+    in_use = parameter.grad is not None and parameter.grad.data_ptr() == memory.data_ptr()
+    if in_use or memory.device != parameter.device:
+        return torch.full_like(parameter, value)  # to be added to the gradient that the memory holds
+    # Autograd takes over a tensor that nobody else holds, without a copy.
+    return memory.fill_(value).detach()
+
+
+class _Timed(torch.autograd.Function):
+    """The identity on the signal, in a layer's time; parameters are arguments so that they get gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: ReplayedLayer, signal: Tensor, *_: Tensor) -> Tensor:
+        ctx.layer = layer
+        layer.take_forward()
+        return signal.view_as(signal)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        return None, gradient, *ctx.layer.take_backward(float(gradient.sum()))

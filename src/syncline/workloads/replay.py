@@ -1,0 +1,134 @@
+"""``replay:NETWORK`` and ``trace:FILE.csv``: layers that take recorded times, with real parameters and gradients.
+
+How a network communicates can be measured without the accelerator that it was made for: gradients of the real sizes
+become ready at the real times, and everything between is sleep. Every worker has the batch that the times are for
+(weak scaling), whatever the number of workers.
+
+The networks' times are published totals of whole passes, shared out among the layers by operations (``models.flops``):
+
+* AlexNet and ResNet-50: ``fw_time`` and ``bw_time`` of the job files of github.com/HKBU-HPML/dl-scheduling
+  (``job_configs``), which belong to Wang, Shi, Wang and Chu, "Communication contention aware scheduling of multiple
+  deep learning training jobs" (arXiv 2002.10105): one GPU, 256 and 32 images.
+* GoogLeNet with its auxiliary classifiers: github.com/hclhkbu/B-Caffe, the code of Shi, Chu and Li, "MG-WFBP:
+  efficient data communication for distributed synchronous SGD algorithms" (INFOCOM 2019): on one K80 and 64 images an
+  iteration takes 391.8 ms (163.36 images/s in ``scripts/gmwfbp.py``), of which 205.3 ms are the logged backward times;
+  the rest counts as forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import UsageError
+from ..registry import register
+from .trace import COLUMNS, Trace, read_trace
+from .workload import Images, Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+EPOCH_BATCHES = 80
+"""Batches in an epoch, of all workers together: twenty iterations of four workers."""
+DATA_SEED = 20190429
+LEARNING_RATE = 0.01
+
+
+@dataclass(frozen=True)
+class _Published:
+    """Seconds of whole passes over ``batch`` images of a side of ``side`` pixels, on one GPU."""
+
+    side: int
+    batch: int
+    forward_s: float
+    backward_s: float
+
+
+_PUBLISHED = {
+    "alexnet": _Published(227, 256, 0.045, 0.085),
+    "googlenet": _Published(224, 64, 0.3918 - 0.2053, 0.2053),
+    "resnet50": _Published(224, 32, 0.076, 0.135),
+}
+
+
+@register("workloads", "replay")
+def replay(argument: str = "") -> Workload:
+    """AlexNet, GoogLeNet (with auxiliary heads) or ResNet-50 in recorded times; the batch per worker is fixed."""
+    published = _PUBLISHED.get(argument)
+    if published is None:
+        near = get_close_matches(argument, _PUBLISHED, n=1)
+        hint = f"did you mean 'replay:{near[0]}'?" if near else f"choose one of {', '.join(_PUBLISHED)}"
+        raise UsageError(f"replay has no network {argument!r}: {hint}; for other layers write 'trace:FILE.csv'")
+    from .models.flops import trace_of
+
+    image = (3, published.side, published.side)
+    times = published.batch, published.forward_s, published.backward_s
+    return replayed(f"replay:{argument}", trace_of(argument, lambda: _network(argument), image, *times))
+
+
+@register("workloads", "trace")
+def trace(argument: str = "") -> Workload:
+    """Layers of a CSV file (name,elements,forward_s,backward_s) in their times; the batch per worker is fixed."""
+    if not argument:
+        raise UsageError(f"trace needs a file with the columns {','.join(COLUMNS)}: write 'trace:FILE.csv'")
+    return replayed(f"trace:{argument}", read_trace(argument))
+
+
+def replayed(name: str, trace: Trace) -> Workload:
+    """The workload that plays a trace."""
+    batch = trace.batch or 1
+    return Workload(
+        name=name,
+        batch=batch,
+        global_batch=False,
+        epochs=1,
+        train=_samples(batch * EPOCH_BATCHES),
+        test=None,
+        build=lambda: _build(trace),
+        loss=_loss,
+        optimizer=_optimizer,
+        schedule=lambda _, __: None,
+        trace=trace,
+    )
+
+
+def _samples(count: int) -> Images:
+    """One number from 0.5 to 1.5 per sample: small, never 0, and with another mean on every rank."""
+    pixels = np.random.default_rng(DATA_SEED).uniform(0.5, 1.5, (count, 1, 1, 1)).astype(np.float32)
+    return Images(pixels, np.zeros(count, np.int64), np.zeros((1, 1, 1), np.float32))
+
+
+def _network(name: str) -> nn.Module:
+    if name == "alexnet":
+        from .models.alexnet import AlexNet
+
+        return AlexNet()
+    if name == "resnet50":
+        from .models.resnet50 import ResNet50
+
+        return ResNet50()
+    from .models.googlenet import GoogLeNet
+
+    return GoogLeNet(auxiliary=True)
+
+
+def _build(trace: Trace) -> nn.Module:
+    from .models.replayed import Replayed
+
+    return Replayed(trace)
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:  # noqa: ARG001 - there is nothing to learn
+    """Half the mean square, whose gradients sum up to the mean of the batch."""
+    return output.square().mean() / 2
+
+
+def _optimizer(model: nn.Module) -> Optimizer:
+    """Plain SGD: its one pass over the weights is real work on top of the trace's time."""
+    from torch.optim import SGD
+
+    return SGD(model.parameters(), lr=LEARNING_RATE)

@@ -1,0 +1,65 @@
+"""Texts of a comparison: strategies and peers, told apart and checked."""
+
+from __future__ import annotations
+
+import pytest
+
+from syncline.bench.contenders import Contender, contender_of, peer_of, trainers
+from syncline.errors import StrategyError, SynclineError, UsageError
+from syncline.registry import entries
+
+
+def test_peers_that_train_are_found_and_documented() -> None:
+    assert "ddp" in trainers()
+    assert all(entry.summary for entry in entries("peers"))
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("ddp", "ddp"),
+        (" ddp() ", "ddp"),
+        ("ddp(bucket=25MiB)", "ddp"),
+        ("ddp(bucket=5242880)", "ddp(bucket=5MiB)"),
+        ("ddp(hook=fp16, bucket=1MB)", "ddp(bucket=1MB, hook=fp16)"),
+        ("ring", "ring"),
+        ("ring transport=tcp", "ring transport=tcp"),
+        ("schedule=wait_free", "schedule=wait_free"),
+        ("", "auto"),
+    ],
+)
+def test_every_contender_has_one_text(text: str, canonical: str) -> None:
+    found = contender_of(text, 2, one_host=True)
+    assert found.text == canonical
+    assert contender_of(canonical, 2, one_host=True) == found
+
+
+def test_strategies_bring_their_servers_and_peers_have_none() -> None:
+    assert contender_of("ps(servers=2)", 2, one_host=False) == Contender("ps(servers=2)", servers=2)
+    assert contender_of("ddp", 2, one_host=False) == Contender("ddp")
+    assert peer_of("ring") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ddp(buckets=5MiB)", "did you mean 'bucket'"),
+        ("ddp(bucket=none)", "a number with a unit"),
+        ("ddp(bucket=0)", "1 byte or more"),
+        ("ddp(hook=fp8)", "none or fp16 or bf16, got 'fp8'"),
+        ("ddp(5MiB)", r"as in ddp\(bucket=5MiB\)"),
+        ("ddp transport=tcp", "expected one name"),
+        ("dpd", "did you mean the peer 'ddp'"),
+        ("rnig", "did you mean 'ring'"),
+    ],
+)
+def test_mistakes_are_refused_with_the_remedy(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        contender_of(text, 2, one_host=True)
+
+
+def test_what_cannot_leave_one_host_is_refused_in_a_lab() -> None:
+    with pytest.raises(StrategyError, match="cannot reach other hosts"):
+        contender_of("ring transport=shm", 2, one_host=False)
+    with pytest.raises(SynclineError, match="servers"):
+        contender_of("ps(servers=3, on=workers)", 2, one_host=False)
