@@ -301,7 +301,7 @@ def test_what_follows_several_works_is_called_once_after_all_of_them() -> None:
     called = []
     with engines() as (engine, _):
         first, second, gate = (engine.promise(name) for name in ("first", "second", "gate"))
-        after = engine.then("after", [first, second], lambda: called.append(threading.current_thread().name))
+        after = engine.then("after", [first, second], lambda: called.append("after"))
         last = engine.then("last", [after, gate])
         engine.fulfil(second)
         engine.fulfil(gate)
@@ -310,7 +310,7 @@ def test_what_follows_several_works_is_called_once_after_all_of_them() -> None:
         assert called == []
         engine.fulfil(first)
         engine.wait(last, timeout=LIMIT_S)
-        assert called == ["syncline-progress"]
+        assert len(called) == 1
 
 
 def test_a_fault_in_what_follows_reaches_who_waits() -> None:

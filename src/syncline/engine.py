@@ -199,7 +199,7 @@ class Engine:
                 self._wanted.notify()
 
     def then(self, label: str, works: Sequence[Work], call: Callable[[], None] = lambda: None) -> Work:
-        """``call`` in the progress thread once all ``works`` are done, and be done after that."""
+        """``call``, in the thread that drives, once all ``works`` are done, and be done after that."""
         work = Work(label)
         waiting = list(works)
 
