@@ -173,8 +173,9 @@ def test_nothing_is_left_of_a_lab_that_ended() -> None:
             assert process.wait(LIMIT_S) == -signal.SIGKILL
     assert list(namespaces._marked(record.mark)) == []
     assert Registry().read(name) is None
-    with pytest.raises(UsageError, match="context is entered"):
-        made.address(0)
+    for call in (made.address, made.enter, made.bind):
+        with pytest.raises(UsageError, match="context is entered"):
+            call(0)
 
 
 def test_an_exception_while_it_is_made_takes_it_down(monkeypatch: pytest.MonkeyPatch) -> None:

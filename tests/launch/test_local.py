@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from syncline.errors import UsageError
-from syncline.launch.local import LocalRun, Outcome, Placement, bind_here, launch
+from syncline.launch.local import LocalRun, Outcome, launch
+from syncline.launch.placement import Placement, bind_here
 
 LIMIT_S = 30.0
 FOREVER = "import signal; signal.pause()"

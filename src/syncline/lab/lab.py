@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 
 from ..errors import UsageError
-from ..launch.local import Placement, bind_here
+from ..launch.placement import Placement, bind_here
 from ..types import Rate
 from . import goodput, links, mpi, naming
 from .namespaces import Host, check_able, end_marked, run_tool, within
@@ -62,7 +62,7 @@ class Lab:
     @property
     def name(self) -> str:
         """What the lab is called."""
-        return self._known.name
+        return self._entered().name
 
     @property
     def hosts(self) -> int:
@@ -92,11 +92,11 @@ class Lab:
 
         They replace themselves by the command, so that its signals, output and status are those of the process.
         """
-        return self._hosts[self._checked(host)].enter()
+        return self._host(host).enter()
 
     def bind(self, host: int) -> socket.socket:
         """A TCP socket of this process on a free port of a host, bound and not listening."""
-        return within(self._hosts[self._checked(host)].pid, partial(bind_here, self.address(host)))
+        return within(self._host(host).pid, partial(bind_here, self.address(host)))
 
     def environ(self) -> dict[str, str]:
         """What commands in the lab find in their environment: the interface that libraries are to use."""
@@ -164,13 +164,16 @@ class Lab:
             _configure(self._switch, "tc", [self._shape.tc(links.port_of(number)) for number in range(self._count)])
         self._record = self._registry.complete(record, pids)
 
+    def _host(self, number: int) -> Host:
+        self._entered()
+        return self._hosts[self._checked(number)]
+
     def _checked(self, host: int) -> int:
         if not 0 <= host < self._count:
             raise UsageError(f"there is no host {host}: the lab's hosts are 0 to {self._count - 1}")
         return host
 
-    @property
-    def _known(self) -> Record:
+    def _entered(self) -> Record:
         if self._record is None:
             raise UsageError("the lab is made when its context is entered: with Lab(...) as lab")
         return self._record

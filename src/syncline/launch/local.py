@@ -25,12 +25,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
 from ..errors import UsageError
 from .child import Child
+from .placement import Place, here
 
 GRACE_S = 10.0
 """From the first failure until the other processes are told to end: they print what they know meanwhile."""
@@ -89,45 +90,6 @@ class Outcome:
         return "; ".join(ending.text for ending in failed) or "all processes ended with status 0"
 
 
-def bind_here(address: str = "127.0.0.1") -> socket.socket:
-    """A TCP socket on a free port of this machine, bound and not listening.
-
-    While it is open the port is given to nobody who asks for a free one; who names it and sets SO_REUSEADDR may listen
-    on it.
-    """
-    sock = socket.socket()
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((address, 0))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a process is started; by default on this machine as it is.
-
-    Processes with the same ``host`` count as local to each other. ``prefix`` stands before the command and runs it
-    there; it must become the command (exec), not start it, so that signals arrive. ``env`` is added to the process's
-    environment. ``bind`` makes a socket like ``bind_here`` on that host, at the address where the others reach it; only
-    that of rank 0 is called.
-    """
-
-    host: str = ""
-    prefix: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    bind: Callable[[], socket.socket] = bind_here
-
-
-HERE = Placement()
-
-
-def _here(rank: int) -> Placement:  # noqa: ARG001
-    return HERE
-
-
 class LocalRun:
     """The processes of one run, as a context: they start on entry, and none is left on exit.
 
@@ -147,7 +109,7 @@ class LocalRun:
         pass_fds: Sequence[int] = (),
         on_output: Output | None = None,
         grace_s: float = GRACE_S,
-        place: Callable[[int], Placement] = _here,
+        place: Place = here,
         ranked: bool = True,
     ) -> None:
         if not command:
@@ -365,7 +327,7 @@ def launch(
     servers: int = 0,
     env: Mapping[str, str] | None = None,
     on_output: Output | None = None,
-    place: Callable[[int], Placement] = _here,
+    place: Place = here,
     ranked: bool = True,
     timeout_s: float | None = None,
 ) -> Outcome:
