@@ -40,7 +40,7 @@ def test_the_line_names_the_rate_and_bounds_the_peak(rate: Rate) -> None:
     assert words[:6] == ["qdisc", "add", "dev", "p3", "root", "tbf"]
     options = dict(zip(words[6::2], words[7::2], strict=True))
     assert options["rate"] == f"{round(rate)}bit"
-    assert int(options["limit"]) > int(options["burst"])
+    assert int(options["limit"]) == shape(rate).queue_bytes
     if "peakrate" in options:
         assert rate < float(options["peakrate"].removesuffix("bit")) <= PEAK * rate + 1
 

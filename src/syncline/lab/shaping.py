@@ -9,7 +9,7 @@ at no more than ``PEAK`` times the rate, which absorbs what its lateness loses.
 
 Segments of TCP travel through the machine in one piece until they reach a wire (GSO); a bucket smaller than such a
 piece would cut it, packet by packet, at the cost of a core. Their size is therefore limited to some share of the small
-bucket. Queues are 5 ms deep, as a switch's port might be, and drop what does not fit.
+bucket. Queues are 5 ms deep, as a switch's port might be, and at least 32 frames; what does not fit is dropped.
 
 The rate counts Ethernet frames without preamble and gap: at an MTU of 1500, TCP carries at most 1448/1514 of it.
 """
@@ -30,7 +30,6 @@ PEAK = 1.2
 
 _FRAME_BYTES = 1514
 _BURST_S = 2.5e-3
-_FAST_BURST_S = 1e-3  # where there is no small bucket
 _PIECE_S = 260e-6  # a piece of TCP's segments, at the link's rate
 _PEAK_S = 320e-6  # the small bucket
 _QUEUE_S = 5e-3
@@ -57,8 +56,7 @@ class Shape:
     def tc(self, device: str) -> str:
         """The line of ``tc -batch`` that shapes what leaves ``device``."""
         text = (
-            f"qdisc add dev {device} root tbf rate {_bits(self.rate)} burst {self.burst_bytes}"
-            f" limit {self.queue_bytes + self.burst_bytes}"
+            f"qdisc add dev {device} root tbf rate {_bits(self.rate)} burst {self.burst_bytes} limit {self.queue_bytes}"
         )
         if self.peak_bits is not None and self.peak_bytes is not None:
             text += f" peakrate {_bits(self.peak_bits)} minburst {self.peak_bytes}"
@@ -78,7 +76,7 @@ def shape(rate: Rate) -> Shape:
     peak = math.ceil(max(piece + _FRAME_BYTES, per_s * _PEAK_S)) if slow else None
     return Shape(
         rate=rate,
-        burst_bytes=math.ceil(max(2 * (peak or piece), per_s * (_BURST_S if slow else _FAST_BURST_S))),
+        burst_bytes=math.ceil(max(2 * (peak or piece), per_s * _BURST_S)),
         queue_bytes=math.ceil(max(_LEAST_QUEUE_BYTES, per_s * _QUEUE_S)),
         piece_bytes=piece,
         peak_bits=PEAK * rate if slow else None,
