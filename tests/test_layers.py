@@ -28,7 +28,8 @@ LAYERS = (
     ("session",),
     ("connecting",),
     ("frameworks", "workloads"),
-    ("launch", "report", "lab"),
+    ("launch", "report"),
+    ("lab",),
     ("api",),
     ("",),  # the package itself: the public names
     ("bench",),

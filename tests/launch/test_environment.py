@@ -37,6 +37,11 @@ LOCAL = {
 }
 
 
+def test_the_local_launchers_store_has_a_port_of_its_own() -> None:
+    found = recognise(LOCAL | {"SYNCLINE_STORE_PORT": "5000"})
+    assert (found.address, found.port) == ("127.0.0.1", 5000)
+
+
 def test_torchrun() -> None:
     assert recognise(TORCHRUN) == Environment(
         "torchrun", 5, 8, 1, 4, "node0", 29500, "job7", restart=2, agent_store=True

@@ -17,6 +17,7 @@ import pytest
 
 from syncline.errors import UsageError
 from syncline.launch.local import LocalRun, Outcome, launch
+from syncline.launch.placement import Placement, bind_here
 
 LIMIT_S = 30.0
 FOREVER = "import signal; signal.pause()"
@@ -85,7 +86,7 @@ def test_rank_zero_gets_the_listening_socket_and_no_other() -> None:
     lines = Lines()
     script = (
         "import os, socket\n"
-        "fd, port = os.environ.get('SYNCLINE_STORE_FD'), int(os.environ['MASTER_PORT'])\n"
+        "fd, port = os.environ.get('SYNCLINE_STORE_FD'), int(os.environ['SYNCLINE_STORE_PORT'])\n"
         "if os.environ['RANK'] == '0':\n"
         "    server = socket.socket(fileno=int(fd))\n"
         "    assert server.getsockname() == ('127.0.0.1', port)\n"
@@ -96,6 +97,60 @@ def test_rank_zero_gets_the_listening_socket_and_no_other() -> None:
     )
     assert launch(python(script), 2, on_output=lines, timeout_s=LIMIT_S).status == 0
     assert lines.seen == [(0, "well met!")]
+
+
+def test_a_program_may_open_a_store_of_its_own_on_the_masters_port() -> None:
+    lines = Lines()
+    script = (
+        "import os, socket\n"
+        "with socket.socket() as server:\n"
+        "    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
+        "    server.bind((os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])))\n"
+        "    server.listen()\n"
+        "print('listens')\n"
+    )
+    assert launch(python(script), 1, on_output=lines).status == 0
+    assert lines.seen == [(0, "listens")]
+
+
+def test_ranks_are_placed_and_counted_per_host() -> None:
+    lines = Lines()
+
+    def place(rank: int) -> Placement:
+        prefix = ("env", f"WHERE={rank}") if rank else ()
+        return Placement(f"host{rank // 2}", prefix, {"EXTRA": f"of {rank}"})
+
+    names = ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "WHERE", "EXTRA"]
+    show = f"import os; print(*map(os.environ.get, {names})); raise SystemExit(int(os.environ['RANK']) // 2 * 3)"
+    outcome = launch(python(show), 3, on_output=lines, place=place)
+    assert sorted(lines.seen) == [(0, "0 2 None of 0"), (1, "1 2 1 of 1"), (2, "0 1 2 of 2")]
+    assert outcome.text == "rank 2 (host1) ended with status 3"
+
+
+def test_rank_zeros_host_is_where_the_processes_meet() -> None:
+    lines = Lines()
+
+    def place(rank: int) -> Placement:
+        return Placement(bind=lambda: bind_here("127.0.0.7") if rank == 0 else pytest.fail("only rank 0 serves"))
+
+    script = (
+        "import os, socket; print(os.environ['MASTER_ADDR']); fd = os.environ.get('SYNCLINE_STORE_FD');"
+        "fd and print(socket.socket(fileno=int(fd)).getsockname()[0])"
+    )
+    assert launch(python(script), 2, on_output=lines, place=place).status == 0
+    assert sorted(lines.seen) == [(0, "127.0.0.7"), (0, "127.0.0.7"), (1, "127.0.0.7")]
+
+
+def test_a_command_that_starts_the_ranks_itself_is_told_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCLINE_LAUNCHER", "of an outer run")
+    monkeypatch.setenv("RANK", "5")
+    lines = Lines()
+    script = (
+        "import os; print([n for n in os.environ if n.startswith(('RANK', 'WORLD', 'LOCAL_', 'MASTER_', 'SYNCLI'))])"
+    )
+    outcome = launch(python(script + "; raise SystemExit(3)"), 1, on_output=lines, ranked=False)
+    assert lines.seen == [(0, "[]")]
+    assert outcome.text == f"{Path(sys.executable).name} ended with status 3"
 
 
 def test_extra_descriptors_are_inherited() -> None:

@@ -46,7 +46,7 @@ def site_of(hosts: int, rate: Rate | None, say: Callable[[str], None]) -> Iterat
     if rate is None:
         yield HERE
         return
-    from ..lab import Lab  # type: ignore[import-not-found,unused-ignore]
+    from ..lab import Lab
 
     with Lab(hosts=hosts, rate=rate) as lab:
         goodput = float(lab.goodput()) if hosts > 1 else None

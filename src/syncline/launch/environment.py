@@ -118,10 +118,15 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _syncline(environ: Environ) -> Environment | None:
-    """``syncline run``: torchrun's variables, and the socket on which rank 0 is to serve the store."""
+    """``syncline run``: torchrun's variables, and the socket on which rank 0 is to serve the store.
+
+    The store has a port of its own, so that a program may open another one on MASTER_PORT, as torch.distributed does.
+    """
     if "SYNCLINE_LAUNCHER" not in environ:
         return None
     fd = _number(environ, "SYNCLINE_STORE_FD") if "SYNCLINE_STORE_FD" in environ else None
+    if environ.get("SYNCLINE_STORE_PORT"):
+        environ = {**environ, "MASTER_PORT": environ["SYNCLINE_STORE_PORT"]}
     return _ranked(environ, "syncline", run_id=environ.get("SYNCLINE_RUN_ID", ""), store_fd=fd)
 
 

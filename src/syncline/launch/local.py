@@ -5,8 +5,12 @@ error, then SIGTERM, then SIGKILL; the status of the whole is that of the first 
 followed by SIGKILL soon after. Does not know what the processes do.
 
 The processes find each other through a store that rank 0 serves. Its listening socket is opened here and handed to
-rank 0, so that no other process can take the port in between. Everything runs in the caller's thread: one loop over
-the descriptors of processes, outputs and signals.
+rank 0, so that no other process can take the port in between. A second port (MASTER_PORT) is kept free for a store
+that the command opens itself, as torch.distributed does. Everything runs in the caller's thread: one loop over the
+descriptors of processes, outputs and signals.
+
+A process starts on this machine as it is unless its ``Placement`` says otherwise. What a placement is made of, for
+instance a command that enters another network namespace, is not known here.
 """
 
 from __future__ import annotations
@@ -18,14 +22,16 @@ import signal
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
 
 from ..errors import UsageError
 from .child import Child
+from .placement import Place, here
 
 GRACE_S = 10.0
 """From the first failure until the other processes are told to end: they print what they know meanwhile."""
@@ -40,7 +46,8 @@ TIMED_OUT = 124
 """The exit status of a run that outlasted its time limit, as timeout(1) has it."""
 
 _READ_BYTES = 1 << 16
-_STALE = ("TORCHELASTIC_", "SYNCLINE_STORE_FD", "SYNCLINE_RUN_ID", "GROUP_RANK", "ROLE_")
+_STALE = ("TORCHELASTIC_", "SYNCLINE_STORE_", "SYNCLINE_RUN_ID", "GROUP_RANK", "ROLE_")
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SYNCLINE_LAUNCHER", "SYNCLINE_SERVERS", *_STALE)
 
 Output = Callable[[int, str], None]
 """Called with a rank and a line that it printed, without the line's end."""
@@ -88,7 +95,8 @@ class LocalRun:
 
     ``command`` is run ``processes`` times, the last ``servers`` being servers. ``env`` is added to the environment,
     ``pass_fds`` are inherited by all. With ``on_output`` what they print is passed to it line by line from inside
-    ``poll`` and ``wait``, else it passes through.
+    ``poll`` and ``wait``, else it passes through. ``place`` says where each rank is started. A command that itself
+    starts the ranks, as mpirun does, is run with ``processes=1, ranked=False``: it gets no rank, world size or store.
     """
 
     def __init__(
@@ -101,6 +109,8 @@ class LocalRun:
         pass_fds: Sequence[int] = (),
         on_output: Output | None = None,
         grace_s: float = GRACE_S,
+        place: Place = here,
+        ranked: bool = True,
     ) -> None:
         if not command:
             raise UsageError("there is no command to start")
@@ -110,10 +120,13 @@ class LocalRun:
         self._processes, self._servers = processes, servers
         self._env, self._pass_fds = dict(env or {}), tuple(pass_fds)
         self._on_output, self._grace_s = on_output, grace_s
+        self._ranked = ranked
+        self._placements = [place(rank) for rank in range(processes)]
         self._children: list[Child] = []
         self._endings: list[Ending] = []
         self._partial: dict[int, bytes] = {}
         self._due: deque[tuple[float, int]] = deque()  # the signals to come: when, which
+        self._reserved: socket.socket | None = None  # holds MASTER_PORT for as long as the run lasts
         self._failed: int | None = None
         self._stopped: int | None = None
         self._told = False
@@ -178,20 +191,38 @@ class LocalRun:
         return self.wait()
 
     def _start(self) -> None:
-        with socket.create_server(("127.0.0.1", 0), backlog=self._processes + 128) as store:
-            shared = _environ(self._env, self._processes, self._servers, store.getsockname()[1])
+        if not self._ranked:
             for rank in range(self._processes):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                self._start_one(rank, _inherited(_RANKS) | self._env, self._pass_fds)
+            return
+        with self._placements[0].bind() as store:
+            store.listen(self._processes + 128)
+            self._reserved = self._placements[0].bind()
+            shared = _environ(self._processes, self._servers, store.getsockname(), self._reserved.getsockname()[1])
+            local: Counter[str] = Counter()
+            hosts = Counter(placement.host for placement in self._placements)
+            for rank, placement in enumerate(self._placements):
+                own = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(local[placement.host]),
+                    "LOCAL_WORLD_SIZE": str(hosts[placement.host]),
+                }
+                local[placement.host] += 1
                 fds = self._pass_fds
                 if rank == 0:
                     own["SYNCLINE_STORE_FD"] = str(store.fileno())
                     fds = (*fds, store.fileno())
-                child = Child(rank, self._command, shared | own, fds, self._on_output is not None)
-                self._children.append(child)
-                self._selector.register(child.pidfd, selectors.EVENT_READ, child)
-                if child.output is not None:
-                    os.set_blocking(child.output.fileno(), False)
-                    self._selector.register(child.output, selectors.EVENT_READ, child)
+                self._start_one(rank, shared | self._env | own, fds)
+
+    def _start_one(self, rank: int, environ: Mapping[str, str], fds: Sequence[int]) -> None:
+        placement = self._placements[rank]
+        command = (*placement.prefix, *self._command)
+        child = Child(rank, command, {**environ, **placement.env}, fds, self._on_output is not None)
+        self._children.append(child)
+        self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+        if child.output is not None:
+            os.set_blocking(child.output.fileno(), False)
+            self._selector.register(child.output, selectors.EVENT_READ, child)
 
     def _turn(self, timeout_s: float) -> None:
         """Wait for news once and act on it, and on what is due."""
@@ -241,8 +272,14 @@ class LocalRun:
                 child.signal(number)
 
     def _name(self, rank: int) -> str:
+        if not self._ranked:
+            return Path(self._command[0]).name
+        notes = [self._placements[rank].host]
         workers = self._processes - self._servers
-        return f"rank {rank}" if rank < workers else f"rank {rank} (server {rank - workers})"
+        if rank >= workers:
+            notes.append(f"server {rank - workers}")
+        text = ", ".join(filter(None, notes))
+        return f"rank {rank} ({text})" if text else f"rank {rank}"
 
     def _read(self, child: Child) -> bool:
         """Pass on the lines that are there; False when there is nothing more."""
@@ -277,6 +314,8 @@ class LocalRun:
                 child.signal(signal.SIGKILL)  # what the processes have started themselves
         for child in self._children:
             child.close()
+        if self._reserved is not None:
+            self._reserved.close()
         self._selector.close()
         os.close(self._bell)
 
@@ -288,13 +327,16 @@ def launch(
     servers: int = 0,
     env: Mapping[str, str] | None = None,
     on_output: Output | None = None,
+    place: Place = here,
+    ranked: bool = True,
     timeout_s: float | None = None,
 ) -> Outcome:
     """Run a command as a group of processes to its end; arguments as for LocalRun.
 
     In the main thread SIGINT, SIGTERM and SIGHUP end the run at once instead of the caller.
     """
-    with LocalRun(command, processes, servers=servers, env=env, on_output=on_output) as run, _forwarding(run):
+    started = LocalRun(command, processes, servers=servers, env=env, on_output=on_output, place=place, ranked=ranked)
+    with started as run, _forwarding(run):
         return run.wait(timeout_s)
 
 
@@ -316,20 +358,24 @@ def _forwarding(run: LocalRun) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _environ(extra: Mapping[str, str], processes: int, servers: int, port: int) -> dict[str, str]:
-    """What all processes of a run find in their environment, ranks apart."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_STALE)}
+def _inherited(stale: tuple[str, ...] = _STALE) -> dict[str, str]:
+    """The environment of this process without the variables, named by how they begin, of an outer run."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(stale)}
     # N processes with a thread per core each would fight for the cores.
     inherited.setdefault("OMP_NUM_THREADS", "1")
+    return inherited
+
+
+def _environ(processes: int, servers: int, store: tuple[str, int], free_port: int) -> dict[str, str]:
+    """What all processes of a run find in their environment, ranks apart."""
     return {
-        **inherited,
+        **_inherited(),
         "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": str(free_port),
+        "SYNCLINE_STORE_PORT": str(store[1]),
         "SYNCLINE_LAUNCHER": str(os.getpid()),
         "SYNCLINE_RUN_ID": secrets.token_hex(8),
         "SYNCLINE_SECRET": secrets.token_hex(32),
         "SYNCLINE_SERVERS": str(servers),
-        **extra,
     }
