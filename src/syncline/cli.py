@@ -253,7 +253,7 @@ def lab(
         servers = parsed.servers
         if servers < hosts * per_host:
             nodes = tuple(rank // per_host for rank in range(hosts * per_host - servers))
-            parsed.resolve(Group(len(nodes), servers, nodes), one_host=hosts == 1)
+            parsed.resolve(Group(len(nodes), servers, nodes), hosts=hosts)
         env["SYNCLINE_STRATEGY"] = str(parsed)
     status = job.run(
         command,

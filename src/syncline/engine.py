@@ -1,9 +1,10 @@
 """Everything of one process that is under way in the background of training, and who drives it.
 
-The training thread hands over work (a bucket to exchange, a message to send) and later waits for it. One thread at a time
-*drives*: it owns the transport, turns the exchange and calls back. That is the progress thread while there is work that
-nobody waits for; a thread that would have to wait anyway drives itself when nobody else does, which saves two hand-overs
-between threads. The time the training thread spends blocked here is counted: it is the exposed communication.
+The training thread hands over work (a bucket to exchange, a message to send) and later waits for it. One thread at a
+time *drives*: it owns the transport, turns the exchange and calls back. That is the progress thread while there is
+work that nobody waits for; a thread that would have to wait anyway drives itself when nobody else does, which saves
+two hand-overs between threads. The time the training thread spends blocked here is counted: it is the exposed
+communication.
 
 A fault while driving reaches every thread that waits, now or later, as the same exception. Each wait has a
 time limit, and so has the progress of the whole: when nothing moves for ``limit_s`` although something is under way,
@@ -135,7 +136,7 @@ class Engine:
         return work
 
     def run(self, program: Program, array: Array, key: int, label: str) -> None:
-        """Run a plan over ``array`` and return when it is done; what ``exchange`` and ``wait`` do, with less in between."""
+        """Run a plan over ``array`` and return when it is done: ``exchange`` and ``wait`` with less in between."""
         with self._changed:
             free = not (self._driven or self._inbox or self._ending)
             if free:

@@ -183,7 +183,8 @@ class OneSided:
     def advance(self, spins: int, patience_ms: int = 0) -> int:
         """Do what can be done; how many runs have moved. Raises PeerLost when one waits for a process that is gone.
 
-        A single run may sleep up to ``patience_ms`` for each of its conditions; among several none may hold up the others.
+        A single run may sleep up to ``patience_ms`` for each of its conditions; among several none may hold up the
+        others.
         """
         kernel, window = self._kernel, self._window
         gone = set(window.gone) if window.gone else window.gone
@@ -229,7 +230,7 @@ class OneSided:
 
     @property
     def waiting_for(self) -> dict[int, str]:
-        """Peer -> label of a run that waits for it: those that have not come to a run, else the one it is blocked by."""
+        """Peer -> label of a run that waits for it: those that have not come to it, else the one that blocks it."""
         return {peer: run.label for run in self._runs if not run.tolerant for peer in self._awaited(run)}
 
     def _awaited(self, run: _Run) -> list[int]:

@@ -4,16 +4,16 @@ Owns the translation of a plan into one *script* per rank. Does not know bytes, 
 (``onesided`` and ``kernels.onesided`` do).
 
 Theory. With one-sided access nothing has to be sent: a rank that reduces reads its peers' chunks where they lie, and
-what a message told ("here is my part", "I have read yours") becomes a condition on how far the other rank is. Every rank
-carries out its operations in order, so that one number, its *progress*, says everything about it: all conditions have
-the form "rank p has done its first k operations".
+what a message told ("here is my part", "I have read yours") becomes a condition on how far the other rank is. Every
+rank carries out its operations in order, so that one number, its *progress*, says everything about it: all conditions
+have the form "rank p has done its first k operations".
 
-* A pass reads chunks of some ranks, adds them from left to right, and writes the sum to the same chunks of some ranks. It
-  waits for those who wrote what it reads, and for those who still read what it writes.
+* A pass reads chunks of some ranks, adds them from left to right, and writes the sum to the same chunks of some ranks.
+  It waits for those who wrote what it reads, and for those who still read what it writes.
 * Consecutive reductions of one step into one chunk are one pass over all their inputs.
 * A copy to a rank whose chunk the sum's pass has read last of all is written by that pass itself: nobody else can want
-  the old value. So ``direct`` becomes one pass in which each owner reads all peers and writes all peers: n bytes are read
-  N times and written N times in all, the least traffic possible when inputs and results are private to the ranks.
+  the old value. So ``direct`` becomes one pass in which each owner reads all peers and writes all peers: n bytes are
+  read N times and written N times in all, the least traffic possible when inputs and results are private to the ranks.
 * A chunk that is overwritten in the step in which it is read by others is first collected in scratch memory.
 
 No deadlock: passes of a step wait for passes of earlier steps only, and what waits for passes of its own step (writing
@@ -55,8 +55,8 @@ class Operation:
 class Script:
     """One rank's operations in order; the first one opens its memory, the last one waits until nobody needs it.
 
-    ``scratch`` is how many arrays of the size of the whole it collects into. ``touches`` are the ranks whose progress or
-    memory it looks at; ``touched_by`` the ranks that look at its own.
+    ``scratch`` is how many arrays of the size of the whole it collects into. ``touches`` are the ranks whose progress
+    or memory it looks at; ``touched_by`` the ranks that look at its own.
     """
 
     rank: int

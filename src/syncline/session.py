@@ -159,7 +159,7 @@ class Session:
     # Collectives.
 
     def meet(self, kind: int, argument: int = 0, weight: float = 0.0, flags: int = 0, announce: bool = True) -> Meeting:
-        """Start showing tickets to all workers; whoever waits at once need not ``announce`` it (``Engine.exchange``)."""
+        """Start showing tickets to all workers; ``announce`` as for ``Engine.exchange``."""
         self.check_usable()
         if not self.is_worker:
             raise UsageError(

@@ -1,8 +1,8 @@
 """The 16-bit floating-point types in compiled code: widened to float32 and rounded back, to nearest even.
 
 Numba has no such types, so their elements are uint16 here. ``float16`` is IEEE 754 binary16 with subnormal numbers,
-``bfloat16`` the upper half of a float32. Without branches, so that loops over them are vectorised. Rounding as numpy and
-ml_dtypes do; a NaN stays a NaN.
+``bfloat16`` the upper half of a float32. Without branches, so that loops over them are vectorised. Rounding as numpy
+and ml_dtypes do; a NaN stays a NaN.
 
 The conversions of float16 follow F. Giesen's (https://gist.github.com/rygorous/2156668): exponents are moved by
 integer addition, subnormal numbers by the rounding of a float addition.

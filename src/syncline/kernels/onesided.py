@@ -2,8 +2,8 @@
 
 What a rank waits for is that a word in a slot of another rank's board (``board``) reaches a value.
 
-``advance`` does what can be done and returns when nothing can: the caller decides how to wait. Whoever sleeps says so on
-its board, looks once more, and is then rung through its eventfd (Dekker's pattern: a store, a fence, a load on both
+``advance`` does what can be done and returns when nothing can: the caller decides how to wait. Whoever sleeps says so
+on its board, looks once more, and is then rung through its eventfd (Dekker's pattern: a store, a fence, a load on both
 sides).
 
 All tables are int64 arrays; their columns are named below. Types, addresses and lengths were checked by ``onesided``.
@@ -243,8 +243,8 @@ def _wait(operation, state, peers, members, maps, operations, operands, lengths,
 def advance(state, peers, members, maps, operations, operands, lengths, touched, room, spins, patience_ms):
     """Do what can be done of a run; DONE, or why not: BLOCKED, UNMAPPED, UNLIKE (``state[WAITS_FOR]`` says for whom).
 
-    A condition that does not hold is looked at ``spins`` times more, the core being offered to others in between, and is
-    then slept for, each time for at most ``patience_ms``: 0 when there is something else to do.
+    A condition that does not hold is looked at ``spins`` times more, the core being offered to others in between, and
+    is then slept for, each time for at most ``patience_ms``: 0 when there is something else to do.
     """
     count = operations.shape[0]
     while state[SEGMENT] < state[SEGMENTS]:

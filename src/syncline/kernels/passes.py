@@ -1,8 +1,9 @@
 """One pass over memory that sums several arrays and writes the sum to several places, compiled.
 
 The arrays are given by address: they lie in the memory of several processes. Addition goes from left to right, so the
-result does not depend on who does it; 16-bit floating-point sums are rounded after every addition, as a chain of additions
-would be. Sources and targets may be the same arrays; an element is written when all sources' elements have been read.
+result does not depend on who does it; 16-bit floating-point sums are rounded after every addition, as a chain of
+additions would be. Sources and targets may be the same arrays; an element is written when all sources' elements have
+been read.
 
 Least memory traffic: every source read once, every target written once. Two and four arrays of float32 that are sources
 and targets alike keep the sum in registers; otherwise it is made block by block in the first target, while it is in

@@ -5,9 +5,9 @@ over a UNIX connection, and the receiver reads the sender's memory in place, onc
 looked at for ``borrow``). A short acknowledgement then frees the sender's buffer. Small messages travel inside their
 frame; large ones from other memory are copied into a segment first.
 
-Segments are anonymous and handed to the peers as descriptors (``segments``). The first one of each process is its board,
-and with it goes the descriptor of its bell: with those, plans run by one-sided access (``onesided``), and no message is
-sent at all.
+Segments are anonymous and handed to the peers as descriptors (``segments``). The first one of each process is its
+board, and with it goes the descriptor of its bell: with those, plans run by one-sided access (``onesided``), and no
+message is sent at all.
 
 Least memory traffic of a message of n bytes: n read, n written by the receiver.
 """
