@@ -28,7 +28,9 @@ from typing import Any, TypeVar
 
 from .errors import UsageError
 
-KINDS = ("algorithms", "codecs", "schedules", "sync", "transports", "workloads")
+KINDS = ("algorithms", "codecs", "peers", "schedules", "sync", "transports", "workloads")
+_FOLDERS = {"peers": "bench.peers"}
+"""Kinds whose folder is not that of their name: peers are what a bench measures beside Syncline."""
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -117,7 +119,7 @@ def _load(kind: str) -> None:
     if kind in _loaded:
         return
     _loaded.add(kind)
-    package = importlib.import_module(f"{__package__}.{kind}")
+    package = importlib.import_module(f"{__package__}.{_FOLDERS.get(kind, kind)}")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
     for point in importlib.metadata.entry_points(group=f"syncline.{kind}"):
