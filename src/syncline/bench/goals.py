@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..report.bench_rows import Measured
 from ..report.goal_table import Verdict
-from ..report.units import percent, seconds, significant
+from ..report.units import decimal_size, percent, seconds, significant
 
 Figure = Callable[[Measured, Sequence[Measured]], float | None]
 """A figure of a row, given all rows of its place and size; None when there is nothing to compare with."""
@@ -85,13 +85,13 @@ class Goal:
     def judge(self, rows: Sequence[Measured]) -> Verdict:
         """The worst of its rows among these."""
         figures = [(value, row) for row in rows if self._is_about(row) for value in self._values(row, rows)]
-        asked = ("at most " if self.at_most else "at least ") + self.write(self.bound)
+        goal = f"{self.where}: {'at most' if self.at_most else 'at least'} {self.write(self.bound)} {self.against}"
         if not figures:
-            return Verdict(self.where, self.against, asked)
+            return Verdict(goal)
         value, row = (max if self.at_most else min)(figures, key=lambda found: found[0])
         reached = value <= self.bound if self.at_most else value >= self.bound
-        at = f"{row.contender}, {row.ranks} ranks, {row.bytes / 1e6:g} MB"
-        return Verdict(self.where, self.against, asked, self.write(value), at, reached)
+        at = f"{row.contender}, {row.ranks} ranks, {decimal_size(row.bytes)}"
+        return Verdict(goal, self.write(value), at, reached)
 
     def _is_about(self, row: Measured) -> bool:
         in_lab = row.lab_bit_per_s is not None
@@ -114,21 +114,21 @@ def _from(nbytes: float, to: float = float("inf")) -> Callable[[Measured], bool]
 _SHM, _TCP = ("shm:auto",), ("tcp:auto",)
 
 GOALS = (
-    Goal("shm, 60.97 MB and more", "MPI_Allreduce", _SHM, times_faster(*_MPI), 3.3, _from(60e6)),
+    Goal("shm, 60.97 MB and more", "faster than MPI_Allreduce", _SHM, times_faster(*_MPI), 3.3, _from(60e6)),
     Goal(
         "shm, 4 to 16 MB; 1 MB at 2 ranks",
-        "MPI_Allreduce",
+        "faster than MPI_Allreduce",
         _SHM,
         times_faster(*_MPI),
         1.4,
         lambda row: 4e6 <= row.bytes <= 16e6 or (row.bytes == 1_000_000 and row.ranks == 2),
     ),
-    Goal("shm, 4 MB and more", "ring on mpi4py", _SHM, times_faster(*_MPI_RING), 1.4, _from(4e6)),
-    Goal("shm, 16 MB and more", "memory bandwidth", _SHM, of_limit, 0.8, _from(16e6), write=percent),
-    Goal("shm, up to 64 KB", "Gloo", _SHM, times_faster(*_GLOO), 25.0, _from(0, 64e3)),
+    Goal("shm, 4 MB and more", "faster than a ring on mpi4py", _SHM, times_faster(*_MPI_RING), 1.4, _from(4e6)),
+    Goal("shm, 16 MB and more", "of the memory bandwidth", _SHM, of_limit, 0.8, _from(16e6), write=percent),
+    Goal("shm, up to 64 KB", "faster than Gloo", _SHM, times_faster(*_GLOO), 25.0, _from(0, 64e3)),
     Goal(
         "shm, up to 64 KB, 4 ranks",
-        "the clock",
+        "a call",
         _SHM,
         median,
         0.0002,
@@ -136,12 +136,12 @@ GOALS = (
         at_most=True,
         write=seconds,
     ),
-    Goal("tcp loopback, 1 MB and more", "Gloo", _TCP, times_faster(*_GLOO), 2.0, _from(1e6)),
-    Goal("tcp loopback, up to 64 KB", "Gloo", _TCP, times_faster(*_GLOO), 6.0, _from(0, 64e3)),
-    Goal("lab, 16 MB and more", "goodput by iperf3", _TCP, of_limit, 0.98, _from(16e6), lab=True, write=percent),
+    Goal("tcp loopback, 1 MB and more", "faster than Gloo", _TCP, times_faster(*_GLOO), 2.0, _from(1e6)),
+    Goal("tcp loopback, up to 64 KB", "faster than Gloo", _TCP, times_faster(*_GLOO), 6.0, _from(0, 64e3)),
+    Goal("lab, 16 MB and more", "of the goodput by iperf3", _TCP, of_limit, 0.98, _from(16e6), lab=True, write=percent),
     Goal(
         "lab, every size",
-        "Gloo and MPI over TCP",
+        "the speed of Gloo and MPI over TCP",
         _TCP,
         times_faster(*_GLOO, *_MPI, *_MPI_RING, "mpich:native"),
         1 / _SLACK,
@@ -151,7 +151,7 @@ GOALS = (
     Goal("tcp, everywhere", "Gloo's CPU s/GB", _TCP, times_the_cpu(*_GLOO), 1.0, _from(0), at_most=True, lab=None),
     Goal(
         "auto, everywhere",
-        "best fixed algorithm",
+        "the time of the best fixed algorithm",
         (*_SHM, *_TCP),
         of_best_fixed,
         1.1,

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from . import svg
+from . import svg, units
 from .bench_rows import BenchResult, Measured, places
-from .bench_table import bytes_text, title
+from .bench_table import title
 from .charts import RC, Chart, Key, Style, line_styles, new_figure
 
 _TIME = (
@@ -85,11 +85,14 @@ def _curves(
     axes.set_ylabel(unit)
     least, most = min(row.bytes for row in rows), max(row.bytes for row in rows)
     ticks = [tick for tick in _TICKS_BYTES if least / 10 < tick < most * 10]
-    axes.set_xticks(ticks, [bytes_text(tick) for tick in ticks])
+    axes.set_xticks(ticks, [units.decimal_size(tick) for tick in ticks])
     axes.set_xlim(least / 1.6, most * 1.6)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_ylim()
+    if high < 100 * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # powers of ten alone would be one line or two
     return Chart(heading, caption, svg.render(figure, heading), tuple(keys), line_keys=True)
 
 

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from . import svg, units
 from .bench_charts import all_charts, contender_styles
 from .bench_rows import BenchResult, Measured, places
-from .bench_table import LEGEND, at_size, bytes_text, figures, peers_of, ratio, title
+from .bench_table import LEGEND, at_size, figures, peers_of, ratio, title
 from .charts import Chart, Key
 from .goal_table import Verdict
 
@@ -58,7 +58,6 @@ def render(result: BenchResult, verdicts: Sequence[Verdict] = ()) -> str:
         reading=LEGEND,
         verdicts=verdicts,
         parts=_parts(result),
-        remarks=(),
         charts=all_charts(result),
         drawing=_drawing,
     )
@@ -97,7 +96,7 @@ def _parts(result: BenchResult) -> tuple[_Part, ...]:
             style = styles[row.contender]
             key = Key(row.contender, svg.css(style.color), style.dash)
             cells = () if row.error is not None else _cells(row, rows, peers)
-            lines.append(_Line(key, bytes_text(row.bytes), cells, row.error, row.chosen))
+            lines.append(_Line(key, units.decimal_size(row.bytes), cells, row.error, row.chosen))
         found.append(_Part(title(rows, result.cores), heads, tuple(lines)))
     return tuple(found)
 

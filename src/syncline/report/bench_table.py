@@ -20,7 +20,6 @@ from .bench_rows import BenchResult, Measured, places
 PEERS = ("gloo:native", "mpi:native", "openmpi:native", "mpich:native", "mpi:ring", "openmpi:ring", "mpich:ring")
 """Contenders that all others are held against, in the order of the columns."""
 
-_SHORT = {"gloo:native": "gloo"}
 LEGEND = (
     "median: of the slowest rank. busbw: as in nccl-tests. CPU: processor seconds of all ranks per 10^9 bytes. limit: "
     "share of what plain copies (or the link) allow, measured in the same run. x NAME: how many times faster than that "
@@ -75,14 +74,6 @@ def at_size(rows: Sequence[Measured], name: str, nbytes: int) -> Measured | None
     return next((row for row in rows if row.contender == name and row.bytes == nbytes), None)
 
 
-def bytes_text(nbytes: int) -> str:
-    """A size in powers of 1000, as sizes of a bench are given: ``60.97 MB``."""
-    for scale, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB")):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.5g} {unit}"
-    return f"{nbytes} B"
-
-
 def figures(row: Measured) -> tuple[str, str, str, str, str, str]:
     """Median, p99, bus bandwidth, processor time, share of the limit and verdict as text."""
     bandwidth = units.MISSING if row.busbw_bytes_per_s is None else f"{row.busbw_bytes_per_s / 1e9:.3g} GB/s"
@@ -101,7 +92,13 @@ def _table(rows: Sequence[Measured], cores: int, width: int) -> Table:
     table = Table(title=title(rows, cores), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:
         left = column.title == "contender"
-        table.add_column(column.title, justify="left" if left else "right", no_wrap=not left, overflow="fold")
+        table.add_column(
+            column.title,
+            justify="left" if left else "right",
+            no_wrap=not left,
+            overflow="fold",
+            min_width=column.width if left else None,
+        )
     before = None
     for row in rows:
         if before is not None and row.bytes != before.bytes:
@@ -122,22 +119,22 @@ def _columns(rows: Sequence[Measured], width: int) -> list[_Column]:
     def against(name: str) -> Callable[[Measured], str]:
         def cell(row: Measured) -> str:
             found = ratio(row, at_size(rows, name, row.bytes))
-            return "" if found is None else units.significant(found)
+            return "" if found is None else units.significant(found, 3 if found >= 1 else 2)
 
         return cell
 
     found = [
-        _Column("bytes", 8, lambda row: bytes_text(row.bytes), 0),
+        _Column("bytes", 8, lambda row: units.decimal_size(row.bytes), 0),
         _Column("contender", max(10, *(min(16, len(row.contender)) for row in rows)), lambda row: row.contender, 0),
         _Column("median", 7, lambda row: "failed" if row.error is not None else figures(row)[0], 0),
         _Column("p99", 7, figure(1), 5),
-        _Column("busbw", 9, figure(2), 3),
+        _Column("busbw", 10, figure(2), 3),
         _Column("CPU", 6, figure(3), 4),
         _Column("limit", 5, figure(4), 2),
     ]
-    found += [_Column(f"x {_SHORT.get(name, name)}", 4, against(name), 0) for name in peers_of(rows)]
+    found += [_Column(_ratio_title(name), 6, against(name), 0) for name in peers_of(rows)]
     found.append(_Column("ok", 3, figure(5), 0))
-    while sum(max(column.width, len(column.title)) + 1 for column in found) + 2 > width:
+    while sum(max(column.width, *map(len, column.title.splitlines())) + 2 for column in found) > width:
         last = max(found, key=lambda column: column.rank)
         if last.rank == 0:
             break
@@ -145,9 +142,15 @@ def _columns(rows: Sequence[Measured], width: int) -> list[_Column]:
     return found
 
 
+def _ratio_title(peer: str) -> str:
+    """In two lines, so that the column stays narrow."""
+    library, _, algorithm = peer.partition(":")
+    return f"x {library}\n{algorithm}"
+
+
 def _errors(rows: Sequence[Measured]) -> list[Text]:
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.error is not None:
-            found.setdefault((row.contender, row.error), []).append(bytes_text(row.bytes))
+            found.setdefault((row.contender, row.error), []).append(units.decimal_size(row.bytes))
     return [Text(f"{name}, {', '.join(sizes)}: {error}", style="red") for (name, error), sizes in found.items()]

@@ -1,7 +1,7 @@
 """Result rows as charts: SVG text to be put into a page, one strategy one colour everywhere.
 
 Owns what is drawn and how; knows neither the page nor how rows were measured. Colours are those of Okabe and Ito
-("Color universal design", 2008), which readers with any common colour vision can tell apart; lines differ by dash
+("Color universal design", 2008) and a grey, which readers with any common colour vision can tell apart; lines differ by dash
 pattern as well, since strategies that compute the same thing lie on top of each other. The single worker has the
 colour of the text. Figures are matplotlib figure objects (no pyplot state), drawn narrow so that their text stays
 readable on a phone.
@@ -23,7 +23,7 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator, NullFormatter, Per
 from . import svg, units
 from .rows import BASELINE, Point, Result, Row
 
-_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777")
 _DASHES = ("6 2", "2 2", "8 2 2 2", "10 3", "4 1 1 1")
 _WIDTH_IN = 4.6
 RC = {

@@ -16,9 +16,7 @@ from .units import MISSING
 class Verdict:
     """A goal and the worst figure found for it; ``measured`` is empty and ``reached`` None when there is none."""
 
-    where: str
-    against: str
-    asked: str
+    goal: str
     measured: str = ""
     at: str = ""
     reached: bool | None = None
@@ -32,10 +30,9 @@ class Verdict:
 def render(verdicts: Sequence[Verdict]) -> Table:
     """The table; its columns fold on a narrow terminal."""
     table = Table(title="goals, each by the worst of its rows", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("where", "against", "goal", "measured", "at", "reached"):
-        table.add_column(name, overflow="fold", no_wrap=name == "reached")
+    for name in ("goal", "measured", "at", "reached"):
+        table.add_column(name, no_wrap=name in ("measured", "reached"))
     for verdict in verdicts:
         color = {True: "green", False: "red", None: ""}[verdict.reached]
-        cells = (verdict.where, verdict.against, verdict.asked, verdict.measured or MISSING, verdict.at)
-        table.add_row(*cells, Text(verdict.answer, style=color))
+        table.add_row(verdict.goal, verdict.measured or MISSING, verdict.at, Text(verdict.answer, style=color))
     return table

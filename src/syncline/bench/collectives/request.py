@@ -59,9 +59,9 @@ class Request:
         return Measured(name.transport, name.algorithm, ranks, size, collective=kind, lab_bit_per_s=rate)
 
     @property
-    def keys(self) -> set[tuple[str, float | None, int, int, str]]:
-        """The keys of all rows that are asked for."""
-        return {self.empty_row(ranks, *cell).key for ranks in self.ranks for cell in self.cells()}
+    def keys(self) -> tuple[tuple[str, float | None, int, int, str], ...]:
+        """The keys of all rows that are asked for, in order."""
+        return tuple(self.empty_row(ranks, *cell).key for ranks in self.ranks for cell in self.cells())
 
     def cells(self) -> Iterator[tuple[int, Name]]:
         """Every size and contender."""
@@ -157,7 +157,7 @@ def _check_memory(request: Request) -> None:
     available = available_memory_bytes()
     if needed > available:
         raise UsageError(
-            f"{ranks} ranks with {arrays} arrays of {size / 1e6:g} MB each (one per contender, and what they need beside"
-            f" it) take {needed / 1e9:.1f} GB with their processes, and {available / 1e9:.1f} GB of memory are available:"
-            " use fewer ranks, a smaller size, or fewer contenders at a time (--resume adds rows)"
+            f"{ranks} ranks with {arrays} arrays of {size / 1e6:g} MB each (one per contender, and what they need"
+            f" beside it) take {needed / 1e9:.1f} GB with their processes, and {available / 1e9:.1f} GB of memory are"
+            " available: use fewer ranks, a smaller size, or fewer contenders at a time (--resume adds rows)"
         )

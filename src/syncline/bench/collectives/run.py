@@ -19,7 +19,7 @@ import numpy as np
 from ...errors import DataError, SynclineError, UsageError
 from ...launch.mpi_library import LIBRARIES, MpiLibrary, find_library
 from ...report.bench_rows import BenchResult, Measured
-from ...report.units import size as size_text
+from ...report.units import decimal_size as size_text
 from ..machine import describe, source_sha256
 from ..messages import Message
 from .contenders import Name
@@ -65,7 +65,7 @@ def resumed(fresh: BenchResult, path: Path) -> BenchResult:
 
 def measure(requests: Sequence[Request], result: BenchResult, save: Save, display: Display) -> BenchResult:
     """Measure what ``result`` does not have yet; ``save`` is called after every size and at every end."""
-    run = _Run(result, save, display)
+    run = _Run(requests, result, save, display)
     try:
         for request in requests:
             run.request(request)
@@ -89,9 +89,10 @@ def open_place(request: Request) -> Iterator[tuple[Place, float | None]]:
 class _Run:
     """A bench under way: the rows so far, and where new ones go."""
 
-    def __init__(self, result: BenchResult, save: Save, display: Display) -> None:
+    def __init__(self, requests: Sequence[Request], result: BenchResult, save: Save, display: Display) -> None:
         self.result = result
         self._save, self._display = save, display
+        self._order = {key: place for place, key in enumerate(key for asked in requests for key in asked.keys)}
 
     def request(self, request: Request) -> None:
         """Measure one request; nothing is started when all its rows are there."""
@@ -113,7 +114,10 @@ class _Run:
 
     def add(self, *rows: Measured) -> None:
         """New rows, kept at once."""
-        self.result = self.result.with_rows(rows)
+        found = self.result.with_rows(rows).rows
+        # In the order of asking, whatever was kept, failed or measured first.
+        found = tuple(sorted(found, key=lambda row: self._order.get(row.key, -1)))
+        self.result = replace(self.result, rows=found)
         self._save(self.result)
 
     def _todo(self, request: Request, ranks: int) -> list[tuple[int, Name]]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from ...errors import SynclineError
 from ...launch.local import LocalRun, Outcome, Output
 from ...launch.mpi_library import MpiLibrary, find_library
-from ...report.units import size as size_text
+from ...report.units import decimal_size as size_text
 from ..messages import Mailbox, Message
 from .work import Position, Turn, Work
 
@@ -190,7 +190,8 @@ class _Watch:
             return "; ".join((killed.text, *told[:1]))
         if silent and self._first is not None:
             return "; ".join((f"rank {self._first} died", *told[:1]))
-        return told[0] if told else "; ".join((outcome.text, *self._printed))
+        ended = "; ".join(f"the MPI launcher {ending.how}" for ending in outcome.endings) if launched else outcome.text
+        return told[0] if told else "; ".join((ended, *self._printed))
 
 
 def where_text(names: Sequence[str], at: Position) -> str:
