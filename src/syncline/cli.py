@@ -186,6 +186,7 @@ def compare(
     help="What to compare: strategies such as shm:auto,tcp:ring and peers such as gloo:native,mpi:native,mpi:ring.",
 )  # fmt: skip
 @click.option("--lab", metavar="RATE", help="One rank per host of a lab with links of RATE, such as 1gbit; needs root.")
+@click.option("--repetitions", type=click.IntRange(min=1), help="Of every size; default: 60, 20 or 9 by size.")
 @click.option("--goals", is_flag=True, help="Measure what the table of goals needs, and print it.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
 @click.option(
@@ -199,13 +200,14 @@ def bench(
     ranks: tuple[str, ...],
     contenders: tuple[str, ...],
     lab: str | None,
+    repetitions: int | None,
     goals: bool,
     json_path: Path | None,
     resume_path: Path | None,
     report_path: Path | None,
 ) -> None:
     """Measure collectives beside what one would use instead, all contenders taking turns in the same processes."""
-    if goals and (ranks or contenders or lab or collective != "allreduce"):
+    if goals and (ranks or contenders or lab or repetitions or collective != "allreduce"):
         raise click.UsageError("--goals says itself what is measured: it goes with --sizes and the files only")
     from .bench.collectives import command, request
     from .grammar import read_list, read_value
@@ -221,6 +223,7 @@ def bench(
             contenders=read_list(contenders),
             kind=collective,
             lab_rate=None if lab is None else read_value(lab, Rate, "--lab"),
+            repetitions=repetitions,
         )
         requests = [asked]
     status = command.run(requests, json_path=json_path, resume_path=resume_path, report_path=report_path, goals=goals)

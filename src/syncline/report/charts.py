@@ -1,9 +1,9 @@
 """Result rows as charts: SVG text to be put into a page, one strategy one colour everywhere.
 
 Owns what is drawn and how; knows neither the page nor how rows were measured. Colours are those of Okabe and Ito
-("Color universal design", 2008) and a grey, which readers with any common colour vision can tell apart; lines differ by dash
-pattern as well, since strategies that compute the same thing lie on top of each other. The single worker has the
-colour of the text. Figures are matplotlib figure objects (no pyplot state), drawn narrow so that their text stays
+("Color universal design", 2008), which readers with any common colour vision can tell apart, and a grey; lines differ
+by dash pattern as well, since strategies that compute the same thing lie on top of each other. The single worker has
+the colour of the text. Figures are matplotlib figure objects (no pyplot state), drawn narrow so that their text stays
 readable on a phone.
 """
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ... import registry
-from ...errors import StrategyError, UsageError
+from ...errors import UsageError
 from ...grammar import nearest, read_part
 from ...plan import Plan
 from ...program import Program, compile_program
@@ -78,7 +78,7 @@ class Name:
 
 
 def read_name(text: str) -> Name:
-    """The contender of that name; raises UsageError, or StrategyError naming what is nearest."""
+    """The contender of that name; raises UsageError naming what is nearest."""
     if ":" not in text or text.startswith(":") or text.endswith(":"):
         known = ", ".join(_peers())
         raise UsageError(f"{text!r}: a contender is TRANSPORT:ALGORITHM, such as tcp:ring, or a peer: {known}")
@@ -87,9 +87,8 @@ def read_name(text: str) -> Name:
         return name
     try:
         strategy = name.strategy
-    except StrategyError as error:
-        hint = nearest(text, _peers())
-        raise StrategyError(f"contender {text!r}: {error}{hint}") from None
+    except UsageError as error:
+        raise type(error)(f"contender {text!r}: {error}{nearest(text, _peers())}") from None
     if strategy.servers:
         raise UsageError(f"{text!r}: bench compares groups without servers of their own; use on=workers, or compare")
     return name

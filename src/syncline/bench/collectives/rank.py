@@ -25,7 +25,7 @@ from .contenders import Name, connect, read_name
 from .kinds import Collective, collective
 from .meeting import Meeting
 from .probes import LinkProbe, MemoryProbe
-from .request import WARM_UP, calls_per_repetition, repetitions
+from .request import WARM_UP, calls_per_repetition, usual_repetitions
 from .work import Turn, Work
 
 _TIMEOUT_S = 120.0
@@ -112,7 +112,7 @@ class _Bench:
         """The contenders of these numbers at one size, in turn; rank 0 reports."""
         for number in numbers:
             self._contenders[number].select(self._kind.elements(self._world, nbytes))
-        count = repetitions(nbytes)
+        count = usual_repetitions(nbytes) if self._work.repeat is None else self._work.repeat
         times: dict[int, list[float]] = {number: [] for number in numbers}
         spent = dict.fromkeys(numbers, 0.0)
         correct = dict.fromkeys(numbers, True)

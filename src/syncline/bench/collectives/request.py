@@ -50,8 +50,14 @@ class Request:
     ranks: tuple[int, ...]
     contenders: tuple[Name, ...]
     lab_rate: Rate | None = None
+    repeat: int | None = None
+    """Repetitions of every size, None for as many as its size asks for."""
     optional: bool = False
     """Whether to go on without it where no lab can be made."""
+
+    def repetitions(self, nbytes: int) -> int:
+        """How often a size is measured."""
+        return usual_repetitions(nbytes) if self.repeat is None else self.repeat
 
     def empty_row(self, ranks: int, size: int, name: Name) -> Measured:
         """The row of one cell, with nothing measured yet."""
@@ -77,6 +83,7 @@ def request_of(
     contenders: Sequence[str] = (),
     kind: str = "allreduce",
     lab_rate: Rate | None = None,
+    repetitions: int | None = None,
 ) -> Request:
     """Check everything that can be checked beforehand, empty lists meaning the defaults; raises UsageError."""
     chosen = collective(kind)
@@ -84,6 +91,8 @@ def request_of(
         contenders = _default_contenders(chosen, lab_rate is not None)
     if lab_rate is not None and lab_rate <= 0:
         raise UsageError(f"--lab needs the rate of its links, such as 1gbit, got {lab_rate:g} bit/s")
+    if repetitions is not None and repetitions < 1:
+        raise UsageError(f"{repetitions} repetitions measure nothing: use 1 or more")
     worlds = tuple(dict.fromkeys(ranks or (LAB_RANKS if lab_rate is not None else DEFAULT_RANKS)))
     counts = tuple(sorted(set(sizes or DEFAULT_SIZES)))
     for size in counts:
@@ -97,7 +106,7 @@ def request_of(
             check_name(name, chosen, world)
     if lab_rate is not None:
         _check_reach(names)
-    request = Request(chosen, counts, worlds, names, lab_rate)
+    request = Request(chosen, counts, worlds, names, lab_rate, repetitions)
     _check_memory(request)
     return request
 
@@ -119,7 +128,7 @@ def missing(name: Name, ranks: int) -> str | None:
     return None
 
 
-def repetitions(nbytes: int) -> int:
+def usual_repetitions(nbytes: int) -> int:
     """How often a size is measured: more for small ones, whose times vary more."""
     return 60 if nbytes <= 1_000_000 else 20 if nbytes <= 16_000_000 else 9
 

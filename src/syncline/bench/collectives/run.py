@@ -24,7 +24,7 @@ from ..machine import describe, source_sha256
 from ..messages import Message
 from .contenders import Name
 from .display import Display
-from .request import WARM_UP, Request, expected_s, missing, repetitions
+from .request import WARM_UP, Request, expected_s, missing
 from .start import SILENCE_S, Here, InLab, LabLike, Place, RanksFailed, run_ranks, where_text
 from .work import Position, Work
 
@@ -122,13 +122,13 @@ class _Run:
 
     def _todo(self, request: Request, ranks: int) -> list[tuple[int, Name]]:
         """The cells to measure; those of contenders that are not installed become rows at once."""
-        kept = {row.key for row in self.result.rows if row.finished}
+        kept = {(row.key, row.repetitions) for row in self.result.rows if row.finished}
         found = []
         rows = []
         reasons = {name: missing(name, ranks) for name in request.contenders}
         for size, name in request.cells():
             row = request.empty_row(ranks, size, name)
-            if row.key in kept:
+            if (row.key, request.repetitions(size)) in kept:
                 continue
             reason = reasons[name]
             if reason is None:
@@ -177,7 +177,8 @@ class _Set:
         turns = tuple((size, tuple(numbers[name] for at, name in self._left if at == size)) for size in sizes)
         library = self._library if any(name.library for name in self._names) else ""
         link = self._goodput is None and any(name.moves == "link" for name in self._names)
-        work = Work(self._request.collective.name, self._texts, turns, "", library=library, link=link)
+        kind, repeat = self._request.collective.name, self._request.repeat
+        work = Work(kind, self._texts, turns, "", library=library, repeat=repeat, link=link)
         longest = expected_s(max(sizes), self._ranks, 1, self._request.lab_rate)
         try:
             run_ranks(work, self._ranks, self._place, self._heard, moved, SILENCE_S + _PATIENCE * longest)
@@ -251,7 +252,7 @@ class _Set:
 
     def _expected_s(self, size: int, cells: Sequence[tuple[int, Name]]) -> float:
         count = sum(at == size for at, _ in cells)
-        return repetitions(size) * expected_s(size, self._ranks, count, self._request.lab_rate)
+        return self._request.repetitions(size) * expected_s(size, self._ranks, count, self._request.lab_rate)
 
     def _progress(self, position: Position, expected: dict[int, float]) -> float:
         """Expected seconds of work that is done: whole sizes, and the part of the present one."""
@@ -263,7 +264,7 @@ class _Set:
         """The share of the present size that is done, from the turns of this set of processes."""
         before = len(self._names)  # connecting took a turn each
         for size in dict.fromkeys(size for size, _ in self._begun):
-            turns = sum(at == size for at, _ in self._begun) * (WARM_UP + repetitions(size))
+            turns = sum(at == size for at, _ in self._begun) * (WARM_UP + self._request.repetitions(size))
             if size == position.nbytes:
                 return min(1.0, max(0, position.turns - before) / turns)
             before += turns

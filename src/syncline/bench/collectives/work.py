@@ -24,8 +24,9 @@ class Work:
 
     ``cells`` holds each size with the numbers of the contenders to measure at it; ``folder`` is where the ranks report;
     ``address`` and ``interface`` are where rank 0's store listens and what Gloo is bound to; ``library`` names the MPI
-    library under whose launcher the ranks run, if any. With ``link`` the ranks measure their link, else it is given or
-    not wanted; with ``memory`` they measure the growth of their memory instead of times.
+    library under whose launcher the ranks run, if any; ``repeat`` is how often each size is measured, None for as
+    often as it asks for. With ``link`` the ranks measure their link, which is otherwise known or not wanted; with
+    ``memory`` they measure the growth of their memory instead of times.
     """
 
     collective: str
@@ -35,6 +36,7 @@ class Work:
     address: str = "127.0.0.1"
     interface: str = "lo"
     library: str = ""
+    repeat: int | None = None
     link: bool = False
     memory: bool = False
 
