@@ -80,18 +80,19 @@ def open_place(request: Request) -> Iterator[tuple[Place, float | None]]:
     if request.lab_rate is None:
         yield Here(), None
         return
-    lab_module = importlib.import_module("syncline.lab")  # above all others that need no root
+    lab_module = importlib.import_module("syncline.lab")  # only a bench in a lab needs what a lab needs
     lab: LabLike
     with lab_module.Lab(hosts=max(request.ranks), rate=request.lab_rate) as lab:
         yield InLab(lab), lab.goodput(seconds=2)
 
 
 class _Run:
-    """A bench under way: the rows so far, and where new ones go."""
+    """A bench under way: the rows so far, where new ones go, and where progress is shown."""
 
     def __init__(self, requests: Sequence[Request], result: BenchResult, save: Save, display: Display) -> None:
         self.result = result
-        self._save, self._display = save, display
+        self.display = display
+        self._save = save
         self._order = {key: place for place, key in enumerate(key for asked in requests for key in asked.keys)}
 
     def request(self, request: Request) -> None:
@@ -105,7 +106,7 @@ class _Run:
             except UsageError as error:
                 if not request.optional:
                     raise
-                self._display.say(f"no lab: {error}")
+                self.display.say(f"no lab: {error}")
                 return
             for ranks, cells in todo.items():
                 for library, names in _sets(cells):
@@ -138,11 +139,6 @@ class _Run:
         if rows:
             self.add(*rows)
         return found
-
-    @property
-    def display(self) -> Display:
-        """Where progress is shown."""
-        return self._display
 
 
 class _Set:
