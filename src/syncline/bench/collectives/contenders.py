@@ -189,8 +189,9 @@ class Syncline:
         self._session.shutdown()
 
     def _compile(self) -> Program:
-        plan = plan_of(self._session.strategy, self._kind, self._session.group)
-        return compile_program(plan, self._seat.rank)
+        if self._kind.name == "allreduce":
+            return self._session.program("allreduce")
+        return compile_program(plan_of(self._session.strategy, self._kind, self._session.group), self._seat.rank)
 
 
 def _peers() -> dict[str, registry.Entry]:

@@ -38,7 +38,7 @@ the call."""
 
 _SPAN_BYTES = 128 << 20
 """At least so much is copied per measurement by a rank: some 10 ms, or the ranks would hardly meet."""
-_LINK_BYTES = 16 << 20
+_LEAST_LINK_BYTES, _MOST_LINK_BYTES = 8 << 20, 64 << 20
 _LINK_BLOCK_BYTES = 128 << 10
 _TIMEOUT_S = 120.0
 
@@ -72,33 +72,37 @@ class LinkProbe:
     def __init__(self, meeting: Meeting, address: str) -> None:
         self._meeting = meeting
         self._block = np.zeros(_LINK_BLOCK_BYTES, np.uint8)
+        self._into = np.empty(_LINK_BLOCK_BYTES, np.uint8)
         self._to, self._source = _ring(meeting, address)
 
-    def measure(self) -> float:
-        """Called by all ranks together; cost: 16 MiB sent and received by each."""
+    def measure(self, nbytes: int) -> float:
+        """Called by all ranks together, with the size that is being measured; cost: 8 to 64 MiB moved by each."""
+        blocks = min(max(nbytes, _LEAST_LINK_BYTES), _MOST_LINK_BYTES) // _LINK_BLOCK_BYTES
         self._meeting.wait()
-        begun = time.monotonic()
-        sender = threading.Thread(target=self._send, name="syncline-bench-link")
+        sender = threading.Thread(target=self._send, args=(blocks + 1,), name="syncline-bench-link")
         sender.start()
-        left = _LINK_BYTES
-        into = np.empty(_LINK_BLOCK_BYTES, np.uint8)
-        while left:
-            got = self._source.recv_into(into, min(left, _LINK_BLOCK_BYTES))
+        self._receive(_LINK_BLOCK_BYTES)  # from here on the stream flows
+        begun = time.monotonic()
+        self._receive(blocks * _LINK_BLOCK_BYTES)
+        elapsed = time.monotonic() - begun
+        sender.join()
+        return float(blocks * _LINK_BLOCK_BYTES / self._meeting.gather(elapsed).max())
+
+    def _send(self, blocks: int) -> None:
+        for _ in range(blocks):
+            self._to.sendall(self._block)
+
+    def _receive(self, nbytes: int) -> None:
+        while nbytes:
+            got = self._source.recv_into(self._into, min(nbytes, _LINK_BLOCK_BYTES))
             if not got:
                 raise SynclineError("the rank before this one closed the socket that measures the link")
-            left -= got
-        sender.join()
-        times = self._meeting.gather(begun, time.monotonic())
-        return float(_LINK_BYTES / (times[:, 1].max() - times[:, 0].min()))
+            nbytes -= got
 
     def close(self) -> None:
         """Close the sockets."""
         self._to.close()
         self._source.close()
-
-    def _send(self) -> None:
-        for _ in range(_LINK_BYTES // _LINK_BLOCK_BYTES):
-            self._to.sendall(self._block)
 
 
 def _ring(meeting: Meeting, address: str) -> tuple[socket.socket, socket.socket]:

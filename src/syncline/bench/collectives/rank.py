@@ -131,7 +131,7 @@ class _Bench:
                 self._end()
             speeds["memory"].append(memory.measure())
             if self._link is not None:
-                speeds["link"].append(self._link.measure())
+                speeds["link"].append(self._link.measure(nbytes))
         typical = {name: float(np.median(found)) for name, found in speeds.items() if found}
         for number in numbers:
             self._report(number, nbytes, times[number], spent[number], correct[number], typical)
