@@ -34,10 +34,11 @@ def bench(
     ranks: int = 2,
     sizes: tuple[int, ...] = (1004,),
     repetitions: int = 3,
+    out: io.StringIO | None = None,
 ) -> list[Any]:
     path = tmp_path / "rows.json"
     asked = request.request_of(sizes=sizes, ranks=[ranks], contenders=contenders, kind=kind, repetitions=repetitions)
-    console = Console(file=io.StringIO(), width=120)
+    console = Console(file=out or io.StringIO(), width=120)
     command.run([asked], json_path=path, console=console)
     rows: list[Any] = json.loads(path.read_text())["rows"]
     return rows
@@ -158,11 +159,13 @@ def test_a_rank_that_dies_under_mpi_is_named(tmp_path: Path, monkeypatch: pytest
         return position
 
     monkeypatch.setattr(start.Turn, "read", read)
-    rows = bench(tmp_path, "allreduce", "tcp:ring", "openmpi:native", repetitions=200)
+    out = io.StringIO()
+    rows = bench(tmp_path, "allreduce", "tcp:ring", "openmpi:native", repetitions=200, out=out)
+    # The signal may arrive in a turn, whose contender is then given up, or between two, and then it is said only.
     failed = [row for row in rows if row["error"]]
-    assert len(failed) == 1
-    assert re.search(r"rank [01]( .*)? died", failed[0]["error"])
-    assert sum(row["correct"] is True for row in rows) == 1
+    assert re.search(r"rank [01]( .*)? died", " ".join(out.getvalue().split()))
+    assert all(re.search(r"rank [01]( .*)? died", row["error"]) for row in failed)
+    assert sum(row["correct"] is True for row in rows) == 2 - len(failed) >= 1
 
 
 def last_rank() -> int:
