@@ -22,8 +22,8 @@ check: install ## Run ruff and mypy
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: install ## Measure allreduce beside what one would use instead
-	$(BIN)/syncline bench
+bench: install ## Measure collectives beside Gloo and MPI, print the table of goals; rows and page in results/
+	$(BIN)/syncline bench --goals --json results/bench.json --report results/bench.html
 
 clean: ## Remove caches and what builds leave behind
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

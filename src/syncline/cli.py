@@ -184,27 +184,58 @@ def compare(
 
 
 @cli.command(cls=_Lists)
+@click.option("--collective", default="allreduce", show_default=True, help="Or reduce-scatter, all-gather, broadcast.")
 @click.option(
-    "--ranks", multiple=True, type=click.IntRange(min=1), default=(2, 4), show_default=True, metavar="N...",
-    help="Numbers of ranks.",
-)  # fmt: skip
-@click.option(
-    "--sizes", multiple=True, default=("1KB", "1MB", "102228128B"), show_default=True, metavar="SIZE...",
-    help="Bytes to reduce, with units; the last default are ResNet-50's gradients.",
-)  # fmt: skip
+    "--sizes", multiple=True, metavar="SIZE...", help="Bytes of the array: 1KB,60.97MB; default: 1KB to 256MB."
+)
+@click.option("--ranks", multiple=True, metavar="N...", help="Numbers of ranks: 2,4; default: 2,4, and 4 in a lab.")
 @click.option(
     "--with", "contenders", multiple=True, metavar="TRANSPORT:ALGORITHM...",
-    help="What to compare, such as shm:ring, tcp:ring or the peer gloo:native; default: all.",
+    help="What to compare: strategies such as shm:auto,tcp:ring and peers such as gloo:native,mpi:native,mpi:ring.",
 )  # fmt: skip
+@click.option("--lab", metavar="RATE", help="One rank per host of a lab with links of RATE, such as 1gbit; needs root.")
+@click.option("--repetitions", type=click.IntRange(min=1), help="Of every size; default: 60, 20 or 9 by size.")
+@click.option("--goals", is_flag=True, help="Measure what the table of goals needs, and print it.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
-def bench(ranks: tuple[int, ...], sizes: tuple[str, ...], contenders: tuple[str, ...], json_path: Path | None) -> None:
-    """Measure allreduce beside what one would use instead."""
-    from .bench import allreduce
-    from .grammar import read_value
-    from .types import Size
+@click.option(
+    "--resume", "resume_path", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Keep this file's rows, measure the others, and write them to it (or to --json).",
+)  # fmt: skip
+@click.option("--report", "report_path", type=click.Path(dir_okay=False, path_type=Path), help="Write a page here.")
+def bench(
+    collective: str,
+    sizes: tuple[str, ...],
+    ranks: tuple[str, ...],
+    contenders: tuple[str, ...],
+    lab: str | None,
+    repetitions: int | None,
+    goals: bool,
+    json_path: Path | None,
+    resume_path: Path | None,
+    report_path: Path | None,
+) -> None:
+    """Measure collectives beside what one would use instead, all contenders taking turns in the same processes."""
+    if goals and (ranks or contenders or lab or repetitions or collective != "allreduce"):
+        raise click.UsageError("--goals says itself what is measured: it goes with --sizes and the files only")
+    from .bench.collectives import command, request
+    from .grammar import read_list, read_value
+    from .types import Rate, Size
 
-    nbytes = [read_value(size, Size, "--sizes") for text in sizes for size in text.split(",")]
-    sys.exit(allreduce.run(list(ranks), nbytes, list(contenders), json_path))
+    nbytes = [read_value(size, Size, "--sizes") for size in read_list(sizes)]
+    if goals:
+        requests = command.goal_requests(nbytes)
+    else:
+        asked = request.request_of(
+            sizes=nbytes,
+            ranks=[read_value(count, int, "--ranks") for count in read_list(ranks)],
+            contenders=read_list(contenders),
+            kind=collective,
+            lab_rate=None if lab is None else read_value(lab, Rate, "--lab"),
+            repetitions=repetitions,
+        )
+        requests = [asked]
+    status = command.run(requests, json_path=json_path, resume_path=resume_path, report_path=report_path, goals=goals)
+    sys.exit(status)
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -17,7 +17,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
@@ -97,6 +97,22 @@ def read_part(text: str) -> Part:
     if len(words) != 1 or words[0][0]:
         raise StrategyError(f"expected one name with optional arguments, as in ps(servers=2), got {text!r}")
     return words[0][1]
+
+
+def read_list(texts: Iterable[str]) -> list[str]:
+    """The items of texts such as ``shm:ring,tcp:ring``; commas inside brackets belong to arguments."""
+    found: list[str] = []
+    for text in texts:
+        depth, item = 0, ""
+        for letter in text:
+            depth += (letter == "(") - (letter == ")")
+            if letter == "," and depth == 0:
+                found.append(item)
+                item = ""
+            else:
+                item += letter
+        found.append(item)
+    return [item.strip() for item in found if item.strip()]
 
 
 class _Reader:
@@ -305,7 +321,7 @@ def _write_quantity(value: float, units: Mapping[str, Fraction], exact: bool) ->
 _UNITS: Mapping[Any, Mapping[str, Fraction]] = {Size: SIZE_UNITS, Rate: RATE_UNITS, Seconds: TIME_UNITS}
 
 
-def nearest(word: str, known: typing.Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` for the known word next to ``word``, else nothing."""
     found = get_close_matches(word.lower(), list(known), n=1)
     return f"; did you mean {found[0]!r}?" if found else ""

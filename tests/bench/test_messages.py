@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.bench.messages import Job, Mailbox, Message, Sender
+from syncline.bench.messages import Job, Mailbox, Message, Sender, reports_path
 from syncline.errors import SynclineError
 
 
@@ -80,3 +80,19 @@ def test_half_a_line_at_the_end_is_dropped() -> None:
         os.write(mailbox.fds[0], b'{"kind": "result"}\n{"kind": "res')
         mailbox.release()
         assert receive_all(mailbox) == [(0, {"kind": "result"})]
+
+
+def test_pipes_with_names_serve_processes_that_inherit_nothing(tmp_path: Path) -> None:
+    with Mailbox(2, tmp_path) as mailbox:
+        assert mailbox.fds == []
+        assert mailbox.receive(0.0) == []  # nobody has come yet, which is not the end
+        senders = [Sender(os.open(reports_path(tmp_path, rank), os.O_WRONLY)) for rank in range(2)]
+        senders[1].send("hello", at=1)
+        assert mailbox.receive(5.0) == [(1, {"kind": "hello", "at": 1})]
+        senders[1].close()
+        assert mailbox.receive(5.0) == []
+        assert mailbox.ended == [1]
+        assert mailbox.open
+        senders[0].close()
+        mailbox.receive(5.0)
+        assert (mailbox.ended, mailbox.open) == ([1, 0], False)

@@ -81,7 +81,7 @@ def plan_of(
             raise UsageError(f"{name} has to be 1 or more, got {value}")
     if seed < 0:
         raise UsageError(f"--seed has to be 0 or more, got {seed}")
-    paths = _paths(json_path, report_path)
+    paths = result_paths(json_path, report_path)
     rate = None if lab is None else _rate(lab)
     contenders = _contenders(strategies, workers, one_host=rate is None)
     loaded = load(workload)
@@ -130,7 +130,8 @@ def _case(
     return Case(contender.text, workers, contender.servers, total, iterations, contender.rate)
 
 
-def _paths(json_path: str | Path | None, report_path: str | Path | None) -> tuple[Path | None, Path | None]:
+def result_paths(json_path: str | Path | None, report_path: str | Path | None) -> tuple[Path | None, Path | None]:
+    """Where the result file and the page go; raises UsageError when one cannot be written or drawn."""
     if report_path is not None:
         missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
         if missing:

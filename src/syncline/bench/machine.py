@@ -6,6 +6,8 @@ measurement. No host name is read: result files are meant to be published.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -16,6 +18,7 @@ from pathlib import Path
 
 _GIT_LIMIT_S = 5.0
 _PACKAGES = ("torch", "numpy", "syncline")
+_PLENTY_BYTES = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,29 @@ def describe() -> Machine:
         commit=commit,
         modified=None if commit is None else _modified(package),
     )
+
+
+def available_memory_bytes() -> int:
+    """What this process and its children can still have without swapping: the kernel's estimate, or less by cgroup."""
+    found = _PLENTY_BYTES
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("MemAvailable:"):
+            found = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().rpartition("::")[2].lstrip("/")
+        folder = Path("/sys/fs/cgroup") / group
+        limit, used = (int((folder / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))
+        found = min(found, max(0, limit - used))
+    return found
+
+
+def source_sha256() -> str:
+    """A digest of the package's Python files: the same for the same code, committed or not."""
+    package = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def _processor() -> str:

@@ -1,8 +1,9 @@
 """What the process that starts a measured run and the processes that run it tell each other.
 
 Owns the ``Job`` that goes down as an argument, and the pipes on which one JSON object per line comes up: a pipe per
-process keeps lines whole however long they are. Does not know what the objects mean. There is no pickle, and a line
-that is not JSON is an error of the run, not of the reader.
+process keeps lines whole however long they are. The pipes are inherited, or have names in a folder for processes that
+another launcher starts, such as mpirun. Does not know what the objects mean. There is no pickle, and a line that is not
+JSON is an error of the run, not of the reader.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import selectors
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -49,6 +51,11 @@ class Job:
         return cls(**{**data, "report_fds": tuple(data["report_fds"])})
 
 
+def reports_path(folder: str | Path, rank: int) -> str:
+    """The name of a process's pipe in a folder."""
+    return str(Path(folder) / f"reports-{rank}")
+
+
 class Sender:
     """The writing end in a measured process; writes block while the pipe is full."""
 
@@ -73,19 +80,26 @@ class Mailbox:
     """The reading ends of a run's pipes, one per process.
 
     ``fds`` are the writing ends, to be inherited by the processes; ``release`` closes this process's copies once they
-    have been. Used as a context manager, which closes everything.
+    have been. With a ``folder`` the pipes have names in it instead, see ``reports_path``. ``ended`` lists the processes
+    whose pipes have closed, in that order. Used as a context manager, which closes everything.
     """
 
-    def __init__(self, processes: int) -> None:
+    def __init__(self, processes: int, folder: str | Path | None = None) -> None:
         self._selector = selectors.DefaultSelector()
         self._rest: dict[int, bytes] = {}
         self.fds: list[int] = []
+        self.ended: list[int] = []
         for rank in range(processes):
-            reading, writing = os.pipe()
-            os.set_blocking(reading, False)
+            if folder is None:
+                reading, writing = os.pipe()
+                os.set_blocking(reading, False)
+                self.fds.append(writing)
+            else:
+                path = reports_path(folder, rank)
+                os.mkfifo(path, 0o600)
+                reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             self._selector.register(reading, selectors.EVENT_READ, rank)
             self._rest[reading] = b""
-            self.fds.append(writing)
 
     def __enter__(self) -> Mailbox:
         return self
@@ -117,6 +131,7 @@ class Mailbox:
         for key, _ in self._selector.select(timeout):
             data = os.read(key.fd, _READ_BYTES)
             if not data:
+                self.ended.append(key.data)
                 self._forget(key.fd)
                 continue
             *lines, self._rest[key.fd] = (self._rest[key.fd] + data).split(b"\n")

@@ -65,13 +65,18 @@ class Ending:
     @property
     def text(self) -> str:
         """A clause for messages."""
+        return f"{self.name} {self.how}"
+
+    @property
+    def how(self) -> str:
+        """The clause without its subject."""
         if self.told and self.status:
-            return f"{self.name} was ended by the launcher"
+            return "was ended by the launcher"
         if self.status > 128:
             number = self.status - 128
             known = {item.value: item.name for item in signal.Signals}
-            return f"{self.name} was killed by {known.get(number, f'signal {number}')}"
-        return f"{self.name} ended with status {self.status}"
+            return f"was killed by {known.get(number, f'signal {number}')}"
+        return f"ended with status {self.status}"
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Result rows as charts: SVG text to be put into a page, one strategy one colour everywhere.
 
 Owns what is drawn and how; knows neither the page nor how rows were measured. Colours are those of Okabe and Ito
-("Color universal design", 2008), which readers with any common colour vision can tell apart; lines differ by dash
-pattern as well, since strategies that compute the same thing lie on top of each other. The single worker has the
-colour of the text. Figures are matplotlib figure objects (no pyplot state), drawn narrow so that their text stays
+("Color universal design", 2008), which readers with any common colour vision can tell apart, and a grey; lines differ
+by dash pattern as well, since strategies that compute the same thing lie on top of each other. The single worker has
+the colour of the text. Figures are matplotlib figure objects (no pyplot state), drawn narrow so that their text stays
 readable on a phone.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import matplotlib as mpl
@@ -23,10 +23,10 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator, NullFormatter, Per
 from . import svg, units
 from .rows import BASELINE, Point, Result, Row
 
-_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777")
 _DASHES = ("6 2", "2 2", "8 2 2 2", "10 3", "4 1 1 1")
 _WIDTH_IN = 4.6
-_RC = {
+RC = {
     "axes.axisbelow": True,
     "axes.edgecolor": svg.INK,
     "axes.facecolor": "none",
@@ -103,21 +103,21 @@ _REST = Stage("", "rest", "#999999")
 
 def styles(rows: Sequence[Row]) -> tuple[Style, ...]:
     """A style for every row, in order; later lines are thinner, so that they show on top of equal ones."""
-    palette, dashes = cycle(_PALETTE), cycle(_DASHES)
-    found = []
-    for index, row in enumerate(rows):
-        width = max(1.0, 2.6 - 0.5 * index)
-        if row.strategy == BASELINE:
-            found.append(Style(svg.INK, "", width))
-        else:
-            found.append(Style(next(palette), next(dashes), width))
-    return tuple(found)
+    others = iter(line_styles(sum(row.strategy != BASELINE for row in rows)))
+    drawn = (Style(svg.INK, "", 0.0) if row.strategy == BASELINE else next(others) for row in rows)
+    return tuple(replace(style, width=max(1.0, 2.6 - 0.5 * index)) for index, style in enumerate(drawn))
+
+
+def line_styles(count: int, width: float = 1.6) -> tuple[Style, ...]:
+    """Styles for so many lines, told apart by colour and dash pattern together."""
+    pairs = zip(cycle(_PALETTE), cycle(_DASHES), range(count), strict=False)
+    return tuple(Style(color, dash, width) for color, dash, _ in pairs)
 
 
 def all_charts(result: Result) -> tuple[Chart, ...]:
     """Every chart that the rows have data for, in reading order."""
     makers: tuple[Callable[[Result], list[Chart]], ...] = (_curves, _stages, _wire, _traffic)
-    with mpl.rc_context(_RC):  # type: ignore[arg-type]
+    with mpl.rc_context(RC):  # type: ignore[arg-type]
         return tuple(chart for make in makers for chart in make(result))
 
 
@@ -163,7 +163,7 @@ def _curve(
     values: Callable[[Point], tuple[float, float | None]],
     share: bool = False,
 ) -> Chart | None:
-    figure, axes = _figure(2.9)
+    figure, axes = new_figure(2.9)
     keys, lows, highs = [], [], []
     for row, style in zip(result.rows, styles(result.rows), strict=True):
         points = [(x, y) for x, y in map(values, row.curve) if y is not None]
@@ -260,7 +260,7 @@ def _traffic(result: Result) -> list[Chart]:
 def _heat_map(row: Row, top: float) -> Chart:
     count = len(row.traffic)
     labels = [str(rank) for rank in range(row.workers)] + [f"S{index}" for index in range(count - row.workers)]
-    figure, axes = _figure(3.9)
+    figure, axes = new_figure(3.9)
     axes.grid(visible=False)
     cells = [[value if value > 0 else float("nan") for value in line] for line in row.traffic]
     mesh = axes.pcolormesh(cells, cmap=_shades(), vmin=0, vmax=top)
@@ -307,13 +307,14 @@ def _annotate(axes: Axes, source: int, target: int, value: float, top: float, co
     axes.text(target + 0.5, source + 0.5, text, ha="center", va="center", color=color, fontsize=size)
 
 
-def _figure(height_in: float) -> tuple[Figure, Axes]:
+def new_figure(height_in: float) -> tuple[Figure, Axes]:
+    """An empty figure as wide as all charts; to be drawn inside ``rc_context(RC)``."""
     figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
     return figure, figure.subplots()
 
 
 def _bars_figure(count: int) -> tuple[Figure, Axes]:
-    figure, axes = _figure(0.75 + 0.55 * count)
+    figure, axes = new_figure(0.75 + 0.55 * count)
     axes.set_ylim(count - 0.5, -0.65)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)

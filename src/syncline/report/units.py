@@ -45,6 +45,14 @@ def size(value: float | None) -> str:
     return f"{value:.0f} B" if scale == 1 else f"{significant(value / scale)} {unit}"
 
 
+def decimal_size(value: int) -> str:
+    """A number of bytes in powers of 1000, as the sizes of a bench are given: ``60.97 MB``."""
+    for scale, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB")):
+        if value >= scale:
+            return f"{value / scale:.5g} {unit}"
+    return f"{value} B"
+
+
 def size_unit(value: float) -> tuple[int, str]:
     """The unit in which a number of bytes is written: how many bytes it has, and its name."""
     for scale, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):

@@ -1,0 +1,102 @@
+"""The verb ``syncline bench`` without its options' syntax: request, run, files, tables, exit status.
+
+Owns what is kept of an earlier run (``resume``), when files are written, and what is printed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from ...errors import UsageError
+from ...report import bench_table, goal_table
+from ...report.bench_rows import BenchResult
+from ...report.rows import replace_text
+from ...types import Rate
+from ..cases import result_paths
+from ..goals import judge
+from .display import Display
+from .request import Request, request_of
+from .run import measure, origin, resumed
+
+LAB_RATE = Rate(1e9)
+"""Of the links of the lab in which the goals are measured."""
+
+
+def goal_requests(sizes: Sequence[int] = ()) -> list[Request]:
+    """What the table of goals needs: the default contenders here, and in a lab of 4 hosts where there is root."""
+    found = [request_of(sizes=sizes)]
+    if os.geteuid() == 0:
+        found.append(replace(request_of(sizes=sizes, lab_rate=LAB_RATE), optional=True))
+    return found
+
+
+def run(
+    requests: Sequence[Request],
+    *,
+    json_path: Path | None = None,
+    resume_path: Path | None = None,
+    report_path: Path | None = None,
+    goals: bool = False,
+    console: Console | None = None,
+) -> int:
+    """Measure and print; 0 when all that is installed was measured and right, else 1.
+
+    With ``resume_path`` all rows of that file are kept and none is measured again; of a file that ``json_path`` names
+    those are taken over that are asked for, if it is of the same machine and code. Files are written after every size,
+    the page at the end, and after an interrupt too. Raises UsageError before anything is measured.
+    """
+    console = console or Console()
+    target, report = result_paths(json_path or resume_path, report_path)
+    keeper = _Keeper(_start(requests, json_path, resume_path, console), target)
+    try:
+        with Display(console) as display:
+            measure(requests, keeper.result, keeper.save, display)
+    finally:
+        verdicts = judge(keeper.result.rows) if goals else ()
+        if report is not None:
+            from ...report.bench_page import render  # matplotlib is only loaded for a page
+
+            replace_text(report, render(keeper.result, verdicts))
+    console.print(bench_table.render(keeper.result, console.width))
+    if goals:
+        console.print(goal_table.render(verdicts))
+    return 0 if all(row.finished or row.missing for row in keeper.result.rows) else 1
+
+
+class _Keeper:
+    """The rows so far, in memory and in the result file."""
+
+    def __init__(self, result: BenchResult, path: Path | None) -> None:
+        self.result, self._path = result, path
+
+    def save(self, result: BenchResult) -> None:
+        """Take over new rows, and write them where a file is asked for."""
+        self.result = result
+        if self._path is not None:
+            result.save(self._path)
+
+
+def _start(
+    requests: Sequence[Request], json_path: Path | None, resume_path: Path | None, console: Console
+) -> BenchResult:
+    """What there is before the first measurement."""
+    fresh = origin()
+    if resume_path is not None:
+        found = resumed(fresh, resume_path)
+    elif json_path is not None and json_path.is_file():
+        try:
+            found = resumed(fresh, json_path)
+        except UsageError:
+            return fresh  # another bench's, which this one replaces
+        asked = {key for request in requests for key in request.keys}
+        found = replace(found, rows=tuple(row for row in found.rows if row.key in asked))
+    else:
+        return fresh
+    if found.rows:
+        console.print(f"{len(found.rows)} rows of {resume_path or json_path} are kept", style="dim", markup=False)
+    return found

@@ -1,0 +1,198 @@
+"""From a contender's name, ``TRANSPORT:ALGORITHM``, to what is measured: a strategy of Syncline's, or a peer.
+
+Owns the reading of names and the place where Syncline is called: what a rank does for one collective is ``_run`` of the
+class below, and nowhere else. A name that the peers' registry has is a peer; every other one is a strategy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import registry
+from ...errors import UsageError
+from ...grammar import nearest, read_part
+from ...plan import Plan
+from ...program import Program, compile_program
+from ...strategy import Strategy
+from ...types import Group
+from ..peers import Contender, Seat
+from .kinds import Collective, collective
+
+Array = NDArray[np.float32]
+
+_GOALS = {"allreduce": "allreduce", "reduce-scatter": "reduce_scatter", "all-gather": "all_gather"}
+MPI_TRANSPORT = "mpi"
+
+
+@dataclass(frozen=True)
+class Name:
+    """A contender as asked for; ``peer`` is its entry in the registry, None for a strategy."""
+
+    text: str
+    peer: registry.Entry | None = field(compare=False)
+
+    @property
+    def transport(self) -> str:
+        """What stands before the colon."""
+        return self.text.partition(":")[0]
+
+    @property
+    def algorithm(self) -> str:
+        """What stands after it."""
+        return self.text.partition(":")[2]
+
+    @property
+    def library(self) -> str:
+        """The MPI library whose ranks it has to run in (``mpi`` for any), empty for none."""
+        if self.peer is not None:
+            return str(self._declared.get("library", ""))
+        return "mpi" if read_part(self.transport).name == MPI_TRANSPORT else ""
+
+    @property
+    def needs(self) -> str:
+        """The Python package that has to be installed, empty for Syncline's own."""
+        needed = str(self._declared.get("needs", ""))
+        return "" if needed == "mpi" else needed
+
+    @property
+    def moves(self) -> str:
+        """``memory`` when ranks of one machine share memory, ``link`` when they talk over sockets."""
+        if self.peer is not None:
+            return str(self._declared["moves"])
+        return "memory" if read_part(self.transport).name in ("shm", "auto", MPI_TRANSPORT) else "link"
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of a contender that is no peer."""
+        return Strategy.parse(f"{self.algorithm} transport={self.transport}")
+
+    @property
+    def _declared(self) -> Mapping[str, Any]:
+        return {} if self.peer is None else self.peer.capabilities
+
+
+def read_name(text: str) -> Name:
+    """The contender of that name; raises UsageError naming what is nearest."""
+    if ":" not in text or text.startswith(":") or text.endswith(":"):
+        known = ", ".join(_peers())
+        raise UsageError(f"{text!r}: a contender is TRANSPORT:ALGORITHM, such as tcp:ring, or a peer: {known}")
+    name = Name(text, _peers().get(text))
+    if name.peer is not None:
+        return name
+    try:
+        strategy = name.strategy
+    except UsageError as error:
+        raise type(error)(f"contender {text!r}: {error}{nearest(text, _peers())}") from None
+    if strategy.servers:
+        raise UsageError(f"{text!r}: bench compares groups without servers of their own; use on=workers, or compare")
+    return name
+
+
+def check_name(name: Name, kind: Collective, ranks: int) -> None:
+    """Raise UsageError when the contender does not have the collective, or not for so many ranks."""
+    if name.peer is not None:
+        if kind.name not in name.peer.capabilities["collectives"]:
+            has = ", ".join(name.peer.capabilities["collectives"])
+            raise UsageError(f"{name.text} has no {kind.name}, only {has}: leave it out")
+        return
+    group = Group(ranks)
+    resolved = name.strategy.resolve(group)
+    if resolved.architecture.name != "native":
+        plan_of(resolved, kind, group)
+
+
+def plan_of(strategy: Strategy, kind: Collective, group: Group) -> Plan:
+    """The plan that a resolved strategy has for the collective; raises UsageError when there is none.
+
+    The halves of an algorithm are registered beside it, under its name and their goal; those of the ring under their
+    goal alone. There is one broadcast, along a binomial tree.
+    """
+    algorithm = strategy.architecture.name
+    if kind.name == "allreduce":
+        return strategy.plan(group)
+    if kind.name == "broadcast":
+        found: Plan = registry.get("algorithms", "broadcast").target(group, root=0)
+        return found
+    goal = _GOALS[kind.name]
+    halves = [entry for entry in registry.entries("algorithms") if entry.capabilities.get("goal") == goal]
+    for entry in halves:
+        if entry.name == (goal if algorithm == "ring" else f"{algorithm}_{goal}"):
+            half: Plan = entry.target(group)
+            return half
+    names = ", ".join("ring" if entry.name == goal else entry.name.removesuffix(f"_{goal}") for entry in halves)
+    raise UsageError(f"{algorithm} has no {kind.name} of its own: use {names} or auto")
+
+
+def connect(name: Name, number: int, seat: Seat, environment: Any) -> Contender:
+    """This rank's object of a contender; all ranks call it together. ``number`` tells equal contenders apart."""
+    if name.peer is not None:
+        peer: Contender = name.peer.target(seat)
+        return peer
+    return Syncline(name, number, seat, environment)
+
+
+class Syncline:
+    """A strategy of ours, through the engine as a training step uses it."""
+
+    def __init__(self, name: Name, number: int, seat: Seat, environment: Any) -> None:
+        from ...connecting import connect_session
+        from ...launch.store import find_secret, listen_address
+
+        run = f"{environment.run_id}/bench/{number}"
+        self._kind = collective(seat.collective)
+        self._seat = seat
+        self._asked = name.strategy
+        self._session = connect_session(
+            self._asked,
+            seat.rank,
+            seat.world,
+            seat.store,
+            run=run,
+            secret=find_secret(seat.store, run, environment, None),
+            address=listen_address(environment, os.environ.get("SYNCLINE_INTERFACE")),
+        )
+        self._memory: Array = self._session.engine.allocate(4 * seat.elements, np.dtype(np.float32))
+        self._array = self._memory
+        self._program = self._compile()
+
+    def select(self, elements: int) -> Array:
+        """In the transport's memory, where a training run has its buckets."""
+        self._array = self._memory[:elements]
+        return self._array
+
+    def run(self) -> None:
+        """One exchange of a whole bucket."""
+        self._session.engine.run(self._program, self._array, 0, "bench")
+
+    def result(self) -> Array:
+        """The array; after a reduce-scatter this rank's part of it."""
+        if self._kind.name != "reduce-scatter":
+            return self._array
+        part = self._array.size // self._seat.world
+        return self._array[self._seat.rank * part : (self._seat.rank + 1) * part]
+
+    def chosen(self) -> str | None:
+        """The strategy that runs, where the name left a word of it open."""
+        runs = self._session.strategy
+        left_open = str(self._asked.architecture.name) == "auto" or self._asked.transport.name == "auto"
+        return f"{runs.architecture.name} transport={runs.transport.name}" if left_open else None
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._session.shutdown()
+
+    def _compile(self) -> Program:
+        if self._kind.name == "allreduce":
+            return self._session.program("allreduce")
+        return compile_program(plan_of(self._session.strategy, self._kind, self._session.group), self._seat.rank)
+
+
+def _peers() -> dict[str, registry.Entry]:
+    """The peers that have collectives, by name; a peer may also be one that trains."""
+    return {entry.name: entry for entry in registry.entries("peers") if "collectives" in entry.capabilities}

@@ -1,0 +1,125 @@
+"""A whole bench as one HTML page that needs nothing else, in the style of a comparison's page.
+
+Owns the words and the order of the page; ``bench.html.j2`` fills the frame of ``page.html.j2``. Everything that comes
+from outside (contenders, errors, machine names) is escaped by the template engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+import jinja2
+from markupsafe import Markup
+
+from . import svg, units
+from .bench_charts import all_charts, contender_styles
+from .bench_rows import BenchResult, Measured, places
+from .bench_table import LEGEND, at_size, figures, peers_of, ratio, title
+from .charts import Chart, Key
+from .goal_table import Verdict
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One row of a table."""
+
+    key: Key
+    size: str
+    cells: tuple[str, ...]
+    error: str | None
+    chosen: str | None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The table of one place."""
+
+    title: str
+    heads: tuple[str, ...]
+    lines: tuple[_Line, ...]
+
+
+def render(result: BenchResult, verdicts: Sequence[Verdict] = ()) -> str:
+    """The page as HTML text; ``verdicts`` are the goals to show, if any."""
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_source),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("bench.html.j2").render(
+        title="Syncline: bench",
+        heading="Collectives beside what one would use instead",
+        summary=_summary(result),
+        facts=_facts(result),
+        reading=LEGEND,
+        verdicts=verdicts,
+        parts=_parts(result),
+        charts=all_charts(result),
+        drawing=_drawing,
+    )
+
+
+def _source(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _drawing(chart: Chart) -> Markup:
+    # The SVG is serialised from an element tree, which escapes every label in it.
+    return Markup(chart.svg)
+
+
+def _summary(result: BenchResult) -> str:
+    failed = sum(row.error is not None for row in result.rows)
+    wrong = [row.contender for row in result.rows if row.correct is False]
+    if wrong:
+        return f"Results were wrong: {', '.join(dict.fromkeys(wrong))}."
+    if failed:
+        return f"{failed} of {len(result.rows)} rows could not be measured; their errors are in the tables."
+    return (
+        f"{len(result.rows)} rows, every element of every result right. All contenders of a table ran in the same"
+        " processes and took turns."
+    )
+
+
+def _parts(result: BenchResult) -> tuple[_Part, ...]:
+    styles = contender_styles(result)
+    found = []
+    for rows in places(result.rows):
+        peers = peers_of(rows)
+        heads = ("median", "p99", "busbw", "CPU s/GB", "of limit", *(f"x {name}" for name in peers), "memory", "right")
+        lines = []
+        for row in rows:
+            style = styles[row.contender]
+            key = Key(row.contender, svg.css(style.color), style.dash)
+            cells = () if row.error is not None else _cells(row, rows, peers)
+            lines.append(_Line(key, units.decimal_size(row.bytes), cells, row.error, row.chosen))
+        found.append(_Part(title(rows, result.cores), heads, tuple(lines)))
+    return tuple(found)
+
+
+def _cells(row: Measured, rows: Sequence[Measured], peers: Sequence[str]) -> tuple[str, ...]:
+    *measured, right = figures(row)
+    against = (ratio(row, at_size(rows, name, row.bytes)) for name in peers)
+    return (
+        *measured,
+        *("" if value is None else units.significant(value) for value in against),
+        "" if row.memory_bytes is None else units.size(row.memory_bytes),
+        right,
+    )
+
+
+def _facts(result: BenchResult) -> tuple[tuple[str, str], ...]:
+    commit = "none" if result.commit is None else result.commit + (" with changes" if result.modified else "")
+    counts = sorted({row.repetitions for row in result.rows if row.repetitions})
+    return (
+        ("machine", result.machine),
+        ("cores", str(result.cores)),
+        ("versions", ", ".join(f"{name} {version}" for name, version in result.versions.items())),
+        ("commit", commit),
+        ("repetitions", ", ".join(map(str, counts)) or units.MISSING),
+        ("started", result.started or units.MISSING),
+    )

@@ -1,0 +1,138 @@
+"""The result file of ``syncline bench``: what every number in it means, and its JSON form.
+
+Owns the names, units and JSON of a ``BenchResult`` and its rows. Does not know how they were measured or how they are
+shown. The keys of the JSON are the field names; fields are only ever added, keys that are not known are ignored, and
+what could not be measured is ``null``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from .rows import finite, replace_text
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One contender at one size among so many ranks.
+
+    ``transport`` and ``algorithm`` are the words asked for; ``chosen`` is what ran where they left that open, or the
+    library and its version. ``bytes`` is the whole array. A repetition's time is that of its slowest rank; ``median_s``
+    and ``p99_s`` are over ``repetitions``. ``algbw`` and ``busbw`` are as in nccl-tests, from the median.
+    ``cpu_s_per_gb`` counts the processor time of all ranks, user and kernel, per 10^9 bytes of the array.
+    ``limit_s`` is the least time that the limit named by ``limit`` (``memory`` or ``link``) allows, measured in the
+    same run, and ``of_limit = limit_s / median_s``. ``correct`` is of every element on every rank, before and after the
+    timed repetitions. ``memory_bytes`` is the growth of a rank's proportional set size, array included, measured at
+    the greatest size in processes that run nothing else. ``lab_bit_per_s`` is the rate of the lab's links, None on the
+    machine itself. ``error`` says why there are no figures.
+    """
+
+    transport: str
+    algorithm: str
+    ranks: int
+    bytes: int
+    collective: str = "allreduce"
+    lab_bit_per_s: float | None = None
+    chosen: str | None = None
+    repetitions: int = 0
+    median_s: float | None = None
+    p99_s: float | None = None
+    algbw_bytes_per_s: float | None = None
+    busbw_bytes_per_s: float | None = None
+    cpu_s_per_gb: float | None = None
+    limit: str | None = None
+    limit_s: float | None = None
+    of_limit: float | None = None
+    correct: bool | None = None
+    memory_bytes: int | None = None
+    missing: bool = False
+    """True when its library is not installed here: then it has an error and is no failure."""
+    error: str | None = None
+
+    @property
+    def contender(self) -> str:
+        """The name by which it was asked for."""
+        return f"{self.transport}:{self.algorithm}"
+
+    @property
+    def place(self) -> tuple[str, float | None, int]:
+        """Rows of one place (collective, lab, ranks) can be compared, and stand in one table and chart."""
+        return self.collective, self.lab_bit_per_s, self.ranks
+
+    @property
+    def key(self) -> tuple[str, float | None, int, int, str]:
+        """What makes two rows the same measurement."""
+        return (*self.place, self.bytes, self.contender)
+
+    @property
+    def finished(self) -> bool:
+        """True when it was measured without an error and every element was right."""
+        return self.error is None and self.median_s is not None and self.correct is True
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """A whole bench: where and with what it ran, and its rows.
+
+    ``source_sha256`` is a digest of the package's source files: with ``commit`` it says whether rows of another run
+    are of the same code.
+    """
+
+    machine: str
+    cores: int
+    versions: Mapping[str, str]
+    commit: str | None
+    modified: bool | None = None
+    source_sha256: str = ""
+    started: str = ""
+    rows: tuple[Measured, ...] = field(default=())
+
+    def with_rows(self, rows: tuple[Measured, ...]) -> BenchResult:
+        """This result with more rows; those that measure the same are replaced."""
+        fresh = {row.key for row in rows}
+        return dataclasses.replace(self, rows=(*(row for row in self.rows if row.key not in fresh), *rows))
+
+    def same_origin(self, other: BenchResult) -> bool:
+        """Whether both are of the same machine, versions and code."""
+        return all(
+            getattr(self, name) == getattr(other, name)
+            for name in ("machine", "cores", "versions", "commit", "source_sha256")
+        )
+
+    def to_json(self) -> str:
+        """The text of the result file: strict JSON."""
+        return json.dumps(finite(dataclasses.asdict(self)), indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> BenchResult:
+        """Read a result file's text back; raises DataError where it is not one."""
+        try:
+            data = json.loads(text)
+            rows = tuple(Measured(**_known(Measured, item)) for item in data["rows"])
+            return cls(**{**_known(cls, data), "rows": rows})
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise DataError(f"this is not a result file of syncline bench: {error!r}") from None
+
+    def save(self, path: Path) -> None:
+        """Write the result file in one piece, so that a reader never sees half of it."""
+        replace_text(path, self.to_json())
+
+
+def places(rows: tuple[Measured, ...]) -> tuple[tuple[Measured, ...], ...]:
+    """The rows of each place, places and contenders in the order of their first row, sizes rising."""
+    found: dict[tuple[str, float | None, int], list[Measured]] = {}
+    order: dict[str, int] = {}
+    for row in rows:
+        found.setdefault(row.place, []).append(row)
+        order.setdefault(row.contender, len(order))
+    return tuple(tuple(sorted(part, key=lambda row: (row.bytes, order[row.contender]))) for part in found.values())
+
+
+def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    return {item.name: data[item.name] for item in dataclasses.fields(cls) if item.name in data}

@@ -1,0 +1,116 @@
+"""What a bench may be asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from syncline import registry
+from syncline.bench.collectives import request as requests
+from syncline.bench.collectives.contenders import read_name
+from syncline.bench.collectives.kinds import COLLECTIVES
+from syncline.bench.collectives.request import missing, request_of
+from syncline.errors import StrategyError, UsageError
+from syncline.grammar import read_list
+from syncline.types import Rate
+
+
+@pytest.fixture(autouse=True)
+def enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "available_memory_bytes", lambda: 1 << 36)
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "text"),
+    [
+        ({"contenders": ["ring"]}, UsageError, "TRANSPORT:ALGORITHM"),
+        ({"contenders": [":ring"]}, UsageError, "TRANSPORT:ALGORITHM"),
+        ({"contenders": ["tcp:rign"]}, StrategyError, "ring"),
+        ({"contenders": ["mpi:natvie"]}, UsageError, "did you mean 'mpi:native'"),
+        ({"contenders": ["tcp:ps(servers=1)"]}, UsageError, "servers"),
+        ({"contenders": ["tcp:tree"], "kind": "all-gather"}, UsageError, "tree has no all-gather"),
+        ({"contenders": ["mpi:ring"], "kind": "broadcast"}, UsageError, "mpi:ring has no broadcast"),
+        ({"kind": "alltoall"}, UsageError, "unknown collective"),
+        ({"sizes": [6]}, UsageError, "multiples of 4"),
+        ({"sizes": [0]}, UsageError, "multiples of 4"),
+        ({"ranks": [1]}, UsageError, "nobody"),
+        ({"ranks": [100_000]}, UsageError, "too many"),
+        ({"lab_rate": Rate(0.0)}, UsageError, "rate of its links"),
+        ({"lab_rate": Rate(1e9), "contenders": ["shm:ring"]}, UsageError, "inside one host"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(asked: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        request_of(**asked)
+
+
+def test_what_does_not_fit_memory_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "available_memory_bytes", lambda: 8 << 30)
+    assert request_of(sizes=[4_000_000], ranks=[2], contenders=["shm:ring"])
+    with pytest.raises(UsageError, match=r"4 ranks with 5 arrays of 1000 MB .* take 21.0 GB"):
+        request_of(sizes=[10**9], ranks=[4], contenders=["shm:ring", "tcp:ring"])
+
+
+def test_lists_are_in_order_and_without_repetitions() -> None:
+    found = request_of(sizes=[64_000, 1000, 1000], ranks=[4, 2, 4], contenders=["tcp:ring", "shm:auto", "tcp:ring"])
+    assert (found.sizes, found.ranks) == ((1000, 64_000), (4, 2))
+    assert [name.text for name in found.contenders] == ["tcp:ring", "shm:auto"]
+    assert len(found.keys) == len(set(found.keys)) == 8
+    assert found.keys[0] == ("allreduce", None, 4, 1000, "tcp:ring")
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+@pytest.mark.parametrize("rate", [None, Rate(1e9)])
+def test_the_defaults_are_possible(kind: str, rate: Rate | None) -> None:
+    found = request_of(kind=kind, lab_rate=rate)
+    assert "gloo:native" in [name.text for name in found.contenders]
+    assert {name.transport for name in found.contenders} >= ({"tcp"} if rate else {"shm", "tcp"})
+
+
+def test_every_peer_declares_what_the_bench_reads() -> None:
+    for entry in registry.entries("peers"):
+        if "collectives" in entry.capabilities:
+            name = read_name(entry.name)
+            assert name.peer is entry
+            assert set(entry.capabilities["collectives"]) <= set(COLLECTIVES)
+            assert name.moves in ("memory", "link")
+            assert name.needs or name.library
+
+
+def test_a_peer_that_is_not_installed_is_a_reason_not_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "find_library", lambda name: f"{name} is not installed: pip install it")
+    monkeypatch.setattr(requests, "find_spec", lambda _: None)
+    found = request_of(sizes=[1000], ranks=[2], contenders=["mpi:native", "gloo:native", "shm:ring"])
+    mpi, gloo, own = (missing(name, 2) for name in found.contenders)
+    assert mpi is not None
+    assert "pip install" in mpi
+    assert gloo == "torch is not installed: pip install 'syncline[torch]'"
+    assert own is None
+
+
+def test_no_room_for_an_mpi_library_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 1 << 20
+
+    class Library:
+        pass
+
+    monkeypatch.setattr(requests, "MpiLibrary", Library)
+    monkeypatch.setattr(requests, "find_library", lambda _: Library())
+    monkeypatch.setattr(requests.shutil, "disk_usage", lambda _: Usage)
+    reason = missing(read_name("mpi:native"), 4)
+    assert reason is not None
+    assert "/dev/shm" in reason
+
+
+def test_commas_inside_brackets_belong_to_arguments() -> None:
+    assert read_list(["a:b,c:d(e=1, f=2)", "g:h", " , "]) == ["a:b", "c:d(e=1, f=2)", "g:h"]
+
+
+def test_small_sizes_are_measured_more_often() -> None:
+    sizes = (1000, 64_000, 1_000_000, 16_000_000, 256_000_000)
+    counts = [requests.usual_repetitions(size) for size in sizes]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] >= 20
+    assert counts[-1] >= 8
