@@ -243,12 +243,22 @@ class Exchange:
                 if start < stop:
                     nbytes = (stop - start) * run.array.itemsize
                     segment.posted.add(i)
-                    self.transport.borrow(action.peer, _tag(segment, action), nbytes, owner=(segment, i))
+                    tag = _tag(segment, action)
+                    if self._adds(segment, i):
+                        self.transport.add(action.peer, tag, run.array[start:stop], owner=(segment, i))
+                    else:
+                        self.transport.borrow(action.peer, tag, nbytes, owner=(segment, i))
                     continue
             if segment.waits[i] == 0:
                 ready.append(i)
         for i in ready:
             self._act(segment, i)
+
+    def _adds(self, segment: _Segment, i: int) -> bool:
+        """Whether the transport may do a reduction: one that waits for nothing, so that plan order is kept."""
+        action = segment.run.program.actions[i]
+        alone = segment.waits[i] == 0 and action.kind == "reduce" and not action.swaps
+        return alone and self.transport.adds_from(action.peer, segment.run.array.dtype)
 
     def _act(self, segment: _Segment, i: int) -> None:
         """Action ``i`` has nothing to wait for any more; do it, and what it unlocks when there is nothing to move."""
@@ -285,7 +295,9 @@ class Exchange:
                 f"{self._where(segment, action)}: {handle.nbytes} bytes came where {expected} were expected; do all"
                 " ranks run the same version with the same model?"
             )
-        if _borrows(action):
+        if handle.kind == "add":
+            unlocked = self._finished(segment, i)
+        elif _borrows(action):
             lent = self.transport.lends_from(action.peer)
             segment.arrived[i] = self._keep(handle) if action.swaps and lent else handle
             unlocked = self._reduce_what_came(segment, segment.first_waiting(i))

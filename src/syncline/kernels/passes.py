@@ -97,7 +97,7 @@ def _in_registers(sources, n):
 
 
 @njit(nogil=True)
-def _add_block(code, into, source, n):
+def add_block(code, into, source, n):
     """Add ``n`` elements at one address to those at another."""
     if code == 0:
         _add(carray(pointer(into, np.float32(0)), n), carray(pointer(source, np.float32(0)), n), n)
@@ -129,6 +129,6 @@ def sum_pass(code, size, sources, targets, n):
         if sources[0] != targets[0]:
             memcpy(into, sources[0] + offset, length * size)
         for j in range(1, sources.size):
-            _add_block(code, into, sources[j] + offset, length)
+            add_block(code, into, sources[j] + offset, length)
         for j in range(1, targets.size):
             memcpy(targets[j] + offset, into, length * size)

@@ -39,7 +39,9 @@ class Handle:
 
     __slots__ = ("done", "error", "kind", "nbytes", "note", "owner", "payload", "peer", "tag")
 
-    def __init__(self, kind: Literal["send", "recv", "borrow"], peer: int, tag: int, nbytes: int, owner: Any) -> None:
+    def __init__(
+        self, kind: Literal["send", "recv", "borrow", "add"], peer: int, tag: int, nbytes: int, owner: Any
+    ) -> None:
         self.kind = kind
         self.peer = peer
         self.tag = tag
@@ -82,6 +84,14 @@ class Transport(Protocol):
 
     def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
         """Start receiving into memory of the transport; ``payload`` is valid until ``release``."""
+        ...
+
+    def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:
+        """True when messages of that process can be added while they come in, so that they need no other memory."""
+        ...
+
+    def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:
+        """Start receiving a message that is added to ``into``, which nobody else touches until it is done."""
         ...
 
     def release(self, handle: Handle) -> None:

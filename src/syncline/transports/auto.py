@@ -13,6 +13,9 @@ import select
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..errors import ClosedError, UsageError
 from . import Bytes, Handle, Transport
 
@@ -67,6 +70,14 @@ class Auto:
     def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
         """Borrow by the peer's transport."""
         return self._member(src).borrow(src, tag, nbytes, owner)
+
+    def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:
+        """Whether the peer's own transport adds."""
+        return self._member(src).adds_from(src, dtype)
+
+    def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:
+        """Add by the peer's transport."""
+        return self._member(src).add(src, tag, into, owner)
 
     def release(self, handle: Handle) -> None:
         """Give it back to the transport it came by."""

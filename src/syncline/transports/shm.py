@@ -21,6 +21,7 @@ from socket import socket
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import ClosedError, PeerLost, UsageError
 from ..kernels.board import BOARD_BYTES
@@ -90,7 +91,7 @@ class Shm:
         self._completed: list[Handle] = []
         self.gone: set[int] = set()
         self._closed = False
-        everyone = max(rank, *socks) + 1
+        everyone = max([rank, *socks]) + 1
         self._in_place: Words = np.zeros((2, everyone), np.int64)  # bytes sent and received without a socket
         self.members: Words = np.zeros((everyone, 2), np.int64)
         self.maps: Words = np.zeros((everyone, 16), np.int64)
@@ -100,6 +101,14 @@ class Shm:
         for link in self._links.values():
             link.push(_BELL, 0, fd=self._loop.bell)
             self._loop.write_soon(link)
+
+    def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:  # noqa: ARG002
+        """No: what is lent is added where it lies."""
+        return False
+
+    def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:  # noqa: ARG002
+        """Not offered."""
+        raise UsageError(f"transport {self.name} does not add what it receives")
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
         """Every peer does: what arrives is looked at in its memory."""

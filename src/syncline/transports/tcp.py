@@ -18,10 +18,13 @@ from socket import socket
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import ClosedError, PeerLost, UsageError
+from ..kernels.cpu import add_all_into
 from ..registry import register
 from ..types import Rate, Seconds
+from ..wire.adding import Adding, can_add
 from ..wire.link import CONTROL, Frame, Link
 from ..wire.loop import Loop
 from ..wire.matching import Matcher
@@ -39,6 +42,8 @@ class _Receive:
 
     handle: Handle
     into: Bytes | None
+    adds: NDArray[Any] | None = None
+    """What it is added to instead."""
 
 
 @dataclass
@@ -54,7 +59,8 @@ class _Reading:
     """The message whose body a link is reading now."""
 
     receive: _Receive | None
-    data: Bytes
+    data: Bytes | None
+    """None while it is being added."""
 
 
 @register("transports", "tcp", connection="tcp", one_host=False, check=Shape)
@@ -83,7 +89,7 @@ class Tcp:
         ends = socks if shape.plain else {peer: Line(sock, delay) for peer, sock in socks.items()}
         self._links = {peer: Link(sock, peer, self._sink, self._arrival) for peer, sock in ends.items()}
         links = self._links.values()
-        self._loop = Loop(links, self._lost) if shape.plain else ShapedLoop(links, self._lost, shape)
+        self._loop = Loop(links, self._lost, pumps=True) if shape.plain else ShapedLoop(links, self._lost, shape)
         self._matcher: Matcher[_Receive, _Arrived] = Matcher()
         self._reading: dict[int, _Reading] = {}
         self._waiting: dict[tuple[int, int], deque[tuple[Handle, Bytes, float]]] = {}  # sends without credit
@@ -126,6 +132,10 @@ class Tcp:
         """Read the message into scratch memory, taken when its first byte is there."""
         return self._post(_Receive(Handle("borrow", src, tag, nbytes, owner), None))
 
+    def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:
+        """Add the message to ``into`` while it comes in."""
+        return self._post(_Receive(Handle("add", src, tag, into.nbytes, owner), None, into))
+
     def release(self, handle: Handle) -> None:
         """Put the scratch memory back."""
         self.scratch.give(handle.note)
@@ -139,6 +149,10 @@ class Tcp:
         self._loop.turn(0.0 if self._completed else timeout)
         found, self._completed = self._completed, []
         return found
+
+    def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:  # noqa: ARG002
+        """Whether the compiled code knows the type."""
+        return can_add(dtype)
 
     def fileno(self) -> int:
         """The loop's: for a wait together with other transports."""
@@ -205,10 +219,13 @@ class Tcp:
                 self._loop.write_soon(link)
         return handle
 
-    def _sink(self, link: Link, frame: Frame) -> memoryview | None:
+    def _sink(self, link: Link, frame: Frame) -> memoryview | Adding | None:
         if frame.kind != _DATA:
             return None
         receive = self._matcher.take(link.peer, frame.tag)
+        if receive is not None and receive.adds is not None and INLINE_BYTES < frame.size <= receive.handle.nbytes:
+            self._reading[link.peer] = _Reading(receive, None)
+            return Adding(receive.adds, frame.size, self.scratch)
         if receive is not None and receive.into is not None and frame.size <= receive.handle.nbytes:
             data = receive.into
         else:
@@ -229,6 +246,7 @@ class Tcp:
         if reading.receive is not None:
             self._deliver(reading.receive, reading.data, frame.size)
             return
+        assert reading.data is not None
         # The receive may have been posted while the body was being read.
         receive = self._matcher.arrive(*key, _Arrived(reading.data, frame.size))
         if receive is not None:
@@ -245,18 +263,26 @@ class Tcp:
         if not waiting:
             del self._waiting[key]
 
-    def _deliver(self, receive: _Receive, data: Bytes, size: int) -> None:
-        """A whole message has come for a receive: in place, or in scratch memory."""
+    def _deliver(self, receive: _Receive, data: Bytes | None, size: int) -> None:
+        """A whole message has come for a receive: in place, in scratch memory, or (None) it has been added."""
         handle = receive.handle
         if handle.nbytes > INLINE_BYTES and (handle.peer, handle.tag) in self._wanted:
             self._spend(self._wanted, (handle.peer, handle.tag))
+        if data is None:
+            handle.nbytes = size
+            self._finish(handle)
+            return
         if size > handle.nbytes:
             self.scratch.give(data)
             text = f"a message of {size} bytes from rank {handle.peer} does not fit a receive of {handle.nbytes}"
             self._finish(handle, UsageError(text))
             return
         handle.nbytes = size
-        if receive.into is None:
+        if receive.adds is not None:
+            part = data[:size].view(receive.adds.dtype)
+            add_all_into(receive.adds[: part.size], [part])
+            self.scratch.give(data)
+        elif receive.into is None:
             handle.payload, handle.note = data[:size], data
         elif receive.into is not data:
             receive.into[:size] = data[:size]

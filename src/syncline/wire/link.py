@@ -22,7 +22,11 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..errors import UsageError
+from .adding import Adding
 
 HEADER = struct.Struct("<BxxxIQQ")
 """kind, body bytes' upper limit is 4 GiB (u32), tag, argument."""
@@ -38,6 +42,10 @@ _READ_BUDGET_BYTES = 2 * 1024 * 1024
 _BATCH_PARTS = 64
 _BATCH_BYTES = 256 * 1024
 _MAX_FDS = 8
+_BULK_BYTES = 64 * 1024
+
+Row = NDArray[np.int64]
+"""A connection as ``kernels.sockets`` sees it; its columns are named there."""
 
 
 class Frame(NamedTuple):
@@ -49,8 +57,8 @@ class Frame(NamedTuple):
     argument: int
 
 
-Sink = Callable[["Link", Frame], "memoryview | None"]
-"""Called with a header: returns where the body goes, or None to throw it away."""
+Sink = Callable[["Link", Frame], "memoryview | Adding | None"]
+"""Called with a header: returns where the body goes, what it is added to, or None to throw it away."""
 
 Arrival = Callable[["Link", Frame], None]
 """Called when a frame's body is complete."""
@@ -85,6 +93,7 @@ class Link:
         self._have = 0  # valid bytes in the inbox
         self._frame: Frame | None = None
         self._body: memoryview | None = None
+        self._adding: Adding | None = None
         self._got = 0
 
     @property
@@ -180,10 +189,16 @@ class Link:
         budget = _READ_BUDGET_BYTES
         while budget > 0:
             space = self._inbox[self._have :]
-            rest = None if self._body is None else self._body[self._got :]
-            want = space.nbytes + (0 if rest is None else rest.nbytes)
+            rest = self._rest()
             try:
-                got = self._read([space] if rest is None else [rest, space])
+                into = (
+                    [space]
+                    if rest is None
+                    else [rest]
+                    if self._got + rest.nbytes < self._body_bytes()
+                    else [rest, space]
+                )
+                got = self._read(into)
             except BlockingIOError:
                 return True
             if got == 0:
@@ -192,7 +207,7 @@ class Link:
             budget -= got
             if rest is not None:
                 direct = min(got, rest.nbytes)
-                self._got += direct
+                self._took(direct)
                 self._have += got - direct
                 if self._got < self._body_bytes():
                     continue
@@ -200,7 +215,7 @@ class Link:
             else:
                 self._have += got
             self._parse()
-            if got < want:
+            if got < sum(view.nbytes for view in into):
                 return True
         return True
 
@@ -216,6 +231,55 @@ class Link:
                 self.fds.extend(found)
         return got
 
+    def _rest(self) -> memoryview | None:
+        """Where more of the body goes; a piece of it where it is added."""
+        if self._adding is not None:
+            return self._adding.room()
+        return None if self._body is None else self._body[self._got :]
+
+    def _took(self, nbytes: int) -> None:
+        self._got += nbytes
+        if self._adding is not None:
+            self._adding.took(nbytes)
+
+    # Moving bodies in compiled code (``pump``).
+
+    def bulk(self, row: Row) -> bool:
+        """Describe to ``kernels.sockets.pump`` what of this link it may move; False when that is not worth it."""
+        part = self._going[0][0] if self._going else None
+        if part is not None and part.nbytes >= _BULK_BYTES:
+            row[1] = np.frombuffer(part, np.uint8).__array_interface__["data"][0]
+            row[2] = part.nbytes
+        left = self._body_bytes() - self._got
+        if left >= _BULK_BYTES and not self._have:
+            self._describe_body(row, left)
+        row[0] = self.sock.fileno()
+        return bool(row[2] or row[4])
+
+    def _describe_body(self, row: Row, left: int) -> None:
+        if self._adding is not None:
+            adding = self._adding
+            row[3:9] = adding.at, left, adding.code, adding.item, adding.scratch_at, adding.carry
+        else:
+            assert self._body is not None
+            row[3] = np.frombuffer(self._body, np.uint8).__array_interface__["data"][0] + self._got
+            row[4:6] = left, -1
+
+    def moved(self, before: Row, after: Row) -> None:
+        """Go on from where the pump has stopped."""
+        sent, received = int(before[2] - after[2]), int(before[4] - after[4])
+        if sent:
+            self.sent_bytes += sent
+            self._advance(sent)
+        if received:
+            self.received_bytes += received
+            self._got += received
+            if self._adding is not None:
+                self._adding.at, self._adding.carry = int(after[3]), int(after[8])
+                self._adding.left -= received
+            if self._got == self._body_bytes():
+                self._complete()
+
     def _body_bytes(self) -> int:
         return 0 if self._frame is None else self._frame.size
 
@@ -227,10 +291,8 @@ class Link:
             at += HEADER.size
             self._frame = Frame(kind, size, tag, argument)
             if size:
-                body = self._sink(self, self._frame)
-                self._body = memoryview(bytearray(size)) if body is None else body
                 self._got = min(size, self._have - at)
-                self._body[: self._got] = self._inbox[at : at + self._got]
+                self._begin(self._sink(self, self._frame), self._inbox[at : at + self._got])
                 at += self._got
                 if self._got < size:
                     break
@@ -240,10 +302,21 @@ class Link:
             self._inbox[:left] = bytes(self._inbox[at : self._have])
         self._have = left
 
+    def _begin(self, body: memoryview | Adding | None, come: memoryview) -> None:
+        """A body begins, and some of it has come with its header."""
+        if isinstance(body, Adding):
+            self._adding = body
+            body.feed(come)
+            return
+        self._body = memoryview(bytearray(self._body_bytes())) if body is None else body
+        self._body[: come.nbytes] = come
+
     def _complete(self) -> None:
         frame = self._frame
         assert frame is not None
-        self._frame = self._body = None
+        if self._adding is not None:
+            self._adding.close()
+        self._frame = self._body = self._adding = None
         self._got = 0
         self._arrival(self, frame)
 
