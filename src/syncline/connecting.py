@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 from . import registry
 from .engine import LIMIT_S
-from .errors import GroupError, UsageError
+from .errors import GroupError, RollCallError, UsageError
 from .session import Session
 from .strategy import Strategy
-from .transports import Transport
+from .transports import Place, Transport
 from .transports.inproc import Hub
 from .types import Group
 from .version import __version__
 from .wire.handshake import run_id
 from .wire.listener import Listener
-from .wire.rollcall import call_roll, connect, describe_self, leave
+from .wire.rollcall import call_roll, check_failed, connect, describe_self, leave, tell_failed
 from .wire.store import Store
 from .wire.watch import LIVENESS_S, Watcher
 
@@ -66,32 +68,59 @@ def connect_session(
         )
     listener = Listener(address, run_id(run), secret, index)
     control: dict[int, socket.socket] = {}
+    transport: Transport | None = None
     try:
         me = describe_self(index, processes, listener, {"strategy": str(strategy), "version": __version__})
         roll = call_roll(store, run, secret, me, timeout, hint)
         group = Group(workers, strategy.servers, roll.nodes[:workers])
         chosen = strategy.resolve(group, one_host=roll.one_host)
         entry = registry.get("transports", chosen.transport.name)
-        if entry.capabilities.get("connection") is None:
+        connection = entry.capabilities.get("connection")
+        if connection is None:
             raise UsageError(f"transport={chosen.transport.name} does not reach other processes: use shm, tcp or auto")
-        use_unix = entry.capabilities["connection"] == "unix"
+        use_unix = connection == "unix"
         if use_unix and not roll.one_host:
             hosts = ", ".join(sorted({member.host for member in roll.members}))
             raise UsageError(f"transport={chosen.transport.name} works inside one host, this run has {hosts}: use tcp")
         control = connect(store, roll, listener, "control", False, timeout)
-        data = connect(store, roll, listener, "data", use_unix, timeout)
+        arguments = chosen.transport.arguments
+        if connection == "own":
+            place = Place(
+                index,
+                processes,
+                store,
+                f"{run}/{chosen.transport.name}",
+                address,
+                timeout,
+                partial(check_failed, store, run),
+            )
+            transport = _own_connections(entry, run, place, arguments)
+        else:
+            transport = entry.target(index, connect(store, roll, listener, "data", use_unix, timeout), **arguments)
         leave(store, run, index, complete=True)
     except BaseException as error:
         for sock in control.values():
             sock.close()
+        if transport is not None:
+            transport.close()
         if isinstance(error, Exception):
             with contextlib.suppress(GroupError):  # the store may be what is gone
                 leave(store, run, index, complete=False)
         raise
     finally:
         listener.close()
-    transport: Transport = entry.target(index, data, **chosen.transport.arguments)
     session = Session(chosen, group, index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s)
     session.watcher = Watcher(roll, control, session.on_peer_failure, session.left, liveness_s)
     session.watcher.start()
     return session
+
+
+def _own_connections(entry: registry.Entry, run: str, place: Place, arguments: Mapping[str, Any]) -> Transport:
+    """A transport whose library connects the ranks itself; a fault of one rank ends the wait of the others."""
+    try:
+        transport: Transport = entry.target(place, **arguments)
+    except Exception as error:
+        if not isinstance(error, RollCallError):  # which others have told
+            tell_failed(place.store, run, f"rank {place.rank}: {error}")
+        raise
+    return transport

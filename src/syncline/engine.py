@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import ClosedError, PeerError, PeerTimeout, SynclineError
-from .exchange import Array, Exchange, Run
+from .collectives import Collective
+from .errors import ClosedError, PeerTimeout, SynclineError
+from .exchange import Array, Exchange, Run, labelled
 from .program import Program
 from .transports import Bytes, Handle, Transport
 
@@ -92,7 +93,7 @@ class Engine:
 
     def exchange(
         self,
-        program: Program | Callable[[], Program],
+        program: Program | Collective | Callable[[], Program],
         array: Array,
         key: int,
         label: str,
@@ -103,7 +104,7 @@ class Engine:
         priority: float = 0.0,
         tolerant: bool = False,
     ) -> Work:
-        """Run a plan over ``array``; it starts when ``gate`` is done, after ``before`` was called.
+        """Run a plan, or a library's collective, over ``array``; it starts when ``gate`` is done, after ``before``.
 
         A program that depends on the gate's result is given as a function. A ``tolerant`` work does not mind peers
         that leave, and nobody waits for it at the end.
@@ -114,6 +115,9 @@ class Engine:
             if before is not None:
                 before()
             chosen = program() if callable(program) else program
+            if isinstance(chosen, Collective):
+                self._exchange.hand_over(chosen, array, key, label, lambda: self._finish(work, lane))
+                return
             run = Run(chosen, array, key, label, priority, lambda: self._finish(work, lane), tolerant)
             self._exchange.start(run)
 
@@ -293,7 +297,7 @@ class Engine:
         if handle.error is not None:
             if work.tolerant and self._has_left(handle.peer):
                 return
-            raise _labelled(work.label, handle.error)
+            raise labelled(work.label, handle.error)
         self._finish(work, None)
 
     def _finish(self, work: Work, lane: Lane | None) -> None:
@@ -307,8 +311,3 @@ class Engine:
         if lane is not None:
             lane.active -= 1
             self._advance(lane)
-
-
-def _labelled(label: str, error: Exception) -> Exception:
-    text = f"{label}: {error}"
-    return type(error)(text, rank=error.rank, host=error.host) if isinstance(error, PeerError) else SynclineError(text)

@@ -1,4 +1,4 @@
-"""Name -> entry, for everything one can add: algorithms, codecs, schedules, sync modes, transports, workloads.
+"""Name -> entry, for everything one can add: algorithms, codecs, schedules, sync modes, transports, workloads, ...
 
 A part registers itself with a decorator at the top of its own file::
 
@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from .errors import UsageError
 
-KINDS = ("algorithms", "codecs", "schedules", "sync", "transports", "workloads")
+KINDS = ("algorithms", "collectives", "codecs", "schedules", "sync", "transports", "workloads")
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -125,7 +125,7 @@ def _load(kind: str) -> None:
 
 
 def _parameters(target: Callable[..., Any]) -> tuple[Parameter, ...]:
-    hints = typing.get_type_hints(target)
+    hints = typing.get_type_hints(target.__init__ if _plain_class(target) else target)
     if dataclasses.is_dataclass(target):
         return tuple(
             Parameter(item.name, hints[item.name], _default(item)) for item in dataclasses.fields(target) if item.init
@@ -135,6 +135,11 @@ def _parameters(target: Callable[..., Any]) -> tuple[Parameter, ...]:
         for item in inspect.signature(target).parameters.values()
         if item.kind is inspect.Parameter.KEYWORD_ONLY
     )
+
+
+def _plain_class(target: Callable[..., Any]) -> bool:
+    """True for a class whose arguments are those of its ``__init__``, not its fields."""
+    return inspect.isclass(target) and not dataclasses.is_dataclass(target)
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from ..connecting import connect_session
 from ..launch.environment import Environment, recognise
 from ..launch.store import TorchStore, find_secret, listen_address, open_store
-from ..program import compile_program
 from ..session import Session
 from .allreduce import GLOO, Work, calls_per_repetition, repetitions, strategy_of
 from .messages import Sender
@@ -60,7 +59,7 @@ class Syncline:
             secret=find_secret(store, run, environment, None),
             address=listen_address(environment, None),
         )
-        self._program = compile_program(self._session.allreduce_plan(), environment.rank)
+        self._program = self._session.allreduce_program()
         self._array = np.empty(0, np.float32)
 
     def array(self, elements: int) -> NDArray[np.float32]:

@@ -83,7 +83,7 @@ def _contenders(strategies: Sequence[str], workers: int) -> dict[str, int]:
         strategy = Strategy.parse(text)
         # Some combinations are impossible only for a certain number of workers.
         group = Group(workers, strategy.servers)
-        strategy.resolve(group, one_host=True).plan(group)
+        strategy.resolve(group, one_host=True)
         if str(strategy) in found:
             raise UsageError(f"the strategy {strategy} is listed twice: leave one of them out")
         found[str(strategy)] = strategy.servers

@@ -13,11 +13,14 @@ receives can deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..wire.store import MemoryStore, Store
 
 Bytes = NDArray[np.uint8]
 """One-dimensional contiguous uint8 array: how data are passed to a transport."""
@@ -27,7 +30,7 @@ INLINE_BYTES = 64 * 1024
 
 
 class Handle:
-    """One send or receive under way.
+    """One send, receive or collective (of all peers: -1) under way.
 
     ``done`` turns True inside some call of ``poll``, which also returns the handle once. ``nbytes`` is then the
     message's size and ``payload`` what a ``borrow`` received. ``error`` is set instead when the operation failed.
@@ -36,7 +39,9 @@ class Handle:
 
     __slots__ = ("done", "error", "kind", "nbytes", "note", "owner", "payload", "peer", "tag")
 
-    def __init__(self, kind: Literal["send", "recv", "borrow"], peer: int, tag: int, nbytes: int, owner: Any) -> None:
+    def __init__(
+        self, kind: Literal["send", "recv", "borrow", "allreduce"], peer: int, tag: int, nbytes: int, owner: Any
+    ) -> None:
         self.kind = kind
         self.peer = peer
         self.tag = tag
@@ -104,3 +109,34 @@ class Transport(Protocol):
     def close(self) -> None:
         """Free everything; what is under way is dropped. Flush before by waiting for the handles."""
         ...
+
+
+@runtime_checkable
+class HasAllreduce(Protocol):
+    """A transport over a library with an allreduce of its own: what the architecture ``native`` hands over to."""
+
+    def allreduce(self, key: int, array: NDArray[Any], owner: Any = None) -> Handle:
+        """Sum ``array`` (one-dimensional, contiguous) over all ranks, in place.
+
+        Calls with the same key belong together, whatever the order in which ranks make theirs. The handle fails with
+        UsageError for element types that the library cannot add.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of a transport that makes its own connections meet (capability ``connection="own"``).
+
+    ``address`` is the interface to listen on, ``store`` a notebook that all ranks see, ``key`` the prefix of what this
+    transport writes there. Forming the connections may take ``timeout_s`` seconds; ``check``, to be called while
+    waiting, raises when another rank has failed meanwhile.
+    """
+
+    rank: int
+    world: int
+    store: Store = field(default_factory=MemoryStore)
+    key: str = "transport"
+    address: str = "127.0.0.1"
+    timeout_s: float = 120.0
+    check: Callable[[], None] = lambda: None
