@@ -121,14 +121,12 @@ class Strategy:
         return cls(**parts)
 
     def __str__(self) -> str:
-        found = (
-            []
-            if self.architecture == AUTO
-            else [write(_kind("architecture", self.architecture.name), self.architecture)]
-        )
+        found = []
         for word, part in self.parts():
-            shown = "auto" if part == AUTO else write(WORDS[word], part)
-            if word != "architecture" and shown != _DEFAULTS[word]:
+            shown = "auto" if part == AUTO else write(_kind(word, part.name), part)
+            if word == "architecture":
+                found += [] if part == AUTO else [shown]
+            elif shown != _DEFAULTS[word]:
                 found.append(f"{word}={shown}")
         if _needs_feedback(self.codec):
             found.append("feedback=off")

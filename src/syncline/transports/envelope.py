@@ -250,7 +250,11 @@ class Enveloped(ABC):
             self._order.append(tag)
             self._take_turns()
         else:
-            self._lose(peer)
+            self._ended(peer)
+
+    def _ended(self, peer: int) -> None:
+        """A peer has said that it ends: what it took before has to be noticed first."""
+        self._lose(peer)
 
     def _pushed(self, handle: Handle) -> None:
         """A body has left."""

@@ -116,10 +116,9 @@ class _Communicator:
         known = MPI.COMM_WORLD.Get_size()
         if known != place.world:
             raise UsageError(
-                f"transport=mpi: MPI knows {known} {'process' if known == 1 else 'processes'}, this run has"
-                f" {place.world}: start all of them with mpirun (or srun), such as mpirun -n {place.world} python"
-                " train.py, and with the mpirun of the library that mpi4py loads"
-                f" ({MPI.Get_library_version().split(',')[0].splitlines()[0].strip()})"
+                f"MPI knows {known} {'process' if known == 1 else 'processes'}, this run has {place.world}: start all"
+                f" of them with mpirun (or srun), such as mpirun -n {place.world} python train.py, and with the mpirun of"
+                f" the library that mpi4py loads ({' '.join(MPI.Get_library_version().split(',')[0].split())})"
             )
         if self.comm is None:
             self.comm, request = MPI.COMM_WORLD.Idup()
@@ -216,6 +215,10 @@ class Mpi(Enveloped):
             requests += [meeting.barrier for meeting in self._meetings if meeting.barrier is not None]
             if requests:
                 _left_behind.append((requests, self._endings))
+
+    def _ended(self, peer: int) -> None:
+        self._complete()  # what it took, or sent, before its end
+        super()._ended(peer)
 
     def _lose(self, peer: int) -> None:
         super()._lose(peer)

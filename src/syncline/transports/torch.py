@@ -10,7 +10,7 @@ meanwhile. Bodies are asked for: a body that has been asked for leaves without f
 which they began hold nothing up.
 
 **NCCL** knows collectives only: with ``backend=nccl`` the messages still go through Gloo, and the architecture has to
-be ``native``. Arrays lie in host memory here, so they are staged through a buffer on the device, on a stream of its own.
+be ``native``. Arrays lie in host memory here, so they are staged through the device's, on a stream of its own.
 
 A Gloo wait has no limit of its own here: the watcher of the session finds dead peers, and the engine's limit of
 progress finds everything else.
@@ -157,6 +157,12 @@ class Torch(Enveloped):
         """From any thread."""
         self._events.append(event)
         self.bell.ring()
+
+    def _ended(self, peer: int) -> None:
+        if peer in self._waiters:  # bodies that the peer has asked for may just have left
+            self._waiter(peer).add(lambda: None, lambda: self._lose(peer), lambda _: self._lose(peer))
+        else:
+            self._lose(peer)
 
     def _read(self, peer: int) -> None:
         """The thread that waits for a peer's frames, until it ends or this transport is closed."""
