@@ -123,7 +123,7 @@ class Strategy:
     def __str__(self) -> str:
         found = []
         for word, part in self.parts():
-            shown = "auto" if part == AUTO else write(_kind(word, part.name), part)
+            shown = "auto" if part == AUTO else write(kind_of(word, part.name), part)
             if word == "architecture":
                 found += [] if part == AUTO else [shown]
             elif shown != _DEFAULTS[word]:
@@ -252,7 +252,7 @@ def vocabulary() -> list[Word]:
         if word in _HAS_AUTO:
             found.append(Word(word, "auto", "auto", _AUTO_SUMMARY[word], True))
         for name in _built(word):
-            entry = registry.get(_kind(word, name), name)
+            entry = registry.get(kind_of(word, name), name)
             found.append(Word(word, name, signature(entry), entry.summary, True))
         found += [Word(word, name, name, "", False) for name in PLANNED[word] if name not in _built(word)]
     return found
@@ -359,7 +359,7 @@ def _built(word: str) -> tuple[str, ...]:
     )
 
 
-def _kind(word: str, name: str) -> str:
+def kind_of(word: str, name: str) -> str:
     """The registry's kind of a word's part: an architecture is an algorithm, or a collective of a library."""
     return "collectives" if word == "architecture" and name in registry.names("collectives") else WORDS[word]
 
@@ -371,7 +371,7 @@ def _bind_word(word: str, part: Part) -> Part:
             raise StrategyError(f"{word}=auto takes no arguments")
         return AUTO
     _require_known(word, part)
-    kind, built = _kind(word, part.name), _built(word)
+    kind, built = kind_of(word, part.name), _built(word)
     bound = bind(kind, part)
     if inspect.isclass(registry.get(kind, part.name).target) and kind != "transports":
         build(kind, bound)  # its __post_init__ knows the ranges; transports need sockets and are built by the session
@@ -387,7 +387,7 @@ def _require_known(word: str, part: Part) -> None:
             raise NotBuiltError(f"{word} {part.name!r} is not built yet; built are {', '.join(built)}")
         hint = _belongs_to(part.name) or nearest(part.name, (*built, *PLANNED[word]))
         raise StrategyError(f"unknown {word} {part.name!r}{hint or '; there are ' + ', '.join(built)}")
-    wraps = registry.get(_kind(word, part.name), part.name).capabilities.get("wraps")
+    wraps = registry.get(kind_of(word, part.name), part.name).capabilities.get("wraps")
     for name, value in part.args:
         if wraps and name in ("", wraps):
             _require_known(word, Part(value) if isinstance(value, str) else value)

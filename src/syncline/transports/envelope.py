@@ -12,8 +12,9 @@ I/O: a library's part is five methods that move *frames* and *bodies*.
   hold it back, or cannot say when it has been taken, is *asked* for it by one more frame (``asks``).
 * A library matches collectives by the order in which they are called. Ranks may start theirs in different orders, so
   rank 0 tells the others its own by frames: at most one frame of latency, which overlaps with the wait for the others.
-* A rank that closes says so in a last frame, so what it sent before still arrives, and what waits for it fails. A rank
-  that dies says nothing: the watcher of the session finds out.
+* A rank that closes says so in a last frame, so what it sent before still arrives, and what waits for it fails. The
+  frame tells in how many collectives the rank has been: others do not wait for it in a further one. A rank that dies
+  says nothing: the watcher of the session finds out.
 
 Traffic of a message: its bytes and 24 of header; 24 more in either direction where bodies are asked for.
 """
@@ -92,6 +93,8 @@ class Enveloped(ABC):
     lends = False
     asks: ClassVar[bool]
     """True when a body is sent only once its receive has been posted."""
+    answers: ClassVar[bool]
+    """True when a peer that has ended still waits for this rank's end."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
@@ -106,6 +109,8 @@ class Enveloped(ABC):
         self._unasked: dict[tuple[int, int], tuple[Handle, Bytes]] = {}  # (peer, slot): bodies that wait to be asked
         self._order: deque[int] = deque()  # keys of collectives, as rank 0 starts them
         self._ready: dict[int, tuple[Handle, NDArray[Any]]] = {}  # collectives that this rank has come to
+        self._running: dict[int, Handle] = {}  # collectives that have begun, by number
+        self._begun = 0
         self._sent = dict.fromkeys(self._peers, 0)
         self._received = dict.fromkeys(self._peers, 0)
         self._gone: set[int] = set()
@@ -222,8 +227,8 @@ class Enveloped(ABC):
         self._closed = True
         if not self._forked:
             for peer in self._peers:
-                if peer not in self._gone:
-                    self._tell(peer, _END)
+                if self.answers or peer not in self._gone:
+                    self._tell(peer, _END, self._begun)
         self._leave()
 
     # For the library's part.
@@ -250,10 +255,13 @@ class Enveloped(ABC):
             self._order.append(tag)
             self._take_turns()
         else:
-            self._ended(peer)
+            self._ended(peer, tag)
 
-    def _ended(self, peer: int) -> None:
-        """A peer has said that it ends: what it took before has to be noticed first."""
+    def _ended(self, peer: int, begun: int) -> None:
+        """A peer has said that it ends, after so many collectives; what it took before has to be noticed first."""
+        for number, handle in list(self._running.items()):
+            if number >= begun:
+                self._finish(handle, lost(peer))
         self._lose(peer)
 
     def _pushed(self, handle: Handle) -> None:
@@ -265,14 +273,13 @@ class Enveloped(ABC):
         if handle.done:
             return
         self._under_way.discard(handle)
+        if handle.kind == "allreduce":
+            self._running.pop(handle.note, None)
         handle.done, handle.error = True, error
         self._completed.append(handle)
 
     def _lose(self, peer: int) -> None:
-        """A peer has ended: fail what waits for it, collectives not begun included; the rest goes on.
-
-        A collective that has begun may well end: the peer can have left after it.
-        """
+        """A peer is gone: fail what waits for it, collectives not begun included; the library ends those that are."""
         if peer in self._gone:
             return
         self._gone.add(peer)
@@ -374,6 +381,9 @@ class Enveloped(ABC):
         """Begin the collectives that rank 0 has begun, and this rank has come to, in rank 0's order."""
         while self._order and self._order[0] in self._ready:
             handle, array = self._ready.pop(self._order.popleft())
+            handle.note = self._begun
+            self._running[self._begun] = handle
+            self._begun += 1
             self._reduce(array, handle)
 
 

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from ..errors import GroupError, UsageError
 from ..registry import register
 from . import Bytes, Handle, Place
-from .envelope import SLOTS, Enveloped, lost
+from .envelope import SLOTS, Enveloped
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -115,10 +115,11 @@ class _Communicator:
         MPI = load()
         known = MPI.COMM_WORLD.Get_size()
         if known != place.world:
+            library = " ".join(MPI.Get_library_version().split(",")[0].split())
             raise UsageError(
                 f"MPI knows {known} {'process' if known == 1 else 'processes'}, this run has {place.world}: start all"
-                f" of them with mpirun (or srun), such as mpirun -n {place.world} python train.py, and with the mpirun of"
-                f" the library that mpi4py loads ({' '.join(MPI.Get_library_version().split(',')[0].split())})"
+                f" of them with mpirun (or srun), such as mpirun -n {place.world} python train.py, and with the mpirun"
+                f" of the library that mpi4py loads ({library})"
             )
         if self.comm is None:
             self.comm, request = MPI.COMM_WORLD.Idup()
@@ -142,6 +143,7 @@ class Mpi(Enveloped):
 
     name = "mpi"
     asks = False
+    answers = False
 
     def __init__(self, place: Place) -> None:
         super().__init__(place.rank, place.world)
@@ -154,7 +156,7 @@ class Mpi(Enveloped):
         self._sending = 0
         self._incoming: dict[int, deque[tuple[MPI.Request, Bytes, int]]] = {peer: deque() for peer in self._peers}
         self._meetings: deque[_Meeting] = deque()
-        self._barriers_given_up: list[MPI.Request] = []
+        self._given_up: list[MPI.Request] = []
         self._status = self._mpi.Status()
         self._acted = False
 
@@ -211,22 +213,14 @@ class Mpi(Enveloped):
         """Forget what is under way; MPI may go on with it, so its memory stays."""
         if not self._forked:
             self._complete()
-            requests = [*self._requests, *self._barriers_given_up]
+            requests = [*self._requests, *self._given_up]
             requests += [meeting.barrier for meeting in self._meetings if meeting.barrier is not None]
             if requests:
                 _left_behind.append((requests, self._endings))
 
-    def _ended(self, peer: int) -> None:
+    def _ended(self, peer: int, begun: int) -> None:
         self._complete()  # what it took, or sent, before its end
-        super()._ended(peer)
-
-    def _lose(self, peer: int) -> None:
-        super()._lose(peer)
-        # Who has ended cannot have left a collective behind in which this rank has not been yet.
-        for meeting in self._meetings:
-            self._finish(meeting.handle, lost(peer))
-        self._barriers_given_up += [meeting.barrier for meeting in self._meetings if meeting.barrier is not None]
-        self._meetings.clear()
+        super()._ended(peer, begun)
 
     def _isend(self, peer: int, tag: int, data: Bytes, done: Callable[[], None]) -> None:
         request = self._comm.Isend([data, self._mpi.BYTE], self._mpi_ranks[peer], tag)
@@ -271,6 +265,10 @@ class Mpi(Enveloped):
         """Run the first allreduce once all ranks have come to it."""
         while self._meetings:
             first = self._meetings[0]
+            if first.handle.done:  # a peer has left instead of coming
+                self._meetings.popleft()
+                self._given_up += [first.barrier] if first.barrier is not None else []
+                continue
             if first.barrier is None:
                 first.barrier = self._comm.Ibarrier()
             if not first.barrier.Test():

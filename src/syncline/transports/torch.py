@@ -62,11 +62,12 @@ class Torch(Enveloped):
 
     name = "torch"
     asks = True
+    answers = True  # the peer's reader ends with it
 
     def __init__(self, place: Place, *, backend: Literal["gloo", "nccl"] = "gloo") -> None:
         super().__init__(place.rank, place.world)
         self._group = _gloo(place)
-        self._collective = GroupAllreduce(self._group) if backend == "gloo" else _nccl(place)
+        self._collective: Any = GroupAllreduce(self._group) if backend == "gloo" else _nccl(place)
         self._events: deque[Event] = deque()
         self._sending = 0
         self._waiters: dict[int, _Waiter] = {}
@@ -118,6 +119,7 @@ class Torch(Enveloped):
             _immortal(self._collective)
             return
         deadline = time.monotonic() + _END_S
+        self._group = self._collective = None  # its connections close when the last of its threads has ended
         for waiter in self._waiters.values():
             waiter.end()
         for spare in self._spare.values():
@@ -158,11 +160,12 @@ class Torch(Enveloped):
         self._events.append(event)
         self.bell.ring()
 
-    def _ended(self, peer: int) -> None:
+    def _ended(self, peer: int, begun: int) -> None:
+        ended = super()._ended
         if peer in self._waiters:  # bodies that the peer has asked for may just have left
-            self._waiter(peer).add(lambda: None, lambda: self._lose(peer), lambda _: self._lose(peer))
+            self._waiter(peer).add(lambda: None, lambda: ended(peer, begun), lambda _: None)
         else:
-            self._lose(peer)
+            ended(peer, begun)
 
     def _read(self, peer: int) -> None:
         """The thread that waits for a peer's frames, until it ends or this transport is closed."""
