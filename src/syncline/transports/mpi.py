@@ -115,7 +115,7 @@ class _Communicator:
         MPI = load()
         known = MPI.COMM_WORLD.Get_size()
         if known != place.world:
-            library = " ".join(MPI.Get_library_version().split(",")[0].split())
+            library = " ".join(MPI.Get_library_version().splitlines()[0].split(",")[0].split())
             raise UsageError(
                 f"MPI knows {known} {'process' if known == 1 else 'processes'}, this run has {place.world}: start all"
                 f" of them with mpirun (or srun), such as mpirun -n {place.world} python train.py, and with the mpirun"
