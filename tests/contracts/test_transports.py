@@ -272,6 +272,19 @@ def test_a_peer_that_ends_fails_what_waits_for_it_only(kind: str) -> None:
         net.wait(net.ends[1].recv(0, 0, into), net.ends[0].send(1, 0, numbers(3)))
 
 
+def test_what_waits_for_a_peer_that_has_ended_keeps_nobody_from_ending(kind: str) -> None:
+    with network(kind, 2) as net:
+        for tag in range(3):
+            net.ends[0].send(1, tag, numbers(60_000))
+            net.ends[0].send(1, tag, numbers(1_000_000))
+        net.ends.pop().close()
+        for _ in range(200):
+            if net.ends[0].idle:
+                break
+            net.ends[0].poll(0.01)
+        assert net.ends[0].idle
+
+
 def test_what_a_peer_sent_before_it_ended_still_arrives(kind: str) -> None:
     with network(kind, 2) as net:
         sent = net.ends[1].send(0, 0, numbers(100))

@@ -43,8 +43,8 @@ HEADER_BYTES = _HEADER.size
 FRAME_BYTES = HEADER_BYTES + INLINE_BYTES
 """The size of the largest frame."""
 
-SLOTS = 16383
-"""Bodies under way between two ranks have slots from 1 to this: half of the tags that MPI promises at least."""
+SLOTS = 32767
+"""Bodies under way between two ranks have slots from 1 to this: the tags that MPI promises at least."""
 
 _WHOLE, _ANNOUNCED, _ASKED, _TURN, _END = range(1, 6)
 
@@ -111,6 +111,7 @@ class Enveloped(ABC):
         self._ready: dict[int, tuple[Handle, NDArray[Any]]] = {}  # collectives that this rank has come to
         self._running: dict[int, Handle] = {}  # collectives that have begun, by number
         self._begun = 0
+        self._sending = dict.fromkeys(self._peers, 0)  # frames and bodies that the library has not sent yet
         self._sent = dict.fromkeys(self._peers, 0)
         self._received = dict.fromkeys(self._peers, 0)
         self._gone: set[int] = set()
@@ -208,9 +209,9 @@ class Enveloped(ABC):
         return found
 
     @property
-    @abstractmethod
     def idle(self) -> bool:
-        """True when the library has nothing left to send."""
+        """True when the library has nothing left to send to those who are still there."""
+        return not any(count for peer, count in self._sending.items() if peer not in self._gone)
 
     def wake(self) -> None:
         """Ring the bell."""

@@ -42,8 +42,9 @@ from .envelope import SLOTS, Enveloped
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_FRAME_TAGS = 32767 - SLOTS
-"""Bodies have their slot for a tag, frames one of those above, so that a transport never takes an older one's."""
+_TAGS = SLOTS + 1
+"""Tags of one transport: 0 for frames, then the slots of bodies. The next one has others, where MPI has so many: it
+must not take what an earlier one has left behind."""
 
 _EAGER_S = 50e-6
 _SHORTEST_S = 20e-6
@@ -122,8 +123,9 @@ class _Communicator:
                 f" of the library that mpi4py loads ({library})"
             )
         if self.comm is None:
-            self.comm, request = MPI.COMM_WORLD.Idup()
+            comm, request = MPI.COMM_WORLD.Idup()
             _wait(request, place, "duplicating MPI's communicator")
+            self.comm = comm
         ranks = np.zeros(place.world, np.int32)
         mine = np.array([place.rank], np.int32)
         _wait(self.comm.Iallgather(mine, ranks), place, "the first exchange over MPI")
@@ -149,30 +151,25 @@ class Mpi(Enveloped):
         super().__init__(place.rank, place.world)
         self._mpi = load()
         self._comm, self._mpi_ranks, number = _communicator.enter(place)
-        self._frame_tag = SLOTS + 1 + number % _FRAME_TAGS
+        limit = self._comm.Get_attr(self._mpi.TAG_UB) or SLOTS
+        self._first_tag: int = number % ((limit + 1) // _TAGS) * _TAGS
         self._index = {mpi_rank: index for index, mpi_rank in enumerate(self._mpi_ranks)}
         self._requests: list[MPI.Request] = []
         self._endings: list[Callable[[], None]] = []
-        self._sending = 0
         self._incoming: dict[int, deque[tuple[MPI.Request, Bytes, int]]] = {peer: deque() for peer in self._peers}
         self._meetings: deque[_Meeting] = deque()
         self._given_up: list[MPI.Request] = []
         self._status = self._mpi.Status()
         self._acted = False
 
-    @property
-    def idle(self) -> bool:
-        """True when MPI has sent everything."""
-        return self._sending == 0
-
     def _put(self, peer: int, frame: Bytes) -> None:
-        self._isend(peer, self._frame_tag, frame, lambda: None)
+        self._isend(peer, 0, frame, lambda: None)
 
     def _push(self, peer: int, slot: int, body: Bytes, handle: Handle) -> None:
         self._isend(peer, slot, body, lambda: self._pushed(handle))
 
     def _pull(self, peer: int, slot: int, into: Bytes, done: Callable[[], None]) -> None:
-        request = self._comm.Irecv([into, self._mpi.BYTE], self._mpi_ranks[peer], slot)
+        request = self._comm.Irecv([into, self._mpi.BYTE], self._mpi_ranks[peer], self._first_tag + slot)
         self._requests.append(request)
         self._endings.append(done)
 
@@ -215,19 +212,20 @@ class Mpi(Enveloped):
             self._complete()
             requests = [*self._requests, *self._given_up]
             requests += [meeting.barrier for meeting in self._meetings if meeting.barrier is not None]
+            requests += [request for frames in self._incoming.values() for request, *_ in frames]
             if requests:
-                _left_behind.append((requests, self._endings))
+                _left_behind.append((requests, [self._endings, self._incoming]))
 
     def _ended(self, peer: int, begun: int) -> None:
         self._complete()  # what it took, or sent, before its end
         super()._ended(peer, begun)
 
-    def _isend(self, peer: int, tag: int, data: Bytes, done: Callable[[], None]) -> None:
-        request = self._comm.Isend([data, self._mpi.BYTE], self._mpi_ranks[peer], tag)
-        self._sending += 1
+    def _isend(self, peer: int, slot: int, data: Bytes, done: Callable[[], None]) -> None:
+        request = self._comm.Isend([data, self._mpi.BYTE], self._mpi_ranks[peer], self._first_tag + slot)
+        self._sending[peer] += 1
 
         def sent(_data: Bytes = data) -> None:  # MPI reads the memory until then
-            self._sending -= 1
+            self._sending[peer] -= 1
             done()
 
         self._requests.append(request)
@@ -236,7 +234,7 @@ class Mpi(Enveloped):
     def _read_frames(self) -> None:
         """Take what has come; the frames of a peer are handled in order."""
         mpi, status = self._mpi, self._status
-        while (message := self._comm.Improbe(mpi.ANY_SOURCE, self._frame_tag, status)) is not None:
+        while (message := self._comm.Improbe(mpi.ANY_SOURCE, self._first_tag, status)) is not None:
             peer, nbytes = self._index[status.Get_source()], status.Get_count(mpi.BYTE)
             frame = self.scratch.take(nbytes)
             self._incoming[peer].append((message.Irecv([frame[:nbytes], mpi.BYTE]), frame, nbytes))

@@ -69,7 +69,6 @@ class Torch(Enveloped):
         self._group = _gloo(place)
         self._collective: Any = GroupAllreduce(self._group) if backend == "gloo" else _nccl(place)
         self._events: deque[Event] = deque()
-        self._sending = 0
         self._waiters: dict[int, _Waiter] = {}
         self._spare: dict[int, SimpleQueue[Bytes | None]] = {peer: SimpleQueue() for peer in self._peers}
         self._readers: dict[int, threading.Thread] = {}
@@ -78,11 +77,6 @@ class Torch(Enveloped):
                 spare.put(self.scratch.take(FRAME_BYTES))
             self._readers[peer] = threading.Thread(target=self._read, args=(peer,), name="syncline-reader", daemon=True)
             self._readers[peer].start()
-
-    @property
-    def idle(self) -> bool:
-        """True when Gloo has sent everything."""
-        return self._sending == 0
 
     def _put(self, peer: int, frame: Bytes) -> None:
         self._send(peer, _FRAMES, frame, lambda: None)
@@ -131,12 +125,12 @@ class Torch(Enveloped):
 
     def _send(self, peer: int, tag: int, data: Bytes, done: Callable[[], None]) -> None:
         def sent(_data: Bytes = data) -> None:  # Gloo reads the memory until then
-            self._sending -= 1
+            self._sending[peer] -= 1
             done()
 
         with self._reported(peer):
             work = self._group.send([_tensor(data)], peer, tag)
-            self._sending += 1
+            self._sending[peer] += 1
             self._wait(peer, work, sent)
 
     @contextlib.contextmanager
@@ -229,17 +223,14 @@ class GroupAllreduce:
 
     def start(self, array: NDArray[Any]) -> Callable[[], Any]:
         """Begin to sum ``array`` over all ranks in place; the function returned waits for the end."""
-        work, write_back = self._begin(array)
+        tensor, write_back = _summable(array)
+        work = self._group.allreduce([tensor], _options())
 
         def wait() -> None:
             work.wait(_FOREVER)
             write_back()
 
         return wait
-
-    def _begin(self, array: NDArray[Any]) -> tuple[Work, Callable[[], None]]:
-        tensor, write_back = _summable(array)
-        return self._group.allreduce([tensor], _options()), write_back
 
 
 class StagedAllreduce:
