@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from syncline import registry
 from syncline.algorithms.ps import ps, push_and_pull
+from syncline.collectives import Collective
 from syncline.errors import PeerLost, SynclineError, UsageError
 from syncline.exchange import Exchange, Run, chunk_edges
 from syncline.plan import REDUCE, Plan
@@ -331,3 +332,46 @@ def test_everyone_may_send_a_chunk_to_everyone_in_one_step(world: int, copying: 
     arrays = case.inputs()
     drive(case, [[array] for array in arrays], lambda _: 0)
     check(case, case.inputs(), arrays)
+
+
+class Adding(InProc):
+    """A transport whose library adds at once: all ranks' arrays are equal."""
+
+    failure: Exception | None = None
+
+    def allreduce(self, key: int, array: NDArray[Any], owner: Any = None) -> Handle:
+        handle = Handle("allreduce", -1, key, array.nbytes, owner)
+        array *= self.world
+        self._finish(handle, self.failure)
+        return handle
+
+
+def test_a_collective_is_handed_over_and_reported() -> None:
+    exchange = Exchange(Adding(Hub(3), 1))
+    array, done = np.ones(10, np.float32), []
+    exchange.hand_over(Collective("allreduce"), array, 5, "bucket 5", lambda: done.append(5))
+    assert exchange.labels == ["bucket 5"]
+    assert not done
+    exchange.progress(0.0)
+    assert done == [5]
+    assert exchange.labels == []
+    np.testing.assert_array_equal(array, np.full(10, 3.0))
+    exchange.hand_over(Collective("allreduce"), array[:0], 5, "nothing", lambda: done.append(6))
+    assert done == [5, 6]
+
+
+def test_a_collective_that_fails_names_what_it_was_for() -> None:
+    transport = Adding(Hub(2), 0)
+    transport.failure = PeerLost("rank 1 is gone", rank=1)
+    exchange = Exchange(transport)
+    exchange.hand_over(Collective("allreduce"), np.ones(3), 0, "bucket 0", lambda: None)
+    with pytest.raises(PeerLost, match="bucket 0: rank 1 is gone"):
+        exchange.progress(0.0)
+
+
+def test_a_transport_without_collectives_is_refused() -> None:
+    exchange = Exchange(InProc(Hub(2), 0))
+    with pytest.raises(UsageError, match="transport=inproc has no allreduce of its own"):
+        exchange.hand_over(Collective("allreduce"), np.ones(3), 0, "bucket 0", lambda: None)
+    with pytest.raises(UsageError, match="one-dimensional"):
+        Exchange(Adding(Hub(2), 0)).hand_over(Collective("allreduce"), np.ones((3, 3)), 0, "x", lambda: None)

@@ -18,7 +18,7 @@ LAYERS = (
     ("errors", "version"),
     ("types", "kernels"),
     ("plan", "registry", "wire", "grammar"),
-    ("algorithms", "codecs", "schedules", "sync", "transports", "predict.network"),
+    ("algorithms", "collectives", "codecs", "schedules", "sync", "transports", "predict.network"),
     ("program", "parts", "script"),
     ("onesided",),
     ("strategy",),

@@ -18,7 +18,7 @@ from syncline import registry
 from syncline.errors import NotBuiltError, StrategyError, UsageError
 from syncline.grammar import Part, read_value, write_value
 from syncline.plan import check
-from syncline.strategy import PLANNED, WORDS, Strategy, vocabulary
+from syncline.strategy import PLANNED, WORDS, Strategy, kind_of, vocabulary
 from syncline.types import Group, Rate, Seconds, Size
 
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
@@ -91,7 +91,6 @@ def test_a_wrong_value_says_what_is_right(text: str, annotation: Any, says: str)
 
 def some_parts(word: str) -> st.SearchStrategy[Part]:
     """Any built part of a word with any arguments, in and out of their ranges."""
-    kind = WORDS[word]
     auto = (
         [Part("auto")] if any(item.word == word and item.name == "auto" and item.built for item in vocabulary()) else []
     )
@@ -99,7 +98,8 @@ def some_parts(word: str) -> st.SearchStrategy[Part]:
     for item in vocabulary():
         if item.word == word and item.built and item.name != "auto":
             given_args = {
-                parameter.name: small(parameter.annotation) for parameter in registry.get(kind, item.name).parameters
+                parameter.name: small(parameter.annotation)
+                for parameter in registry.get(kind_of(word, item.name), item.name).parameters
             }
             arguments = st.fixed_dictionaries({}, optional=given_args)
             found.append(st.builds(lambda args, name=item.name: Part(name, tuple(args.items())), arguments))
@@ -325,12 +325,6 @@ def later_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     class Ssp:
         staleness: int = 3
 
-    @registry.register("transports", "torch")
-    def torch_transport() -> None: ...
-
-    @registry.register("algorithms", "native", goal="allreduce")
-    def native(group: Group) -> None: ...
-
 
 @pytest.mark.usefixtures("later_parts")
 class TestCombinations:
@@ -356,6 +350,9 @@ class TestCombinations:
         ("text", "says"),
         [
             ("native transport=tcp", "the nearest that works is 'native transport=torch'"),
+            ("native codec=qsgd", "knows nothing of codec=qsgd; the nearest that works is 'codec=qsgd'"),
+            ("ring transport=torch(backend=nccl)", "no plan.*is 'native transport=torch\\(backend=nccl\\)'"),
+            ("native(x=1)", "native takes no arguments"),
             ("ps codec=topk(ratio=0.1)", r"nearest that works is 'ps\(servers=1, update=worker\) codec=feedback"),
             ("ring sync=ssp", r"nearest that works is 'ps\(servers=1\) sync=ssp'"),
             ("ps(servers=2, update=worker) sync=ssp", r"nearest that works is 'ps\(servers=2\) sync=ssp'"),
@@ -374,7 +371,18 @@ class TestCombinations:
     def test_native_brings_its_own_transport(self) -> None:
         strategy = Strategy.parse("native")
         assert strategy.transport == Part("auto")
-        assert Strategy.parse("native transport=torch").transport == Part("torch")
+        assert strategy.resolve(Group(3), one_host=False).transport.name == "torch"
+        assert Strategy.parse("native transport=mpi").resolve(Group(3), one_host=True).transport.name == "mpi"
+
+    def test_native_is_a_collective_and_has_no_plan(self) -> None:
+        for text in ("native", "native transport=mpi", "native transport=torch(backend=nccl)"):
+            strategy = Strategy.parse(text)
+            assert strategy.collective is not None
+            assert strategy.collective.goal == "allreduce"
+            with pytest.raises(UsageError, match="native has no plan"):
+                strategy.plan(Group(2))
+        assert Strategy.parse("ring transport=mpi").collective is None
+        assert Strategy().collective is None
 
 
 def test_parts_of_third_parties_come_through_entry_points(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from .connecting import connect_session
 from .errors import ClosedError, NotBuiltError, PeerError, UsageError
 from .launch.environment import Environment, recognise
+from .launch.meeting import find_meeting_place
 from .launch.store import find_secret, listen_address, open_store
 from .session import Session, Stats
 from .strategy import Strategy
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _session: Session | None = None
 _prepared: list[Prepared] = []
 _stores: dict[tuple[str, int], Store] = {}
+_met: Environment | None = None
 _inits = 0
 
 
@@ -55,11 +57,12 @@ def init(
 ) -> None:
     """Join this run's processes.
 
-    Under torchrun or ``syncline run`` nothing has to be given. ``strategy`` defaults to ``SYNCLINE_STRATEGY`` and then
-    to automatic choices; it fixes who is a worker and who a server. Those who start processes themselves give ``rank``
-    (from 0, servers last), ``world_size`` (all processes, servers included) and ``address`` (``host:port`` of rank 0,
-    where the processes meet). ``interface`` is the network interface, or address, to listen on; by default the one
-    that reaches rank 0. ``secret`` keeps strangers out; ``SYNCLINE_SECRET`` by default.
+    Under torchrun, ``syncline run``, mpirun or srun nothing has to be given. ``strategy`` defaults to
+    ``SYNCLINE_STRATEGY`` and then to automatic choices; it fixes who is a worker and who a server. Those who start
+    processes themselves give ``rank`` (from 0, servers last), ``world_size`` (all processes, servers included) and
+    ``address`` (``host:port`` of rank 0, where the processes meet). ``interface`` is the network interface, or
+    address, to listen on; by default the one that reaches rank 0. ``secret`` keeps strangers out;
+    ``SYNCLINE_SECRET`` by default.
 
     Limits in seconds: ``timeout`` for all processes to come, ``liveness`` for a peer without a sign of life,
     ``progress`` for an operation that does not move.
@@ -68,11 +71,13 @@ def init(
     if _session is not None:
         raise UsageError("syncline.init() was called before: call syncline.shutdown() first")
     environment = recognise(rank=rank, world_size=world_size, address=address)
+    interface = interface or os.environ.get("SYNCLINE_INTERFACE")
     chosen = _choose(strategy, environment)
     if environment.world == 1 and chosen.servers == 0:
         group = Group(1)
         _session = Session(chosen.resolve(group), group, 0, None)
     else:
+        environment = _complete(environment, interface, timeout)
         run = f"{environment.run_id}/{environment.restart}/{_inits}"
         store = _meeting_place(environment, timeout)
         _session = connect_session(
@@ -82,7 +87,7 @@ def init(
             store,
             run=run,
             secret=find_secret(store, run, environment, secret, timeout),
-            address=listen_address(environment, interface or os.environ.get("SYNCLINE_INTERFACE")),
+            address=listen_address(environment, interface),
             local_rank=environment.local_rank,
             timeout=timeout,
             liveness_s=liveness,
@@ -91,6 +96,16 @@ def init(
         )
     _inits += 1
     _watch_the_end()
+
+
+def _complete(environment: Environment, interface: str | None, timeout: float) -> Environment:
+    """The environment with an address, found once per process: a later session meets where the first one did."""
+    global _met
+    if environment.address:
+        return environment
+    if _met is None:
+        _met = find_meeting_place(environment, interface, timeout)
+    return _met
 
 
 def _meeting_place(environment: Environment, timeout: float) -> Store:

@@ -9,20 +9,22 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 from . import registry
 from .engine import LIMIT_S
-from .errors import GroupError, UsageError
+from .errors import GroupError, RollCallError, UsageError
 from .session import Session
 from .strategy import AUTO, Strategy
-from .transports import Transport
+from .transports import Place, Transport
 from .transports.auto import Auto
 from .transports.inproc import Hub
 from .types import Group
 from .version import __version__
 from .wire.handshake import run_id
 from .wire.listener import Listener
-from .wire.rollcall import Roll, call_roll, connect, describe_self, leave
+from .wire.rollcall import Roll, call_roll, check_failed, connect, describe_self, leave, tell_failed
 from .wire.store import Store
 from .wire.watch import LIVENESS_S, Watcher
 
@@ -67,26 +69,34 @@ def connect_session(
         )
     listener = Listener(address, run_id(run), secret, index)
     control: dict[int, socket.socket] = {}
+    transport: Transport | None = None
     try:
         me = describe_self(index, processes, listener, {"strategy": str(strategy), "version": __version__})
         roll = call_roll(store, run, secret, me, timeout, hint)
         group = Group(workers, strategy.servers, roll.nodes[:workers])
         chosen = strategy.resolve(group, hosts=roll.hosts)
         carried = _carried(chosen, roll)
-        unix = {peer for name, peers in carried.items() if _connection(name) == "unix" for peer in peers}
         control = connect(store, roll, listener, "control", (), timeout)
-        data = connect(store, roll, listener, "data", unix, timeout)
+        if [_connection(name) for name in carried] == ["own"]:
+            name, arguments = chosen.transport.name, chosen.transport.arguments
+            failed = partial(check_failed, store, run)
+            place = Place(index, processes, store, f"{run}/{name}", address, timeout, failed)
+            transport = _own_connections(registry.get("transports", name), run, place, arguments)
+        else:
+            unix = {peer for name, peers in carried.items() if _connection(name) == "unix" for peer in peers}
+            transport = _transport(chosen, index, carried, connect(store, roll, listener, "data", unix, timeout))
         leave(store, run, index, complete=True)
     except BaseException as error:
         for sock in control.values():
             sock.close()
+        if transport is not None:
+            transport.close()
         if isinstance(error, Exception):
             with contextlib.suppress(GroupError):  # the store may be what is gone
                 leave(store, run, index, complete=False)
         raise
     finally:
         listener.close()
-    transport = _transport(chosen, index, carried, data)
     session = Session(chosen, group, index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s)
     session.watcher = Watcher(roll, control, session.on_peer_failure, session.left, liveness_s)
     session.watcher.start()
@@ -121,3 +131,14 @@ def _transport(
         for name, peers in carried.items()
     }
     return Auto(index, made) if len(made) > 1 else next(iter(made))
+
+
+def _own_connections(entry: registry.Entry, run: str, place: Place, arguments: Mapping[str, Any]) -> Transport:
+    """A transport whose library connects the ranks itself; a fault of one rank ends the wait of the others."""
+    try:
+        transport: Transport = entry.target(place, **arguments)
+    except Exception as error:
+        if not isinstance(error, RollCallError):  # which others have told
+            tell_failed(place.store, run, f"rank {place.rank}: {error}")
+        raise
+    return transport

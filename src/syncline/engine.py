@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import ClosedError, PeerError, PeerTimeout, SynclineError
-from .exchange import Array, Exchange, Run
+from .collectives import Collective
+from .errors import ClosedError, PeerTimeout, SynclineError
+from .exchange import Array, Exchange, Run, labelled
 from .program import Program
 from .transports import Bytes, Handle, Transport
 
@@ -98,7 +99,7 @@ class Engine:
 
     def exchange(
         self,
-        program: Program | Callable[[], Program],
+        program: Program | Collective | Callable[[], Program],
         array: Array,
         key: int,
         label: str,
@@ -110,7 +111,7 @@ class Engine:
         tolerant: bool = False,
         announce: bool = True,
     ) -> Work:
-        """Run a plan over ``array``; it starts when ``gate`` is done, after ``before`` was called.
+        """Run a plan, or a library's collective, over ``array``; it starts when ``gate`` is done, after ``before``.
 
         A program that depends on the gate's result is given as a function. A ``tolerant`` work does not mind peers
         that leave, and nobody waits for it at the end. Whoever calls ``wait`` at once need not ``announce`` it to the
@@ -122,8 +123,7 @@ class Engine:
             if before is not None:
                 before()
             chosen = program() if callable(program) else program
-            run = Run(chosen, array, key, label, priority, lambda: self._finish(work, lane), tolerant)
-            self._exchange.start(run)
+            self._start(chosen, array, key, work, lane, priority)
 
         def enter() -> None:
             if lane is None:
@@ -135,7 +135,7 @@ class Engine:
         self._post(enter, tolerant, announce)
         return work
 
-    def run(self, program: Program, array: Array, key: int, label: str) -> None:
+    def run(self, program: Program | Collective, array: Array, key: int, label: str) -> None:
         """Run a plan over ``array`` and return when it is done: ``exchange`` and ``wait`` with less in between."""
         with self._changed:
             free = not (self._driven or self._inbox or self._ending)
@@ -147,11 +147,8 @@ class Engine:
             return
         work, begun = Work(label), time.perf_counter()
 
-        def start() -> None:
-            self._exchange.start(Run(program, array, key, label, on_done=lambda: self._finish(work, None)))
-
         try:
-            self._drive_here((work,), None, start)
+            self._drive_here((work,), None, lambda: self._start(program, array, key, work))
         finally:
             self.blocked_s += time.perf_counter() - begun
         if self.error is not None:
@@ -404,6 +401,22 @@ class Engine:
             if self.transport.idle:
                 return
 
+    def _start(
+        self,
+        chosen: Program | Collective,
+        array: Array,
+        key: int,
+        work: Work,
+        lane: Lane | None = None,
+        priority: float = 0.0,
+    ) -> None:
+        """Begin what ``work`` stands for: a plan, or what the transport's library does by itself."""
+        if isinstance(chosen, Collective):
+            self._exchange.hand_over(chosen, array, key, work.label, lambda: self._finish(work, lane))
+        else:
+            run = Run(chosen, array, key, work.label, priority, lambda: self._finish(work, lane), work.tolerant)
+            self._exchange.start(run)
+
     def _take_tasks(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
@@ -436,7 +449,7 @@ class Engine:
         if handle.error is not None:
             if work.tolerant and self._has_left(handle.peer):
                 return
-            raise _labelled(work.label, handle.error)
+            raise labelled(work.label, handle.error)
         self._finish(work, None)
 
     def _finish(self, work: Work, lane: Lane | None) -> None:
@@ -453,8 +466,3 @@ class Engine:
         if lane is not None:
             lane.active -= 1
             self._advance(lane)
-
-
-def _labelled(label: str, error: Exception) -> Exception:
-    text = f"{label}: {error}"
-    return type(error)(text, rank=error.rank, host=error.host) if isinstance(error, PeerError) else SynclineError(text)

@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .collectives import Collective
 from .errors import PeerError, SynclineError, UsageError
 from .kernels.cpu import add_all_into
 from .onesided import OneSided, Window
 from .program import Action, Program
-from .transports import Handle, Transport
+from .transports import Adds, Handle, HasAllreduce, Transport
 from .wire.scratch import Scratch
 
 Array = NDArray[Any]
@@ -142,9 +143,11 @@ class Exchange:
         self._window = window
         self._has_left = has_left
         self.scratch = Scratch()
+        self._adder = transport if isinstance(transport, Adds) else None
         self._under_way: dict[int, Run] = {}
         mapped: Window | None = getattr(transport, "window", None)
         self._onesided = None if mapped is None else OneSided(mapped, self.scratch, segment_bytes, has_left)
+        self._handed: dict[int, str] = {}  # key -> label of what a library does by itself
 
     def start(self, run: Run) -> None:
         """Begin a run; its ``on_done`` is called from a later ``progress``, or at once when there is nothing to do."""
@@ -172,6 +175,27 @@ class Exchange:
         self._under_way[run.key] = run
         while run.opened < min(self._window, run.segments):
             self._open(run)
+
+    def hand_over(
+        self, collective: Collective, array: Array, key: int, label: str, on_done: Callable[[], None]
+    ) -> None:
+        """Let the transport's library do a collective by itself; UsageError where it has none."""
+        if not isinstance(self.transport, HasAllreduce) or collective.goal != "allreduce":
+            raise UsageError(f"{label}: transport={self.transport.name} has no {collective.goal} of its own")
+        if array.ndim != 1 or not array.flags.c_contiguous:
+            raise UsageError(f"{label}: an exchange needs a one-dimensional contiguous array")
+        if array.size == 0:
+            on_done()
+            return
+
+        def handed_back(handle: Handle) -> None:
+            del self._handed[key]
+            if handle.error is not None:
+                raise labelled(label, handle.error)
+            on_done()
+
+        self._handed[key] = label
+        self.transport.allreduce(key, array, owner=handed_back)
 
     def progress(self, timeout: float) -> int:
         """Do what can be done, waiting up to ``timeout`` seconds for it; returns how much that was."""
@@ -213,7 +237,7 @@ class Exchange:
     @property
     def labels(self) -> list[str]:
         """What is under way, oldest first; may be asked from another thread."""
-        return [run.label for run in self._runs() if not run.tolerant]
+        return [run.label for run in self._runs() if not run.tolerant] + list(self._handed.values())
 
     def _runs(self) -> list[Run]:
         return list(self._under_way.values())
@@ -244,8 +268,8 @@ class Exchange:
                     nbytes = (stop - start) * run.array.itemsize
                     segment.posted.add(i)
                     tag = _tag(segment, action)
-                    if self._adds(segment, i):
-                        self.transport.add(action.peer, tag, run.array[start:stop], owner=(segment, i))
+                    if self._adder is not None and self._adds(segment, i):
+                        self._adder.add(action.peer, tag, run.array[start:stop], owner=(segment, i))
                     else:
                         self.transport.borrow(action.peer, tag, nbytes, owner=(segment, i))
                     continue
@@ -258,7 +282,7 @@ class Exchange:
         """Whether the transport may do a reduction: one that waits for nothing, so that plan order is kept."""
         action = segment.run.program.actions[i]
         alone = segment.waits[i] == 0 and action.kind == "reduce" and not action.swaps
-        return alone and self.transport.adds_from(action.peer, segment.run.array.dtype)
+        return alone and self._adder is not None and self._adder.adds_from(action.peer, segment.run.array.dtype)
 
     def _act(self, segment: _Segment, i: int) -> None:
         """Action ``i`` has nothing to wait for any more; do it, and what it unlocks when there is nothing to move."""
@@ -378,15 +402,18 @@ class Exchange:
         )
 
     def _explain(self, error: Exception, segment: _Segment, action: Action) -> Exception:
-        text = f"{self._where(segment, action)}: {error}"
-        if isinstance(error, PeerError):
-            return type(error)(text, rank=error.rank, host=error.host)
-        return SynclineError(text)
+        return labelled(self._where(segment, action), error)
 
 
 def chunk_edges(size: int, chunks: int) -> list[int]:
     """Where the chunks of an array of ``size`` elements begin and end: ``chunks + 1`` indices."""
     return [size * chunk // chunks for chunk in range(chunks + 1)]
+
+
+def labelled(label: str, error: Exception) -> Exception:
+    """An error with what it befell."""
+    text = f"{label}: {error}"
+    return type(error)(text, rank=error.rank, host=error.host) if isinstance(error, PeerError) else SynclineError(text)
 
 
 def _borrows(action: Action) -> bool:

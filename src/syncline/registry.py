@@ -1,4 +1,4 @@
-"""Name -> entry, for all that one can add: algorithms, codecs, schedules, sync modes, transports, workloads, peers.
+"""Name -> entry, for everything one can add: algorithms, codecs, schedules, sync modes, transports, workloads, ...
 
 A part registers itself with a decorator at the top of its own file::
 
@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from .errors import UsageError
 
-KINDS = ("algorithms", "codecs", "peers", "schedules", "sync", "transports", "workloads")
+KINDS = ("algorithms", "collectives", "codecs", "peers", "schedules", "sync", "transports", "workloads")
 _FOLDERS = {"peers": "bench.peers"}
 """Kinds whose folder is not that of their name: peers are what a bench measures beside Syncline."""
 
@@ -128,9 +128,7 @@ def _load(kind: str) -> None:
 
 
 def _parameters(target: Callable[..., Any]) -> tuple[Parameter, ...]:
-    # A class is called with its constructor's arguments; a dataclass's are its fields.
-    plain_class = inspect.isclass(target) and not dataclasses.is_dataclass(target)
-    hints = typing.get_type_hints(target.__init__ if plain_class else target)
+    hints = typing.get_type_hints(target.__init__ if _plain_class(target) else target)
     if dataclasses.is_dataclass(target):
         return tuple(
             Parameter(item.name, hints[item.name], _default(item)) for item in dataclasses.fields(target) if item.init
@@ -140,6 +138,11 @@ def _parameters(target: Callable[..., Any]) -> tuple[Parameter, ...]:
         for item in inspect.signature(target).parameters.values()
         if item.kind is inspect.Parameter.KEYWORD_ONLY
     )
+
+
+def _plain_class(target: Callable[..., Any]) -> bool:
+    """True for a class whose arguments are those of its ``__init__``, not its fields."""
+    return inspect.isclass(target) and not dataclasses.is_dataclass(target)
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import registry
+from .collectives import Collective
 from .engine import LIMIT_S, Engine, Work
 from .errors import ClosedError, MismatchError, PeerError, PeerLeft, PeerTimeout, SynclineError, UsageError
 from .plan import Plan
@@ -209,7 +210,7 @@ class Session:
             raise UsageError(f"the mean of {array.dtype} is not one: use op='sum'")
         self.agree(ALLREDUCE, _fingerprint(array, average))
         if self.world_size > 1:
-            self._run(array, self.program("allreduce"), "allreduce")
+            self._run(array, self.allreduce_program(), "allreduce")
         if average:
             np.divide(array, array.dtype.type(self.world_size), out=array)
 
@@ -241,6 +242,14 @@ class Session:
         if goal == "allreduce":
             return self._compiled(self.allreduce_plan())
         return _broadcast_program(self.world_size, self.index, root)
+
+    def allreduce_program(self) -> Program | Collective:
+        """This process's part in an allreduce of the workers, or what the message library does instead."""
+        return self.strategy.collective or self.program("allreduce")
+
+    def gradient_program(self) -> Program | Collective:
+        """This process's part in the exchange of a bucket of gradients, in which servers may take part."""
+        return self.strategy.collective or self._compiled(self.strategy.plan(self.group))
 
     def allreduce_plan(self) -> Plan:
         """The strategy's plan for the workers' gradients; the servers' own exchange is not one of them."""
@@ -353,7 +362,7 @@ class Session:
     def _compiled(self, plan: Plan) -> Program:
         return _compile(plan, self.index)
 
-    def _run(self, array: Array, program: Program, label: str) -> None:
+    def _run(self, array: Array, program: Program | Collective, label: str) -> None:
         self.engine.run(program, array, self._call_key(), label)
 
     def _has_left(self, peer: int) -> bool:

@@ -11,13 +11,14 @@ any part works: names, arguments, types and capabilities come from the registry,
 their defaults when a strategy is built, and left out again when it is printed. What a part declares in the registry
 and this file reads:
 
-    goal="allreduce"        (algorithms) only these are architectures
+    goal="allreduce"        (algorithms, collectives) only these are architectures
     always_print=(names)    arguments that are printed even at their default
     wraps="name"            (codecs) the argument that takes another codec, written without its name
     biased=True             (codecs) gets ``feedback`` around it unless the text says ``feedback=off``
     one_host=True           (transports) reaches processes of one host only
     check=callable          (transports) takes the arguments and raises UsageError for values that make no sense;
                             other parts are built to find out, transports need connections for that
+    allreduce=True          (transports) the library has an allreduce of its own
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from .types import Group
 
 if TYPE_CHECKING:
     from .codecs import Codec
+    from .collectives import Collective
     from .plan import Plan
     from .schedules import Schedule
     from .sync import SyncMode
@@ -121,10 +123,12 @@ class Strategy:
         return cls(**parts)
 
     def __str__(self) -> str:
-        found = [] if self.architecture == AUTO else [write("algorithms", self.architecture)]
+        found = []
         for word, part in self.parts():
-            shown = "auto" if part == AUTO else write(WORDS[word], part)
-            if word != "architecture" and shown != _DEFAULTS[word]:
+            shown = "auto" if part == AUTO else write(kind_of(word, part.name), part)
+            if word == "architecture":
+                found += [] if part == AUTO else [shown]
+            elif shown != _DEFAULTS[word]:
                 found.append(f"{word}={shown}")
         if _needs_feedback(self.codec):
             found.append("feedback=off")
@@ -174,7 +178,8 @@ class Strategy:
             architecture = Part({"shm": "direct", "auto": "hierarchical"}.get(transport.name, "ring"))
         schedule = Part("fixed") if self.schedule == AUTO else self.schedule
         resolved = replace(self, architecture=architecture, schedule=schedule, transport=transport)
-        resolved.plan(group)
+        if resolved.collective is None:
+            resolved.plan(group)
         return resolved
 
     def _with_servers(self, group: Group) -> Group:
@@ -188,7 +193,20 @@ class Strategy:
     def plan(self, group: Group) -> Plan:
         """The plan of the architecture for that group, one object for all calls; UsageError while it is ``auto``."""
         architecture = self._chosen("architecture")
+        if self.collective is not None:
+            raise UsageError(
+                f"{architecture.name} has no plan: what the library sends is its own affair; choose one of"
+                f" {', '.join(_built('architecture'))} to see, or run, a plan"
+            )
         return _planned(registry.get("algorithms", architecture.name).target, architecture.args, group)
+
+    @property
+    def collective(self) -> Collective | None:
+        """The collective of the message library that takes the place of a plan; None where there is a plan."""
+        if self.architecture.name not in registry.names("collectives"):
+            return None
+        found: Collective = build("collectives", self.architecture)
+        return found
 
     def schedule_object(self) -> Schedule:
         """The schedule that the engine reads; raises UsageError while it is ``auto``."""
@@ -239,11 +257,11 @@ class Word:
 def vocabulary() -> list[Word]:
     """Everything that a strategy may say, built or not, in the order of printing."""
     found = []
-    for word, kind in WORDS.items():
+    for word in WORDS:
         if word in _HAS_AUTO:
             found.append(Word(word, "auto", "auto", _AUTO_SUMMARY[word], True))
         for name in _built(word):
-            entry = registry.get(kind, name)
+            entry = registry.get(kind_of(word, name), name)
             found.append(Word(word, name, signature(entry), entry.summary, True))
         found += [Word(word, name, name, "", False) for name in PLANNED[word] if name not in _built(word)]
     return found
@@ -264,10 +282,26 @@ Fault = tuple[str, list[dict[str, Part]]]
 
 
 def _native_needs_its_library(strategy: Strategy) -> Fault | None:
-    if strategy.architecture.name != "native" or strategy.transport.name in ("auto", "torch", "mpi"):
+    if strategy.collective is None or strategy.transport == AUTO:
+        return None
+    if registry.get("transports", strategy.transport.name).capabilities.get("allreduce"):
         return None
     reason = f"native calls the library's own collective, and transport={strategy.transport.name} has none"
     return reason, [{"transport": Part("torch")}, {"transport": Part("mpi")}, {"architecture": AUTO}]
+
+
+def _native_sends_what_it_is_given(strategy: Strategy) -> Fault | None:
+    if strategy.collective is None or strategy.codec == NONE:
+        return None
+    reason = f"native hands the gradients to a library that knows nothing of codec={strategy.codec.name}"
+    return reason, [{"architecture": AUTO}, {"codec": NONE}]
+
+
+def _nccl_knows_collectives_only(strategy: Strategy) -> Fault | None:
+    if strategy.transport.arguments.get("backend") != "nccl" or strategy.collective is not None:
+        return None
+    reason = "NCCL has no messages that are matched by tag, so no plan runs over it"
+    return reason, [{"architecture": Part("native")}, {"transport": _with(strategy.transport, backend="gloo")}]
 
 
 def _ps_needs_a_server(strategy: Strategy) -> Fault | None:
@@ -304,6 +338,8 @@ def _feedback_needs_a_contraction(strategy: Strategy) -> Fault | None:
 
 RULES: tuple[Callable[[Strategy], Fault | None], ...] = (
     _native_needs_its_library,
+    _native_sends_what_it_is_given,
+    _nccl_knows_collectives_only,
     _ps_needs_a_server,
     _weights_on_servers_travel_dense,
     _staleness_needs_weights_on_servers,
@@ -324,7 +360,17 @@ def _built(word: str) -> tuple[str, ...]:
     kind = WORDS[word]
     if kind != "algorithms":
         return registry.names(kind)
-    return tuple(entry.name for entry in registry.entries(kind) if entry.capabilities.get("goal") == "allreduce")
+    return tuple(
+        entry.name
+        for kind in ("algorithms", "collectives")
+        for entry in registry.entries(kind)
+        if entry.capabilities.get("goal") == "allreduce"
+    )
+
+
+def kind_of(word: str, name: str) -> str:
+    """The registry's kind of a word's part: an architecture is an algorithm, or a collective of a library."""
+    return "collectives" if word == "architecture" and name in registry.names("collectives") else WORDS[word]
 
 
 def _bind_word(word: str, part: Part) -> Part:
@@ -333,8 +379,8 @@ def _bind_word(word: str, part: Part) -> Part:
         if part.args:
             raise StrategyError(f"{word}=auto takes no arguments")
         return AUTO
-    kind, built = WORDS[word], _built(word)
     _require_known(word, part)
+    kind, built = kind_of(word, part.name), _built(word)
     bound = bind(kind, part)
     entry = registry.get(kind, part.name)
     if "check" in entry.capabilities:
@@ -353,7 +399,7 @@ def _require_known(word: str, part: Part) -> None:
             raise NotBuiltError(f"{word} {part.name!r} is not built yet; built are {', '.join(built)}")
         hint = _belongs_to(part.name) or nearest(part.name, (*built, *PLANNED[word]))
         raise StrategyError(f"unknown {word} {part.name!r}{hint or '; there are ' + ', '.join(built)}")
-    wraps = registry.get(WORDS[word], part.name).capabilities.get("wraps")
+    wraps = registry.get(kind_of(word, part.name), part.name).capabilities.get("wraps")
     for name, value in part.args:
         if wraps and name in ("", wraps):
             _require_known(word, Part(value) if isinstance(value, str) else value)

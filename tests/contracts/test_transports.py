@@ -8,23 +8,28 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from remote import RemoteEnd, World
 
+from mpi_launch import LIBRARIES
 from syncline.errors import ClosedError, PeerLost, UsageError
-from syncline.transports import INLINE_BYTES, Handle, Transport
+from syncline.transports import INLINE_BYTES, Handle, Place, Transport
 from syncline.transports.auto import Auto
 from syncline.transports.inproc import Hub
 from syncline.transports.shm import Shm
 from syncline.transports.tcp import Tcp
-from syncline.types import Rate, Seconds
+from syncline.types import Rate, Seconds, numpy_dtype
+from syncline.wire.store import MemoryStore
 
 LIMIT_S = 20.0
 
@@ -77,7 +82,6 @@ def make_auto(kind: str, rank: int, socks: dict[int, socket.socket]) -> Transpor
     return Auto(rank, {Shm(rank, near): near, Tcp(rank, far): far})
 
 
-KINDS = ["inproc", "shm", "tcp", "shaped", "auto-near", "auto-far"]
 MAKE: dict[str, Callable[..., Transport]] = {
     "shm": Shm,
     "tcp": Tcp,
@@ -85,6 +89,25 @@ MAKE: dict[str, Callable[..., Transport]] = {
     "auto-near": partial(make_auto, "auto-near"),
     "auto-far": partial(make_auto, "auto-far"),
 }
+worlds: dict[tuple[str, int], World] = {}
+"""Ranks under mpirun, by library and number; started when first asked for."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_of_worlds() -> Iterator[None]:
+    yield
+    while worlds:
+        worlds.popitem()[1].close()
+
+
+def torch_ends(world: int) -> list[Transport]:
+    """All ends of a torch transport: making one waits for the others."""
+    pytest.importorskip("torch")
+    from syncline.transports.torch import Torch
+
+    store = MemoryStore()
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(Torch, [Place(rank, world, store) for rank in range(world)]))
 
 
 @contextmanager
@@ -92,6 +115,12 @@ def network(kind: str, world: int) -> Iterator[Net]:
     if kind == "inproc":
         hub = Hub(world)
         ends: list[Transport] = [hub.transport(rank) for rank in range(world)]
+    elif kind == "torch":
+        ends = torch_ends(world)
+    elif kind in LIBRARIES:
+        if (kind, world) not in worlds:
+            worlds[kind, world] = World(kind, world)
+        ends = [*worlds[kind, world].ends()]
     else:
         ends = [MAKE[kind](rank, socks) for rank, socks in enumerate(pairs(world, kind))]
     try:
@@ -99,6 +128,9 @@ def network(kind: str, world: int) -> Iterator[Net]:
     finally:
         for end in ends:
             end.close()
+
+
+KINDS = ["inproc", "shm", "tcp", "shaped", "auto-near", "auto-far", "torch", *LIBRARIES]
 
 
 @pytest.fixture(params=KINDS)
@@ -259,6 +291,19 @@ def test_a_peer_that_ends_fails_what_waits_for_it_only(kind: str) -> None:
         net.wait(net.ends[1].recv(0, 0, into), net.ends[0].send(1, 0, numbers(3)))
 
 
+def test_what_waits_for_a_peer_that_has_ended_keeps_nobody_from_ending(kind: str) -> None:
+    with network(kind, 2) as net:
+        for tag in range(3):
+            net.ends[0].send(1, tag, numbers(60_000))
+            net.ends[0].send(1, tag, numbers(1_000_000))
+        net.ends.pop().close()
+        for _ in range(200):
+            if net.ends[0].idle:
+                break
+            net.ends[0].poll(0.01)
+        assert net.ends[0].idle
+
+
 def test_what_a_peer_sent_before_it_ended_still_arrives(kind: str) -> None:
     with network(kind, 2) as net:
         sent = net.ends[1].send(0, 0, numbers(100))
@@ -291,23 +336,129 @@ def test_traffic_counts_every_byte_of_a_message(kind: str) -> None:
         assert 100_000 <= sent < 100_200
 
 
+def settle() -> None:
+    """Wait for threads that end with their peers, and drop what they held."""
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("syncline"):
+            thread.join(LIMIT_S)
+    gc.collect()
+
+
 def test_nothing_is_left_behind(kind: str) -> None:
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
+    if kind in LIBRARIES:
+        pytest.skip("what is in the ranks' own processes is looked at in the next test")
     with network(kind, 2):
         pass
-    gc.collect()
+    settle()
     files, threads = open_files(), threading.active_count()
     for _ in range(3):
         with network(kind, 3) as net:
             data = net.ends[0].allocate(200_000)
             net.wait(net.ends[1].recv(0, 0, np.zeros(200_000, np.uint8)), net.ends[0].send(1, 0, data))
             del data  # memory lives as long as somebody looks at it
-    gc.collect()
+    settle()
     assert open_files() == files
     assert threading.active_count() == threads
     assert not list(Path("/dev/shm").glob("*syncline*"))  # others may come and go
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_ranks_under_mpirun_keep_nothing(kind: str) -> None:
+    held = []
+    for _ in range(4):
+        with network(kind, 2) as net:
+            net.wait(net.ends[1].recv(0, 0, np.zeros(200_000, np.uint8)), net.ends[0].send(1, 0, numbers(200_000)))
+            ends = net.ends[:]
+        held.append([end.ask("holds") for end in ends if isinstance(end, RemoteEnd)])
+    assert held[1:] == held[:1] * 3
+
+
+def together(net: Net, *calls: Callable[[Transport], list[Handle]]) -> list[list[Handle]]:
+    """Each end starts its operations and waits for them in a thread of its own, as ranks do."""
+
+    def run(end: Transport, start: Callable[[Transport], list[Handle]]) -> list[Handle]:
+        handles = start(end)
+        Net([end]).wait(*handles)
+        return handles
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(run, net.ends, calls))
+
+
+LIBRARY_KINDS = ["torch", *LIBRARIES]
+ADDED = ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "int64", "uint64"]
+
+
+@pytest.mark.parametrize("kind", LIBRARY_KINDS)
+@pytest.mark.parametrize("dtype", ADDED)
+def test_a_librarys_allreduce_adds_every_type(kind: str, dtype: str) -> None:
+    inputs = [np.arange(1003).astype(numpy_dtype(dtype)) % 11 + rank for rank in range(3)]
+    expected = sum(item.astype(np.int64) for item in inputs)
+    with network(kind, 3) as net:
+        arrays = [item.astype(numpy_dtype(dtype)) for item in inputs]
+        together(net, *(lambda end, a=array: [end.allreduce(4, a)] for array in arrays))
+    for array in arrays:
+        np.testing.assert_array_equal(array.astype(np.int64), expected)
+
+
+@pytest.mark.parametrize("kind", LIBRARY_KINDS)
+def test_allreduces_match_by_key_whatever_the_order_of_ranks(kind: str) -> None:
+    sizes = {1: 70_001, 2: 3, 3: 500}
+    orders = [(1, 2, 3), (3, 1, 2), (2, 3, 1)]
+    with network(kind, 3) as net:
+        arrays = [{key: np.full(size, key + rank, np.float32) for key, size in sizes.items()} for rank in range(3)]
+        together(
+            net,
+            *(
+                lambda end, rank=rank, order=order: [end.allreduce(key, arrays[rank][key]) for key in order]
+                for rank, order in enumerate(orders)
+            ),
+        )
+    for found in arrays:
+        for key, size in sizes.items():
+            np.testing.assert_array_equal(found[key], np.full(size, 3 * key + 3))
+
+
+@pytest.mark.parametrize("kind", LIBRARY_KINDS)
+def test_messages_and_allreduces_share_the_way(kind: str) -> None:
+    def start(end: Any) -> list[Handle]:
+        other, rank = 1 - end.rank, end.rank
+        return [
+            end.recv(other, 7, into[rank]),
+            end.allreduce(7, sums[rank]),
+            end.send(other, 7, numbers(300_000, rank)),
+        ]
+
+    with network(kind, 2) as net:
+        into, sums = [np.zeros(300_000, np.uint8) for _ in range(2)], [np.ones(5, np.float32) for _ in range(2)]
+        together(net, start, start)
+    for rank in range(2):
+        np.testing.assert_array_equal(into[rank], numbers(300_000, 1 - rank))
+        np.testing.assert_array_equal(sums[rank], np.full(5, 2.0))
+
+
+@pytest.mark.parametrize("kind", LIBRARY_KINDS)
+def test_what_a_library_cannot_add_is_refused(kind: str) -> None:
+    def start(end: Any) -> list[Handle]:
+        return [end.allreduce(0, np.zeros(4, "V8"))]
+
+    with network(kind, 2) as net, pytest.raises(UsageError, match=r"cannot add elements of type .*: use ring"):
+        together(net, start, start)
+
+
+@pytest.mark.parametrize("kind", LIBRARY_KINDS)
+def test_an_allreduce_that_a_peer_leaves_out_fails(kind: str) -> None:
+    with network(kind, 3) as net:
+        waits: Any = net.ends[0]
+        handle = waits.allreduce(1, np.zeros(3, np.float32))
+        net.turn(2)
+        net.ends.pop().close()
+        with pytest.raises(PeerLost, match="rank 2"):
+            Net([waits]).wait(handle)
 
 
 def test_scratch_memory_is_used_again_once_warm() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from syncline.errors import NotBuiltError, UsageError
-from syncline.launch.environment import Environment, recognise
+from syncline.errors import UsageError
+from syncline.launch.environment import Environment, derived_port, recognise
 
 TORCHRUN = {
     "RANK": "5",
@@ -103,13 +103,96 @@ def test_a_wrong_variable_is_named(changes: dict[str, str | None], names: str) -
         recognise(variables)
 
 
-@pytest.mark.parametrize("variables", [{"OMPI_COMM_WORLD_SIZE": "4"}, {"PMI_SIZE": "2"}, {"SLURM_STEP_NUM_TASKS": "3"}])
-def test_launchers_that_are_not_read_yet_are_refused_by_name(variables: dict[str, str]) -> None:
-    name, value = next(iter(variables.items()))
-    with pytest.raises(NotBuiltError, match=f"{name}={value}.*torchrun"):
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "6",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-node0-77@1",
+    "PMIX_RANK": "5",
+}
+HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "PMI_FD": "9", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "5",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "gpu[03-04,10]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
+}
+MASTER = {"MASTER_ADDR": "login", "MASTER_PORT": "4000"}
+
+
+def test_mpirun_of_open_mpi() -> None:
+    assert recognise(OPENMPI) == Environment("mpirun", 5, 6, 1, 2, "", 0, "prterun-node0-77@1")
+    told = recognise(OPENMPI | MASTER | {"SYNCLINE_STRATEGY": "native", "SYNCLINE_SECRET": "s"})
+    assert (told.address, told.port, told.strategy, told.secret) == ("login", 4000, "native", b"s")
+
+
+def test_mpirun_of_mpich() -> None:
+    assert recognise(HYDRA) == Environment("mpirun", 2, 4, 0, 2, "", 0)
+    assert recognise({"PMI_RANK": "0", "PMI_SIZE": "1"}).world == 1
+
+
+def test_srun() -> None:
+    found = recognise(SLURM)
+    assert found == Environment("srun", 3, 5, 1, 2, "gpu03", derived_port("4711.2"), "4711.2")
+    assert 20000 <= found.port < 32000
+    assert recognise(SLURM | {"SLURM_PROCID": "4", "SLURM_NODEID": "2", "SLURM_LOCALID": "0"}).local_world == 1
+    assert recognise(SLURM | {"SLURM_STEP_NODELIST": "gpu03"}).address == "127.0.0.1"
+
+
+def test_all_ranks_of_a_step_derive_the_same_place_and_other_steps_another() -> None:
+    places = {recognise(SLURM | {"SLURM_PROCID": str(rank)}).port for rank in range(5)}
+    assert len(places) == 1
+    assert recognise(SLURM | {"SLURM_STEP_ID": "3"}).port not in places
+
+
+def test_a_given_address_wins_under_srun() -> None:
+    found = recognise(SLURM | MASTER)
+    assert (found.address, found.port) == ("login", 4000)
+    assert recognise(SLURM | {"MASTER_ADDR": "login"}).port == derived_port("4711.2")
+
+
+def test_a_batch_script_is_no_step() -> None:
+    batch = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1", "SLURM_NODELIST": "a[1-2]"}
+    assert recognise(batch) == Environment("none")
+
+
+def test_the_inner_launcher_counts() -> None:
+    assert recognise(SLURM | HYDRA).launcher == "mpirun"
+    assert recognise(SLURM | OPENMPI).launcher == "mpirun"
+    assert recognise(SLURM | {"PMI_RANK": "1", "PMI_SIZE": "5"}).launcher == "srun"  # srun's own PMI
+    assert recognise(SLURM | OPENMPI | TORCHRUN).launcher == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("variables", "names"),
+    [
+        (
+            OPENMPI | {"OMPI_COMM_WORLD_RANK": "6"},
+            "rank 6 does not exist.*OMPI_COMM_WORLD_RANK=6, OMPI_COMM_WORLD_SIZE=6",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is missing"),
+        ({"PMI_SIZE": "2"}, "PMI_RANK is missing"),
+        (OPENMPI | {"MASTER_ADDR": "a"}, "MASTER_PORT is missing"),
+        (OPENMPI | {"MASTER_PORT": "4000"}, "MASTER_ADDR is missing"),
+        ({"SLURM_STEP_NUM_TASKS": "3"}, "SLURM_PROCID is missing"),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, "5 tasks.*SLURM_STEP_NODELIST is missing.*MASTER_ADDR"),
+        (SLURM | {"SLURM_STEP_NODELIST": "gpu[3-"}, "is no list of hosts"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "is no list of counts"),
+        (SLURM | {"SLURM_NODEID": "7"}, "SLURM_NODEID=7.*3 nodes"),
+        (SLURM | {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2, SLURM_STEP_TASKS_PER_NODE=2"),
+        (SLURM | {"SYNCLINE_SERVERS": "5"}, "no worker.*SYNCLINE_SERVERS=5"),
+    ],
+)
+def test_what_is_missing_or_wrong_under_mpirun_and_srun_is_named(variables: dict[str, str], names: str) -> None:
+    with pytest.raises(UsageError, match=names):
         recognise(variables)
-    assert recognise({name: "1"}).world == 1
-    assert recognise(variables | TORCHRUN).launcher == "torchrun"
 
 
 def test_arguments_go_before_what_launchers_say() -> None:

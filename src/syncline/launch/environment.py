@@ -10,11 +10,13 @@ the variable.
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import NotBuiltError, UsageError
+from ..errors import UsageError
+from .hostlist import expand_counts, expand_hosts
 
 Environ = Mapping[str, str]
 
@@ -23,7 +25,8 @@ Environ = Mapping[str, str]
 class Environment:
     """A process's place in its run; raises UsageError when the numbers contradict each other.
 
-    ``address`` and ``port`` say where rank 0's store listens; ``agent_store`` is True when the launcher itself serves
+    ``address`` and ``port`` say where rank 0's store listens, an empty address that the launcher has said nothing of it
+    (``meeting`` finds one); ``agent_store`` is True when the launcher itself serves
     it, and ``store_fd`` is the listening socket that the launcher opened for rank 0. ``restart`` counts how often the
     launcher has started the run again. ``secret`` is what the run's processes share, ``servers`` and ``strategy`` what
     the launcher was told, both None when it was not.
@@ -76,8 +79,7 @@ def recognise(
     """This process's place: as the arguments say, else as its launcher says, else alone (world 1).
 
     Who starts processes without a launcher gives ``rank``, ``world_size`` and ``address`` (``host:port`` of rank 0).
-    Raises UsageError naming the argument or variable that is missing, wrong, or in contradiction to the others, and
-    NotBuiltError for launchers that are not read yet.
+    Raises UsageError naming the argument or variable that is missing, wrong, or in contradiction to the others.
     """
     variables = os.environ if environ is None else environ
     if rank is not None or world_size is not None or address is not None:
@@ -147,30 +149,95 @@ def _variables(environ: Environ) -> Environment | None:
 
 
 def _mpirun(environ: Environ) -> Environment | None:
-    """Open MPI's and MPICH's ``mpirun``: refused, since N lonely processes would be wrong without a word."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if environ.get(name, "1") != "1":
-            raise _not_built("mpirun", name, environ[name])
-    return None
+    """``mpirun`` or ``mpiexec`` of Open MPI (OMPI_*, PMIX_*) and of MPICH and its kin (Hydra: PMI_*, MPI_LOCAL*)."""
+    if "OMPI_COMM_WORLD_SIZE" in environ:
+        names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
+        local = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+        run_id = environ.get("PMIX_NAMESPACE", "")
+    elif "PMI_SIZE" in environ and ("MPI_LOCALNRANKS" in environ or _STEP not in environ):
+        names, local, run_id = ("PMI_RANK", "PMI_SIZE"), ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ""
+    else:
+        return None
+    # MPI knows the way: without an address the processes find each other over it.
+    told = "MASTER_ADDR" in environ or "MASTER_PORT" in environ
+    return _placed(
+        environ,
+        "mpirun",
+        (*names, *local),
+        rank=_number(environ, names[0]),
+        world=_number(environ, names[1]),
+        local_rank=_number(environ, local[0], 0),
+        local_world=_number(environ, local[1], 1),
+        address=_text(environ, "MASTER_ADDR") if told else "",
+        port=_number(environ, "MASTER_PORT") if told else 0,
+        run_id=run_id,
+    )
+
+
+_STEP = "SLURM_STEP_NUM_TASKS"
+"""Set in the tasks of a step. A batch script itself is none and runs alone, whatever SLURM_NTASKS says."""
 
 
 def _srun(environ: Environ) -> Environment | None:
-    """Slurm's ``srun``: refused likewise. A batch script itself is no step and runs alone."""
-    name = "SLURM_STEP_NUM_TASKS"
-    if environ.get(name, "1") != "1":
-        raise _not_built("srun", name, environ[name])
-    return None
+    """Slurm's ``srun``: rank 0 is on the first node of the step, at a port that follows from job and step."""
+    if _STEP not in environ:
+        return None
+    run_id = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
+    alone = _number(environ, _STEP) == 1
+    return _placed(
+        environ,
+        "srun",
+        ("SLURM_PROCID", _STEP, "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+        rank=_number(environ, "SLURM_PROCID"),
+        world=_number(environ, _STEP),
+        local_rank=_number(environ, "SLURM_LOCALID", 0),
+        local_world=_tasks_here(environ),
+        address=environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else _first_node(environ)),
+        port=_number(environ, "MASTER_PORT", derived_port(run_id)),
+        run_id=run_id,
+    )
+
+
+def _first_node(environ: Environ) -> str:
+    """The host of rank 0, or the loopback when all tasks are on it."""
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if environ.get(name):
+            hosts = expand_hosts(environ[name])
+            return "127.0.0.1" if len(hosts) == 1 else hosts[0]
+    raise UsageError(
+        f"srun started {environ[_STEP]} tasks ({_STEP}), but SLURM_STEP_NODELIST is missing, which says where the first"
+        " of them is: set MASTER_ADDR to its host"
+    )
+
+
+def _tasks_here(environ: Environ) -> int:
+    """How many tasks of the step are on this node."""
+    if "SLURM_STEP_TASKS_PER_NODE" not in environ:
+        return _number(environ, "SLURM_LOCALID", 0) + 1  # at least
+    counts = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
+    node = _number(environ, "SLURM_NODEID", 0)
+    if node >= len(counts):
+        raise UsageError(f"SLURM_NODEID={node} is not in SLURM_STEP_TASKS_PER_NODE, which has {len(counts)} nodes")
+    return counts[node]
 
 
 RECOGNISERS: tuple[Callable[[Environ], Environment | None], ...] = (_syncline, _torchrun, _variables, _mpirun, _srun)
-"""Asked in this order: torchrun inside a Slurm step is torchrun."""
+"""Asked in this order: torchrun, or mpirun, inside a Slurm step is torchrun, or mpirun."""
 
 
-def _not_built(launcher: str, name: str, value: str) -> NotBuiltError:
-    return NotBuiltError(
-        f"this process was started by {launcher} ({name}={value}), which is not read yet: start with torchrun or "
-        "syncline run, or call syncline.init(rank=, world_size=, address=)"
-    )
+def derived_port(job: str) -> int:
+    """A port that follows from a job's name, below those that the kernel gives out by itself."""
+    return 20000 + zlib.crc32(job.encode()) % 12000
+
+
+def _placed(environ: Environ, launcher: str, names: tuple[str, ...], *, run_id: str, **place: Any) -> Environment:
+    """An environment of those numbers; an error shows the variables that they come from."""
+    try:
+        return Environment(launcher, run_id=run_id, **place, **_told(environ))
+    except UsageError as error:
+        given = (*names, "MASTER_PORT", "SYNCLINE_SERVERS")
+        values = ", ".join(f"{name}={environ[name]}" for name in given if name in environ)
+        raise UsageError(f"{error} ({values})") from None
 
 
 def _ranked(
@@ -187,25 +254,21 @@ def _ranked(
     alone = world == 1
     # Without local numbers (env://) nothing is known of the other processes' hosts: one process on this one.
     local_world = _number(environ, "LOCAL_WORLD_SIZE", 1 if "LOCAL_RANK" not in environ else world)
-    try:
-        return Environment(
-            launcher,
-            rank=rank,
-            world=world,
-            local_rank=_number(environ, "LOCAL_RANK", 0),
-            local_world=local_world,
-            address=environ.get("MASTER_ADDR", "127.0.0.1") if alone else _text(environ, "MASTER_ADDR"),
-            port=_number(environ, "MASTER_PORT", 0 if alone else None),
-            run_id=run_id,
-            restart=restart,
-            agent_store=agent_store,
-            store_fd=store_fd,
-            **_told(environ),
-        )
-    except UsageError as error:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "SYNCLINE_SERVERS")
-        values = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
-        raise UsageError(f"{error} ({values})") from None
+    return _placed(
+        environ,
+        launcher,
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        rank=rank,
+        world=world,
+        local_rank=_number(environ, "LOCAL_RANK", 0),
+        local_world=local_world,
+        address=environ.get("MASTER_ADDR", "127.0.0.1") if alone else _text(environ, "MASTER_ADDR"),
+        port=_number(environ, "MASTER_PORT", 0 if alone else None),
+        run_id=run_id,
+        restart=restart,
+        agent_store=agent_store,
+        store_fd=store_fd,
+    )
 
 
 def _told(environ: Environ) -> dict[str, Any]:

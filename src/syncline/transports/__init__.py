@@ -13,11 +13,14 @@ receives can deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..wire.store import MemoryStore, Store
 
 Bytes = NDArray[np.uint8]
 """One-dimensional contiguous uint8 array: how data are passed to a transport."""
@@ -30,7 +33,7 @@ INLINE_BYTES = 64 * 1024
 
 
 class Handle:
-    """One send or receive under way.
+    """One send, receive or collective (of all peers: -1) under way.
 
     ``done`` turns True inside some call of ``poll``, which also returns the handle once. ``nbytes`` is then the
     message's size and ``payload`` what a ``borrow`` received. ``error`` is set instead when the operation failed.
@@ -40,7 +43,12 @@ class Handle:
     __slots__ = ("done", "error", "kind", "nbytes", "note", "owner", "payload", "peer", "tag")
 
     def __init__(
-        self, kind: Literal["send", "recv", "borrow", "add"], peer: int, tag: int, nbytes: int, owner: Any
+        self,
+        kind: Literal["send", "recv", "borrow", "add", "allreduce"],
+        peer: int,
+        tag: int,
+        nbytes: int,
+        owner: Any,
     ) -> None:
         self.kind = kind
         self.peer = peer
@@ -86,14 +94,6 @@ class Transport(Protocol):
         """Start receiving into memory of the transport; ``payload`` is valid until ``release``."""
         ...
 
-    def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:
-        """True when messages of that process can be added while they come in, so that they need no other memory."""
-        ...
-
-    def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:
-        """Start receiving a message that is added to ``into``, which nobody else touches until it is done."""
-        ...
-
     def release(self, handle: Handle) -> None:
         """Give back what a ``borrow`` received."""
         ...
@@ -118,3 +118,47 @@ class Transport(Protocol):
     def close(self) -> None:
         """Free everything; what is under way is dropped. Flush before by waiting for the handles."""
         ...
+
+
+@runtime_checkable
+class Adds(Protocol):
+    """A transport that can add what it receives to an array while it comes in."""
+
+    def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:
+        """True when messages of that process can be added while they come in, so that they need no other memory."""
+        ...
+
+    def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:
+        """Start receiving a message that is added to ``into``, which nobody else touches until it is done."""
+        ...
+
+
+@runtime_checkable
+class HasAllreduce(Protocol):
+    """A transport over a library with an allreduce of its own: what the architecture ``native`` hands over to."""
+
+    def allreduce(self, key: int, array: NDArray[Any], owner: Any = None) -> Handle:
+        """Sum ``array`` (one-dimensional, contiguous) over all ranks, in place.
+
+        Calls with the same key belong together, whatever the order in which ranks make theirs. The handle fails with
+        UsageError for element types that the library cannot add.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of a transport that makes its own connections meet (capability ``connection="own"``).
+
+    ``address`` is the interface to listen on, ``store`` a notebook that all ranks see, ``key`` the prefix of what this
+    transport writes there. Forming the connections may take ``timeout_s`` seconds; ``check``, to be called while
+    waiting, raises when another rank has failed meanwhile.
+    """
+
+    rank: int
+    world: int
+    store: Store = field(default_factory=MemoryStore)
+    key: str = "transport"
+    address: str = "127.0.0.1"
+    timeout_s: float = 120.0
+    check: Callable[[], None] = lambda: None

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ClosedError, UsageError
-from . import Bytes, Handle, Transport
+from . import Adds, Bytes, Handle, Transport
 
 
 class Member(Transport, Protocol):
@@ -73,11 +73,14 @@ class Auto:
 
     def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:
         """Whether the peer's own transport adds."""
-        return self._member(src).adds_from(src, dtype)
+        member = self._member(src)
+        return isinstance(member, Adds) and member.adds_from(src, dtype)
 
     def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:
         """Add by the peer's transport."""
-        return self._member(src).add(src, tag, into, owner)
+        member = self._member(src)
+        assert isinstance(member, Adds)
+        return member.add(src, tag, into, owner)
 
     def release(self, handle: Handle) -> None:
         """Give it back to the transport it came by."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ClosedError, PeerLost, UsageError
 from ..registry import register
@@ -97,14 +96,6 @@ class InProc:
         self._sent = dict.fromkeys((peer for peer in range(hub.world) if peer != rank), 0)
         self._received = dict(self._sent)
         self._closed = False
-
-    def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:  # noqa: ARG002
-        """No: what is lent is added where it lies."""
-        return False
-
-    def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:  # noqa: ARG002
-        """Not offered."""
-        raise UsageError(f"transport {self.name} does not add what it receives")
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
         """Every peer does: messages are references."""

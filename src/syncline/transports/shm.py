@@ -21,7 +21,6 @@ from socket import socket
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ClosedError, PeerLost, UsageError
 from ..kernels.board import BOARD_BYTES
@@ -101,14 +100,6 @@ class Shm:
         for link in self._links.values():
             link.push(_BELL, 0, fd=self._loop.bell)
             self._loop.write_soon(link)
-
-    def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:  # noqa: ARG002
-        """No: what is lent is added where it lies."""
-        return False
-
-    def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:  # noqa: ARG002
-        """Not offered."""
-        raise UsageError(f"transport {self.name} does not add what it receives")
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
         """Every peer does: what arrives is looked at in its memory."""

@@ -252,6 +252,27 @@ def local_address_towards(address: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
+def own_address() -> str:
+    """An address of this machine that other machines may reach: its name's, or its first interface's.
+
+    Raises GroupError when it has none but the loopback's.
+    """
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(socket.gethostname(), 0, socket.AF_INET, socket.SOCK_STREAM)
+        addresses = [str(end[0]) for *_, end in found if not str(end[0]).startswith("127.")]
+        if addresses:
+            return addresses[0]
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(UsageError):
+            address = interface_address(name)
+            if not address.startswith("127."):
+                return address
+    raise GroupError(
+        f"{socket.gethostname()} has no address that other hosts could reach: give interface=, or MASTER_ADDR and"
+        " MASTER_PORT"
+    )
+
+
 def interface_address(name: str) -> str:
     """The address of a network interface (``eth0``), or ``name`` itself when it is an address."""
     import fcntl

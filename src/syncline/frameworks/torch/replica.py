@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...collectives import Collective
 from ...engine import Lane, Work
 from ...errors import GradientError, UsageError
 from ...kernels import cpu
@@ -55,7 +56,7 @@ class Replica:
         self,
         session: Session,
         model: torch.nn.Module,
-        program: Program,
+        program: Program | Collective,
         *,
         unused: str,
         weight: Weight,

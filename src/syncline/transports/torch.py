@@ -1,0 +1,383 @@
+"""Transport over torch.distributed, and its own allreduce: Gloo for messages, Gloo or NCCL for the collective.
+
+Owns process groups of its own, made from the run's store; the script's default group, if it has one, is not touched.
+torch is loaded when the first transport is made.
+
+**Waiting.** Gloo's sends and receives can only be waited for, one thread per wait (``is_completed`` of a send or
+receive turns true in ``wait`` alone, and a wait that runs out of time breaks its connection). So each peer has a thread
+that waits for its frames, and one, once it is needed, for bodies; both report to the progress thread, which sleeps
+meanwhile. Bodies are asked for: a body that has been asked for leaves without further ado, so waits in the order in
+which they began hold nothing up.
+
+**NCCL** knows collectives only: with ``backend=nccl`` the messages still go through Gloo, and the architecture has to
+be ``native``. Arrays lie in host memory here, so they are staged through the device's, on a stream of its own.
+
+A Gloo wait has no limit of its own here: the watcher of the session finds dead peers, and the engine's limit of
+progress finds everything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import GroupError, PeerLost, UsageError
+from ..registry import register
+from . import Bytes, Handle, Place
+from .envelope import FRAME_BYTES, Enveloped, frame_bytes, is_last
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Work
+
+_FRAMES = 0
+"""The tag of frames; bodies have their slot."""
+
+_FOREVER = datetime.timedelta(days=365)
+_END_S = 1.0
+_AHEAD = 4
+"""Frames that a peer's reader may take before the progress thread looks at them."""
+
+_SMALL_BYTES = 4096
+_POLL_S = 0.005
+
+Event = Callable[[], None]
+"""Something that has happened in another thread, for the progress thread to act on."""
+
+
+@register("transports", "torch", connection="own", one_host=False, allreduce=True)
+class Torch(Enveloped):
+    """Messages over torch.distributed (Gloo); Gloo's or NCCL's allreduce as native."""
+
+    name = "torch"
+    asks = True
+    answers = True  # the peer's reader ends with it
+
+    def __init__(self, place: Place, *, backend: Literal["gloo", "nccl"] = "gloo") -> None:
+        super().__init__(place.rank, place.world)
+        self._group = _gloo(place)
+        self._collective: Any = GroupAllreduce(self._group) if backend == "gloo" else _nccl(place)
+        self._events: deque[Event] = deque()
+        self._waiters: dict[int, _Waiter] = {}
+        self._spare: dict[int, SimpleQueue[Bytes | None]] = {peer: SimpleQueue() for peer in self._peers}
+        self._readers: dict[int, threading.Thread] = {}
+        for peer, spare in self._spare.items():
+            for _ in range(_AHEAD):
+                spare.put(self.scratch.take(FRAME_BYTES))
+            self._readers[peer] = threading.Thread(target=self._read, args=(peer,), name="syncline-reader", daemon=True)
+            self._readers[peer].start()
+
+    def _put(self, peer: int, frame: Bytes) -> None:
+        self._send(peer, _FRAMES, frame, lambda: None)
+
+    def _push(self, peer: int, slot: int, body: Bytes, handle: Handle) -> None:
+        self._send(peer, slot, body, lambda: self._pushed(handle))
+
+    def _pull(self, peer: int, slot: int, into: Bytes, done: Callable[[], None]) -> None:
+        with self._reported(peer):
+            self._wait(peer, self._group.recv([_tensor(into)], peer, slot), done)
+
+    def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
+        try:
+            wait = self._collective.start(array)
+        except UsageError as error:
+            self._finish(handle, error)
+            return
+
+        def failed(error: Exception) -> None:
+            self._finish(handle, _broken(min(self._gone, default=-1), error))
+
+        self._waiter(-1).add(wait, lambda: self._finish(handle), failed)
+
+    def _move(self, timeout: float) -> None:
+        if not self._events:
+            self.bell.wait(timeout)
+        while self._events:
+            self._events.popleft()()
+
+    def _leave(self) -> None:
+        """End the threads that can be; one that waits for a peer ends with that peer, or with the process."""
+        if self._forked:
+            _immortal(self._group)  # its end would wait for threads that only the parent has
+            _immortal(self._collective)
+            return
+        deadline = time.monotonic() + _END_S
+        self._group = self._collective = None  # its connections close when the last of its threads has ended
+        for waiter in self._waiters.values():
+            waiter.end()
+        for spare in self._spare.values():
+            spare.put(None)
+        for peer in self._gone:
+            self._readers[peer].join(max(0.0, deadline - time.monotonic()))
+        for waiter in self._waiters.values():
+            waiter.thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _send(self, peer: int, tag: int, data: Bytes, done: Callable[[], None]) -> None:
+        def sent(_data: Bytes = data) -> None:  # Gloo reads the memory until then
+            self._sending[peer] -= 1
+            done()
+
+        with self._reported(peer):
+            work = self._group.send([_tensor(data)], peer, tag)
+            self._sending[peer] += 1
+            self._wait(peer, work, sent)
+
+    @contextlib.contextmanager
+    def _reported(self, peer: int) -> Any:
+        """Gloo refuses to begin anything on a broken connection."""
+        try:
+            yield
+        except RuntimeError:
+            self._tell_progress(lambda: self._lose(peer))
+
+    def _wait(self, peer: int, work: Work, done: Callable[[], None]) -> None:
+        self._waiter(peer).add(lambda: work.wait(_FOREVER), done, lambda _: self._lose(peer))
+
+    def _waiter(self, peer: int) -> _Waiter:
+        if peer not in self._waiters:
+            self._waiters[peer] = _Waiter(self._tell_progress)
+        return self._waiters[peer]
+
+    def _tell_progress(self, event: Event) -> None:
+        """From any thread."""
+        self._events.append(event)
+        self.bell.ring()
+
+    def _ended(self, peer: int, begun: int) -> None:
+        ended = super()._ended
+        if peer in self._waiters:  # bodies that the peer has asked for may just have left
+            self._waiter(peer).add(lambda: None, lambda: ended(peer, begun), lambda _: None)
+        else:
+            ended(peer, begun)
+
+    def _read(self, peer: int) -> None:
+        """The thread that waits for a peer's frames, until it ends or this transport is closed."""
+        group, spare = self._group, self._spare[peer]
+        while (frame := spare.get()) is not None:
+            try:
+                group.recv([_tensor(frame)], peer, _FRAMES).wait(_FOREVER)
+            except RuntimeError:
+                self._tell_progress(lambda: self._lose(peer))
+                return
+            self._tell_progress(lambda frame=frame: self._read_frame(peer, frame))  # type: ignore[misc]
+            if is_last(frame):
+                return
+
+    def _read_frame(self, peer: int, frame: Bytes) -> None:
+        """A frame has come; its reader gets a buffer for the next one."""
+        nbytes = frame_bytes(frame)
+        if nbytes <= _SMALL_BYTES:  # to be kept in less memory
+            small = self.scratch.take(nbytes)
+            small[:nbytes] = frame[:nbytes]
+            self._spare[peer].put(frame)
+            self._came(peer, small, nbytes)
+        else:
+            self._spare[peer].put(self.scratch.take(FRAME_BYTES))
+            self._came(peer, frame, nbytes)
+
+
+class _Waiter:
+    """A thread that waits for one thing after the other and tells how each has ended."""
+
+    def __init__(self, tell: Callable[[Event], None]) -> None:
+        self._tell = tell
+        self._queue: SimpleQueue[tuple[Callable[[], Any], Event, Callable[[Exception], None]] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="syncline-waiter", daemon=True)
+        self.thread.start()
+
+    def add(self, wait: Callable[[], Any], done: Event, failed: Callable[[Exception], None]) -> None:
+        """Wait, and then have ``done`` or ``failed`` called in the progress thread."""
+        self._queue.put((wait, done, failed))
+
+    def end(self) -> None:
+        """End the thread when it has waited for all."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            wait, done, failed = item
+            try:
+                wait()
+            except Exception as error:
+                self._tell(lambda failed=failed, error=error: failed(error))  # type: ignore[misc]
+            else:
+                self._tell(done)
+
+
+class GroupAllreduce:
+    """The allreduce of a process group, on arrays in host memory."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def start(self, array: NDArray[Any]) -> Callable[[], Any]:
+        """Begin to sum ``array`` over all ranks in place; the function returned waits for the end."""
+        tensor, write_back = _summable(array)
+        work = self._group.allreduce([tensor], _options())
+
+        def wait() -> None:
+            work.wait(_FOREVER)
+            write_back()
+
+        return wait
+
+
+class StagedAllreduce:
+    """The allreduce of a library that sees a device's memory only: there, and back, on a stream of its own.
+
+    ``stream`` gives the context to issue work in, ``synchronize`` waits for what was issued there.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        device: str,
+        stream: Callable[[], contextlib.AbstractContextManager[Any]],
+        synchronize: Callable[[], None],
+    ) -> None:
+        self._group, self._device, self._stream, self._synchronize = group, device, stream, synchronize
+
+    def start(self, array: NDArray[Any]) -> Callable[[], Any]:
+        """Begin to sum ``array`` over all ranks in place; the function returned waits for the end."""
+        host, write_back = _summable(array)
+        with self._stream():
+            staged = host.to(self._device, copy=True)
+            work = self._group.allreduce([staged], _options())
+
+        def wait() -> None:
+            with self._stream():
+                work.wait()  # NCCL: lets the stream wait, not the thread
+                host.copy_(staged)
+            self._synchronize()
+            write_back()
+
+        return wait
+
+
+def _gloo(place: Place) -> Any:
+    """A Gloo group of the ranks of ``place``, connected over its address."""
+    try:
+        from torch.distributed import ProcessGroupGloo
+    except ImportError:
+        raise UsageError("transport=torch needs PyTorch with Gloo: pip install 'syncline[torch]'") from None
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as torch.distributed itself does
+    options._devices = [ProcessGroupGloo.create_device(hostname=place.address)]
+    options._timeout = datetime.timedelta(seconds=place.timeout_s)
+    options._threads = 1
+    try:
+        return ProcessGroupGloo(_notebook(place, "gloo"), place.rank, place.world, options)
+    except RuntimeError as error:
+        raise GroupError(
+            f"Gloo cannot connect all ranks within {place.timeout_s:.0f} s: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _nccl(place: Place) -> StagedAllreduce:
+    """NCCL on this rank's device; UsageError where there is none."""
+    import torch
+    from torch import distributed
+
+    if not (torch.cuda.is_available() and distributed.is_nccl_available()):
+        raise UsageError("transport=torch(backend=nccl) needs a CUDA device and PyTorch with NCCL: use transport=torch")
+    device = f"cuda:{torch.cuda.current_device()}"
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(seconds=place.timeout_s)
+    group = distributed.ProcessGroupNCCL(_notebook(place, "nccl"), place.rank, place.world, options)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return StagedAllreduce(group, device, lambda: torch.cuda.stream(stream), stream.synchronize)
+
+
+def _notebook(place: Place, prefix: str) -> Any:
+    """The run's store as torch.distributed wants one."""
+    from torch._C._distributed_c10d import Store as TorchStore
+
+    class Notebook(TorchStore):
+        """The calls that process groups make."""
+
+        def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+            place.store.set(full(key), bytes(value))
+
+        def get(self, key: str) -> bytes:
+            self.wait([key])
+            found = place.store.get(full(key))
+            assert found is not None
+            return found
+
+        def add(self, key: str, amount: int) -> int:
+            return place.store.add(full(key), amount)
+
+        def check(self, keys: list[str]) -> bool:
+            return all(place.store.get(full(key)) is not None for key in keys)
+
+        def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+            limit_s = place.timeout_s if timeout is None else timeout.total_seconds()
+            deadline = time.monotonic() + limit_s
+            while not self.check(keys):
+                place.check()
+                if time.monotonic() > deadline:
+                    raise GroupError(f"not all ranks have come to their process group within {limit_s:.0f} s")
+                time.sleep(_POLL_S)
+
+    def full(key: str) -> str:
+        return f"{place.key}/{prefix}/{key}"
+
+    return Notebook()
+
+
+def _tensor(data: Bytes) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(data)
+
+
+def _options() -> Any:
+    from torch.distributed import AllreduceOptions
+
+    options = AllreduceOptions()
+    options.timeout = _FOREVER
+    return options
+
+
+@lru_cache(maxsize=1)
+def _types() -> dict[str, torch.dtype]:
+    """numpy's names of the types that Gloo and NCCL add; unsigned integers add as signed ones do."""
+    import torch
+
+    same = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
+    return {name: getattr(torch, name) for name in same} | {"uint32": torch.int32, "uint64": torch.int64}
+
+
+def _summable(array: NDArray[Any]) -> tuple[torch.Tensor, Callable[[], None]]:
+    """A tensor over the array's memory that the libraries can add, or over a wider copy, and what writes it back."""
+    import torch
+
+    if array.dtype.name in ("int16", "uint16"):
+        wide = array.astype(np.int32)
+        return torch.from_numpy(wide), lambda: np.copyto(array, wide, casting="unsafe")
+    try:
+        kind = _types()[array.dtype.name]
+    except KeyError:
+        raise UsageError(
+            f"torch.distributed cannot add elements of type {array.dtype}: use ring transport=torch"
+        ) from None
+    return torch.from_numpy(array.view(np.uint8)).view(kind), lambda: None
+
+
+def _broken(rank: int, error: Exception) -> PeerLost:
+    return PeerLost(f"the library's allreduce failed: {str(error).splitlines()[0]}", rank=rank)
+
+
+def _immortal(value: Any) -> None:
+    """Keep an object from ever being taken apart."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

@@ -1,0 +1,116 @@
+"""One rank under mpirun that does to its end of the transport what a test in another process says.
+
+Commands come over a connection, one answer to each; ``wake`` alone has no answer and is done at once, also while
+``poll`` waits.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from syncline.errors import PeerError
+from syncline.launch.environment import recognise
+from syncline.transports import Handle, Place
+from syncline.transports.mpi import Mpi
+
+
+class Rank:
+    """The commands, by name."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.place = Place(rank, world, timeout_s=20.0)
+        self.transport: Mpi
+        self._results: dict[int, np.ndarray] = {}
+        self._borrowed: dict[int, Handle] = {}
+
+    def open(self) -> None:
+        self.transport = Mpi(self.place)
+        self._results.clear()
+
+    def send(self, number: int, dst: int, tag: int, data: bytes) -> None:
+        array = np.frombuffer(data, np.uint8)
+        self._results[number] = array[:0]
+        self.transport.send(dst, tag, array, owner=number)
+
+    def recv(self, number: int, src: int, tag: int, nbytes: int) -> None:
+        self._results[number] = np.zeros(nbytes, np.uint8)
+        self.transport.recv(src, tag, self._results[number], owner=number)
+
+    def borrow(self, number: int, src: int, tag: int, nbytes: int) -> None:
+        self.transport.borrow(src, tag, nbytes, owner=number)
+
+    def release(self, number: int) -> None:
+        self.transport.release(self._borrowed.pop(number))
+
+    def allreduce(self, number: int, key: int, array: np.ndarray) -> None:
+        self._results[number] = array
+        self.transport.allreduce(key, array, owner=number)
+
+    def poll(self, timeout: float) -> list[tuple[int, int, Any, Any]]:
+        return [self._told(handle) for handle in self.transport.poll(timeout)]
+
+    def _told(self, handle: Handle) -> tuple[int, int, Any, Any]:
+        if handle.error is not None:
+            return handle.owner, handle.nbytes, None, error_of(handle.error)
+        if handle.kind == "borrow":
+            self._borrowed[handle.owner] = handle
+            return handle.owner, handle.nbytes, handle.payload, None
+        found = self._results.pop(handle.owner)
+        return handle.owner, handle.nbytes, found if handle.kind == "allreduce" else found[: handle.nbytes], None
+
+    def idle(self) -> bool:
+        return self.transport.idle
+
+    def traffic(self) -> tuple[dict[int, int], dict[int, int]]:
+        sent, received = self.transport.traffic()
+        return dict(sent), dict(received)
+
+    def close(self) -> None:
+        self.transport.close()
+
+    def holds(self) -> tuple[int, int]:
+        """Open descriptors and threads."""
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+
+def error_of(error: Exception) -> tuple[str, str, int]:
+    return type(error).__name__, str(error), error.rank if isinstance(error, PeerError) else -1
+
+
+def hear(line: Connection, orders: SimpleQueue[Any], rank: Rank) -> None:
+    while True:
+        try:
+            order = line.recv()
+        except EOFError:
+            orders.put(None)
+            return
+        if order[0] == "wake":
+            rank.transport.wake()
+        else:
+            orders.put(order)
+
+
+def main(address: str) -> None:
+    found = recognise()
+    rank, orders = Rank(found.rank, found.world), SimpleQueue[Any]()
+    with Client(address, authkey=os.environ["TEST_KEY"].encode()) as line:
+        line.send(found.rank)
+        threading.Thread(target=hear, args=(line, orders, rank), daemon=True).start()
+        while (order := orders.get()) is not None:
+            name, *arguments = order
+            try:
+                line.send((True, getattr(rank, name)(*arguments)))
+            except Exception as error:
+                line.send((False, error_of(error)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,186 @@
+"""Whole runs over message libraries: torch.distributed between ranks of the pool, MPI between ranks of mpirun."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rank_bodies as bodies
+from pool import Pool
+
+from mpi_launch import LIBRARIES, mpi_command
+
+HERE = Path(__file__).resolve().parent
+LIMIT_S = 120.0
+CASES = [["sgd", "float64"], ["adam", "float64"], ["adam", "float32"], ["adam", "float32"]]
+
+
+def everyone(world: int, address: str, *case: Any) -> list[list[Any]]:
+    return [[[index, world, address], *case] for index in range(world)]
+
+
+@cache
+def alone(optimizer: str, kind: str) -> dict[str, np.ndarray]:
+    found = bodies.steps(optimizer, kind)
+    assert found is not None
+    return found
+
+
+def check_training(results: list[Any]) -> None:
+    """Every worker has the weights that one worker has; in float32 all have the same bits, in both of two runs."""
+    workers = [states for states in results if any(state is not None for state in states)]
+    for number, (optimizer, kind) in enumerate(CASES):
+        for states in workers:
+            for name, tensor in alone(optimizer, kind).items():
+                bound = 1e-9 if kind == "float64" else 1e-3
+                assert np.linalg.norm(states[number][name] - tensor) <= bound * np.linalg.norm(tensor), (
+                    optimizer,
+                    name,
+                )
+    one, *others = [state for states in workers for state in states[-2:]]
+    for other in others:
+        for name, tensor in one.items():
+            assert tensor.tobytes() == other[name].tobytes(), name
+
+
+# torch.distributed.
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes"),
+    [("ring", 3), ("native", 2), ("native", 3), ("ps(servers=1)", 3), ("ps(servers=2, on=workers)", 3)],
+)
+def test_processes_over_torch_train_as_one(pool: Pool, address: str, strategy: str, processes: int) -> None:
+    case = everyone(processes, address, f"{strategy} transport=torch", CASES)
+    with pool.start(bodies.train, case) as group:
+        check_training(group.results())
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("ring", 2), ("native", 3)])
+def test_collectives_over_torch(pool: Pool, address: str, strategy: str, world: int) -> None:
+    with pool.start(bodies.collectives, everyone(world, address, f"{strategy} transport=torch")) as group:
+        sent, received = zip(*group.results(), strict=True)
+    assert min(sent) > 0
+    assert min(received) > 0
+
+
+def test_worlds_over_torch_leave_nothing_behind(pool: Pool, address: str) -> None:
+    with pool.start(bodies.again_and_again, everyone(3, address, ["native"] * 6)) as group:
+        for held in group.results():
+            _, warm, *later = held
+            assert all(holding["threads"] == 1 for holding in (warm, *later))
+            assert all(len(holding["descriptors"]) <= len(warm["descriptors"]) for holding in later), (warm, later)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "native"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_everyone_over_torch_names_who_fails(pool: Pool, address: str, strategy: str, number: int) -> None:
+    case = everyone(3, address, f"{strategy} transport=torch", 1, number, 1.0)
+    with pool.start(bodies.train_until, case) as group:
+        group.hear(2)
+        others = [rank for rank in group.ranks if rank.index != 1]
+        group.end(among=[0, 2])
+        if number == signal.SIGKILL:
+            group.end()
+        for rank in others:
+            assert rank.status == 1, rank
+            assert "rank 1 (" in rank.printed(), rank
+            assert ("stopped" if number == signal.SIGSTOP else "died") in rank.printed(), rank
+
+
+def test_a_forked_child_does_a_run_over_torch_no_harm(pool: Pool, address: str) -> None:
+    with pool.start(bodies.forks, everyone(2, address, "native transport=torch")) as group:
+        for said, status in group.results():
+            assert all("only the parent can communicate" in text for text in said)
+            assert status == 1
+
+
+# MPI.
+
+
+def mpirun(library: str, ranks: int, script: list[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command, variables = mpi_command(library, ranks)
+    return subprocess.run(
+        [*command, sys.executable, *script],
+        env=variables | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def run_bodies(library: str, ranks: int, folder: Path, *parts: list[Any]) -> list[list[Any]]:
+    """What each part has sent, by rank."""
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    script = [str(HERE / "mpi_bodies.py"), str(folder), json.dumps(parts)]
+    done = mpirun(library, ranks, script, {"PYTHONPATH": path})
+    assert done.returncode == 0, done.stdout
+    return [
+        [pickle.loads((folder / f"{rank}.{number}").read_bytes()) for rank in range(ranks)]
+        for number in range(len(parts))
+    ]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_ranks_of_mpirun_train_as_one(library: str, tmp_path: Path) -> None:
+    strategies = ["ring transport=mpi", "native transport=mpi", "ps(servers=1) transport=mpi", "ring transport=shm"]
+    parts = [["train", strategy, CASES] for strategy in strategies]
+    for results in run_bodies(library, 3, tmp_path, *parts):
+        check_training(results)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_collectives_over_mpi(library: str, tmp_path: Path) -> None:
+    strategies = ["ring transport=mpi", "native transport=mpi"]
+    for results in run_bodies(library, 2, tmp_path, *(["collectives", strategy] for strategy in strategies)):
+        for sent, received in results:
+            assert sent > 0
+            assert received > 0
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_forked_child_does_a_run_over_mpi_no_harm(library: str, tmp_path: Path) -> None:
+    (results,) = run_bodies(library, 2, tmp_path, ["forks", "native transport=mpi"])
+    for said, status in results:
+        assert all("only the parent can communicate" in text for text in said)
+        assert status == 1
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("strategy", ["ring", "native"])
+def test_a_rank_of_mpirun_that_raises_is_named(library: str, strategy: str) -> None:
+    script = (
+        "import numpy, syncline\n"
+        f"syncline.init({strategy + ' transport=mpi'!r})\n"
+        "if syncline.rank() == 1: raise RuntimeError('out of cheese')\n"
+        "syncline.allreduce(numpy.ones(1000))\n"
+    )
+    done = mpirun(library, 3, ["-c", script], {})
+    assert done.returncode != 0
+    assert "out of cheese" in done.stdout
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_too_few_ranks_know_of_each_other(library: str) -> None:
+    """Started by something else than mpirun, or by another library's: said before anybody waits."""
+    _, environ = mpi_command(library, 2)
+    code = (
+        "from syncline.transports import Place\nfrom syncline.transports.mpi import Mpi\n"
+        "try: Mpi(Place(0, 3))\nexcept Exception as error: print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
+    assert done.stdout.startswith("UsageError MPI knows 1 process, this run has 3: start all of them with mpirun")

@@ -1,0 +1,95 @@
+"""The allreduce of a library that sees a device's memory only, with a stand-in for the device and for the library.
+
+What a GPU adds, NCCL itself, is tested where there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from syncline.errors import UsageError
+from syncline.transports import Place
+from syncline.types import numpy_dtype
+from syncline.wire.store import MemoryStore
+
+torch = pytest.importorskip("torch")
+
+from syncline.transports.torch import StagedAllreduce, Torch  # noqa: E402
+
+
+class Doubling:
+    """A library of two equal ranks: it works on the device's copy, in the order in which it is told to."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def allreduce(self, tensors: list[Any], _options: Any) -> Doubling:
+        self.log.append("allreduce")
+        (self.tensor,) = tensors
+        return self
+
+    def wait(self) -> None:
+        self.log.append("wait")
+        self.tensor.mul_(2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int16", "uint64"])
+def test_arrays_are_staged_through_the_device_on_its_stream(dtype: str) -> None:
+    log: list[str] = []
+
+    @contextlib.contextmanager
+    def stream() -> Iterator[None]:
+        log.append("in")
+        yield
+        log.append("out")
+
+    array = (np.arange(100) % 17).astype(numpy_dtype(dtype))
+    before = array.astype(np.int64)
+    wait = StagedAllreduce(Doubling(log), "cpu", stream, lambda: log.append("synchronize")).start(array)
+    np.testing.assert_array_equal(array.astype(np.int64), before)  # the host's memory is not touched yet
+    wait()
+    np.testing.assert_array_equal(array.astype(np.int64), 2 * before)
+    assert log == ["in", "allreduce", "out", "in", "wait", "out", "synchronize"]
+
+
+def test_nccl_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="needs a CUDA device"):
+        Torch(Place(0, 1, MemoryStore()), backend="nccl")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_nccl() -> None:
+    transport = Torch(Place(0, 1, MemoryStore()), backend="nccl")
+    array = np.arange(1000, dtype=np.float32)
+    handle = transport.allreduce(3, array)
+    for _ in itertools.repeat(None, 1000):
+        if handle.done:
+            break
+        transport.poll(0.1)
+    transport.close()
+    assert handle.done
+    assert handle.error is None
+    np.testing.assert_array_equal(array, np.arange(1000, dtype=np.float32))
+
+
+def test_the_scripts_own_group_is_not_touched() -> None:
+    from torch import distributed
+
+    store = MemoryStore()
+    with ThreadPoolExecutor(2) as threads:
+        ends = list(threads.map(Torch, [Place(rank, 2, store) for rank in range(2)]))
+    assert not distributed.is_initialized()
+    for end in ends:
+        end.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("syncline"):
+            thread.join(20.0)
