@@ -371,8 +371,8 @@ class TestCombinations:
     def test_native_brings_its_own_transport(self) -> None:
         strategy = Strategy.parse("native")
         assert strategy.transport == Part("auto")
-        assert strategy.resolve(Group(3), one_host=False).transport.name == "torch"
-        assert Strategy.parse("native transport=mpi").resolve(Group(3), one_host=True).transport.name == "mpi"
+        assert strategy.resolve(Group(3), hosts=2).transport.name == "torch"
+        assert Strategy.parse("native transport=mpi").resolve(Group(3)).transport.name == "mpi"
 
     def test_native_is_a_collective_and_has_no_plan(self) -> None:
         for text in ("native", "native transport=mpi", "native transport=torch(backend=nccl)"):

@@ -169,8 +169,8 @@ def holdings() -> dict[str, Any]:
     gc.collect()
     return {
         "descriptors": sorted(descriptors()),
-        "threads": threading.active_count(),
         "tasks": fewest_tasks(),
+        "threads": threading.active_count(),  # counted after the kernel's have had time to end
         "memory": [text for text in Path("/proc/self/maps").read_text().splitlines() if "syncline" in text],
         "shared": sorted(path.name for path in Path("/dev/shm").iterdir() if "syncline" in path.name),
     }
