@@ -23,15 +23,6 @@ read = types.ExternalFunction("read", types.intp(types.int32, types.intp, types.
 poll = types.ExternalFunction("poll", types.int32(types.intp, types.uintp, types.int32))
 """poll(2); the array of descriptors is given as an address, the limit in milliseconds."""
 
-send = types.ExternalFunction("send", types.intp(types.int32, types.intp, types.uintp, types.int32))
-"""send(2); the buffer is given as an address."""
-
-recv = types.ExternalFunction("recv", types.intp(types.int32, types.intp, types.uintp, types.int32))
-"""recv(2); the buffer is given as an address."""
-
-errno_location = types.ExternalFunction("__errno_location", types.intp())
-"""Where this thread's errno lies."""
-
 memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.uintp))
 """memcpy(3), with addresses."""
 
@@ -55,17 +46,6 @@ def load(typing: Any, address: Any) -> Any:  # noqa: ARG001
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
         return builder.load_atomic(builder.inttoptr(args[0], _WORD.as_pointer()), "acquire", 8)
-
-    return types.int64(types.int64), generate
-
-
-@intrinsic
-def load32(typing: Any, address: Any) -> Any:  # noqa: ARG001
-    """The 32 bits at ``address``, as an unsigned number."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
-        half = ir.IntType(32)
-        return builder.zext(builder.load(builder.inttoptr(args[0], half.as_pointer()), typ=half), _WORD)
 
     return types.int64(types.int64), generate
 

@@ -89,7 +89,7 @@ class Tcp:
         ends = socks if shape.plain else {peer: Line(sock, delay) for peer, sock in socks.items()}
         self._links = {peer: Link(sock, peer, self._sink, self._arrival) for peer, sock in ends.items()}
         links = self._links.values()
-        self._loop = Loop(links, self._lost, pumps=True) if shape.plain else ShapedLoop(links, self._lost, shape)
+        self._loop = Loop(links, self._lost) if shape.plain else ShapedLoop(links, self._lost, shape)
         self._matcher: Matcher[_Receive, _Arrived] = Matcher()
         self._reading: dict[int, _Reading] = {}
         self._waiting: dict[tuple[int, int], deque[tuple[Handle, Bytes, float]]] = {}  # sends without credit

@@ -23,13 +23,13 @@ class Adding:
     __slots__ = ("_into", "_keep", "_kernel", "at", "carry", "code", "item", "left", "scratch", "scratch_at")
 
     def __init__(self, into: NDArray[Any], size: int, keep: Scratch) -> None:
-        from ..kernels import passes, sockets  # compiled code: loaded where it is used
+        from ..kernels import passes, pieces  # compiled code: loaded where it is used
 
-        self._kernel, self._into, self._keep = sockets, into, keep
+        self._kernel, self._into, self._keep = pieces, into, keep
         self.code, self.item = passes.CODES[into.dtype.name], into.itemsize
         self.at: int = into.__array_interface__["data"][0]
         self.left, self.carry = size, 0
-        self.scratch = keep.take(sockets.PIECE_BYTES)
+        self.scratch = keep.take(pieces.PIECE_BYTES)
         self.scratch_at: int = self.scratch.__array_interface__["data"][0]
 
     def room(self) -> memoryview:

@@ -22,9 +22,6 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..errors import UsageError
 from .adding import Adding
 
@@ -42,10 +39,6 @@ _READ_BUDGET_BYTES = 2 * 1024 * 1024
 _BATCH_PARTS = 64
 _BATCH_BYTES = 256 * 1024
 _MAX_FDS = 8
-_BULK_BYTES = 64 * 1024
-
-Row = NDArray[np.int64]
-"""A connection as ``kernels.sockets`` sees it; its columns are named there."""
 
 
 class Frame(NamedTuple):
@@ -241,44 +234,6 @@ class Link:
         self._got += nbytes
         if self._adding is not None:
             self._adding.took(nbytes)
-
-    # Moving bodies in compiled code (``pump``).
-
-    def bulk(self, row: Row) -> bool:
-        """Describe to ``kernels.sockets.pump`` what of this link it may move; False when that is not worth it."""
-        part = self._going[0][0] if self._going else None
-        if part is not None and part.nbytes >= _BULK_BYTES:
-            row[1] = np.frombuffer(part, np.uint8).__array_interface__["data"][0]
-            row[2] = part.nbytes
-        left = self._body_bytes() - self._got
-        if left >= _BULK_BYTES and not self._have:
-            self._describe_body(row, left)
-        row[0] = self.sock.fileno()
-        return bool(row[2] or row[4])
-
-    def _describe_body(self, row: Row, left: int) -> None:
-        if self._adding is not None:
-            adding = self._adding
-            row[3:9] = adding.at, left, adding.code, adding.item, adding.scratch_at, adding.carry
-        else:
-            assert self._body is not None
-            row[3] = np.frombuffer(self._body, np.uint8).__array_interface__["data"][0] + self._got
-            row[4:6] = left, -1
-
-    def moved(self, before: Row, after: Row) -> None:
-        """Go on from where the pump has stopped."""
-        sent, received = int(before[2] - after[2]), int(before[4] - after[4])
-        if sent:
-            self.sent_bytes += sent
-            self._advance(sent)
-        if received:
-            self.received_bytes += received
-            self._got += received
-            if self._adding is not None:
-                self._adding.at, self._adding.carry = int(after[3]), int(after[8])
-                self._adding.left -= received
-            if self._got == self._body_bytes():
-                self._complete()
 
     def _body_bytes(self) -> int:
         return 0 if self._frame is None else self._frame.size

@@ -12,16 +12,12 @@ import threading
 from collections.abc import Callable, Iterable
 
 from .link import Link
-from .pump import Pump
 
 
 class Loop:
-    """Drives links; ``on_lost(peer)`` is called once for each that ends.
+    """Drives links; ``on_lost(peer)`` is called once for each that ends."""
 
-    ``pumps`` moves large bodies in compiled code; for sockets that are the kernel's own.
-    """
-
-    def __init__(self, links: Iterable[Link], on_lost: Callable[[int], None], pumps: bool = False) -> None:
+    def __init__(self, links: Iterable[Link], on_lost: Callable[[int], None]) -> None:
         self._on_lost = on_lost
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -30,7 +26,6 @@ class Loop:
         self._links = {link.sock.fileno(): link for link in links}
         self._writing: set[int] = set()
         self._waiting: dict[int, Link] = {}
-        self._pump = Pump(self._links, self._bell, self._lose) if pumps else None
         for fd in self._links:
             self._epoll.register(fd, select.EPOLLIN)
 
@@ -73,8 +68,6 @@ class Loop:
 
     def turn(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for something to do, and do it."""
-        if self._pump is not None and self._pump(timeout):
-            timeout = 0.0
         for fd, events in self._epoll.poll(timeout):
             if fd == self._bell:
                 with contextlib.suppress(BlockingIOError):
