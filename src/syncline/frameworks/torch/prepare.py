@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from ...algorithms.ps import push_and_pull
@@ -51,7 +50,6 @@ def prepare(
     if unused not in ("error", "zeros"):
         raise UsageError(f"unused={unused!r}: choose 'error' or 'zeros'")
     _check_optimizer(model, optimizer)
-    plan = session.strategy.plan(session.group)
     holds_weights = session.strategy.server_holds_weights
     if holds_weights:
         probe(optimizer)
@@ -59,16 +57,16 @@ def prepare(
     check_same_model(session, model)
     copy_from_worker(session, [tensor.detach() for _, tensor in tensors_of(model)])
     if not session.is_worker:
-        _serve(session, model, optimizer, plan, holds_weights)
+        _serve(session, model, optimizer, holds_weights)
         return None
-    program = compile_program(plan, session.index)
     attach = partial(Replica, session, model, unused=unused, weight=weight, first_key=first_key, copier=copier)
     if not holds_weights:
-        replica = attach(program)
+        replica = attach(session.bucket_program)
         replica.on_joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])
         return Prepared(model, optimizer, replica, None)
     push, pull = _halves(session)
-    replica = attach(compile_program(push, session.index))
+    program = compile_program(push, session.index)
+    replica = attach(lambda _: program)
     staging = replica.staging
     weights = Storage(replica.named, replica.storage.buckets, staging.allocate, staging.device)
     parameters = [parameter for _, parameter in replica.named]
@@ -86,14 +84,12 @@ def _halves(session: Session) -> tuple[Plan, Plan]:
     return push_and_pull(session.group, servers=arguments["servers"], on=arguments["on"])
 
 
-def _serve(
-    session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, holds_weights: bool
-) -> None:
+def _serve(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, holds_weights: bool) -> None:
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     buckets = session.strategy.schedule_object().buckets(layers_of(named))
     gradients = Storage(named, buckets, session.engine.allocate)
     if not holds_weights:
-        serve_plan(session, compile_program(plan, session.index), gradients)
+        serve_plan(session, compile_program(session.strategy.plan(session.group), session.index), gradients)
         return
     push, pull = _halves(session)
     weights = Storage(named, buckets, session.engine.allocate)
@@ -125,14 +121,9 @@ def _copy_optimizer(
     session: Session, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], root: int
 ) -> None:
     """Give every rank the optimizer state of ``root``: a rank without batches has not made the last steps."""
-    data = pack(records_of(optimizer, parameters)) if session.rank == root else b""
-    size = np.array([len(data)], np.int64)
-    session.broadcast(size, root)
-    body = np.empty(int(size[0]), np.uint8)
-    body[: len(data)] = np.frombuffer(data, np.uint8)
-    session.broadcast(body, root)
+    data = session.tell_all(pack(records_of(optimizer, parameters)) if session.rank == root else b"", root)
     if session.rank != root:
-        for parameter, state in whole_state(unpack(body.tobytes()), parameters).items():
+        for parameter, state in whole_state(unpack(data), parameters).items():
             optimizer.state[parameter] = state
 
 
