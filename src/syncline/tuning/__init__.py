@@ -19,7 +19,6 @@ import numpy as np
 from .. import registry
 from ..choice import Choice, choose
 from ..errors import UsageError
-from ..parts import write
 from ..plan import Plan
 from ..session import Session
 from ..strategy import AUTO, Strategy
@@ -107,4 +106,4 @@ def _measure(session: Session) -> Choice:
 def _key(session: Session) -> str:
     assert session.roll is not None
     places = [(member.host, member.machine, member.cores) for member in session.roll.members]
-    return cache.key_of(write("transports", session.strategy.transport), places)
+    return cache.key_of(str(session.strategy.transport), places)
