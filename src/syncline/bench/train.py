@@ -37,7 +37,7 @@ _REPORT_EVERY_S = 0.1
 
 
 class Counters(Protocol):
-    """What the measurement reads: seconds blocked so far, None where nobody counts, and bytes so far per process; what runs."""
+    """What the measurement reads: seconds blocked so far, None where nobody counts, and bytes so far per process."""
 
     @property
     def blocked_s(self) -> float | None: ...  # noqa: D102
