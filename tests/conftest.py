@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,9 @@ from syncline.errors import PeerError
 from syncline.session import Session
 
 LIMIT_S = 60.0
+
+# Choosing by measuring takes a second per start: only its own tests do it. Processes of tests inherit it.
+os.environ["SYNCLINE_TUNING"] = "off"
 
 
 def run_group(strategy: str, workers: int, body: Callable[[Session], Any]) -> list[Any]:

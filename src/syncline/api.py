@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from .choice import Choice
 from .connecting import connect_session
 from .errors import ClosedError, NotBuiltError, PeerError, UsageError
 from .launch.environment import Environment, recognise
@@ -279,13 +280,18 @@ def state_dict() -> dict[str, Any]:
     here = session()
     return {
         "strategy": str(here.strategy),
+        "algorithms": [] if here.choice is None else [list(row) for row in here.choice.table],
         "world_size": here.world_size,
         "steps": [made.replica.steps for made in _prepared],
     }
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
-    """Take up what ``state_dict`` saved; refuses a state of another strategy, whose mathematics would differ."""
+    """Take up what ``state_dict`` saved; refuses a state of another strategy, whose mathematics would differ.
+
+    All ranks call it. Algorithms that ``architecture=auto`` had measured are used again, so that sums round as before,
+    unless the number of workers is another one.
+    """
     here = session()
     if state["strategy"] != str(here.strategy):
         raise UsageError(f"this state is of a run with {state['strategy']!r}, this run has {str(here.strategy)!r}")
@@ -293,6 +299,8 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
         raise UsageError(f"this state is of {len(state['steps'])} prepared models, this run has {len(_prepared)}")
     for made, steps in zip(_prepared, state["steps"], strict=True):
         made.replica.steps = steps
+    if state.get("algorithms") and state["world_size"] == here.world_size:
+        here.resume_with(Choice.read(state["algorithms"]))
 
 
 def shutdown() -> None:

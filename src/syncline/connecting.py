@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from . import registry
+from . import registry, tuning
 from .engine import LIMIT_S
 from .errors import GroupError, RollCallError, UsageError
 from .session import Session
@@ -59,7 +59,8 @@ def connect_session(
 ) -> Session:
     """Join the processes of a run: roll call, connections, watcher, engine.
 
-    ``index`` counts workers first, then the strategy's servers; ``address`` is the one to listen on.
+    ``index`` counts workers first, then the strategy's servers; ``address`` is the one to listen on. Where the
+    strategy leaves the architecture open, the workers measure what to run at which size (``tuning``).
     """
     workers = processes - strategy.servers
     if workers < 1:
@@ -71,7 +72,8 @@ def connect_session(
     control: dict[int, socket.socket] = {}
     transport: Transport | None = None
     try:
-        me = describe_self(index, processes, listener, {"strategy": str(strategy), "version": __version__})
+        terms = {"strategy": str(strategy), "version": __version__, tuning.VARIABLE: tuning.mode()}
+        me = describe_self(index, processes, listener, terms)
         roll = call_roll(store, run, secret, me, timeout, hint)
         group = Group(workers, strategy.servers, roll.nodes[:workers])
         chosen = strategy.resolve(group, hosts=roll.hosts)
@@ -100,6 +102,13 @@ def connect_session(
     session = Session(chosen, group, index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s)
     session.watcher = Watcher(roll, control, session.on_peer_failure, session.left, liveness_s)
     session.watcher.start()
+    if tuning.is_wanted(strategy, chosen, workers):
+        try:
+            tuning.tune(session)
+        except BaseException as error:
+            session.fail(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
+            session.shutdown()
+            raise
     return session
 
 

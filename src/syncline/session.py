@@ -12,8 +12,9 @@ import os
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,13 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import registry
+from .choice import Choice
 from .collectives import Collective
 from .engine import LIMIT_S, Engine, Work
 from .errors import ClosedError, MismatchError, PeerError, PeerLeft, PeerTimeout, SynclineError, UsageError
 from .plan import Plan
 from .program import Program, compile_program
-from .strategy import Strategy
-from .tickets import ALLREDUCE, BARRIER, BROADCAST, CALLS, GATHER, STEP, Meeting, Ticket, ticket_table
+from .strategy import AUTO, Strategy
+from .tickets import ALLREDUCE, BARRIER, BROADCAST, CALLS, GATHER, STEP, TABLE, Meeting, Ticket, ticket_table
 from .transports import Transport
 from .types import Group
 from .wire.rollcall import Roll
@@ -57,7 +59,8 @@ class Stats:
 
     ``blocked_s`` is the time the training thread was blocked in Syncline; bytes are per peer process, counted at the
     transport with all headers; ``strategy`` is what really runs, ``transport`` what carries this process's messages
-    (``shm+tcp`` where some peers are on its host and others are not).
+    (``shm+tcp`` where some peers are on its host and others are not). Under ``architecture=auto`` that was measured,
+    ``algorithms`` gives what runs from which size in bytes on; it is empty where the strategy names the algorithm.
     """
 
     strategy: str
@@ -65,6 +68,14 @@ class Stats:
     bytes_sent: Mapping[int, int] = field(default_factory=dict)
     bytes_received: Mapping[int, int] = field(default_factory=dict)
     transport: str = ""
+    algorithms: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def chosen(self) -> str:
+        """The strategy with what was chosen by measuring beside it, for result rows."""
+        if not self.algorithms:
+            return self.strategy
+        return f"{self.strategy}, by size: {Choice(tuple(self.algorithms.items()))}"
 
 
 class Session:
@@ -85,6 +96,7 @@ class Session:
         self.group = group
         self.index = index
         self.roll = roll
+        self.choice: Choice | None = None
         self.watcher: Watcher | None = None
         self.neighbours: Sequence[Session] = ()  # the other sessions of a group in one process
         self._local_rank = local_rank
@@ -210,7 +222,7 @@ class Session:
             raise UsageError(f"the mean of {array.dtype} is not one: use op='sum'")
         self.agree(ALLREDUCE, _fingerprint(array, average))
         if self.world_size > 1:
-            self._run(array, self.allreduce_program(), "allreduce")
+            self.run(self.allreduce_program(array.nbytes), array, "allreduce")
         if average:
             np.divide(array, array.dtype.type(self.world_size), out=array)
 
@@ -220,7 +232,7 @@ class Session:
             raise UsageError(f"there is no rank {root} in a world of {self.world_size}")
         self.agree(BROADCAST, _fingerprint(array, root))
         if self.world_size > 1:
-            self._run(array, self.program("broadcast", root), "broadcast")
+            self.run(self.program("broadcast", root), array, "broadcast")
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every worker's bytes, in rank order, on every worker."""
@@ -237,25 +249,62 @@ class Session:
         self.engine.run(gather, table, self._call_key(), "gather")
         return [table[rank * widest : rank * widest + int(size)].tobytes() for rank, size in enumerate(sizes)]
 
-    def program(self, goal: str, root: int = 0) -> Program:
-        """This process's part in a collective of the workers, by the strategy's algorithm where it has one."""
+    def tell_all(self, data: bytes, root: int = 0) -> bytes:
+        """The bytes of ``root`` on every worker; what others give does not count."""
+        size = np.array([len(data)], np.int64)
+        self.broadcast(size, root)
+        body = np.zeros(int(size[0]), np.uint8)
+        if self.rank == root:
+            body[:] = np.frombuffer(data, np.uint8)
+        self.broadcast(body, root)
+        return body.tobytes()
+
+    def run(self, program: Program | Collective, array: Array, label: str) -> None:
+        """Run a plan, or a library's collective, over the workers' arrays, at the same point of their scripts."""
+        self.engine.run(program, array, self._call_key(), label)
+
+    def program(self, goal: str, root: int = 0, *, nbytes: int = 0) -> Program:
+        """This process's part in a collective of the workers, by the strategy's algorithm where it has one.
+
+        ``nbytes`` is the size of the array, by which an allreduce may choose.
+        """
         if goal == "allreduce":
-            return self._compiled(self.allreduce_plan())
+            return _compile(self.allreduce_plan(nbytes), self.index)
         return _broadcast_program(self.world_size, self.index, root)
 
-    def allreduce_program(self) -> Program | Collective:
+    def allreduce_program(self, nbytes: int) -> Program | Collective:
         """This process's part in an allreduce of the workers, or what the message library does instead."""
-        return self.strategy.collective or self.program("allreduce")
+        return self.strategy.collective or self.program("allreduce", nbytes=nbytes)
 
-    def gradient_program(self) -> Program | Collective:
-        """This process's part in the exchange of a bucket of gradients, in which servers may take part."""
-        return self.strategy.collective or self._compiled(self.strategy.plan(self.group))
-
-    def allreduce_plan(self) -> Plan:
-        """The strategy's plan for the workers' gradients; the servers' own exchange is not one of them."""
+    def allreduce_plan(self, nbytes: int) -> Plan:
+        """The plan for an array of the workers; the servers' own exchange is not one of them."""
         if self.strategy.architecture.name == "ps":
             return _plan("ring", Group(self.world_size))
+        return self.bucket_plan(nbytes)
+
+    def bucket_program(self, nbytes: int) -> Program | Collective:
+        """This process's part in the exchange of a bucket of ``nbytes``, or what the message library does instead."""
+        return self.strategy.collective or _compile(self.bucket_plan(nbytes), self.index)
+
+    def bucket_plan(self, nbytes: int) -> Plan:
+        """The strategy's plan for a bucket of gradients, through servers where it has some."""
+        if self.choice is not None:
+            return _plan(self.choice.at(nbytes), self.group)
         return self.strategy.plan(self.group)
+
+    def run_by(self, choice: Choice) -> None:
+        """From now on choose the algorithm by size: ``architecture=auto``. All workers call it with the same table."""
+        self.choice = choice
+        self.strategy = replace(self.strategy, architecture=AUTO)
+
+    def resume_with(self, choice: Choice) -> None:
+        """Choose as a run before did; all workers call it, and a worker with another table is named.
+
+        Nothing happens where the table is the same already.
+        """
+        if choice != self.choice:
+            self.agree(TABLE, zlib.crc32(str(choice.table).encode()))
+            self.run_by(choice)
 
     def enter_model(self, model: object) -> int:
         """The first key for the buckets of one more model; all processes enter the same ones in the same order.
@@ -298,7 +347,8 @@ class Session:
             return Stats(str(self.strategy))
         transport = self._engine.transport
         sent, received = transport.traffic()
-        return Stats(str(self.strategy), self._engine.blocked_s, sent, received, transport.name)
+        algorithms = {} if self.choice is None else dict(self.choice.table)
+        return Stats(str(self.strategy), self._engine.blocked_s, sent, received, transport.name, algorithms)
 
     def workers_left(self) -> bool:
         """True when every worker has said goodbye."""
@@ -358,12 +408,6 @@ class Session:
     def _call_key(self) -> int:
         self._next_key = (self._next_key + 1) % _CALLS_IN_FLIGHT
         return _CALL_KEYS + self._next_key
-
-    def _compiled(self, plan: Plan) -> Program:
-        return _compile(plan, self.index)
-
-    def _run(self, array: Array, program: Program | Collective, label: str) -> None:
-        self.engine.run(program, array, self._call_key(), label)
 
     def _has_left(self, peer: int) -> bool:
         """Whether a peer whose connection has closed had said goodbye; waits for that news a little."""
@@ -438,6 +482,4 @@ def _broadcast_program(world: int, index: int, root: int) -> Program:
 
 def _fingerprint(array: Array, extra: int) -> int:
     """A number that differs when arrays of different size or type meet."""
-    import zlib
-
     return zlib.crc32(f"{array.size} {array.dtype} {int(extra)}".encode())

@@ -152,7 +152,7 @@ class Strategy:
         return self.architecture.name == "ps" and self.architecture.arguments.get("update") == "server"
 
     def resolve(self, group: Group, *, hosts: int = 1, inproc: bool = False) -> Strategy:
-        """The same strategy with every ``auto`` replaced by what runs in that group.
+        """The same strategy with every ``auto`` replaced by what runs in that group when nothing is measured.
 
         ``group`` may leave the strategy's own servers out. ``hosts`` is the number of machines that the processes are
         on, those of one sharing memory; ``inproc`` says that the ranks are threads of one process. Where some
@@ -268,7 +268,7 @@ def vocabulary() -> list[Word]:
 
 
 _AUTO_SUMMARY = {
-    "architecture": "direct over shm, hierarchical over shm and tcp together, ring over other transports.",
+    "architecture": "The fastest for each size of array, measured when the run starts.",
     "schedule": "Starts as fixed.",
     "transport": "shm among the processes of one host, tcp between hosts.",
 }

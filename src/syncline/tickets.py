@@ -19,7 +19,7 @@ from .engine import Work
 _TICKET = struct.Struct("<QQQdQ")
 TICKET_BYTES = _TICKET.size
 
-STEP, ALLREDUCE, BROADCAST, BARRIER, GATHER, NORM, COMMIT, JOINED = range(1, 9)
+STEP, ALLREDUCE, BROADCAST, BARRIER, GATHER, NORM, COMMIT, JOINED, TABLE = range(1, 10)
 CALLS = {
     STEP: "a training step",
     ALLREDUCE: "allreduce",
@@ -29,6 +29,7 @@ CALLS = {
     NORM: "clip_grad_norm_",
     COMMIT: "the optimizer's step",
     JOINED: "the end of its batches (join)",
+    TABLE: "load_state_dict with measured algorithms",
 }
 
 

@@ -75,7 +75,7 @@ class Pretender:
     blocked_s: float = 0.0
     bytes_sent: Mapping[int, int] = field(default_factory=lambda: {1: 500})
     bytes_received: Mapping[int, int] = field(default_factory=dict)
-    strategy: str = "ring transport=inproc"
+    chosen: str = "ring transport=inproc"
 
     def rank(self) -> int:
         return 0
@@ -92,7 +92,7 @@ class Pretender:
         return model, optimizer
 
     def stats(self) -> Pretender:
-        return Pretender([], self.blocked_s, self.bytes_sent, self.bytes_received, self.strategy)
+        return Pretender([], self.blocked_s, self.bytes_sent, self.bytes_received, self.chosen)
 
     def barrier(self) -> None:
         self.calls.append("barrier")

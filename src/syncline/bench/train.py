@@ -46,7 +46,7 @@ class Counters(Protocol):
     @property
     def bytes_received(self) -> Mapping[int, int]: ...  # noqa: D102
     @property
-    def strategy(self) -> str: ...  # noqa: D102
+    def chosen(self) -> str: ...  # noqa: D102
 
 
 class Side(Protocol):
@@ -65,7 +65,7 @@ class _NoTraffic:
     blocked_s: float = 0.0
     bytes_sent: Mapping[int, int] = field(default_factory=dict)
     bytes_received: Mapping[int, int] = field(default_factory=dict)
-    strategy: str = BASELINE
+    chosen: str = BASELINE
 
 
 class _Alone:
@@ -223,7 +223,7 @@ def _outcome(model: torch.nn.Module, start: Counters, end: Counters, steps: int)
         return {str(peer): (count - first.get(peer, 0)) / steps for peer, count in last.items()}
 
     return {
-        "chosen": end.strategy,
+        "chosen": end.chosen,
         "sha256": digest(model),
         "sent": per_step(start.bytes_sent, end.bytes_sent),
         "received": per_step(start.bytes_received, end.bytes_received),

@@ -11,6 +11,7 @@ escaped that, and the lab's record, is removed by the next lab that starts.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from functools import partial
@@ -99,8 +100,13 @@ class Lab:
         return within(self._host(host).pid, partial(bind_here, self.address(host)))
 
     def environ(self) -> dict[str, str]:
-        """What commands in the lab find in their environment: the interface that libraries are to use."""
+        """What commands in the lab find in their environment: the interface that libraries are to use.
+
+        Names and namespaces of hosts come again in the next lab, whose links may be others: what was measured to choose
+        algorithms in this one is not to be used there.
+        """
         return {
+            "SYNCLINE_TUNING": os.environ.get("SYNCLINE_TUNING", "fresh"),
             "SYNCLINE_INTERFACE": self.interface,
             "GLOO_SOCKET_IFNAME": self.interface,
             "NCCL_SOCKET_IFNAME": self.interface,

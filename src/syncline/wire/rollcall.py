@@ -34,7 +34,7 @@ class Member:
 
     ``index`` counts workers first, then servers; ``world`` is the number of processes it believes in. ``machine`` is
     equal for processes that can reach each other's memory, ``pid_space`` for those that see each other's pids.
-    ``terms`` is what all must agree on (version, strategy).
+    ``terms`` is what all must agree on (version, strategy). ``cores`` is how many the process may use.
     """
 
     index: int
@@ -47,6 +47,7 @@ class Member:
     port: int
     unix: str
     terms: dict[str, str]
+    cores: int = 1
 
     @property
     def where(self) -> str:
@@ -100,6 +101,7 @@ def describe_self(index: int, world: int, listener: Listener, terms: dict[str, s
         listener.port,
         listener.unix,
         terms,
+        len(os.sched_getaffinity(0)),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from ...errors import UsageError
 from ...grammar import nearest, read_part
 from ...plan import Plan
 from ...program import Program, compile_program
-from ...strategy import Strategy
+from ...strategy import Part, Strategy
 from ...types import Group
 from ..peers import Contender, Seat
 from .kinds import Collective, collective
@@ -164,6 +164,7 @@ class Syncline:
     def select(self, elements: int) -> Array:
         """In the transport's memory, where a training run has its buckets."""
         self._array = self._memory[:elements]
+        self._program = self._compile()
         return self._array
 
     def run(self) -> None:
@@ -178,8 +179,8 @@ class Syncline:
         return self._array[self._seat.rank * part : (self._seat.rank + 1) * part]
 
     def chosen(self) -> str | None:
-        """The strategy that runs, where the name left a word of it open."""
-        runs = self._session.strategy
+        """The strategy that runs at the selected size, where the name left a word of it open."""
+        runs = self._runs
         left_open = str(self._asked.architecture.name) == "auto" or self._asked.transport.name == "auto"
         return f"{runs.architecture.name} transport={runs.transport.name}" if left_open else None
 
@@ -189,8 +190,19 @@ class Syncline:
 
     def _compile(self) -> Program:
         if self._kind.name == "allreduce":
-            return self._session.program("allreduce")
-        return compile_program(plan_of(self._session.strategy, self._kind, self._session.group), self._seat.rank)
+            return self._session.program("allreduce", nbytes=self._array.nbytes)
+        return compile_program(plan_of(self._runs, self._kind, self._session.group), self._seat.rank)
+
+    @property
+    def _runs(self) -> Strategy:
+        """With an architecture: the one chosen for the size, or by topology for collectives that are not tuned."""
+        runs, choice = self._session.strategy, self._session.choice
+        if choice is None:
+            return runs
+        if self._kind.name == "allreduce":
+            return replace(runs, architecture=Part(choice.at(self._array.nbytes)))
+        assert self._session.roll is not None
+        return runs.resolve(self._session.group, hosts=self._session.roll.hosts)
 
 
 def _peers() -> dict[str, registry.Entry]:

@@ -48,7 +48,7 @@ class DDP:
 
 @dataclass(frozen=True)
 class _Uncounted:
-    strategy: str
+    chosen: str
     blocked_s: float | None = None
     bytes_sent: Mapping[int, int] = field(default_factory=dict)
     bytes_received: Mapping[int, int] = field(default_factory=dict)

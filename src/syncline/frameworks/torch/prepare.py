@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from ...algorithms.ps import push_and_pull
@@ -62,11 +61,12 @@ def prepare(
         return None
     attach = partial(Replica, session, model, unused=unused, weight=weight, first_key=first_key, copier=copier)
     if not holds_weights:
-        replica = attach(session.gradient_program())
+        replica = attach(session.bucket_program)
         replica.on_joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])
         return Prepared(model, optimizer, replica, None)
     push, pull = _halves(session)
-    replica = attach(compile_program(push, session.index))
+    program = compile_program(push, session.index)
+    replica = attach(lambda _: program)
     staging = replica.staging
     weights = Storage(replica.named, replica.storage.buckets, staging.allocate, staging.device)
     parameters = [parameter for _, parameter in replica.named]
@@ -121,14 +121,9 @@ def _copy_optimizer(
     session: Session, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], root: int
 ) -> None:
     """Give every rank the optimizer state of ``root``: a rank without batches has not made the last steps."""
-    data = pack(records_of(optimizer, parameters)) if session.rank == root else b""
-    size = np.array([len(data)], np.int64)
-    session.broadcast(size, root)
-    body = np.empty(int(size[0]), np.uint8)
-    body[: len(data)] = np.frombuffer(data, np.uint8)
-    session.broadcast(body, root)
+    data = session.tell_all(pack(records_of(optimizer, parameters)) if session.rank == root else b"", root)
     if session.rank != root:
-        for parameter, state in whole_state(unpack(body.tobytes()), parameters).items():
+        for parameter, state in whole_state(unpack(data), parameters).items():
             optimizer.state[parameter] = state
 
 

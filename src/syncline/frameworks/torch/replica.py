@@ -43,7 +43,7 @@ from .storage import Pair, Storage, layers_of
 
 
 class Replica:
-    """The hooks of one model. ``program`` is this rank's part in the exchange of a bucket.
+    """The hooks of one model. ``program`` gives this rank's part in the exchange of a bucket by its bytes.
 
     ``first_key`` begins the range of keys that tell this model's exchanges from those of others.
 
@@ -56,7 +56,7 @@ class Replica:
         self,
         session: Session,
         model: torch.nn.Module,
-        program: Program | Collective,
+        program: Callable[[int], Program | Collective],
         *,
         unused: str,
         weight: Weight,
@@ -287,7 +287,7 @@ class Replica:
         bucket = self.storage.buckets[number]
         array = self.storage.arrays[number]
         return self.session.engine.exchange(
-            self._program,
+            self._program(array.nbytes),
             array,
             self.first_key + number,
             f"bucket {number} ({bucket.describe(self.layers)})",

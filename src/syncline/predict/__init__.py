@@ -1,0 +1,1 @@
+"""Predictions: what a plan costs on a network, without running it."""

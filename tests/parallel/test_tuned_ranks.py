@@ -1,0 +1,117 @@
+"""``architecture=auto`` between real processes: one table for all, kept for the next start, used again on resume."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tuning_bodies
+from pool import Pool
+
+Environ = dict[str, str]
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> Environ:
+    """Of ranks that choose by measuring, with a cache of their own."""
+    return {"SYNCLINE_TUNING": "on", "XDG_CACHE_HOME": str(tmp_path)}
+
+
+def start(
+    pool: Pool, environ: Environ, nodes: list[int], address: str, strategy: str = "auto", budget_s: float = 0.1
+) -> Any:
+    case = [[[rank, len(nodes), address], nodes, strategy, budget_s] for rank in range(len(nodes))]
+    with pool.start(tuning_bodies.starts, case, environ) as group:
+        return group.results()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "strategy", "printed"),
+    [
+        ([0, 0], "auto", "schedule=fixed transport=shm"),
+        ([0, 0, 0], "transport=tcp", "schedule=fixed transport=tcp"),
+        ([0, 0, 1], "schedule=fifo", "schedule=fifo"),
+    ],
+)
+def test_all_ranks_have_one_table_and_it_is_kept(
+    pool: Pool, addresses: Callable[[], str], environ: Environ, nodes: list[int], strategy: str, printed: str
+) -> None:
+    first = start(pool, environ, nodes, addresses(), strategy)
+    again = start(pool, environ, nodes, addresses(), strategy)
+    table = first[0][2]
+    assert table[0][0] == 0
+    for found, measured in ((first, ["measured"]), (again, [])):
+        for did, text, algorithms, right, blocked_s in found:
+            assert did == measured
+            assert text == printed
+            assert algorithms == table
+            assert right
+            assert blocked_s >= 0
+    kept = list((Path(environ["XDG_CACHE_HOME"]) / "syncline" / "tuning").iterdir())
+    assert len(kept) == 1
+
+
+def test_fresh_measures_anew_and_off_does_not_measure(
+    pool: Pool, addresses: Callable[[], str], environ: Environ
+) -> None:
+    for mode, measured, strategy in (
+        ("on", ["measured"], "schedule=fixed transport=shm"),
+        ("fresh", ["measured"], "schedule=fixed transport=shm"),
+        ("off", [], "direct schedule=fixed transport=shm"),
+    ):
+        found = start(pool, {**environ, "SYNCLINE_TUNING": mode}, [0, 0], addresses())
+        assert [(did, text) for did, text, *_ in found] == [(measured, strategy)] * 2
+
+
+def test_named_architectures_are_never_measured(pool: Pool, address: str, environ: Environ) -> None:
+    for did, text, algorithms, right, _ in start(pool, environ, [0, 0], address, "ring"):
+        assert (did, text, algorithms, right) == ([], "ring schedule=fixed transport=shm", [], True)
+
+
+def test_only_rank_0_needs_the_cache(
+    pool: Pool, addresses: Callable[[], str], environ: Environ, tmp_path: Path
+) -> None:
+    """Hit or miss is the same for all, whatever the other ranks could find."""
+    case = lambda address: [[[rank, 2, address], [0, 0], "auto", 0.1] for rank in range(2)]  # noqa: E731
+    with pool.start(tuning_bodies.starts, case(addresses()), environ) as group:
+        first = group.results()
+    (kept,) = (tmp_path / "syncline" / "tuning").iterdir()
+    kept.write_text("{")
+    with pool.start(tuning_bodies.starts, case(addresses()), environ) as group:
+        again = group.results()
+    for found in (first, again):
+        assert [did for did, *_ in found] == [["measured"]] * 2
+        assert found[0][2] == found[1][2]
+
+
+def test_a_rank_that_dies_while_all_measure_is_named(pool: Pool, address: str, environ: Environ) -> None:
+    case = [[[rank, 3, address], 1] for rank in range(3)]
+    with pool.start(tuning_bodies.dies, case, environ) as group:
+        statuses = group.end()
+        assert statuses[1] == -9
+        for rank in (group.ranks[0], group.ranks[2]):
+            assert rank.status == 1
+            assert re.search(r"during tuning: rank 1 .* died", rank.printed())
+
+
+def test_ranks_with_another_setting_are_told(pool: Pool, address: str, environ: Environ) -> None:
+    case = [[[rank, 2, address], [0, 0], "auto", 0.1] for rank in range(2)]
+    with (
+        pool.start(tuning_bodies.starts, case[:1], environ) as one,
+        pool.start(tuning_bodies.starts, case[1:], {**environ, "SYNCLINE_TUNING": "off"}) as other,
+    ):
+        assert [*one.end(), *other.end()] == [1, 1]
+        assert "SYNCLINE_TUNING" in one.ranks[0].printed()
+        assert "all ranks need the same" in one.ranks[0].printed()
+
+
+def test_a_resumed_run_uses_the_recorded_table(pool: Pool, address: str, environ: Environ) -> None:
+    recorded = [[0, "double_tree"], [1 << 20, "ring"]]
+    case = [[[rank, 3, address], recorded] for rank in range(3)]
+    with pool.start(tuning_bodies.resumes, case, environ) as group:
+        results = group.results()
+    assert [(plan, table) for plan, table, _ in results] == [("double_tree", recorded)] * 3
+    assert len({weights for *_, weights in results}) == 1
