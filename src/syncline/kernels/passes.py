@@ -123,7 +123,7 @@ def sum_pass(code, size, sources, targets, n):
     if code == 0 and (sources.size == 2 or sources.size == 4) and _alike(sources, targets):
         _in_registers(sources, n)
         return
-    block = n if sources.size == 1 else _BLOCK
+    block = max(n, 1) if sources.size == 1 else _BLOCK
     for start in range(0, n, block):
         length, offset = min(block, n - start), start * size
         into = targets[0] + offset
