@@ -265,7 +265,8 @@ class OneSided:
         scripts = compile_scripts(plan)
         script = scripts[self._window.rank]
         whole = plan.goal in ("reduce_scatter", "all_gather")
-        per = array.size if whole else max(1, self._segment_bytes // array.itemsize)
+        longest = array.size if whole else max(1, self._segment_bytes // array.itemsize)
+        per = max(1, min(longest, array.size))
         segments = -(-array.size // per)
         operations, operands = _tables(script)
         return _Layout(
