@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_onesided import make
 
 from syncline import engine as engine_module
 from syncline import exchange as exchange_module
@@ -22,6 +21,7 @@ from syncline.program import Program, compile_program
 from syncline.transports import Transport
 from syncline.transports.inproc import Hub, InProc
 from syncline.types import Group
+from test_onesided import make
 
 LIMIT_S = 30.0
 

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from test_exchange import Case, cases, check, chooser, drive, wanted
 
 from syncline import exchange as exchange_module
 from syncline import onesided, registry
@@ -25,6 +24,7 @@ from syncline.plan import Plan
 from syncline.program import compile_program
 from syncline.transports.shm import Shm
 from syncline.types import Group
+from test_exchange import Case, cases, check, chooser, drive, wanted
 
 LIMIT_S = 30.0
 Array = NDArray[Any]
@@ -208,12 +208,16 @@ def test_a_peer_that_dies_while_others_wait_is_named(met: bool) -> None:
         if other is not None:  # rank 0 waits for one after the other
             other.start(run_of(plan, 1, np.ones(10)))
         ends[2].close()
-        with pytest.raises(PeerLost, match="bucket 0: .*connection to rank 2 closed") as caught:
+
+        def wait() -> None:
             for _ in range(100):
                 exchange.progress(0.0)
                 if other is not None:
                     with contextlib.suppress(PeerLost):
                         other.progress(0.0)
+
+        with pytest.raises(PeerLost, match=r"bucket 0: .*connection to rank 2 closed") as caught:
+            wait()
         assert caught.value.rank == 2
 
 
