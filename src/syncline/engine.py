@@ -149,6 +149,8 @@ class Engine:
 
         try:
             self._drive_here((work,), None, lambda: self._start(program, array, key, work))
+            if not work.done:  # the end came first: with it comes a fault
+                self._await((work,), None)
         finally:
             self.blocked_s += time.perf_counter() - begun
         if self.error is not None:
@@ -380,8 +382,12 @@ class Engine:
                 if self._inbox:
                     self._take_tasks()
                     moved = time.monotonic()
-                if not self._busy or (enough() and self.transport.idle):
-                    return  # the last acknowledgements are with the kernel too
+                if not self._busy:
+                    return
+                if enough():
+                    if not self.transport.idle:  # a last chance for acknowledgements; the rest is another's to drive
+                        self._exchange.progress(0.0)
+                    return
                 left = _POLL_S if deadline is None else min(_POLL_S, max(0.0, deadline - time.perf_counter()))
                 if self._exchange.progress(left) or not self._under_way:
                     moved = time.monotonic()

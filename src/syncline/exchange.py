@@ -163,6 +163,7 @@ class Exchange:
         if self._onesided is not None and self._onesided.takes(run.program.plan, array):
             on_done = partial(self._left_shared, run)
             self._under_way[run.key] = run
+            run.left = 1
             self._onesided.start(run.program.plan, array, run.key, run.label, on_done, run.tolerant)
             return
         run.bytes_view = array.view(np.uint8)
@@ -202,7 +203,7 @@ class Exchange:
         shared = self._onesided
         if shared is None or not shared.active:
             return self._turn(timeout)
-        moved = shared.advance(SPINS, PATIENCE_MS if len(self._under_way) == 1 else 0)
+        moved = shared.advance(SPINS, PATIENCE_MS if timeout and len(self._under_way) == 1 else 0)
         if moved:
             return moved + (self._turn(0.0) if shared.active else 0)
         shared.sleep_soon()
@@ -387,7 +388,8 @@ class Exchange:
         return unlocked
 
     def _left_shared(self, run: Run) -> None:
-        self._under_way.pop(run.key, None)
+        del self._under_way[run.key]
+        run.left = 0
         self._finish(run)
 
     def _finish(self, run: Run) -> None:

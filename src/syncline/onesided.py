@@ -38,13 +38,17 @@ class Window(Protocol):
     rank: int
     world: int
     members: Words
-    """Per process: the address of its board, 0 while unknown, and the descriptor of its bell."""
+    """Per process: the address of its board, 0 while unknown, and the descriptor of its bell, -1 while unknown."""
     board: Words
     """This process's own board."""
     maps: Words
     """Per process and segment number: where that segment is mapped here, 0 while it is not."""
     gone: set[int]
     """Processes whose connections have closed."""
+
+    def board_of(self, peer: int) -> Words:
+        """The words of a process's board, empty while unknown and after the end; may be asked from any thread."""
+        ...
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
         """Segment number and offset of memory of this process, or None when it is not shared."""
@@ -151,7 +155,7 @@ class OneSided:
     def _code(self, dtype: np.dtype[Any]) -> int | None:
         """The kernels' number of an element type."""
         if dtype not in self._known:
-            self._known[dtype] = self._codes.get(dtype.name)
+            self._known[dtype] = self._codes.get(dtype.name) if dtype.isnative else None
         return self._known[dtype]
 
     @property
@@ -190,6 +194,7 @@ class OneSided:
         gone = set(window.gone) if window.gone else window.gone
         if self._waiting:
             self._admit()
+            self._check_waiting(gone)
         moved = 0
         if len(self._runs) > 1:
             patience_ms = 0
@@ -217,7 +222,7 @@ class OneSided:
 
     def sleep_soon(self) -> None:
         """Say that this process is about to sleep: whoever it waits for then rings its bell. ``advance`` once more."""
-        self._kernel.sleep_soon(self._board)
+        self._kernel.sleep_soon(self._board, board.SHORT if self._waiting else board.ASLEEP)
 
     def awake(self) -> None:
         """Say that it is awake."""
@@ -231,30 +236,37 @@ class OneSided:
     @property
     def waiting_for(self) -> dict[int, str]:
         """Peer -> label of a run that waits for it: those that have not come to it, else the one that blocks it."""
-        return {peer: run.label for run in self._runs if not run.tolerant for peer in self._awaited(run)}
+        opened = {peer: run.label for run in tuple(self._runs) if not run.tolerant for peer in self._awaited(run)}
+        if opened or self._introduced:
+            return opened
+        waiting, strangers = tuple(self._waiting), self._strangers()
+        return {peer: run.label for run in waiting if not run.tolerant for peer in strangers.intersection(_peers(run))}
 
     def _awaited(self, run: _Run) -> list[int]:
-        kernel, members = self._kernel, self._window.members
-        wanted = int(run.state[kernel.ID])
-        absent = [
-            peer
-            for peer in run.layout.script.touches
-            if not kernel.find_slot(int(members[peer, kernel.BOARD]), wanted, run.slot)
-        ]
-        return absent or [int(run.state[kernel.WAITS_FOR])]
+        wanted = int(run.state[self._kernel.ID])
+        absent = [peer for peer in run.layout.script.touches if wanted not in self._window.board_of(peer)[_IDS]]
+        return absent or [int(run.state[self._kernel.WAITS_FOR])]
+
+    def _strangers(self) -> set[int]:
+        """The processes that have not shown their board or bell yet."""
+        members = self._window.members
+        known = (members[:, self._kernel.BOARD] != 0) & (members[:, self._kernel.BELL] >= 0)
+        return {int(peer) for peer in np.flatnonzero(~known)}
 
     def _layout(self, plan: Plan, array: NDArray[Any]) -> _Layout:
-        key = id(plan), array.size, array.dtype
-        found = self._layouts.get(key)
-        if found is None:
-            found = self._layouts[key] = self._lay_out(plan, array)
+        key = id(plan), array.size, array.dtype  # the layout keeps the plan: no other one gets its id
+        found = self._layouts.pop(key, None) or self._lay_out(plan, array)
+        self._layouts[key] = found  # the one used last stands last
+        if len(self._layouts) > _LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
         return found
 
     def _lay_out(self, plan: Plan, array: NDArray[Any]) -> _Layout:
         scripts = compile_scripts(plan)
         script = scripts[self._window.rank]
         whole = plan.goal in ("reduce_scatter", "all_gather")
-        per = array.size if whole else max(1, self._segment_bytes // array.itemsize)
+        longest = array.size if whole else max(1, self._segment_bytes // array.itemsize)
+        per = max(1, min(longest, array.size))
         segments = -(-array.size // per)
         operations, operands = _tables(script)
         return _Layout(
@@ -283,14 +295,17 @@ class OneSided:
         return state
 
     def _admit(self) -> None:
-        """Give waiting runs a slot each, as long as there are free ones, once all processes can be rung."""
-        if not self._introduced:
-            self._introduced = bool(self._window.members.all())
-        while self._waiting and self._introduced:
+        """Give waiting runs a slot each, as long as there are free ones, once those they deal with can be rung."""
+        strangers = set[int]() if self._introduced else self._strangers()
+        self._introduced = not strangers
+        for run in tuple(self._waiting):
+            if strangers and not strangers.isdisjoint(_peers(run)):
+                continue
             slot = self._free_slot()
             if slot is None:
                 return
-            self._open(self._waiting.popleft(), slot)
+            self._waiting.remove(run)
+            self._open(run, slot)
 
     def _free_slot(self) -> int | None:
         count = len(self._slots)
@@ -354,6 +369,13 @@ class OneSided:
         if not (run.tolerant and self._has_left(peer)):
             raise PeerLost(f"{self._where(run)}: the connection to rank {peer} closed", rank=peer)
 
+    def _check_waiting(self, gone: set[int]) -> None:
+        """What has not begun and deals with a process that has gone can never end."""
+        for run in self._waiting if gone else ():
+            for peer in sorted(gone.intersection(_peers(run))):
+                if not (run.tolerant and self._has_left(peer)):
+                    raise PeerLost(f"{run.label}: the connection to rank {peer} closed", rank=peer)
+
     def _where(self, run: _Run) -> str:
         kernel, state, plan = self._kernel, run.state, run.layout.plan
         return (
@@ -363,8 +385,19 @@ class OneSided:
         )
 
 
+def _peers(run: _Run) -> tuple[int, ...]:
+    """The processes that a run deals with: those it looks at and those that look at it."""
+    return run.layout.script.touches + run.layout.script.touched_by
+
+
 _KEY_BITS = 24
 _GENERATIONS = 0xFFFFFFFF
+
+_LAYOUTS = 1024
+"""How many sizes of arrays are remembered."""
+
+_IDS = slice((board.BOARD_HEAD + board.SLOT_ID) // 8, None, board.SLOT_BYTES // 8)
+"""The identities of the runs on a board, among its words."""
 
 
 def _tables(script: Script) -> tuple[Words, Words]:

@@ -22,6 +22,7 @@ what was collected) stands behind all passes of its rank in that step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -115,6 +116,7 @@ class _Compiler:
         """All passes of a step, then the writing of what had to be collected, then who has read and written what."""
         sent = {(int(self.plan.src[i]), chunk) for i in rows for chunk in self._chunks(i)}
         collected: dict[tuple[int, int, int, bool], list[int]] = {}
+        shelf: Counter[tuple[int, int]] = Counter()  # (rank, chunk) -> scratch arrays in use there
         read: list[tuple[int, range, Wait]] = []
         written: list[tuple[int, range, Wait]] = []
         for group in self._groups(rows):
@@ -124,10 +126,12 @@ class _Compiler:
             if any((dst, chunk) in sent for chunk in chunks):
                 kept = collected.setdefault((dst, chunks.start, chunks.stop, adds), [])
                 for src in sources:
-                    event = self._pass(dst, [src], [SCRATCH - len(kept)], chunks)
-                    kept.append(SCRATCH - len(kept))
+                    used = max(shelf[dst, chunk] for chunk in chunks)
+                    shelf.update({(dst, chunk): used + 1 - shelf[dst, chunk] for chunk in chunks})
+                    event = self._pass(dst, [src], [SCRATCH - used], chunks)
+                    kept.append(SCRATCH - used)
                     read.append((src, chunks, event))
-                self.scratch[dst] = max(self.scratch[dst], len(kept))
+                    self.scratch[dst] = max(self.scratch[dst], used + 1)
             elif adds or not self._written_by_its_sum(sources[0], dst, chunks):
                 event = self._pass(dst, [dst, *sources] if adds else sources, [dst], chunks)
                 read += [(src, chunks, event) for src in sources]

@@ -12,6 +12,7 @@ Imported, it is the client: ``Pool`` starts groups of ranks, ``Group`` waits for
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import importlib
 import json
@@ -135,7 +136,8 @@ class Group:
     def __exit__(self, *_: object) -> None:
         for rank in self.ranks:
             if rank.status is None:
-                os.kill(rank.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has ended, and its end was not asked for
+                    os.kill(rank.pid, signal.SIGKILL)
         self.end()
         for rank in self.ranks:
             rank.line.close()

@@ -1,8 +1,8 @@
 """The words by which ranks see each other in shared memory: where what is on a board.
 
 Every rank has a *board* in shared memory: a word that says whether it sleeps, and slots, one for each run under way. A
-slot tells where the rank's array of that run lies, and how many operations of its script it has done; it is kept until
-all ranks that look at it have said that they need it no more.
+slot tells where the rank's array of that run lies, and how many operations of its script it has done; it
+is kept until all ranks that look at it have said that they need it no more.
 
 All words have 8 bytes; offsets are bytes.
 """
@@ -11,7 +11,13 @@ from __future__ import annotations
 
 from typing import Final
 
-ASLEEP: Final = 0
+# The first word: what has to ring this rank.
+AWAKE: Final = 0
+ASLEEP: Final = 1
+"""What it waits for."""
+SHORT: Final = 2
+"""That, and whoever needs one of its slots no more."""
+
 BOARD_HEAD: Final = 128
 
 SLOTS: Final = 64

@@ -4,7 +4,8 @@ What a rank waits for is that a word in a slot of another rank's board (``board`
 
 ``advance`` does what can be done and returns when nothing can: the caller decides how to wait. Whoever sleeps says so
 on its board, looks once more, and is then rung through its eventfd (Dekker's pattern: a store, a fence, a load on both
-sides).
+sides). Threads of the own process ring the same bell when they want whoever sleeps to do something else: a ring that
+did not bring what was waited for is left for the caller's own wait to find.
 
 All tables are int64 arrays; their columns are named below. Types, addresses and lengths were checked by ``onesided``.
 """
@@ -17,7 +18,10 @@ import numpy as np
 from numba import int64, njit, void
 
 from .board import (
+    ASLEEP,
+    AWAKE,
     BOARD_HEAD,
+    SHORT,
     SLOT_BYTES,
     SLOT_DONE_WITH,
     SLOT_ID,
@@ -92,12 +96,12 @@ _WORDS, _TABLE = int64[::1], int64[:, ::1]
 
 
 @njit(nogil=True)
-def _ring(members, buffer, ranks, first, last):
-    """Wake those of the ranks that sleep."""
+def _ring(members, buffer, ranks, first, last, least):
+    """Wake those of the ranks that sleep: all of them, or (``least`` is SHORT) those that are short of slots."""
     fence()
     for i in range(first, last):
         rank = ranks[i]
-        if load(members[rank, BOARD]):
+        if load(members[rank, BOARD]) >= least:
             write(np.int32(members[rank, BELL]), buffer + 8 * ONE, 8)
 
 
@@ -210,10 +214,8 @@ def _show(state, peers):
 @njit(nogil=True)
 def _sleep(state, members, patience_ms):
     """Sleep until rung, for at most that long; the caller has said so on the board and looked once more."""
-    bell, buffer = members[state[RANK], BELL], state[BUFFER]
-    store(buffer + 8 * POLLED, bell | (_POLLIN << 32))
-    poll(buffer + 8 * POLLED, 1, np.int32(patience_ms))
-    read(np.int32(bell), buffer + 8 * RUNG, 8)
+    store(state[BUFFER] + 8 * POLLED, members[state[RANK], BELL] | (_POLLIN << 32))
+    poll(state[BUFFER] + 8 * POLLED, 1, np.int32(patience_ms))
 
 
 @njit(nogil=True)
@@ -227,13 +229,15 @@ def _wait(operation, state, peers, members, maps, operations, operands, lengths,
     if found != BLOCKED or patience_ms == 0:
         return found
     board = members[state[RANK], BOARD]
-    store(board, 1)
+    store(board, ASLEEP)
     fence()
     found = _met(operation, state, peers, members, maps, operations, operands, lengths)
     if found == BLOCKED:
         _sleep(state, members, patience_ms)
         found = _met(operation, state, peers, members, maps, operations, operands, lengths)
-    store(board, 0)
+        if found == DONE:
+            read(np.int32(members[state[RANK], BELL]), state[BUFFER] + 8 * RUNG, 8)
+    store(board, AWAKE)
     return found
 
 
@@ -271,23 +275,24 @@ def advance(state, peers, members, maps, operations, operands, lengths, touched,
                 _stage(state, peers, room, True)
         state[AT] = operation + 1
         store(state[OWN_SLOT] + SLOT_PROGRESS, state[SEGMENT] * count + operation + 1)
-        _ring(members, state[BUFFER], operands, operations[operation, RING], operations[operation, RING + 1])
+        _ring(members, state[BUFFER], operands, operations[operation, RING], operations[operation, RING + 1], ASLEEP)
         if operation == count - 1:
             state[AT] = 0
             state[SEGMENT] += 1
     for rank in touched:
         add(peers[rank, SLOT] + SLOT_DONE_WITH, 1)
+    _ring(members, state[BUFFER], touched, 0, touched.size, SHORT)
     return DONE
 
 
-@compiled(void(int64))
-def sleep_soon(board):
-    """Say that this rank is about to sleep; it has to look once more before it does."""
-    store(board, 1)
+@compiled(void(int64, int64))
+def sleep_soon(board, how):
+    """Say that this rank is about to sleep (ASLEEP, or SHORT of slots); it has to look once more before it does."""
+    store(board, how)
     fence()
 
 
 @compiled(void(int64))
 def awake(board):
     """Say that this rank needs no ringing."""
-    store(board, 0)
+    store(board, AWAKE)

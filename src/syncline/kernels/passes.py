@@ -15,8 +15,9 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import carray, njit
+from numba import carray, int64, njit, void
 
+from .compiled import compiled
 from .halves import narrow_bfloat16, narrow_float16, widen_bfloat16, widen_float16
 from .native import memcpy, pointer
 
@@ -122,7 +123,7 @@ def sum_pass(code, size, sources, targets, n):
     if code == 0 and (sources.size == 2 or sources.size == 4) and _alike(sources, targets):
         _in_registers(sources, n)
         return
-    block = n if sources.size == 1 else _BLOCK
+    block = max(n, 1) if sources.size == 1 else _BLOCK
     for start in range(0, n, block):
         length, offset = min(block, n - start), start * size
         into = targets[0] + offset
@@ -132,3 +133,9 @@ def sum_pass(code, size, sources, targets, n):
             add_block(code, into, sources[j] + offset, length)
         for j in range(1, targets.size):
             memcpy(targets[j] + offset, into, length * size)
+
+
+@compiled(void(int64, int64, int64[::1], int64[::1], int64))
+def sum_arrays(code, size, sources, targets, n):
+    """``sum_pass``, for Python."""
+    sum_pass(code, size, sources, targets, n)

@@ -90,9 +90,9 @@ class Shm:
         self._completed: list[Handle] = []
         self.gone: set[int] = set()
         self._closed = False
-        everyone = max([rank, *socks]) + 1
+        everyone = max((rank, *socks)) + 1
         self._in_place: Words = np.zeros((2, everyone), np.int64)  # bytes sent and received without a socket
-        self.members: Words = np.zeros((everyone, 2), np.int64)
+        self.members: Words = np.full((everyone, 2), (0, -1), np.int64)
         self.maps: Words = np.zeros((everyone, 16), np.int64)
         self.board: Words = self.allocate(BOARD_BYTES).view(np.int64)
         self._own_bell = self._loop.bell
@@ -191,9 +191,9 @@ class Shm:
             self._closed = True
             self._loop.close()
             for fd in self.members[:, 1]:
-                if fd not in (0, self._own_bell):
+                if fd not in (-1, self._own_bell):
                     os.close(int(fd))
-            self.members[:] = 0
+            self.members[:] = 0, -1
             self.board = self.board[:0].copy()
             self._mapped.clear()
             self._segments.close()
@@ -204,6 +204,13 @@ class Shm:
     def window(self) -> Shm:
         """The memory that all processes have mapped, and its boards (``onesided.Window``)."""
         return self
+
+    def board_of(self, peer: int) -> Words:
+        """The words of a process's board, empty while unknown and after the end; may be asked from any thread."""
+        if peer == self.rank:
+            return self.board
+        memory = self._mapped.get((peer, _BOARD))
+        return np.empty(0, np.int64) if memory is None else memory.view(np.int64)
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
         """Segment number and offset of memory of this process, or None when it is not shared."""

@@ -1,0 +1,214 @@
+"""Who waits drives: one thread at a time, others' works and faults reach it, and it can be interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from syncline import engine as engine_module
+from syncline import exchange as exchange_module
+from syncline import registry
+from syncline.engine import Engine
+from syncline.errors import ClosedError, PeerTimeout, SynclineError
+from syncline.program import Program, compile_program
+from syncline.transports import Transport
+from syncline.transports.inproc import Hub, InProc
+from syncline.types import Group
+from test_onesided import make
+
+LIMIT_S = 30.0
+
+
+def program(rank: int, world: int = 2) -> Program:
+    return _programs[world][rank]
+
+
+_programs = {
+    world: [compile_program(plan, rank) for rank in range(world)]
+    for world, plan in ((count, registry.get("algorithms", "direct").target(Group(count))) for count in (2, 3))
+}
+
+
+def ends(kind: str, world: int) -> list[Transport]:
+    if kind == "shm":
+        return list(make(world))
+    hub = Hub(world)
+    return [hub.transport(rank) for rank in range(world)]
+
+
+@contextlib.contextmanager
+def engines(kind: str, world: int = 2) -> Iterator[list[Engine]]:
+    made = [Engine(end) for end in ends(kind, world)]
+    try:
+        yield made
+    finally:
+        for engine in made:
+            engine.fail(ClosedError("the test is over"))
+        for engine in made:
+            engine.close()
+            assert not engine._thread.is_alive()
+
+
+@pytest.fixture(params=["inproc", "shm"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of transport; in shared memory whoever sleeps goes on doing so until it is rung."""
+    monkeypatch.setattr(exchange_module, "PATIENCE_MS", int(10 * LIMIT_S * 1000))
+    return str(request.param)
+
+
+@contextlib.contextmanager
+def thread(target: Callable[[], Any]) -> Iterator[list[BaseException]]:
+    """A thread beside this one that has ended at the end; what it raised."""
+    faults: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            target()
+        except BaseException as error:
+            faults.append(error)
+
+    running = threading.Thread(target=body, daemon=True)
+    running.start()
+    yield faults
+    running.join(LIMIT_S)
+    assert not running.is_alive()
+
+
+def test_a_thread_that_waits_drives_itself() -> None:
+    drivers: list[threading.Thread] = []
+    with engines("inproc") as (one, two):
+        two.exchange(program(1), np.ones(3), 0, "sum")
+        work = one.exchange(
+            program(0), np.ones(3), 0, "sum", before=lambda: drivers.append(threading.current_thread()), announce=False
+        )
+        one.wait(work, timeout=LIMIT_S)
+    assert drivers == [threading.current_thread()]
+
+
+def test_what_another_thread_posts_is_done_by_the_one_that_drives(kind: str) -> None:
+    """The driver waits for what comes last of all; nobody may wait for it to wake up by itself."""
+    with engines(kind) as (one, two):
+        last = one.exchange(program(0), np.ones(3), 0, "last", announce=False)
+        with thread(lambda: one.wait(last, timeout=LIMIT_S)) as faults:
+            for key in range(1, 20):
+                works = [
+                    engine.exchange(program(rank), np.ones(3), key, "between") for rank, engine in enumerate((one, two))
+                ]
+                one.wait(works[0], timeout=LIMIT_S)
+                two.wait(works[1], timeout=LIMIT_S)
+            two.run(program(1), np.ones(3), 0, "last")
+        assert faults == []
+
+
+def test_a_fault_found_elsewhere_wakes_the_thread_that_drives(kind: str) -> None:
+    with engines(kind) as (one, _):
+        started = threading.Event()
+        work = one.exchange(program(0), np.ones(3), 0, "sum", before=started.set, announce=False)
+        fault = SynclineError("found by the watcher")
+        with thread(lambda: one.wait(work)) as faults:
+            assert started.wait(LIMIT_S)
+            one.fail(fault)
+        assert faults == [fault]
+
+
+def test_a_wait_ends_with_its_time_while_it_drives() -> None:
+    with engines("shm") as (one, _):
+        work = one.exchange(program(0), np.ones(3), 0, "sum", announce=False)
+        with pytest.raises(PeerTimeout, match=r"sum: not done within 0\.0 s"):
+            one.wait(work, timeout=0.01)
+        assert one.error is None
+        assert one.awaited == {1}
+
+
+class Clogged(InProc):
+    """Always has something left to write, while it is said to."""
+
+    clogged = True
+
+    @property
+    def idle(self) -> bool:
+        return not self.clogged
+
+
+def test_a_wait_ends_though_the_transport_has_more_to_write() -> None:
+    """Neither what is not done in time nor what is done waits for the messages of others."""
+    hub = Hub(2)
+    transport = Clogged(hub, 0)
+    one, two = Engine(transport), Engine(hub.transport(1))
+    try:
+        for name in ("driving", "beside the driver"):
+            late = one.exchange(program(0), np.ones(3), 0 if name == "driving" else 1, name, announce=False)
+            with pytest.raises(PeerTimeout, match=name):
+                one.wait(late, timeout=0.0)
+        done = [engine.exchange(program(rank), np.ones(3), 2, "sum") for rank, engine in enumerate((one, two))]
+        one.wait(done[0], timeout=LIMIT_S)
+    finally:
+        transport.clogged = False
+        for engine in (one, two):
+            engine.fail(ClosedError("the test is over"))
+            engine.close()
+
+
+def test_a_run_that_the_end_cuts_short_does_not_return_as_if_it_were_done(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_FLUSH_S", 0.05)
+    one, two = (Engine(end) for end in ends(kind, 2))
+    with thread(lambda: one.run(program(0), np.ones(3), 0, "sum")) as faults:
+        while not one._under_way:
+            pass
+        one.close()
+    assert [type(fault) for fault in faults] == [ClosedError]
+    two.close()
+    for engine in (one, two):
+        engine._thread.join(LIMIT_S)
+        assert not engine._thread.is_alive()
+
+
+@pytest.mark.parametrize("of", ["inproc", "shm"])
+def test_an_interrupt_ends_the_wait_and_the_engine(of: str) -> None:
+    with engines(of) as (one, _):
+        started = threading.Event()
+
+        def interrupt() -> None:
+            started.wait(LIMIT_S)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        while one._driven or not one.transport.idle:
+            pass  # the first words of a transport: the progress thread says them
+        work = one.exchange(program(0), np.ones(3), 0, "sum", before=started.set, announce=False)
+        with pytest.raises(KeyboardInterrupt), thread(interrupt):
+            one.wait(work, timeout=LIMIT_S)
+        with pytest.raises(ClosedError, match="interrupted by KeyboardInterrupt"):
+            one.wait()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_threads_may_share_an_engine(kind: str, world: int) -> None:
+    """Each thread runs and waits for sums of its own; whoever comes first drives for all."""
+    threads, rounds = 3, 30
+    with engines(kind, world) as made, contextlib.ExitStack() as stack:
+
+        def work(engine: Engine, rank: int, number: int) -> None:
+            for i in range(rounds):
+                array = np.full(number + 1, rank + 1.0)
+                if i % 2:
+                    engine.run(program(rank, world), array, number, "sum")
+                else:
+                    engine.wait(engine.exchange(program(rank, world), array, number, "sum", announce=i % 4 == 0))
+                assert (array == world * (world + 1) / 2).all()
+
+        faults = [
+            stack.enter_context(thread(lambda one=engine, rank=rank, number=number: work(one, rank, number)))
+            for rank, engine in enumerate(made)
+            for number in range(threads)
+        ]
+        stack.close()
+        assert not any(faults)
