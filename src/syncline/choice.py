@@ -28,6 +28,9 @@ from .types import Size
 MARGIN = 0.08
 """How much slower than the fastest a preferred algorithm may be: noise shall not choose."""
 
+BEYOND = 1.5
+"""How much slower at the greatest size the first algorithm may be and still be taken for twice that size and more."""
+
 _GRAIN_BYTES = 1024
 _PER_OCTAVE = 8
 
@@ -85,7 +88,8 @@ def choose(sizes: Sequence[int], times_s: Mapping[str, Sequence[float]], margin:
 
     ``sizes`` ascend, ``times_s`` has one time per size and algorithm. Where several are within ``margin`` of the
     fastest, the first of all goes before that of the next smaller size, and that before the others: the first is what
-    is known to be good on such machines, so let it stand where measuring says nothing else clearly.
+    is known to be good on such machines, so let it stand where measuring says nothing else clearly. For arrays that are
+    much larger than what was measured that takes more than for others: what fitted the cache will not.
     """
     first = next(iter(times_s))
     table: list[tuple[int, str]] = []
@@ -96,6 +100,9 @@ def choose(sizes: Sequence[int], times_s: Mapping[str, Sequence[float]], margin:
         chosen = next(name for name in preferred if now[name] <= now[best] * (1 + margin))
         if not table or chosen != table[-1][1]:
             table.append((nbytes if table else 0, chosen))
+    winner = table[-1][1]
+    if winner != first and times_s[first][-1] <= times_s[winner][-1] * BEYOND:
+        table.append((2 * sizes[-1], first))
     return Choice(tuple(table))
 
 

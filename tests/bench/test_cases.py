@@ -87,7 +87,7 @@ def test_a_lab_has_a_rate_and_no_shared_memory() -> None:
     for text, words in (("fast", "--lab must be a number with a unit"), ("0bit", "a rate above 0")):
         with pytest.raises(UsageError, match=words):
             plan(lab=text)
-    with pytest.raises(StrategyError, match="use transport=tcp"):
+    with pytest.raises(StrategyError, match="use transport=auto or tcp"):
         plan(lab="1gbit", strategies=["ring transport=shm"])
 
 

@@ -94,7 +94,7 @@ class Here:
         if not isinstance(found, MpiLibrary):
             raise SynclineError(found)
         arguments, env = found.command(ranks, command)
-        return LocalRun(arguments, 1, env=env, on_output=on_output, grace_s=_GRACE_S)
+        return LocalRun(arguments, 1, env=env, ranked=False, on_output=on_output, grace_s=_GRACE_S)
 
 
 class InLab:
@@ -111,7 +111,7 @@ class InLab:
         processes = ranks
         if library:
             argv, env = self._lab.mpi_command(ranks, command, library=library)
-            command, processes, options = argv, 1, {"env": env}
+            command, processes, options = argv, 1, {"env": env, "ranked": False}
         return LocalRun(command, processes, on_output=on_output, grace_s=_GRACE_S, **options)
 
 
