@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from .collectives import Collective
 from .errors import ClosedError, PeerTimeout, SynclineError
-from .exchange import Array, Exchange, Run, labelled
+from .exchange import SPINS, Array, Exchange, Run, labelled
 from .program import Program
 from .transports import Bytes, Handle, Transport
 
@@ -36,6 +36,8 @@ LIMIT_S = 30 * 60.0
 """Default limit for progress."""
 
 _POLL_S = 1.0
+_SPINS_HERE = 200
+"""How often a thread that waits anyway looks again before it sleeps; its core is offered to others in between."""
 _FLUSH_S = 10.0
 _UNTIL_S = 0.1
 _DRAIN_S = 2.0
@@ -266,7 +268,7 @@ class Engine:
             return all(work.done for work in works) or (deadline is not None and time.perf_counter() >= deadline)
 
         try:
-            self._drive(enough, deadline, first)
+            self._drive(enough, deadline, first, _SPINS_HERE)
         except BaseException as error:  # an interrupt leaves the exchange in the middle of something
             self.fail(ClosedError(f"the exchange was interrupted by {type(error).__name__}"))
             raise
@@ -372,6 +374,7 @@ class Engine:
         enough: Callable[[], bool],
         deadline: float | None = None,
         first: Callable[[], None] | None = None,
+        spins: int = SPINS,
     ) -> None:
         """Turn the exchange until ``enough()``, until there is nothing left to do, or until a fault, which is kept."""
         moved = time.monotonic()
@@ -389,7 +392,7 @@ class Engine:
                         self._exchange.progress(0.0)
                     return
                 left = _POLL_S if deadline is None else min(_POLL_S, max(0.0, deadline - time.perf_counter()))
-                if self._exchange.progress(left) or not self._under_way:
+                if self._exchange.progress(left, spins) or not self._under_way:
                     moved = time.monotonic()
                 elif time.monotonic() - moved > self._limit_s:
                     raise self._stalled()

@@ -33,8 +33,10 @@ from .wire.scratch import Scratch
 
 Array = NDArray[Any]
 
-SEGMENT_BYTES = 8 * 1024 * 1024
-WINDOW = 4
+SEGMENT_BYTES = 32 * 1024 * 1024
+WINDOW = 2
+SHARED_SEGMENT_BYTES = 8 * 1024 * 1024
+"""Segments in shared memory: what several passes go over shall stay in the cache."""
 SPINS = 20
 """How often what a run waits for in shared memory is looked at before this process sleeps."""
 
@@ -146,7 +148,8 @@ class Exchange:
         self._adder = transport if isinstance(transport, Adds) else None
         self._under_way: dict[int, Run] = {}
         mapped: Window | None = getattr(transport, "window", None)
-        self._onesided = None if mapped is None else OneSided(mapped, self.scratch, segment_bytes, has_left)
+        shared_bytes = min(segment_bytes, SHARED_SEGMENT_BYTES)
+        self._onesided = None if mapped is None else OneSided(mapped, self.scratch, shared_bytes, has_left)
         self._handed: dict[int, str] = {}  # key -> label of what a library does by itself
 
     def start(self, run: Run) -> None:
@@ -198,12 +201,12 @@ class Exchange:
         self._handed[key] = label
         self.transport.allreduce(key, array, owner=handed_back)
 
-    def progress(self, timeout: float) -> int:
+    def progress(self, timeout: float, spins: int = SPINS) -> int:
         """Do what can be done, waiting up to ``timeout`` seconds for it; returns how much that was."""
         shared = self._onesided
         if shared is None or not shared.active:
             return self._turn(timeout)
-        moved = shared.advance(SPINS, PATIENCE_MS if timeout and len(self._under_way) == 1 else 0)
+        moved = shared.advance(spins, PATIENCE_MS if timeout and len(self._under_way) == 1 else 0)
         if moved:
             return moved + (self._turn(0.0) if shared.active else 0)
         shared.sleep_soon()

@@ -29,8 +29,6 @@ from .script import Script, compile_scripts
 from .transports import Bytes, Words
 from .wire.scratch import Scratch
 
-SEGMENT_BYTES = 8 * 1024 * 1024
-
 
 class Window(Protocol):
     """Memory that all processes of a group have mapped, with a board for each (``kernels.onesided``)."""
@@ -126,7 +124,7 @@ class OneSided:
         self,
         window: Window,
         scratch: Scratch,
-        segment_bytes: int = SEGMENT_BYTES,
+        segment_bytes: int,
         has_left: Callable[[int], bool] = lambda _: False,
     ) -> None:
         from .kernels import onesided, passes  # compiled code: loaded where it is used

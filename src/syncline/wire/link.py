@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import array
 import heapq
-import ipaddress
 import os
 import socket
 import struct
@@ -33,7 +32,6 @@ CONTROL = float("-inf")
 
 _TCP_NOTSENT_LOWAT = 25
 _UNSENT_BYTES = 512 * 1024
-_LOOPBACK_BYTES = 512 * 1024
 _INBOX_BYTES = 16 * 1024
 _READ_BUDGET_BYTES = 2 * 1024 * 1024
 _BATCH_PARTS = 64
@@ -65,11 +63,6 @@ class Link:
         self.is_unix = sock.family == socket.AF_UNIX
         if not self.is_unix:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if ipaddress.ip_address(sock.getpeername()[0]).is_loopback:
-                # Nothing is in flight on the way to ourselves: short queues are read while they are in the cache.
-                # Elsewhere the kernel fits its buffers to bandwidth times delay.
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BYTES)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOOPBACK_BYTES)
         self.sock = sock
         self.peer = peer
         self._bounded = False
