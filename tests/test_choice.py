@@ -92,3 +92,9 @@ def test_a_table_in_words() -> None:
 def test_what_is_no_table_is_refused(table: Any) -> None:
     with pytest.raises(UsageError, match="a table of algorithms"):
         Choice.read(table)
+
+
+@given(times, st.integers(1, 1 << 30), st.integers(0, 1 << 31))
+def test_a_table_can_end_in_one_algorithm(found: dict[str, list[float]], until: int, nbytes: int) -> None:
+    choice = choose(SIZES, found)
+    assert choice.until(until, "direct").at(nbytes) == ("direct" if nbytes >= until else choice.at(nbytes))

@@ -59,6 +59,10 @@ def tune(session: Session) -> None:
     session.engine.blocked_s = blocked_s  # starting is no communication of the training
 
 
+_ONE_PASS_BYTES = 1 << 20
+"""Arrays in shared memory from this size on: no algorithm moves less than one pass, whatever a noisy moment measured."""
+
+
 def candidates(strategy: Strategy, group: Group) -> dict[str, Plan]:
     """The plans to choose from by name: the choice by topology first, then every allreduce that is not the same.
 
@@ -97,6 +101,8 @@ def _measure(session: Session) -> Choice:
     plans = candidates(session.strategy, session.group)
     times_s = Measuring(session, plans).times()
     choice = choose(SIZES, times_s)
+    if session.strategy.transport.name == "shm":
+        choice = choice.until(_ONE_PASS_BYTES, next(iter(times_s)))
     table = session.tell_all(json.dumps(choice.table).encode())  # rank 0's, whatever others would round to
     if session.rank == 0:
         cache.write(_key(session), choice, SIZES, times_s)
