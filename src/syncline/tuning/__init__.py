@@ -60,7 +60,7 @@ def tune(session: Session) -> None:
 
 
 _ONE_PASS_BYTES = 1 << 20
-"""Arrays in shared memory from this size on: no algorithm moves less than one pass, whatever a noisy moment measured."""
+"""Arrays in shared memory from this size on: nothing moves less than one pass, whatever a noisy moment measured."""
 
 
 def candidates(strategy: Strategy, group: Group) -> dict[str, Plan]:
