@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import host_bodies
-import numpy as np
 import pytest
 from pool import Pool
-from rank_bodies import steps
+from trained import check_trained_as_one
 
 
 def everyone(world: int, address: str, *case: Any) -> list[list[Any]]:
@@ -74,15 +73,7 @@ def test_processes_on_several_hosts_train_as_one(
     case = everyone(len(nodes), address, nodes, "train", strategy, CASES)
     with pool.start(host_bodies.on_nodes, case) as group:
         results = group.results()[:workers]
-    wanted = steps(*CASES[0])
-    assert wanted is not None
-    for states in results:
-        for name, tensor in wanted.items():
-            assert np.linalg.norm(states[0][name] - tensor) <= 1e-9 * np.linalg.norm(tensor), name
-    one, *others = [state for states in results for state in states[1:]]
-    for other in others:
-        for name, tensor in one.items():
-            assert tensor.tobytes() == other[name].tobytes(), name
+    check_trained_as_one(results, CASES)
 
 
 @pytest.mark.parametrize("victim", [1, 3])

@@ -8,14 +8,13 @@ import pickle
 import signal
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import rank_bodies as bodies
 from pool import Pool
+from trained import check_trained_as_one
 
 from mpi_launch import LIBRARIES, mpi_command
 
@@ -28,28 +27,9 @@ def everyone(world: int, address: str, *case: Any) -> list[list[Any]]:
     return [[[index, world, address], *case] for index in range(world)]
 
 
-@cache
-def alone(optimizer: str, kind: str) -> dict[str, np.ndarray]:
-    found = bodies.steps(optimizer, kind)
-    assert found is not None
-    return found
-
-
 def check_training(results: list[Any]) -> None:
-    """Every worker has the weights that one worker has; in float32 all have the same bits, in both of two runs."""
-    workers = [states for states in results if any(state is not None for state in states)]
-    for number, (optimizer, kind) in enumerate(CASES):
-        for states in workers:
-            for name, tensor in alone(optimizer, kind).items():
-                bound = 1e-9 if kind == "float64" else 1e-3
-                assert np.linalg.norm(states[number][name] - tensor) <= bound * np.linalg.norm(tensor), (
-                    optimizer,
-                    name,
-                )
-    one, *others = [state for states in workers for state in states[-2:]]
-    for other in others:
-        for name, tensor in one.items():
-            assert tensor.tobytes() == other[name].tobytes(), name
+    """Servers, which have no weights, left out."""
+    check_trained_as_one([states for states in results if any(state is not None for state in states)], CASES)
 
 
 # torch.distributed.

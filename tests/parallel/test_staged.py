@@ -10,6 +10,7 @@ import staging_bodies
 import torch
 from pool import Pool
 from rank_bodies import steps
+from trained import check_trained_as_one
 
 CASES = [["momentum", "float64"], ["adam", "float32"], ["adam", "float32"]]
 
@@ -31,15 +32,7 @@ def everyone(world: int, address: str, *case: Any) -> list[list[Any]]:
 def test_staged_processes_train_as_one(pool: Pool, address: str, strategy: str, nodes: list[int], workers: int) -> None:
     with pool.start(staging_bodies.train, everyone(len(nodes), address, nodes, strategy, CASES)) as group:
         results = group.results()[:workers]
-    wanted = steps(*CASES[0])
-    assert wanted is not None
-    for states in results:
-        for name, tensor in wanted.items():
-            assert np.linalg.norm(states[0][name] - tensor) <= 1e-9 * np.linalg.norm(tensor), name
-    one, *others = [state for states in results for state in states[1:]]
-    for other in others:
-        for name, tensor in one.items():
-            assert tensor.tobytes() == other[name].tobytes(), name
+    check_trained_as_one(results, CASES)
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch is built without CUDA")
