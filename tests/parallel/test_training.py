@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 from pool import Pool
-from rank_bodies import steps, train
+from rank_bodies import train
+from trained import check_trained_as_one
 
 CASES = [["sgd", "float64"], ["momentum", "float64"], ["adam", "float64"], ["adam", "float32"], ["adam", "float32"]]
 STRATEGIES = {  # and the processes that only serve
@@ -21,13 +20,6 @@ STRATEGIES = {  # and the processes that only serve
 }
 
 
-@cache
-def alone(optimizer: str, kind: str) -> dict[str, np.ndarray]:
-    found = steps(optimizer, kind)
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -37,13 +29,4 @@ def test_processes_train_as_one(pool: Pool, address: str, strategy: str, workers
     with pool.start(train, [[[index, processes, address], *case] for index in range(processes)]) as group:
         results = group.results()
     assert all(state is None for states in results[workers:] for state in states)
-    for number, (optimizer, kind) in enumerate(CASES):
-        if kind == "float64":
-            for states in results[:workers]:
-                for name, tensor in alone(optimizer, kind).items():
-                    apart = np.linalg.norm(states[number][name] - tensor)
-                    assert apart <= 1e-9 * np.linalg.norm(tensor), (optimizer, name)
-    one, *others = [state for states in results[:workers] for state in states[-2:]]
-    for other in others:
-        for name, tensor in one.items():
-            assert tensor.tobytes() == other[name].tobytes(), name
+    check_trained_as_one(results[:workers], CASES)
