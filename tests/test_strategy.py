@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from syncline import registry
 from syncline.errors import NotBuiltError, StrategyError, UsageError
-from syncline.grammar import Part, read_value, write_value
+from syncline.grammar import Part, read_part, read_value, write_value
 from syncline.plan import check
 from syncline.strategy import PLANNED, WORDS, Strategy, kind_of, vocabulary
 from syncline.types import Group, Rate, Seconds, Size
@@ -96,7 +96,10 @@ def some_parts(word: str) -> st.SearchStrategy[Part]:
     )
     found: list[st.SearchStrategy[Part]] = [st.sampled_from(auto)] if auto else []
     for item in vocabulary():
-        if item.word == word and item.built and item.name != "auto":
+        if item.word == word == "codec" and item.built and item.name != "auto":
+            texts = registry.get("codecs", item.name).capabilities.get("examples", (item.name,))
+            found.append(st.sampled_from([read_part(text) for text in texts]))
+        elif item.word == word and item.built and item.name != "auto":
             given_args = {
                 parameter.name: small(parameter.annotation)
                 for parameter in registry.get(kind_of(word, item.name), item.name).parameters
@@ -303,14 +306,19 @@ def later_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             registry.names(kind)
         monkeypatch.setitem(registry._entries, kind, dict(registry._entries[kind]))
 
-    @registry.register("codecs", "topk", biased=True)
+    monkeypatch.setitem(registry._entries, "codecs", {"none": registry._entries["codecs"]["none"]})
+
+    @registry.register("codecs", "topk")
     @dataclass(frozen=True)
     class TopK:
+        biased: ClassVar[bool] = True
+        contraction: ClassVar[bool] = True
         ratio: float
 
     @registry.register("codecs", "qsgd")
     @dataclass(frozen=True)
     class Qsgd:
+        biased: ClassVar[bool] = False
         contraction: ClassVar[bool] = False
         levels: int = 256
 
@@ -319,6 +327,7 @@ def later_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     class Feedback:
         codec: Any
         decay: float = 1.0
+        biased: ClassVar[bool] = False
 
     @registry.register("sync", "ssp")
     @dataclass(frozen=True)
@@ -393,6 +402,7 @@ def test_parts_of_third_parties_come_through_entry_points(tmp_path: Path) -> Non
         "@dataclass(frozen=True)\n"
         "class Half:\n"
         "    '''Half of everything.'''\n"
+        "    biased = False\n"
         "    share: float = 0.5\n"
     )
     info = tmp_path / "their_codec-1.0.dist-info"

@@ -14,7 +14,7 @@ and this file reads:
     goal="allreduce"        (algorithms, collectives) only these are architectures
     always_print=(names)    arguments that are printed even at their default
     wraps="name"            (codecs) the argument that takes another codec, written without its name
-    biased=True             (codecs) gets ``feedback`` around it unless the text says ``feedback=off``
+    examples=("a(b=1)",)    (codecs) texts that tests and tables try; by default the bare name
     one_host=True           (transports) reaches processes of one host only
     check=callable          (transports) takes the arguments and raises UsageError for values that make no sense;
                             other parts are built to find out, transports need connections for that
@@ -330,9 +330,12 @@ def _feedback_needs_a_contraction(strategy: Strategy) -> Fault | None:
     if strategy.codec.name != "feedback":
         return None
     inner = next(value for _, value in strategy.codec.args if isinstance(value, Part))
-    if getattr(registry.get("codecs", inner.name).target, "contraction", True):
+    if build("codecs", inner).contraction:
         return None
-    reason = f"error feedback around {inner.name} diverges: its error can be larger than the gradient"
+    reason = (
+        f"error feedback around {inner.name} diverges: its error can be larger than the gradient, so that what is left"
+        " for the next step grows from step to step"
+    )
     return reason, [{"codec": inner}]
 
 
@@ -435,6 +438,10 @@ def _on_or_off(part: Part) -> str:
 
 
 def _needs_feedback(codec: Part) -> bool:
-    return codec.name in registry.names("codecs") and bool(
-        registry.get("codecs", codec.name).capabilities.get("biased")
-    )
+    """Whether a codec is biased; False for one that cannot be built, which binding will say better."""
+    if codec.name not in registry.names("codecs"):
+        return False
+    try:
+        return bool(build("codecs", codec).biased)
+    except UsageError:
+        return False

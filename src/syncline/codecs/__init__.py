@@ -1,28 +1,160 @@
-"""Codecs: array <-> payload, one file each.
+"""Codecs: array <-> payload, one file per family.
 
-A codec declares how payloads combine, what it must not be cut across and whether error feedback may stand around it.
-It knows nothing of buckets, plans or transports; sizes follow from a tensor's Spec alone.
+A codec turns the gradient of one tensor into a payload and back. It declares how payloads combine, what it must not be
+cut across and whether error feedback may stand around it. It knows nothing of buckets, plans, ranks in flight or
+transports: ``reducers`` moves payloads. Everything a codec remembers between steps is in a ``State`` that its caller
+keeps per parameter name.
+
+Gradients are one-dimensional contiguous float32 arrays; payloads are one-dimensional contiguous arrays of uint32 words,
+which keeps every part of them aligned.
+
+Error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019) is the ``residual`` of a state: where
+there is one, ``encode`` sends ``x + residual`` and leaves in ``residual`` what the payload does not say, in the same
+pass over memory. After it ``decode(payload) + residual == x + residual before``, up to the rounding of one subtraction.
+
+What is not finite is never compressed: a tensor (or block) with a NaN or infinity gets a payload that decodes to
+something that is not finite, its residual stays as it was, and ``Encoded.finite`` is False.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Protocol
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import SynclineError
 from ..types import Spec
+
+Floats = NDArray[np.float32]
+Payload = NDArray[np.uint32]
+
+Combine = Literal["sum", "owner", "gather", "merge", "rounds"]
+"""How the payloads of the ranks become one:
+
+    sum     payloads are arrays of numbers of one type that may be added: any allreduce plan carries them
+    owner   the owner of a part decodes and adds all ranks' payloads, and encodes the sum again
+    gather  every rank gets all payloads and adds them up
+    merge   two payloads can be merged into one of the same size: they meet on a tree
+    rounds  the codec itself alternates between computing and sums over the ranks (``Rounds``)
+"""
+
+
+class PayloadError(SynclineError):
+    """A payload that cannot be what the codec made: altered on the wire, or made by another codec."""
+
+
+class Encoded(NamedTuple):
+    """What ``encode`` has made: words of the payload, and whether the input was finite."""
+
+    words: int
+    finite: bool
+
+
+@dataclass
+class State:
+    """What a codec remembers of one tensor on one rank; all of it belongs in a checkpoint.
+
+    ``residual`` (elements, float32) is None without error feedback. ``memory`` holds further arrays of the codec's own,
+    by name. ``step`` counts the exchanges and is the same on all ranks.
+    """
+
+    spec: Spec
+    rank: int
+    residual: Floats | None = None
+    step: int = 0
+    memory: dict[str, Floats] = field(default_factory=dict)
+
+    def seed(self, shared: bool = False) -> int:
+        """32 random bits of this tensor and step; other ones on every rank unless ``shared``."""
+        text = f"{self.spec.name} {self.step} {'all' if shared else self.rank}"
+        return zlib.crc32(text.encode())
 
 
 class Codec(Protocol):
-    """What a strategy needs to know of every codec."""
+    """One way to compress. Implementations are frozen dataclasses whose fields are the arguments of the text.
 
-    combine: ClassVar[Literal["sum", "gather", "merge"]]
-    """Payloads may be added, only collected, or merged."""
+    A payload's length and content depend on the tensor and the state alone. Where ``block`` is positive, a tensor may
+    be encoded in parts that begin at multiples of it, and the payloads are those of the whole, one behind the other.
+    """
 
-    granularity: ClassVar[Literal["element", "block", "tensor"]]
-    """The unit that slices and buckets must not cut."""
+    @property
+    def combine(self) -> Combine:
+        """How the payloads of the ranks become one."""
+        ...
 
-    contraction: ClassVar[bool]
-    """True when decode(encode(x)) is nearer to x than 0 is: what error feedback needs to converge."""
+    @property
+    def block(self) -> int:
+        """Elements that belong together, counted from the tensor's first one; 0: the whole tensor."""
+        ...
+
+    @property
+    def contraction(self) -> bool:
+        """True when decode(encode(x)) is nearer to x than 0 is (in the mean): what error feedback needs to converge."""
+        ...
+
+    @property
+    def biased(self) -> bool:
+        """True when the mean of decode(encode(x)) is not x: such a codec gets error feedback unless told otherwise."""
+        ...
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """The expected and the greatest number of payload bytes of a tensor, without encoding it."""
+        """The expected and the greatest number of payload bytes of a tensor, without encoding it.
+
+        They are equal for codecs of fixed size.
+        """
         ...
+
+    def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
+        """The state of a tensor before its first step; with a residual of zeros when there is error ``feedback``."""
+        ...
+
+    def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
+        """Compress elements ``start`` on of a tensor into ``out``, which has room for the greatest payload.
+
+        One pass over memory; ``x`` is left alone, the state's residual is updated in place.
+        """
+        ...
+
+    def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:
+        """Write to ``out`` what a payload says of elements ``start`` on, or add it to what is there.
+
+        Raises PayloadError for a payload that ``encode`` cannot have made; nothing outside ``out`` is ever written.
+        """
+        ...
+
+
+@runtime_checkable
+class Chooses(Protocol):
+    """A codec that leaves every tensor to another one."""
+
+    def choose(self, spec: Spec) -> Codec:
+        """The codec of a tensor."""
+        ...
+
+
+@runtime_checkable
+class Wraps(Protocol):
+    """A codec that stands around another one: error feedback."""
+
+    codec: Codec
+
+
+def codec_of(codec: Codec, spec: Spec) -> tuple[Codec, bool]:
+    """The codec that a tensor really gets, and whether with error feedback."""
+    feedback = False
+    while True:
+        if isinstance(codec, Wraps):
+            codec, feedback = codec.codec, True
+        elif isinstance(codec, Chooses):
+            codec, feedback = codec.choose(spec), False
+        else:
+            return codec, feedback
+
+
+def fresh_state(spec: Spec, rank: int, feedback: bool, **memory: Any) -> State:
+    """A state with a residual of zeros, if any, and further arrays."""
+    residual = np.zeros(spec.elements, np.float32) if feedback else None
+    return State(spec, rank, residual, memory=memory)

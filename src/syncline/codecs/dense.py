@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
+
+import numpy as np
 
 from ..registry import register
 from ..types import Spec
+from . import Combine, Encoded, Floats, Payload, State, fresh_state
+from .checks import check_words
 
 
 @register("codecs", "none")
@@ -14,10 +18,26 @@ from ..types import Spec
 class Dense:
     """No compression: the payload is the array itself."""
 
-    combine: ClassVar[Literal["sum", "gather", "merge"]] = "sum"
-    granularity: ClassVar[Literal["element", "block", "tensor"]] = "element"
+    combine: ClassVar[Combine] = "sum"
+    block: ClassVar[int] = 1
     contraction: ClassVar[bool] = True
+    biased: ClassVar[bool] = False
+    number: ClassVar[str] = "float32"
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
         """Exactly the tensor's bytes."""
         return spec.nbytes, spec.nbytes
+
+    def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
+        """Nothing beside the residual, which stays zero."""
+        return fresh_state(spec, rank, feedback)
+
+    def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
+        """A copy."""
+        out[: x.size] = x.view(np.uint32)
+        return Encoded(x.size, bool(np.isfinite(x).all()))
+
+    def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
+        """A copy back, or an addition."""
+        check_words(payload, out.size)
+        np.add(out, payload.view(np.float32), out=out) if add else np.copyto(out, payload.view(np.float32))

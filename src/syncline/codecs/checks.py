@@ -1,0 +1,21 @@
+"""What several codecs check in the same way."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from . import Floats, Payload, PayloadError
+
+
+def check_words(payload: Payload, expected: int) -> None:
+    """Raise PayloadError unless a payload has exactly as many words as its codec makes for that many elements."""
+    if payload.size != expected:
+        raise PayloadError(f"a payload of {4 * payload.size} bytes came where {4 * expected} were expected")
+
+
+@lru_cache(maxsize=1)
+def no_residual() -> Floats:
+    """How kernels are told that there is no error feedback: an empty array."""
+    return np.empty(0, np.float32)

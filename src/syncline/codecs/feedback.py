@@ -1,0 +1,70 @@
+"""``feedback(CODEC)``: what one step does not send is added to the next gradient.
+
+The residual e of a rank starts at zero; each step sends C(x + e) and keeps e = x + e - C(x + e). Nothing is lost, only
+late, so that the mean of many steps is right although every single one is biased. It converges where C is a
+contraction, E |x - C(x)|^2 <= (1 - d) |x|^2 for some d > 0; around an unbiased quantiser whose variance exceeds the
+gradient itself the residual grows instead, and a strategy refuses that.
+
+Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
+DNNs", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes",
+ICML 2019.
+
+The codec inside keeps the residual in the same pass over memory in which it encodes; here is only the composition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from ..registry import register
+from ..types import Spec
+from . import Codec, Combine, Encoded, Floats, Payload, State
+
+
+@register("codecs", "feedback", wraps="codec", examples=("feedback(int8)",))
+@dataclass(frozen=True)
+class Feedback:
+    """Error feedback around another codec: what was not sent is added to the next gradient."""
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if isinstance(self.codec, Feedback):
+            raise UsageError("feedback(feedback(...)): error feedback around itself changes nothing; write it once")
+
+    @property
+    def combine(self) -> Combine:
+        """That of the codec inside."""
+        return self.codec.combine
+
+    @property
+    def block(self) -> int:
+        """That of the codec inside."""
+        return self.codec.block
+
+    @property
+    def contraction(self) -> bool:
+        """That of the codec inside."""
+        return self.codec.contraction
+
+    @property
+    def biased(self) -> bool:
+        """Not in the mean of many steps."""
+        return False
+
+    def wire_bytes(self, spec: Spec) -> tuple[int, int]:
+        """As without feedback."""
+        return self.codec.wire_bytes(spec)
+
+    def init(self, spec: Spec, rank: int, feedback: bool = True) -> State:  # noqa: ARG002
+        """The state of the codec inside, with a residual."""
+        return self.codec.init(spec, rank, feedback=True)
+
+    def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
+        """The codec inside encodes x + residual."""
+        return self.codec.encode(x, out, state, start)
+
+    def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:
+        """As without feedback."""
+        self.codec.decode(payload, out, state, add=add, start=start)

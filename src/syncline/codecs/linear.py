@@ -1,0 +1,77 @@
+"""``int8`` and ``int4``: equal steps between -max and max of a block, rounded to nearest.
+
+The error of an element is at most half a step, max / (2 * levels) of its block with 127 or 7 levels. A block's largest
+element is exact up to rounding, so the error is smaller than the block itself: a contraction, as error feedback needs.
+Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016, has the idea of scales per block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import UsageError
+from ..registry import register
+from ..types import Spec
+from . import Combine, Encoded, Floats, Payload, State, fresh_state
+from .checks import check_words, no_residual
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """What the two have in common; ``block`` elements share a step, a multiple of the codes in a word."""
+
+    block: int
+    bits: ClassVar[int]
+    combine: ClassVar[Combine] = "owner"
+    contraction: ClassVar[bool] = True
+    biased: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        fields = 32 // self.bits
+        if not fields <= self.block <= 1 << 20 or self.block % fields:
+            raise UsageError(f"block={self.block}: choose a multiple of {fields} from {fields} to {1 << 20}")
+
+    def wire_bytes(self, spec: Spec) -> tuple[int, int]:
+        """A word of codes for every 32/bits elements, and one for the step of each block."""
+        fields = 32 // self.bits
+        full, rest = divmod(spec.elements, self.block)
+        words = full * (1 + self.block // fields) + (1 + -(-rest // fields) if rest else 0)
+        return 4 * words, 4 * words
+
+    def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
+        """Nothing beside the residual."""
+        return fresh_state(spec, rank, feedback)
+
+    def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
+        """Steps and codes, block by block."""
+        from ..kernels.linear import encode_linear
+
+        residual = no_residual() if state.residual is None else state.residual[start : start + x.size]
+        bad = encode_linear(x, residual, out, self.bits, self.block)
+        return Encoded(self.wire_bytes(Spec("", (x.size,)))[0] // 4, bad == 0)
+
+    def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
+        """Code times step."""
+        from ..kernels.linear import decode_linear
+
+        check_words(payload, self.wire_bytes(Spec("", (out.size,)))[0] // 4)
+        decode_linear(payload, out, self.bits, self.block, add)
+
+
+@register("codecs", "int8")
+@dataclass(frozen=True)
+class Int8(_Linear):
+    """8 bits per element: 127 steps to either side of zero, one scale per block, rounded to nearest."""
+
+    block: int = 1024
+    bits: ClassVar[int] = 8
+
+
+@register("codecs", "int4")
+@dataclass(frozen=True)
+class Int4(_Linear):
+    """4 bits per element: 7 steps to either side of zero, one scale per block, rounded to nearest."""
+
+    block: int = 2048
+    bits: ClassVar[int] = 4
