@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.choice import LARGE_BYTES, BEYOND, MARGIN, MARGIN_LARGE, Choice, choose, time_at
+from syncline.choice import BEYOND, LARGE_BYTES, MARGIN, MARGIN_LARGE, Choice, choose, time_at
 from syncline.errors import UsageError
 
 SIZES = (1 << 10, 64 << 10, 1 << 20, 8 << 20)
