@@ -28,6 +28,7 @@ from .engine import LIMIT_S, Engine, Work
 from .errors import ClosedError, MismatchError, PeerError, PeerLeft, PeerTimeout, SynclineError, UsageError
 from .plan import Plan
 from .program import Program, compile_program
+from .reducers import Place
 from .strategy import AUTO, Strategy
 from .tickets import ALLREDUCE, BARRIER, BROADCAST, CALLS, GATHER, STEP, TABLE, Meeting, Ticket, ticket_table
 from .transports import Transport
@@ -291,6 +292,15 @@ class Session:
         if self.choice is not None:
             return _plan(self.choice.at(nbytes), self.group)
         return self.strategy.plan(self.group)
+
+    def place(self) -> Place:
+        """This process among those that reduce what is compressed: owners are the servers, or else all workers."""
+        workers, architecture = self.group.workers, self.strategy.architecture
+        owners = range(workers)
+        if architecture.name == "ps":
+            first = 0 if architecture["on"] == "workers" else workers
+            owners = range(first, first + architecture["servers"])
+        return Place(self.index, workers, tuple(owners), self.engine.room)
 
     def run_by(self, choice: Choice) -> None:
         """From now on choose the algorithm by size: ``architecture=auto``. All workers call it with the same table."""

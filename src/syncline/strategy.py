@@ -176,6 +176,9 @@ class Strategy:
             # Owners read and write their peers' memory on shm; two levels spare the links between hosts that have
             # several ranks; elsewhere a ring keeps every link evenly busy.
             architecture = Part({"shm": "direct", "auto": "hierarchical"}.get(transport.name, "ring"))
+        carrier = _CARRIERS.get(self.codec_object().combine)
+        if carrier is not None and architecture.name != "ps":
+            architecture = Part(carrier)
         schedule = Part("fixed") if self.schedule == AUTO else self.schedule
         resolved = replace(self, architecture=architecture, schedule=schedule, transport=transport)
         if resolved.collective is None:
@@ -207,6 +210,24 @@ class Strategy:
             return None
         found: Collective = build("collectives", self.architecture)
         return found
+
+    @property
+    def exchange(self) -> str:
+        """How gradients become one average, in words; for a resolved strategy."""
+        name = self.architecture.name
+        if self.codec == NONE:
+            return f"allreduce by {name}"
+        served = name == "ps"
+        owners = "servers" if served else "owners"
+        again = f"payloads are added up at {owners}, encoded again and given to all"
+        words = {
+            "sum": again if served else f"payloads are summed by {name}",
+            "owner": again,
+            "gather": again if served else "all payloads are gathered by all",
+            "merge": again if served else "payloads are merged on a tree",
+            "rounds": f"factors are summed by {name}",
+        }
+        return words[self.codec_object().combine]
 
     def schedule_object(self) -> Schedule:
         """The schedule that the engine reads; raises UsageError while it is ``auto``."""
@@ -273,6 +294,9 @@ _AUTO_SUMMARY = {
     "transport": "shm among the processes of one host, tcp between hosts.",
 }
 
+_CARRIERS = {"owner": "direct", "gather": "direct", "merge": "tree"}
+"""What compressed gradients that no plan can sum travel by, whatever architecture was asked for; a server stays one."""
+
 _DEFAULTS = {"sync": "bsp", "codec": "none", "schedule": "auto", "transport": "auto"}
 
 # Rules -------------------------------------------------------------------------------------------------------------
@@ -318,6 +342,13 @@ def _weights_on_servers_travel_dense(strategy: Strategy) -> Fault | None:
     return reason, [{"architecture": _with(strategy.architecture, update="worker")}, {"codec": NONE}]
 
 
+def _rounds_need_sums(strategy: Strategy) -> Fault | None:
+    if strategy.architecture.name != "ps" or strategy.codec_object().combine != "rounds":
+        return None
+    reason = f"codec={strategy.codec.name} needs sums over the workers while it computes, which servers do not make"
+    return reason, [{"architecture": AUTO}, {"codec": NONE}]
+
+
 def _staleness_needs_weights_on_servers(strategy: Strategy) -> Fault | None:
     if strategy.sync.name not in ("ssp", "asp") or strategy.server_holds_weights or strategy.architecture == AUTO:
         return None
@@ -345,6 +376,7 @@ RULES: tuple[Callable[[Strategy], Fault | None], ...] = (
     _nccl_knows_collectives_only,
     _ps_needs_a_server,
     _weights_on_servers_travel_dense,
+    _rounds_need_sums,
     _staleness_needs_weights_on_servers,
     _feedback_needs_a_contraction,
 )

@@ -19,6 +19,7 @@ something that is not finite, its residual stays as it was, and ``Encoded.finite
 from __future__ import annotations
 
 import zlib
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -122,6 +123,40 @@ class Codec(Protocol):
         """Write to ``out`` what a payload says of elements ``start`` on, or add it to what is there.
 
         Raises PayloadError for a payload that ``encode`` cannot have made; nothing outside ``out`` is ever written.
+        """
+        ...
+
+
+@runtime_checkable
+class Sums(Protocol):
+    """A codec whose payloads may be added (``combine`` is sum): as arrays of that type of number."""
+
+    @property
+    def number(self) -> str:
+        """The numpy (or ml_dtypes) name of the type."""
+        ...
+
+
+@runtime_checkable
+class Merges(Protocol):
+    """A codec of whose payloads two can be made one (``combine`` is merge)."""
+
+    def merge(self, mine: Payload, theirs: Payload, out: Payload, state: State) -> int:
+        """Write the sum of two payloads to ``out``, as far as it fits one; the words written.
+
+        What does not fit is added to the state's residual, if there is one. Raises PayloadError as ``decode`` does.
+        """
+        ...
+
+
+@runtime_checkable
+class Rounds(Protocol):
+    """A codec that needs sums over the ranks while it computes (``combine`` is rounds)."""
+
+    def average(self, x: Floats, state: State, world: int) -> Generator[Floats, None, None]:
+        """Replace ``x`` by (an approximation of) its sum over the ``world`` ranks.
+
+        Yields contiguous arrays of the same size on all ranks, which the caller replaces by their sums over the ranks.
         """
         ...
 
