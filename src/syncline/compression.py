@@ -55,18 +55,19 @@ class Compression:
         served: bool,
         name: str,
     ) -> None:
-        self._codec, self._layers, self._buckets, self._arrays = codec, layers, buckets, arrays
+        self._specs = [replace(layer.spec, dtype="float32") for layer in layers]
+        self._buckets, self._arrays = buckets, arrays
         self._not_finite: list[str] = []
         self._place = replace(place, report=self._not_finite.append)
         self._served, self._name = served, name
         self._clock = [0] * len(buckets)
         self._converted: dict[int, Floats] = {}
-        self._codecs = [codec_of(codec, layer.spec) for layer in layers]
+        self._codecs = [codec_of(codec, spec) for spec in self._specs]
         for layer in layers:
             if layer.spec.dtype not in _FLOATS:
                 raise UsageError(
-                    f"codec={type(codec).__name__.lower()} compresses real floating-point gradients, and that of"
-                    f" {layer.spec.name!r} is {layer.spec.dtype}: freeze it, or use codec=none"
+                    f"{codec} compresses real floating-point gradients, and that of {layer.spec.name!r} is"
+                    f" {layer.spec.dtype}: freeze it, or use codec=none"
                 )
         self._states = [self._state(index, place.index) for index in range(len(layers))]
         self._again = [self._state(index, AGAIN) for index in range(len(layers))]
@@ -145,12 +146,12 @@ class Compression:
 
     def _state(self, index: int, rank: int) -> State:
         codec, feedback = self._codecs[index]
-        return codec.init(self._layers[index].spec, rank, feedback)
+        return codec.init(self._specs[index], rank, feedback)
 
     def _parts(self, number: int, array: Floats) -> list[Part]:
         found, at = [], 0
         for part in self._buckets[number].slices:
-            name, codec = self._layers[part.tensor].spec.name, self._codecs[part.tensor][0]
+            name, codec = self._specs[part.tensor].name, self._codecs[part.tensor][0]
             here = array[at : at + part.elements]
             found.append(Part(name, codec, here, self._states[part.tensor], self._again[part.tensor], part.start))
             at += part.elements
@@ -169,7 +170,7 @@ class Compression:
 
     def _check_cuts(self, bucket: Bucket) -> None:
         for part in bucket.slices:
-            codec, spec = self._codecs[part.tensor][0], self._layers[part.tensor].spec
+            codec, spec = self._codecs[part.tensor][0], self._specs[part.tensor]
             whole = part.start == 0 and part.stop == spec.elements
             unit = codec.block
             aligned = unit and part.start % unit == 0 and (part.stop % unit == 0 or part.stop == spec.elements)
