@@ -24,6 +24,7 @@ and this file reads:
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -101,10 +102,11 @@ class Strategy:
     def __post_init__(self) -> None:
         for word, part in self.parts():
             object.__setattr__(self, word, _bind_word(word, part if isinstance(part, Part) else read_part(part)))
-        for rule in RULES:
-            fault = rule(self)
-            if fault is not None:
-                raise StrategyError(self._advice(*fault))
+        fault = self._fault()
+        if fault is not None:
+            nearest_one = self._nearest_that_works(fault)
+            advice = "" if nearest_one is None else f"; the nearest that works is {str(nearest_one)!r}"
+            raise StrategyError(fault[0] + advice)
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
@@ -250,13 +252,30 @@ class Strategy:
             raise UsageError(f"the {word} of {str(self)!r} is auto: call resolve() first")
         return part
 
-    def _advice(self, reason: str, candidates: list[dict[str, Part]]) -> str:
-        for changes in candidates:
+    def _fault(self) -> Fault | None:
+        return next((fault for rule in RULES if (fault := rule(self)) is not None), None)
+
+    def _nearest_that_works(self, fault: Fault) -> Strategy | None:
+        """The first strategy without a fault that the remedies lead to, those with fewer changes first."""
+        todo = deque((self, changes) for changes in fault[1])
+        seen = {self}
+        while todo:
+            origin, changes = todo.popleft()
             try:
-                return f"{reason}; the nearest that works is {str(replace(self, **changes))!r}"
+                changed = {word: _bind_word(word, part) for word, part in (dict(origin.parts()) | changes).items()}
             except UsageError:
                 continue
-        return reason
+            candidate = object.__new__(Strategy)
+            for word, part in changed.items():
+                object.__setattr__(candidate, word, part)
+            if candidate in seen:
+                continue
+            seen.add(candidate)
+            found = candidate._fault()
+            if found is None:
+                return candidate
+            todo.extend((candidate, more) for more in found[1])
+        return None
 
 
 @lru_cache(maxsize=64)
