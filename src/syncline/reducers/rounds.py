@@ -13,24 +13,18 @@ from . import Part, Place, Reducer, Sum
 
 def reduce(parts: Sequence[Part], place: Place) -> Reducer:
     """All tensors step by step together, one sum for each step."""
-    open_ones: list[Generator[Floats, None, None]] = []
-    for part in parts:
-        if not isinstance(part.codec, Rounds):
-            raise UsageError(f"{part.codec} says that it works in rounds and has no average()")
-        if not np.isfinite(part.array).all():
-            place.report(part.name)
-        open_ones.append(part.codec.average(part.array, part.state, place.workers))
+    going = [(part.name, _begun(part, place)) for part in parts]
     while True:
         asked: list[Floats] = []
-        going: list[Generator[Floats, None, None]] = []
-        for one in open_ones:
-            array = next(one, None)
-            if array is not None:
-                asked.append(array)
-                going.append(one)
+        for name, one in list(going):
+            try:
+                asked.append(next(one))
+            except StopIteration as end:
+                going.remove((name, one))
+                if not end.value:
+                    place.report(name)
         if not asked:
             return
-        open_ones = going
         buffer = place.room.take(4 * sum(array.size for array in asked))
         together = buffer[: 4 * sum(array.size for array in asked)].view(np.float32)
         np.concatenate([array.reshape(-1) for array in asked], out=together)
@@ -40,3 +34,9 @@ def reduce(parts: Sequence[Part], place: Place) -> Reducer:
             array.reshape(-1)[:] = together[at : at + array.size]
             at += array.size
         place.room.give(buffer)
+
+
+def _begun(part: Part, place: Place) -> Generator[Floats, None, bool]:
+    if not isinstance(part.codec, Rounds):
+        raise UsageError(f"{part.codec} says that it works in rounds and has no average()")
+    return part.codec.average(part.array, part.state, place.workers)
