@@ -489,10 +489,11 @@ def _on_or_off(part: Part) -> str:
 
 
 def _needs_feedback(codec: Part) -> bool:
-    """Whether a codec is biased; False for one that cannot be built, which binding will say better."""
+    """Whether a codec is biased in a way that feedback mends; False for one that cannot be built: binding says why."""
     if codec.name not in registry.names("codecs"):
         return False
     try:
-        return bool(build("codecs", codec).biased)
+        built = build("codecs", codec)
+        return bool(built.biased and built.contraction)
     except UsageError:
         return False

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loop import Alter, Counted, run, untouched
 
 from syncline import registry
-from syncline.codecs import Codec, codec_of
+from syncline.codecs import Chooses, Codec, Sums, codec_of
 from syncline.compression import Compression
 from syncline.errors import SynclineError, UsageError
 from syncline.grammar import read_part
@@ -28,7 +28,7 @@ SHAPES = [(3,), (40, 50), (7,), (1,), (64, 33), (5000,)]
 def codec(text: str, feedback: bool | None = None) -> Codec:
     """A codec by its text, with the feedback that a strategy would put around it, or as told."""
     found: Codec = build("codecs", read_part(text))
-    wanted = found.biased if feedback is None else feedback
+    wanted = (found.biased and found.contraction) if feedback is None else feedback
     return build("codecs", read_part(f"feedback({text})")) if wanted and not text.startswith("feedback") else found
 
 
@@ -133,7 +133,8 @@ def test_with_feedback_nothing_is_lost(text: str, workers: int) -> None:
     chosen = codec(text)
     if not chosen.contraction:
         pytest.skip("takes no feedback")
-    chosen = codec(text, feedback=True)
+    if not isinstance(chosen, Chooses):
+        chosen = codec(text, feedback=True)
     group = Group(chosen, workers)
     given_, got = np.zeros(ELEMENTS), np.zeros(ELEMENTS)
     for step in range(4):
@@ -142,10 +143,15 @@ def test_with_feedback_nothing_is_lost(text: str, workers: int) -> None:
         group.step(inputs)
         got += group.results[0]
     apart = got + group.residuals() - given_
-    if not any(feedback for _, feedback in (codec_of(chosen, layer.spec) for layer in group.layers)):
-        return
-    exact = [codec_of(chosen, layer.spec)[0].combine != "rounds" for layer in group.layers]
-    assert np.abs(apart).max() < (1e-4 if all(exact) else 1e-2)
+    for layer, start in zip(
+        group.layers, np.cumsum([0, *(layer.spec.elements for layer in group.layers)]), strict=False
+    ):
+        inner, feedback = codec_of(chosen, layer.spec)
+        # Additions of 16-bit numbers, and products of matrices, are rounded where no residual sees it.
+        coarse = isinstance(inner, Sums) and inner.number in ("float16", "bfloat16")
+        bound = 0.2 if coarse else 1e-2 if inner.combine == "rounds" else 1e-4
+        if feedback or inner.combine == "sum":
+            assert np.abs(apart[start : start + layer.spec.elements]).max() < bound, layer.spec.name
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -257,14 +263,14 @@ def test_an_altered_message_is_refused_or_does_no_harm(text: str, data: st.DataO
 
 @pytest.mark.parametrize("text", [text for text in TEXTS if codec(text).combine not in ("sum", "rounds")])
 def test_a_payload_of_another_codec_is_refused(text: str) -> None:
-    group = Group(codec(text), 2, shapes=[(300,)])
+    group = Group(codec(text), 2, shapes=[(300, 40)])
 
     def alter(src: int, dst: int, message: np.ndarray) -> np.ndarray:  # noqa: ARG001
         message.view(np.uint32)[0] ^= 1
         return message
 
     with pytest.raises(SynclineError, match=r"rank [01].*'p0'.*another codec"):
-        group.step(gradients(2, 300, 0), alter)
+        group.step(gradients(2, 12000, 0), alter)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -275,7 +281,8 @@ def test_many_steps_of_a_constant_gradient_have_the_right_mean(text: str) -> Non
         pytest.skip("biased, and nothing makes up for it")
     group = Group(chosen, 2, shapes=[(30, 20)])
     inputs = gradients(2, 600, 7)
-    total, steps = np.zeros(600), 200
+    sent, _ = chosen.wire_bytes(Spec("p", (30, 20)))
+    total, steps = np.zeros(600), 100 + 20 * 2400 // max(sent, 1)  # an element may wait for as many steps as are saved
     for _ in range(steps):
         group.step([[one[0].copy()] for one in inputs])
         total += group.results[0]

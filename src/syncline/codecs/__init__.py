@@ -99,7 +99,10 @@ class Codec(Protocol):
 
     @property
     def biased(self) -> bool:
-        """True when the mean of decode(encode(x)) is not x: such a codec gets error feedback unless told otherwise."""
+        """True when the mean of decode(encode(x)) is not x.
+
+        A biased contraction gets error feedback unless the strategy says otherwise.
+        """
         ...
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
