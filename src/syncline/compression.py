@@ -84,6 +84,11 @@ class Compression:
         """How many there are."""
         return len(self._buckets)
 
+    @property
+    def elements(self) -> int:
+        """The elements of all buckets."""
+        return sum(bucket.elements for bucket in self._buckets)
+
     def pieces(self, number: int) -> Sequence[Callable[[], Reducer]]:
         """The reducers of a bucket, whose gradients are complete."""
         array = self._arrays[number]

@@ -14,7 +14,7 @@ from ...program import compile_program
 from ...session import Session
 from .agreement import check_same_model, copy_from_worker, tensors_of
 from .records import pack, unpack
-from .replica import Replica, compression_of
+from .replica import Replica
 from .samples import Weight
 from .serve import ShardServer, serve_plan
 from .served import Client, LocalOwners, Owners, RemoteOwners, take_over
@@ -91,7 +91,7 @@ def _serve(session: Session, model: torch.nn.Module, optimizer: torch.optim.Opti
     gradients = Storage(named, buckets, session.engine.allocate)
     if not holds_weights:
         program = compile_program(session.strategy.plan(session.group), session.index)
-        serve_plan(session, program, gradients, compression_of(session, layers, gradients))
+        serve_plan(session, program, gradients, session.compression(layers, buckets, gradients.arrays))
         return
     push, pull = _halves(session)
     weights = Storage(named, buckets, session.engine.allocate)

@@ -21,7 +21,7 @@ Buffers (batch statistics) of rank 0 are copied to all ranks with every exchange
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -30,14 +30,12 @@ import numpy as np
 import torch
 
 from ...collectives import Collective
-from ...compression import Compression
 from ...engine import Lane, Work
 from ...errors import GradientError, UsageError
 from ...kernels import cpu
 from ...program import Program
 from ...session import MODEL_KEYS, Session
 from ...tickets import JOINED, STEP, Meeting
-from ...types import Layer
 from .agreement import buffers_of, copy_from_worker, pack_bytes, tensors_of, unpack_bytes
 from .samples import Samples, Weight
 from .staging import Copier, device_of, staging_for
@@ -78,7 +76,7 @@ class Replica:
             )
         self.staging = staging_for(device_of(self.named), session.engine, session.fail, copier)
         self.storage = Storage(self.named, buckets, self.staging.allocate, self.staging.device)
-        self.compression = compression_of(session, self.layers, self.storage)
+        self.compression = session.compression(self.layers, buckets, self.storage.arrays)
         self.first_key = first_key
         self.steps = 0
         self.exchanged = False  # True between the end of an exchange and the next backward
@@ -289,31 +287,12 @@ class Replica:
     def _exchange(self, number: int, meeting: Meeting, gate: Work | None) -> Work:
         bucket = self.storage.buckets[number]
         array = self.storage.arrays[number]
-        engine, key = self.session.engine, self.first_key + number
-        label = f"bucket {number} ({bucket.describe(self.layers)})"
+        key, label = self.first_key + number, f"bucket {number} ({bucket.describe(self.layers)})"
         correct, priority = partial(self._correct, array, meeting), self._schedule.priority(bucket)
+        options: dict[str, Any] = {"lane": self._lane, "gate": gate, "before": correct, "priority": priority}
         if self.compression is not None:
-            return engine.reduce(
-                partial(self.compression.pieces, number),
-                self._program,
-                key,
-                label,
-                lane=self._lane,
-                gate=gate,
-                before=correct,
-                after=partial(self.compression.finish, number),
-                priority=priority,
-            )
-        return engine.exchange(
-            self._program(array.nbytes),
-            array,
-            key,
-            label,
-            lane=self._lane,
-            gate=gate,
-            before=correct,
-            priority=priority,
-        )
+            return self.session.reduce(self.compression, number, key, label, **options)
+        return self.session.engine.exchange(self._program(array.nbytes), array, key, label, **options)
 
     def _correct(self, array: np.ndarray, meeting: Meeting) -> None:
         """In the progress thread: weigh this rank's gradient by its share of the samples."""
@@ -412,18 +391,6 @@ class Replica:
         error = GradientError(f"{self.session.name(self.session.index)}: {text}")
         self.session.fail(error)
         return error
-
-
-def compression_of(session: Session, layers: Sequence[Layer], storage: Storage) -> Compression | None:
-    """What the strategy's codec does to a model's buckets; None where they travel as they are."""
-    strategy = session.strategy
-    if strategy.codec.name == "none":
-        return None
-    served = strategy.architecture.name == "ps"
-    place, name = session.place(), session.name(session.index)
-    return Compression(
-        strategy.codec_object(), layers, storage.buckets, storage.arrays, place, served=served, name=name
-    )
 
 
 def _eager(hook: Callable[..., None]) -> Callable[..., None]:

@@ -6,7 +6,6 @@ The state machine of ``sync.server`` decides; this file moves what it says over 
 from __future__ import annotations
 
 import json
-from functools import partial
 
 from ...compression import Compression
 from ...engine import Work
@@ -108,14 +107,7 @@ def serve_plan(session: Session, program: Program, gradients: Storage, compressi
 def _reduce(session: Session, compression: Compression) -> list[Work]:
     """The same for compressed gradients."""
     return [
-        session.engine.reduce(
-            partial(compression.pieces, number),
-            session.bucket_program,
-            number,
-            f"bucket {number}",
-            after=partial(compression.finish, number),
-            tolerant=True,
-        )
+        session.reduce(compression, number, number, f"bucket {number}", tolerant=True)
         for number in range(compression.buckets)
     ]
 
