@@ -88,9 +88,7 @@ def read_indices(payload, elements, indices):
     return at
 
 
-@compiled(
-    types.int64(uint32[::1], float32[::1], uint32[::1], float32[::1], uint32[::1], float32[::1])
-)
+@compiled(types.int64(uint32[::1], float32[::1], uint32[::1], float32[::1], uint32[::1], float32[::1]))
 def merge(left, lefts, right, rights, indices, values):
     """Two lists of indices and values as one, values of the same index added; how many pairs."""
     i, j, at = 0, 0, 0

@@ -126,9 +126,7 @@ def select(x, residual, velocity, momentum, scale, bound, indices, values):
     return found, np.int64(largest)
 
 
-@compiled(
-    int64(float32[::1], float32[::1], float32[::1], float32, float32, int64, int64, uint32[::1], float32[::1])
-)
+@compiled(int64(float32[::1], float32[::1], float32[::1], float32, float32, int64, int64, uint32[::1], float32[::1]))
 def select_exactly(x, residual, velocity, momentum, scale, bound, ties, indices, values):
     """As ``select``, but what is larger than ``bound`` and the first ``ties`` that equal it; needs one place more."""
     found = 0
