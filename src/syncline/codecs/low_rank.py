@@ -8,10 +8,10 @@ A tensor is the matrix M of its first dimension by all others. With the ranks' s
     result P Q^T          the best approximation of the sum of the M in the space of P
 
 Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", NeurIPS
-2019. Sums of linear things are linear: no rank ever sees another one's gradient, and the exchange is a plain allreduce.
-With error feedback a rank keeps M - P (M^T P)^T of its own M; over all ranks, residuals and result sum up to the inputs.
-P P^T is a projection, hence a contraction. Unlike the paper's, Q is made orthonormal before it is remembered: it spans the
-same space, but neither shrinks with the gradients nor loses directions when they vanish for a step.
+2019. The rounds are linear in the M, so that sums are all they need: an allreduce carries them. With error feedback a
+rank keeps M - P (M^T P)^T of its own M; over all ranks, residuals and result sum up to the inputs. P P^T is a
+projection, hence a contraction. Unlike the paper's, Q is made orthonormal before it is remembered: it spans the same
+space, but neither shrinks with the gradients nor loses directions when they vanish for a step.
 
 Tensors with fewer than two dimensions, and those whose factors would not be smaller than themselves, are summed as they
 are. All arithmetic is in the fixed order of ``kernels/low_rank.py``, so that replicas on different hosts agree.
@@ -82,7 +82,7 @@ class PowerSGD:
         rows, columns = _sides(state.spec)
         p, mine = np.full(self.rank * rows, np.nan, np.float32), np.zeros(self.rank * columns, np.float32)
         q, seed = state.memory[_FACTOR], state.seed(shared=True)
-        finite = largest_magnitude(x, residual) < _OVERFLOWING
+        finite = bool(largest_magnitude(x, residual) < _OVERFLOWING)
         if finite:
             if residual.size:
                 np.add(x, residual, out=x)

@@ -1,7 +1,7 @@
 """Random numbers by counting: number i of a seed is a hash of both, so that any part can be drawn without the others.
 
-The hash is C. Wellons' ``lowbias32`` (https://github.com/skeeto/hash-prospector) of the counter, keyed by the seed before
-and after: integers only, so every machine draws the same.
+The hash is C. Wellons' ``lowbias32`` (https://github.com/skeeto/hash-prospector) of the counter, keyed by the seed
+before and after: integers only, so every machine draws the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Products with a few vectors and their orthogonalisation, compiled, with the same bits on every machine.
 
-A matrix M is given by rows. Its factors are given as ``rank`` vectors one behind the other: P with a vector of M's rows,
-Q with a vector of M's columns. No BLAS: the order of its sums depends on the processor, and replicas on different
-hosts must agree to the bit. Here a sum has fixed lanes that are folded in halves, or goes from the first row to the last.
+A matrix M is given by rows. Its factors are given as ``rank`` vectors one behind the other: those of P have an element
+for every row of M, those of Q one for every column. No BLAS: the order of its sums depends on the processor, and
+replicas on different hosts must agree to the bit. Here a sum has fixed lanes that are folded in halves, or goes from
+the first row to the last.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 What is compared are the 31 lowest bits of a float32 as a whole number, its *magnitude*: it orders as |v| does, with
 infinities and NaNs above everything finite, so that nothing has to be tested on the way.
 
-The value that is sent of an element is ``scale * x + momentum * velocity + residual``, each where there is one; an empty
-array says that there is none. It is computed again wherever it is needed, always in the same order and therefore with
-the same bits: ``select`` only reads, and ``absorb`` writes it down once the whole tensor is known to be finite.
+The value that is sent of an element is ``scale * x + momentum * velocity + residual``, each where there is one; an
+empty array says that there is none. It is computed again wherever it is needed, always in the same order and therefore
+with the same bits: ``select`` only reads, and ``absorb`` writes it down once the whole tensor is known to be finite.
 """
 
 from __future__ import annotations
