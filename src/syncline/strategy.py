@@ -119,9 +119,7 @@ class Strategy:
         if "feedback" in parts:
             feedback = _on_or_off(parts.pop("feedback"))
         if feedback == "off" and "codec" in parts and _brings_feedback(parts["codec"]):
-            raise StrategyError(
-                f"feedback=off: codec={parts['codec'].name} brings its own; leave one of them away"
-            )
+            raise StrategyError(f"feedback=off: codec={parts['codec'].name} brings its own; leave one of them away")
         if feedback == "on" and "codec" in parts and _needs_feedback(parts["codec"]):
             parts["codec"] = Part("feedback", (("", parts["codec"]),))
         return cls(**parts)

@@ -217,6 +217,17 @@ def keep_largest(indices, values, found, bound, ties):
     return kept
 
 
+@compiled(void(uint32[::1], float32[::1], int64, int64, float32[::1]))
+def put_others(indices, values, bound, ties, out):
+    """Add to ``out`` what ``keep_largest`` with the same bound and ties does not keep."""
+    for i in range(indices.size):
+        size = np.int64(magnitude(values[i]))
+        if size == bound and ties > 0:
+            ties -= 1
+        elif size <= bound:
+            out[indices[i]] += values[i]
+
+
 @njit(nogil=True)
 def _absorb(x, residual, velocity, momentum, scale):
     if velocity.size:
