@@ -15,7 +15,7 @@ import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,16 @@ from numpy.typing import NDArray
 from . import registry
 from .choice import Choice
 from .collectives import Collective
+from .compression import Compression
 from .engine import LIMIT_S, Engine, Work
 from .errors import ClosedError, MismatchError, PeerError, PeerLeft, PeerTimeout, SynclineError, UsageError
 from .plan import Plan
 from .program import Program, compile_program
-from .strategy import AUTO, Strategy
+from .reducers import Place
+from .strategy import AUTO, NONE, Strategy
 from .tickets import ALLREDUCE, BARRIER, BROADCAST, CALLS, GATHER, STEP, TABLE, Meeting, Ticket, ticket_table
 from .transports import Transport
-from .types import Group
+from .types import Bucket, Group, Layer
 from .wire.rollcall import Roll
 from .wire.watch import Watcher
 
@@ -291,6 +293,30 @@ class Session:
         if self.choice is not None:
             return _plan(self.choice.at(nbytes), self.group)
         return self.strategy.plan(self.group)
+
+    def compression(
+        self, layers: Sequence[Layer], buckets: Sequence[Bucket], arrays: Sequence[Array]
+    ) -> Compression | None:
+        """What the strategy's codec does to a model's buckets; None where they travel as they are."""
+        if self.strategy.codec == NONE:
+            return None
+        served, name = self.strategy.architecture.name == "ps", self.name(self.index)
+        codec = self.strategy.codec_object()
+        return Compression(codec, layers, buckets, arrays, self._place(), served=served, name=name)
+
+    def reduce(self, compression: Compression, number: int, key: int, label: str, **options: Any) -> Work:
+        """Start the reduction of a compressed bucket; ``options`` are those of ``Engine.reduce``."""
+        pieces, after = partial(compression.pieces, number), partial(compression.finish, number)
+        return self.engine.reduce(pieces, self.bucket_program, key, label, after=after, **options)
+
+    def _place(self) -> Place:
+        """This process among those that reduce what is compressed: owners are the servers, or else all workers."""
+        workers, architecture = self.group.workers, self.strategy.architecture
+        owners = range(workers)
+        if architecture.name == "ps":
+            first = 0 if architecture["on"] == "workers" else workers
+            owners = range(first, first + architecture["servers"])
+        return Place(self.index, workers, tuple(owners), self.engine.room)
 
     def run_by(self, choice: Choice) -> None:
         """From now on choose the algorithm by size: ``architecture=auto``. All workers call it with the same table."""

@@ -99,7 +99,10 @@ class Codec(Protocol):
 
     @property
     def biased(self) -> bool:
-        """True when the mean of decode(encode(x)) is not x: such a codec gets error feedback unless told otherwise."""
+        """True when the mean of decode(encode(x)) is not x.
+
+        A biased contraction gets error feedback unless the strategy says otherwise.
+        """
         ...
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
@@ -125,6 +128,16 @@ class Codec(Protocol):
 
         Raises PayloadError for a payload that ``encode`` cannot have made; nothing outside ``out`` is ever written.
         """
+        ...
+
+
+@runtime_checkable
+class Sums(Protocol):
+    """A codec whose payloads may be added (``combine`` is sum): as arrays of that type of number."""
+
+    @property
+    def number(self) -> str:
+        """The numpy (or ml_dtypes) name of the type."""
         ...
 
 
@@ -169,6 +182,16 @@ class Wraps(Protocol):
     """A codec that stands around another one: error feedback."""
 
     codec: Codec
+
+
+@runtime_checkable
+class Stochastic(Protocol):
+    """A codec that can round at random."""
+
+    @property
+    def stochastic(self) -> bool:
+        """True when it does, so that the mean of decode(encode(x)) over the seeds is x."""
+        ...
 
 
 def codec_of(codec: Codec, spec: Spec) -> tuple[Codec, bool]:

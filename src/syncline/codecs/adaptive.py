@@ -45,7 +45,7 @@ class Adaptive:
         if len(spec.shape) < 2 or spec.nbytes < self.small:
             return Dense()
         chosen = Int8() if len(spec.shape) > 2 and spec.nbytes < _LARGE_KERNEL_BYTES else self.codec
-        return Feedback(chosen) if chosen.biased else chosen
+        return Feedback(chosen) if chosen.biased and chosen.contraction else chosen
 
     @property
     def combine(self) -> Combine:

@@ -14,7 +14,7 @@ import numpy as np
 from numba import float32, int64, njit, uint32, void
 
 from .compiled import compiled
-from .hashing import random_bits
+from .draws import draw, other_key
 
 _LANES: Final = 128
 
@@ -92,8 +92,9 @@ def expand(matrix, residual, p, mine, summed, rank):
 
 @njit(nogil=True)
 def _randomise(vector, seed, first):
+    other = other_key(seed)
     for i in range(vector.size):
-        vector[i] = np.float32(np.int32(random_bits(seed, np.uint32(first + i)))) * np.float32(2.0**-31)
+        vector[i] = np.float32(np.int32(draw(np.uint32(first + i), seed, other))) * np.float32(2.0**-31)
 
 
 @njit(nogil=True)

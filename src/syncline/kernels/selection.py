@@ -16,7 +16,7 @@ import numpy as np
 from numba import float32, float64, int32, int64, njit, types, uint32, void
 
 from .compiled import compiled
-from .hashing import random_below
+from .draws import below, draw, other_key
 from .native import bits_of_float
 
 NOT_FINITE: Final = 0x7F800000
@@ -164,9 +164,10 @@ def magnitudes(x, residual, velocity, momentum, scale, out):
 @compiled(void(float32[::1], float32[::1], float32[::1], float32, float32, uint32, int32[::1]))
 def sample(x, residual, velocity, momentum, scale, seed, out):
     """The magnitudes of ``out.size`` elements, one at random of each of as many strata of equal size."""
+    other = other_key(seed)
     for j in range(out.size):
         first, stop = j * x.size // out.size, (j + 1) * x.size // out.size
-        i = first + random_below(seed, j, stop - first)
+        i = first + below(draw(np.uint32(j), seed, other), stop - first)
         out[j] = magnitude(_value(x, residual, velocity, i, momentum, scale))
 
 
@@ -272,9 +273,10 @@ def norm(x):
 @compiled(void(uint32, int64, uint32[::1]))
 def strata(seed, elements, out):
     """One random index of each of ``out.size`` strata of equal size."""
+    other = other_key(seed)
     for j in range(out.size):
         first, stop = j * elements // out.size, (j + 1) * elements // out.size
-        out[j] = np.uint32(first + random_below(seed, j, stop - first))
+        out[j] = np.uint32(first + below(draw(np.uint32(j), seed, other), stop - first))
 
 
 @compiled(void(uint32[::1], float32[::1], float32[::1]))
