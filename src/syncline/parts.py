@@ -35,8 +35,7 @@ def bind(kind: str, part: Part) -> Part:
         if parameter.name not in given:
             if parameter.required:
                 raise StrategyError(f"{part.name} needs {parameter.name}, as in {signature(entry)}")
-            default = parameter.default
-            args.append((parameter.name, bind(kind, part_of(kind, default)) if parameter.name == wraps else default))
+            args.append((parameter.name, _default(entry, parameter)))
             continue
         value = given[parameter.name]
         if parameter.name == wraps:
@@ -68,7 +67,7 @@ def write(kind: str, part: Part) -> str:
     for parameter in entry.parameters:
         value = part[parameter.name]
         if parameter.name == wraps:
-            if parameter.required or value != bind(kind, part_of(kind, parameter.default)):
+            if parameter.required or value != _default(entry, parameter):
                 shown.insert(0, write(kind, value))
         elif value != parameter.default or parameter.name in entry.capabilities.get("always_print", ()):
             shown.append(f"{parameter.name}={write_value(value, parameter.annotation)}")
@@ -81,11 +80,7 @@ def signature(entry: registry.Entry) -> str:
     shown: list[str] = []
     for parameter in entry.parameters:
         if parameter.name == wraps:
-            default = (
-                ""
-                if parameter.required
-                else f"={write(entry.kind, bind(entry.kind, part_of(entry.kind, parameter.default)))}"
-            )
+            default = "" if parameter.required else f"={write(entry.kind, _default(entry, parameter))}"
             shown.insert(0, parameter.name.upper() + default)
         elif parameter.required:
             shown.append(f"{parameter.name}=...")
@@ -95,14 +90,19 @@ def signature(entry: registry.Entry) -> str:
 
 
 def part_of(kind: str, built: Any) -> Part:
-    """The part that an object of a registered frozen dataclass was built from: ``build`` undone."""
+    """The bound part that an object of a registered frozen dataclass was built from: ``build`` undone."""
     entry = next(entry for entry in registry.entries(kind) if entry.target is type(built))
     wraps = entry.capabilities.get("wraps")
     values = {parameter.name: getattr(built, parameter.name) for parameter in entry.parameters}
-    return Part(
-        entry.name,
-        tuple((name, part_of(kind, value) if name == wraps else value) for name, value in values.items()),
-    )
+    args = {name: part_of(kind, value) if name == wraps else value for name, value in values.items()}
+    return Part(entry.name, tuple(args.items()))
+
+
+def _default(entry: registry.Entry, parameter: registry.Parameter) -> Any:
+    """What stands for an argument that is left out; a wrapped object as the part that it was built from."""
+    if parameter.name == entry.capabilities.get("wraps"):
+        return part_of(entry.kind, parameter.default)
+    return parameter.default
 
 
 def _argument_name(entry: registry.Entry, name: str, value: Any) -> str:

@@ -120,6 +120,8 @@ class Strategy:
             parts[word] = part
         if "feedback" in parts:
             feedback = _on_or_off(parts.pop("feedback"))
+        if feedback == "off" and "codec" in parts and _brings_feedback(parts["codec"]):
+            raise StrategyError(f"feedback=off: codec={parts['codec'].name} brings its own; leave one of them away")
         if feedback == "on" and "codec" in parts and _needs_feedback(parts["codec"]):
             parts["codec"] = Part("feedback", (("", parts["codec"]),))
         return cls(**parts)
@@ -486,6 +488,11 @@ def _on_or_off(part: Part) -> str:
     if part.name not in ("on", "off") or part.args:
         raise StrategyError(f"feedback must be on or off, got {part.name!r}")
     return part.name
+
+
+def _brings_feedback(codec: Part) -> bool:
+    """Whether a codec stands around others, and says itself which of them get error feedback."""
+    return codec.name in registry.names("codecs") and "wraps" in registry.get("codecs", codec.name).capabilities
 
 
 def _needs_feedback(codec: Part) -> bool:

@@ -24,6 +24,7 @@ from .feedback import Feedback
 from .linear import Int8
 from .threshold import Threshold
 
+_SMALL = Size(8 << 10)
 _LARGE_KERNEL_BYTES = 1 << 20
 
 
@@ -33,7 +34,7 @@ class Adaptive:
     """A codec by size and kind of tensor: biases, norms and small tensors dense, small convolutions int8."""
 
     codec: Codec = field(default_factory=lambda: Threshold(ratio=0.01))
-    small: Size = Size(8 << 10)
+    small: Size = _SMALL
 
     def __post_init__(self) -> None:
         if isinstance(self.codec, Chooses):

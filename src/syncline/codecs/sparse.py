@@ -94,8 +94,8 @@ class GTopK(TopK):
         last payload and the residuals sum up to the inputs. It does not where the sum is not finite. Raises
         PayloadError; then nothing has been changed.
         """
-        from ..kernels.pairs import merge, put_rest, write_pairs
-        from ..kernels.selection import NOT_FINITE, keep_largest, magnitudes, rank_largest
+        from ..kernels.pairs import merge, write_pairs
+        from ..kernels.selection import NOT_FINITE, keep_largest, magnitudes, put_others, rank_largest
 
         elements = state.spec.elements
         k = share(self.ratio, elements)
@@ -107,7 +107,7 @@ class GTopK(TopK):
             magnitudes(values[:pairs], no_residual(), no_residual(), 0.0, 1.0, sizes)
             least, larger = rank_largest(sizes, k)
             if state.residual is not None and sizes.max() < NOT_FINITE:
-                put_rest(indices[:pairs], values[:pairs], least, k - larger, state.residual)
+                put_others(indices[:pairs], values[:pairs], least, k - larger, state.residual)
             pairs = keep_largest(indices, values, pairs, least, k - larger)
         return int(write_pairs(indices[:pairs], values[:pairs], elements, out))
 

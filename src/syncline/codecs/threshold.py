@@ -69,7 +69,7 @@ class Threshold:
         return float(_WARM * (self.ratio / _WARM) ** (step / self.warmup))
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """6 bytes for each of k elements and 4 for every 65536 of the tensor; the greatest is at the warm-up's start."""
+        """6 bytes for each of k elements, 4 for every 65536 of the tensor; the greatest is at the warm-up's start."""
         expected = pair_words(spec.elements, share(self.ratio, spec.elements))
         return 4 * expected, 4 * pair_words(spec.elements, self._most(spec.elements))
 

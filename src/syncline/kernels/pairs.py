@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import float32, int64, njit, types, uint32, void
+from numba import float32, int64, njit, uint32
 
 from .compiled import compiled
 
@@ -88,7 +88,7 @@ def read_indices(payload, elements, indices):
     return at
 
 
-@compiled(types.int64(uint32[::1], float32[::1], uint32[::1], float32[::1], uint32[::1], float32[::1]))
+@compiled(int64(uint32[::1], float32[::1], uint32[::1], float32[::1], uint32[::1], float32[::1]))
 def merge(left, lefts, right, rights, indices, values):
     """Two lists of indices and values as one, values of the same index added; how many pairs."""
     i, j, at = 0, 0, 0
@@ -106,17 +106,3 @@ def merge(left, lefts, right, rights, indices, values):
             j += 1
         at += 1
     return at
-
-
-@compiled(void(uint32[::1], float32[::1], int64, int64, int64, float32[::1]))
-def put_rest(indices, values, bound, ties, pairs, out):
-    """Add to ``out`` the pairs that ``keep_largest`` with the same bound and ties does not keep."""
-    from_bits = values[:pairs].view(np.uint32)
-    for i in range(pairs):
-        size = np.int64(from_bits[i] & np.uint32(0x7FFFFFFF))
-        if size > bound:
-            continue
-        if size == bound and ties > 0:
-            ties -= 1
-            continue
-        out[indices[i]] += values[i]

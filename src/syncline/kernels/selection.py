@@ -3,9 +3,9 @@
 What is compared are the 31 lowest bits of a float32 as a whole number, its *magnitude*: it orders as |v| does, with
 infinities and NaNs above everything finite, so that nothing has to be tested on the way.
 
-The value that is sent of an element is ``scale * x + momentum * velocity + residual``, each where there is one; an empty
-array says that there is none. It is computed again wherever it is needed, always in the same order and therefore with
-the same bits: ``select`` only reads, and ``absorb`` writes it down once the whole tensor is known to be finite.
+The value that is sent of an element is ``scale * x + momentum * velocity + residual``, each where there is one; an
+empty array says that there is none. It is computed again wherever it is needed, always in the same order and therefore
+with the same bits: ``select`` only reads, and ``absorb`` writes it down once the whole tensor is known to be finite.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numba import float32, float64, int32, int64, njit, types, uint32, void
 
 from .compiled import compiled
-from .hashing import random_below
+from .draws import below, draw, other_key
 from .native import bits_of_float
 
 NOT_FINITE: Final = 0x7F800000
@@ -164,9 +164,10 @@ def magnitudes(x, residual, velocity, momentum, scale, out):
 @compiled(void(float32[::1], float32[::1], float32[::1], float32, float32, uint32, int32[::1]))
 def sample(x, residual, velocity, momentum, scale, seed, out):
     """The magnitudes of ``out.size`` elements, one at random of each of as many strata of equal size."""
+    other = other_key(seed)
     for j in range(out.size):
         first, stop = j * x.size // out.size, (j + 1) * x.size // out.size
-        i = first + random_below(seed, j, stop - first)
+        i = first + below(draw(np.uint32(j), seed, other), stop - first)
         out[j] = magnitude(_value(x, residual, velocity, i, momentum, scale))
 
 
@@ -217,6 +218,17 @@ def keep_largest(indices, values, found, bound, ties):
     return kept
 
 
+@compiled(void(uint32[::1], float32[::1], int64, int64, float32[::1]))
+def put_others(indices, values, bound, ties, out):
+    """Add to ``out`` what ``keep_largest`` with the same bound and ties does not keep."""
+    for i in range(indices.size):
+        size = np.int64(magnitude(values[i]))
+        if size == bound and ties > 0:
+            ties -= 1
+        elif size <= bound:
+            out[indices[i]] += values[i]
+
+
 @njit(nogil=True)
 def _absorb(x, residual, velocity, momentum, scale):
     if velocity.size:
@@ -261,9 +273,10 @@ def norm(x):
 @compiled(void(uint32, int64, uint32[::1]))
 def strata(seed, elements, out):
     """One random index of each of ``out.size`` strata of equal size."""
+    other = other_key(seed)
     for j in range(out.size):
         first, stop = j * elements // out.size, (j + 1) * elements // out.size
-        out[j] = np.uint32(first + random_below(seed, j, stop - first))
+        out[j] = np.uint32(first + below(draw(np.uint32(j), seed, other), stop - first))
 
 
 @compiled(void(uint32[::1], float32[::1], float32[::1]))
