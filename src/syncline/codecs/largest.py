@@ -18,7 +18,7 @@ from . import Floats
 from .checks import no_residual
 from .pairs import Indices
 
-_SAMPLED = 400
+_SAMPLED = 225
 """How many of the k largest should be in the sample; the guess is off by one part in its square root."""
 
 _DEVIATIONS = 4
@@ -48,12 +48,12 @@ def choose_largest(source: Source, k: int, seed: int, exact: bool = True) -> Cho
     Unless ``exact``, no second reading of the tensor mends a guess that was wrong, and zeros are not chosen: then
     there may be fewer than ``k``. Whatever is not finite is chosen in both cases, as far as ``k`` goes.
     """
-    from ..kernels.selection import GROUP, NOT_FINITE, keep_largest, magnitudes, rank_largest, select
+    from ..kernels.selection import BLOCK, NOT_FINITE, keep_largest, magnitudes, rank_largest, select
 
     bound, room = _guess(source, k, seed)
     if not exact:
         bound = max(bound, 1)
-    indices, values = np.empty(room + GROUP, np.uint32), np.empty(room + GROUP, np.float32)
+    indices, values = np.empty(room + BLOCK, np.uint32), np.empty(room + BLOCK, np.float32)
     found, largest = select(*source, bound, indices, values)
     finite = largest < NOT_FINITE
     if (found > room and not (finite and not exact)) or (found < k and exact):
