@@ -5,7 +5,7 @@ infinities and NaNs above everything finite, so that nothing has to be tested on
 
 The value that is sent of an element is ``scale * x + momentum * velocity + residual``, each where there is one; an
 empty array says that there is none. It is computed again wherever it is needed, always in the same order and therefore
-with the same bits: ``select`` only reads, and ``absorb`` writes it down once the whole tensor is known to be finite.
+with the same bits: ``select`` only reads, and ``settle`` writes it down once the whole tensor is known to be finite.
 """
 
 from __future__ import annotations
@@ -218,6 +218,21 @@ def keep_largest(indices, values, found, bound, ties):
     return kept
 
 
+@compiled(void(uint32[::1], float32[::1], uint32[::1], float32[::1]))
+def add_zeros(indices, values, all_indices, all_values):
+    """The elements chosen, and zeros at the lowest other indices, as many as there are places for them."""
+    zeros, at, index = all_indices.size - indices.size, 0, 0
+    for i in range(all_indices.size):
+        if zeros and (at == indices.size or index < np.int64(indices[at])):
+            all_indices[i], all_values[i] = np.uint32(index), np.float32(0)
+            zeros -= 1
+        else:
+            index = np.int64(indices[at])
+            all_indices[i], all_values[i] = indices[at], values[at]
+            at += 1
+        index += 1
+
+
 @compiled(void(uint32[::1], float32[::1], int64, int64, float32[::1]))
 def put_others(indices, values, bound, ties, out):
     """Add to ``out`` what ``keep_largest`` with the same bound and ties does not keep."""
@@ -229,9 +244,8 @@ def put_others(indices, values, bound, ties, out):
             out[indices[i]] += values[i]
 
 
-@compiled(void(float32[::1], float32[::1], float32[::1], float32, float32))
-def absorb(x, residual, velocity, momentum, scale):
-    """``residual`` becomes the values that ``select`` saw; ``velocity``, where there is one, what was added to it."""
+@njit(nogil=True)
+def _absorb(x, residual, velocity, momentum, scale):
     if velocity.size:
         for i in range(x.size):
             moved = velocity[i] * momentum + x[i] * scale
@@ -242,11 +256,18 @@ def absorb(x, residual, velocity, momentum, scale):
             residual[i] = residual[i] + x[i] * scale
 
 
-@compiled(void(uint32[::1], float32[::1]))
-def clear(indices, array):
-    """Zero at the indices."""
-    for i in range(indices.size):
-        array[indices[i]] = np.float32(0)
+@compiled(void(float32[::1], float32[::1], float32[::1], float32, float32, uint32[::1]))
+def settle(x, residual, velocity, momentum, scale, chosen):
+    """``residual`` becomes the values that ``select`` saw, and ``velocity`` what was added; both zero where chosen."""
+    at = 0
+    for start in range(0, x.size, BLOCK):
+        stop = min(start + BLOCK, x.size)
+        _absorb(x[start:stop], residual[start:stop], velocity[start:stop], momentum, scale)
+        while at < chosen.size and np.int64(chosen[at]) < stop:
+            residual[chosen[at]] = np.float32(0)
+            if velocity.size:
+                velocity[chosen[at]] = np.float32(0)
+            at += 1
 
 
 @compiled(float64(float32[::1]))
