@@ -7,6 +7,7 @@ every collective is the identity.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import threading
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from . import registry
 from .choice import Choice
 from .collectives import Collective
-from .compression import Compression
+from .compression import Compression, Saved
 from .engine import LIMIT_S, Engine, Work
 from .errors import ClosedError, MismatchError, PeerError, PeerLeft, PeerTimeout, SynclineError, UsageError
 from .plan import Plan
@@ -63,6 +64,7 @@ class Stats:
     transport with all headers; ``strategy`` is what really runs, ``transport`` what carries this process's messages
     (``shm+tcp`` where some peers are on its host and others are not). Under ``architecture=auto`` that was measured,
     ``algorithms`` gives what runs from which size in bytes on; it is empty where the strategy names the algorithm.
+    ``exchange`` says in words how gradients become one average.
     """
 
     strategy: str
@@ -71,6 +73,7 @@ class Stats:
     bytes_received: Mapping[int, int] = field(default_factory=dict)
     transport: str = ""
     algorithms: Mapping[int, str] = field(default_factory=dict)
+    exchange: str = ""
 
     @property
     def chosen(self) -> str:
@@ -309,6 +312,16 @@ class Session:
         pieces, after = partial(compression.pieces, number), partial(compression.finish, number)
         return self.engine.reduce(pieces, self.bucket_program, key, label, after=after, **options)
 
+    def gather_saved(self, compression: Compression) -> list[Saved]:
+        """What every worker's codec has to keep in a checkpoint, in rank order; all workers call it."""
+        found = io.BytesIO()
+        np.savez(found, **compression.saved())  # type: ignore[arg-type]
+        ranks: list[Saved] = []
+        for data in self.gather(found.getvalue()):
+            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+                ranks.append({key: arrays[key] for key in arrays.files})
+        return ranks
+
     def _place(self) -> Place:
         """This process among those that reduce what is compressed: owners are the servers, or else all workers."""
         workers, architecture = self.group.workers, self.strategy.architecture
@@ -374,7 +387,8 @@ class Session:
         transport = self._engine.transport
         sent, received = transport.traffic()
         algorithms = {} if self.choice is None else dict(self.choice.table)
-        return Stats(str(self.strategy), self._engine.blocked_s, sent, received, transport.name, algorithms)
+        strategy, exchange = str(self.strategy), self.strategy.exchange
+        return Stats(strategy, self._engine.blocked_s, sent, received, transport.name, algorithms, exchange)
 
     def workers_left(self) -> bool:
         """True when every worker has said goodbye."""
