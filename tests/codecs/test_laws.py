@@ -129,9 +129,7 @@ def encoded(codec: Codec, x: Floats, state: State, start: int = 0, finite: bool 
     return room.words[:words].copy()
 
 
-def decoded(
-    codec: Codec, payload: Payload, size: int, state: State, start: int = 0, onto: Floats | None = None
-) -> Floats:
+def decoded(codec: Codec, payload: Payload, size: int, state: State, start: int = 0, onto: Floats | None = None) -> Floats:
     """What a payload says, written or added ``onto`` something, without a write elsewhere."""
     room = Room.of(size)
     if onto is not None:
@@ -268,9 +266,7 @@ def test_huge_numbers_are_sent_or_reported(text: str, x: Floats, step: int) -> N
     payload = encoded(codec, x, state, finite=None)
     with np.errstate(all="ignore"):
         sent = decoded(codec, payload, x.size, state)
-    _, finite = codec.encode(
-        x, np.empty(codec.wire_bytes(spec_of(x.size))[1] // 4, np.uint32), codec.init(spec_of(x.size), 0)
-    )
+    _, finite = codec.encode(x, np.empty(codec.wire_bytes(spec_of(x.size))[1] // 4, np.uint32), codec.init(spec_of(x.size), 0))
     if finite:
         assert np.isfinite(sent).all()
     for array in arrays_of(state).values():
