@@ -152,7 +152,9 @@ class Compression:
 
     def _state(self, index: int, rank: int) -> State:
         codec, feedback = self._codecs[index]
-        return codec.init(self._specs[index], rank, feedback)
+        state = codec.init(self._specs[index], rank, feedback)
+        state.world = self._place.workers
+        return state
 
     def _parts(self, number: int, array: Floats) -> list[Part]:
         found, at = [], 0
