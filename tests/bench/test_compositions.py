@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from syncline.bench.codecs.compositions import MAKERS, Composition, Peer, composition_of, one_thread  # noqa: E402
 
-N = 8192
+N = 90 * 90  # what is seen as a matrix is a square one
 ARGUMENTS = {
     "qsgd": {"levels": 127},
     "topk": {"ratio": 0.05},
