@@ -246,7 +246,7 @@ def bench(
     "--codecs", multiple=True, metavar="TEXT...",
     help="What to measure, such as int8 topk(ratio=0.01) feedback(onebit); default: every codec, and with feedback.",
 )  # fmt: skip
-@click.option("--repetitions", type=click.IntRange(min=1), default=7, show_default=True, help="Of every row.")
+@click.option("--repetitions", type=click.IntRange(min=1), default=5, show_default=True, help="Of every row.")
 @click.option(
     "--workers", type=click.IntRange(min=2), default=4, show_default=True, help="Ranks of the allreduce to speed up."
 )

@@ -19,7 +19,7 @@ from . import units
 from .codec_rows import CodecResult, CodecRow
 
 _GAP = 2
-_NAME_MOST = 22
+_NAME_MOST = 25
 
 
 @dataclass(frozen=True)

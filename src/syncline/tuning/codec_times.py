@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, cast
 
 import numpy as np
 
 from .. import registry
-from ..codecs import Chooses, Codec, Floats, Wraps, codec_of
+from ..codecs import Chooses, Codec, Floats, Rounds, Wraps, codec_of
 from ..errors import UsageError
 from ..grammar import Part, read_part
 from ..parts import bind, build, write
@@ -42,6 +41,9 @@ _LEAST_ELEMENTS = 1 << 20
 """Small arrays are worked on several times for one time, about as often as makes so many elements."""
 
 _MOST_CALLS = 64
+
+_TRIED_ELEMENTS = 1 << 20
+"""A codec that does not make a matrix of so many elements smaller does not compress."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def variants(text: str, elements: int) -> tuple[tuple[str, bool], ...]:
     name, feedback = told(text)
     codec: Codec = build("codecs", read_part(name))
     spec = _matrix(elements)
-    if feedback or isinstance(codec, Chooses) or codec.wire_bytes(spec)[0] >= spec.nbytes:
+    if feedback or isinstance(codec, Chooses) or not _compresses(codec, spec):
         return ((name, feedback),)
     return ((name, False), (name, True)) if codec.contraction else ((name, False),)
 
@@ -113,7 +115,7 @@ def every_codec() -> tuple[str, ...]:
         for text in entry.capabilities.get("examples", (entry.name,)):
             codec = build("codecs", read_part(text))
             leaves_it = isinstance(codec, Wraps | Chooses)
-            if not leaves_it and codec.wire_bytes(Spec("", (1 << 20,)))[0] < 4 << 20:
+            if not leaves_it and _compresses(codec, _matrix(_TRIED_ELEMENTS)):
                 found.append(write("codecs", bind("codecs", read_part(text))))
     return tuple(dict.fromkeys(found))
 
@@ -168,17 +170,18 @@ class Trial:
         self.text = text
         self._codec, chosen_feedback = codec_of(build("codecs", read_part(text)), _matrix(elements))
         self.feedback = feedback or chosen_feedback
-        self._in_rounds = self._codec.combine == "rounds"
-        self._spec = _matrix(elements) if self._in_rounds else Spec("gradient", (elements,))
+        in_rounds = isinstance(self._codec, Rounds)
+        self._spec = _matrix(elements) if in_rounds else Spec("gradient", (elements,))
         self._state = self._codec.init(self._spec, 0, self.feedback)
         self._out = np.zeros(self._spec.elements, np.float32)
-        greatest = 0 if self._in_rounds else self._codec.wire_bytes(self._spec)[1]
+        greatest = 0 if in_rounds else self._codec.wire_bytes(self._spec)[1]
         self._payload = np.zeros(greatest // 4, np.uint32)
         self._sizes: list[int] = []
 
     def __call__(self, x: Floats) -> tuple[float, float]:
         """Seconds of encoding and of decoding one gradient."""
-        times_s = self._average(x) if self._in_rounds else self._encode_and_decode(x)
+        codec = self._codec
+        times_s = self._average(codec, x) if isinstance(codec, Rounds) else self._encode_and_decode(codec, x)
         self._state.step += 1
         return times_s
 
@@ -193,26 +196,29 @@ class Trial:
         size, combine = round(median(self._sizes)), self._codec.combine
         return CodecTimes(self.text, self.feedback, combine, self.elements, size, encode_s, decode_s, np_add_s)
 
-    def _encode_and_decode(self, x: Floats) -> tuple[float, float]:
+    def _encode_and_decode(self, codec: Codec, x: Floats) -> tuple[float, float]:
         begun = time.perf_counter()
-        words = self._codec.encode(x, self._payload, self._state).words
+        words = codec.encode(x, self._payload, self._state).words
         encoded = time.perf_counter()
-        self._codec.decode(self._payload[:words], self._out, self._state, add=True)
+        codec.decode(self._payload[:words], self._out, self._state, add=True)
         ended = time.perf_counter()
         self._sizes.append(4 * words)
         return encoded - begun, ended - encoded
 
-    def _average(self, x: Floats) -> tuple[float, float]:
+    def _average(self, codec: Rounds, x: Floats) -> tuple[float, float]:
         """A rank alone, whose arrays are their own sums."""
         np.copyto(self._out, x[: self._out.size])
         size = 0
         begun = last = time.perf_counter()
-        sums: Generator[Floats, None, None] = cast(Any, self._codec).average(self._out, self._state, 1)
-        for array in sums:
+        for array in codec.average(self._out, self._state, 1):
             last, size = time.perf_counter(), size + array.nbytes
         ended = time.perf_counter()
         self._sizes.append(size)
         return last - begun, ended - last
+
+
+def _compresses(codec: Codec, spec: Spec) -> bool:
+    return codec.wire_bytes(spec)[0] < spec.nbytes
 
 
 def _matrix(elements: int) -> Spec:
