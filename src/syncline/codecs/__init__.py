@@ -142,6 +142,16 @@ class Wraps(Protocol):
     codec: Codec
 
 
+@runtime_checkable
+class Stochastic(Protocol):
+    """A codec that can round at random."""
+
+    @property
+    def stochastic(self) -> bool:
+        """True when it does, so that the mean of decode(encode(x)) over the seeds is x."""
+        ...
+
+
 def codec_of(codec: Codec, spec: Spec) -> tuple[Codec, bool]:
     """The codec that a tensor really gets, and whether with error feedback."""
     feedback = False

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from ..errors import UsageError
 from . import Floats, Payload, PayloadError
 
 
@@ -13,6 +14,12 @@ def check_words(payload: Payload, expected: int) -> None:
     """Raise PayloadError unless a payload has exactly as many words as its codec makes for that many elements."""
     if payload.size != expected:
         raise PayloadError(f"a payload of {4 * payload.size} bytes came where {4 * expected} were expected")
+
+
+def check_block(block: int, codes: int) -> None:
+    """Raise UsageError unless a block has a whole number of words, and so few elements that they stay in the cache."""
+    if not codes <= block <= 1 << 20 or block % codes:
+        raise UsageError(f"block={block}: choose a multiple of {codes} from {codes} to {1 << 20}")
 
 
 @lru_cache(maxsize=1)

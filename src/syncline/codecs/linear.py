@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..errors import UsageError
 from ..registry import register
 from ..types import Spec
 from . import Combine, Encoded, Floats, Payload, State, fresh_state
-from .checks import check_words, no_residual
+from .blocks import residual_of, words_of
+from .checks import check_block, check_words
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,12 @@ class _Linear:
     biased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        fields = 32 // self.bits
-        if not fields <= self.block <= 1 << 20 or self.block % fields:
-            raise UsageError(f"block={self.block}: choose a multiple of {fields} from {fields} to {1 << 20}")
+        check_block(self.block, 32 // self.bits)
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
         """A word of codes for every 32/bits elements, and one for the step of each block."""
-        fields = 32 // self.bits
-        full, rest = divmod(spec.elements, self.block)
-        words = full * (1 + self.block // fields) + (1 + -(-rest // fields) if rest else 0)
-        return 4 * words, 4 * words
+        size = 4 * words_of(spec.elements, self.block, 32 // self.bits)
+        return size, size
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
         """Nothing beside the residual."""
@@ -47,15 +43,14 @@ class _Linear:
         """Steps and codes, block by block."""
         from ..kernels.linear import encode_linear
 
-        residual = no_residual() if state.residual is None else state.residual[start : start + x.size]
-        bad = encode_linear(x, residual, out, self.bits, self.block)
-        return Encoded(self.wire_bytes(Spec("", (x.size,)))[0] // 4, bad == 0)
+        bad = encode_linear(x, residual_of(state, start, x.size), out, self.bits, self.block)
+        return Encoded(words_of(x.size, self.block, 32 // self.bits), bad == 0)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
         """Code times step."""
         from ..kernels.linear import decode_linear
 
-        check_words(payload, self.wire_bytes(Spec("", (out.size,)))[0] // 4)
+        check_words(payload, words_of(out.size, self.block, 32 // self.bits))
         decode_linear(payload, out, self.bits, self.block, add)
 
 

@@ -1,58 +1,37 @@
 """Quantisation to equal steps between -max and max of a block, rounded to nearest, compiled.
 
-A payload is made of 32-bit words. A block of n elements is one word with its step (float32) and W = ceil(n/p) words of
-codes, p = 32/bits to the word: element k*W + j of the block is field k of word j. Fields of one k lie side by side in
-memory on both sides, so that packing is the same plain loop over lanes on any processor, and nothing is shuffled.
-
-A block is zero when its maximum is below ``TINY``. The step is a NaN where the block is not finite.
+The payload of a block is one word with its step (float32), then its codes as ``blocks`` lays them out, 32/bits to the
+word, as numbers in two's complement. A block is zero when its maximum is below ``TINY``. The step is a NaN where the
+block is not finite.
 """
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 from numba import boolean, float32, int64, njit, uint32
 
+from .blocks import INFINITY, MAGIC, NAN, TINY, gather
 from .compiled import compiled
 from .native import bits_of_float, float_of_bits
 
-TINY: Final = np.float32(2.0**-100)
-"""A block's maximum below which nothing is sent of it: its steps could not be divided by."""
-
-_MAGIC: Final = np.float32(1.5 * 2.0**23)
-"""Adding it rounds a float32 below 2**22 to nearest even, and the sum's lowest bits are the number."""
-
-_NAN: Final = np.uint32(0x7FC00000)
-_INFINITY: Final = np.uint32(0x7F800000)
-_BODY: Final = np.uint32(0x7FFFFFFF)
-
 
 @njit(nogil=True)
-def gather(x, residual, values):
-    """``values`` = x + residual (where there is one) of a block; the bits of the largest magnitude."""
-    largest = np.int32(0)
-    if residual.size:
-        for i in range(x.size):
-            value = x[i] + residual[i]
-            values[i] = value
-            largest = max(largest, np.int32(np.uint32(bits_of_float(value) & _BODY)))
-    else:
-        for i in range(x.size):
-            value = x[i]
-            values[i] = value
-            largest = max(largest, np.int32(np.uint32(bits_of_float(value) & _BODY)))
-    return np.uint32(largest)
+def step_of(maximum, levels):
+    """The step with which ``levels`` of them make the maximum; one bit less where they would exceed float32."""
+    step = maximum / levels
+    if not np.isfinite(step * levels):
+        step = float_of_bits(np.uint32(bits_of_float(step) - np.uint32(1)))
+    return step
 
 
 @njit(nogil=True)
 def _pack(values, residual, codes, inverse, step, shift, mask):
     for j in range(values.size):
         value = values[j]
-        shifted = value * inverse + _MAGIC
+        shifted = value * inverse + MAGIC
         codes[j] = np.uint32(codes[j] | np.uint32(np.uint32(bits_of_float(shifted) & mask) << shift))
         if residual.size:
-            residual[j] = value - (shifted - _MAGIC) * step
+            residual[j] = value - (shifted - MAGIC) * step
 
 
 @compiled(int64(float32[::1], float32[::1], uint32[::1], int64, int64))
@@ -72,12 +51,12 @@ def encode_linear(x, residual, out, bits, block):
         maximum = float_of_bits(largest)
         codes = out[at + 1 : at + 1 + words]
         codes[:] = np.uint32(0)
-        if largest >= _INFINITY:
-            out[at] = _NAN
+        if largest >= INFINITY:
+            out[at] = NAN
             bad += 1
         else:
             some = maximum >= TINY
-            step = maximum / levels if some else np.float32(0)
+            step = step_of(maximum, levels) if some else np.float32(0)
             inverse = levels / maximum if some else np.float32(0)
             out[at] = bits_of_float(step)
             for k in range(fields):

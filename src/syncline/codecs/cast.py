@@ -1,0 +1,115 @@
+"""``fp16``, ``bf16`` and ``fp8``: shorter floating-point numbers, rounded to nearest even.
+
+The relative error of an element is at most 2**-11 (float16), 2**-8 (bfloat16) and 2**-4 (E4M3 of its block), as long as
+it is not subnormal in its type; below that the error is at most half the type's smallest number. All are contractions:
+the nearest number is never further away than 0.
+
+Payloads of the 16-bit types are arrays of numbers that any plan can add; a sum that leaves their range becomes an
+infinity, as everywhere. A finite *input* beyond the range is sent as the largest finite number, so that error feedback
+keeps the rest, and what was finite stays so. Micikevicius et al., "Mixed precision training", ICLR 2018; Kalamkar et
+al., "A study of BFLOAT16 for deep learning training", 2019; Micikevicius et al., "FP8 formats for deep learning", 2022.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ..registry import register
+from ..types import Spec
+from . import Combine, Encoded, Floats, Payload, State, fresh_state
+from .blocks import residual_of, words_of
+from .checks import check_words
+
+
+@dataclass(frozen=True)
+class _Half:
+    """What the 16-bit types have in common: element i is half i % 2 of word i // 2, an odd last half is 0.
+
+    Rounding to nearest is so much finer than the noise of a gradient that no error feedback is put around it unasked:
+    ``biased`` is False.
+    """
+
+    combine: ClassVar[Combine] = "sum"
+    number: ClassVar[str]
+    block: ClassVar[int] = 2
+    contraction: ClassVar[bool] = True
+    biased: ClassVar[bool] = False
+
+    def wire_bytes(self, spec: Spec) -> tuple[int, int]:
+        """A word for two elements."""
+        size = 4 * words_of(spec.elements, 2, 2, heads=0)
+        return size, size
+
+    def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
+        """Nothing beside the residual."""
+        return fresh_state(spec, rank, feedback)
+
+    def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
+        """Element by element."""
+        from ..kernels import cast
+
+        words = words_of(x.size, 2, 2, heads=0)
+        out[words - 1 : words] = 0
+        kernel = cast.encode_float16 if self.number == "float16" else cast.encode_bfloat16
+        return Encoded(words, kernel(x, residual_of(state, start, x.size), out[:words].view(np.uint16)))
+
+    def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
+        """Element by element."""
+        from ..kernels import cast
+
+        check_words(payload, words_of(out.size, 2, 2, heads=0))
+        kernel = cast.decode_float16 if self.number == "float16" else cast.decode_bfloat16
+        kernel(payload.view(np.uint16), out, add)
+
+
+@register("codecs", "fp16")
+@dataclass(frozen=True)
+class Fp16(_Half):
+    """16 bits per element: IEEE 754 half precision, up to 65504."""
+
+    number: ClassVar[str] = "float16"
+
+
+@register("codecs", "bf16")
+@dataclass(frozen=True)
+class Bf16(_Half):
+    """16 bits per element: bfloat16, the upper half of a float32."""
+
+    number: ClassVar[str] = "bfloat16"
+
+
+@register("codecs", "fp8")
+@dataclass(frozen=True)
+class Fp8:
+    """8 bits per element: E4M3 numbers of the OCP, one scale per block, rounded to nearest even."""
+
+    combine: ClassVar[Combine] = "owner"
+    block: ClassVar[int] = 1024
+    contraction: ClassVar[bool] = True
+    biased: ClassVar[bool] = True
+
+    def wire_bytes(self, spec: Spec) -> tuple[int, int]:
+        """A byte for every element, and a word for the scale of each block."""
+        size = 4 * words_of(spec.elements, self.block, 4)
+        return size, size
+
+    def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
+        """Nothing beside the residual."""
+        return fresh_state(spec, rank, feedback)
+
+    def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
+        """The scale makes a block's largest element 448, the largest number of the type."""
+        from ..kernels.cast import encode_e4m3
+
+        bad = encode_e4m3(x, residual_of(state, start, x.size), out, self.block)
+        return Encoded(words_of(x.size, self.block, 4), bad == 0)
+
+    def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
+        """Number times scale."""
+        from ..kernels.cast import decode_e4m3
+
+        check_words(payload, words_of(out.size, self.block, 4))
+        decode_e4m3(payload, out, self.block, add)

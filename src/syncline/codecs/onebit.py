@@ -1,0 +1,114 @@
+"""``onebit`` and ``sign``: one bit per element.
+
+``onebit`` sends the sign and, for each block, the mean of its positive and that of its negative elements: the
+reconstruction of least squares for these bits. Seide et al., "1-bit stochastic gradient descent and its application to
+data-parallel distributed training of speech DNNs", Interspeech 2014.
+
+``sign`` sends the sign and the mean magnitude m of a block of n elements. Its squared error is |x|^2 - n m^2, less
+than |x|^2: a contraction by |x|_1^2 / (n |x|_2^2), and with error feedback it converges like SGD. Karimireddy et al.,
+"Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019. ``onebit`` errs no more than it.
+
+``sign(vote=on)`` is the majority vote: the bare signs are summed, and the sign of the sum is sent back, so that every
+element comes out as -1 or 1 whatever the gradient was; a tie is 1. The learning rate has to be chosen for that.
+Bernstein et al., "signSGD: compressed optimisation for non-convex problems", ICML 2018, and "signSGD with majority
+vote is communication efficient and fault tolerant", ICLR 2019.
+
+A block whose magnitudes add up to more than float32 holds counts as not finite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ..registry import register
+from ..types import Spec
+from . import Combine, Encoded, Floats, Payload, State, fresh_state
+from .blocks import residual_of, words_of
+from .checks import check_words
+
+_BITS = 32
+
+
+@register("codecs", "onebit")
+@dataclass(frozen=True)
+class Onebit:
+    """1-bit SGD: signs, and the means of a block's positive and of its negative elements."""
+
+    combine: ClassVar[Combine] = "owner"
+    block: ClassVar[int] = 16384
+    contraction: ClassVar[bool] = True
+    biased: ClassVar[bool] = True
+
+    def wire_bytes(self, spec: Spec) -> tuple[int, int]:
+        """A word for every 32 elements, and two for the means of each block."""
+        size = 4 * words_of(spec.elements, self.block, _BITS, heads=2)
+        return size, size
+
+    def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
+        """Nothing beside the residual."""
+        return fresh_state(spec, rank, feedback)
+
+    def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
+        """Means and bits, block by block."""
+        from ..kernels.signs import encode_means
+
+        bad = encode_means(x, residual_of(state, start, x.size), out)
+        return Encoded(words_of(x.size, self.block, _BITS, heads=2), bad == 0)
+
+    def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
+        """One of the two means."""
+        from ..kernels.signs import decode_bits
+
+        check_words(payload, words_of(out.size, self.block, _BITS, heads=2))
+        decode_bits(payload, out, 2, add)
+
+
+@register("codecs", "sign", examples=("sign", "sign(vote=on)"))
+@dataclass(frozen=True)
+class Sign:
+    """Signs times the mean magnitude of a block, or, with ``vote=on``, bare signs and the majority of the ranks."""
+
+    vote: Literal["off", "on"] = "off"
+    combine: ClassVar[Combine] = "owner"
+    block: ClassVar[int] = 16384
+
+    @property
+    def contraction(self) -> bool:
+        """True for scaled signs; the error of a bare sign does not depend on how small the element is."""
+        return self.vote == "off"
+
+    @property
+    def biased(self) -> bool:
+        """True for scaled signs.
+
+        A vote is biased too, but not in a way that error feedback mends: it is no contraction, and the method is one
+        without memory. So it must not get feedback unless told otherwise, which is what True would mean.
+        """
+        return self.vote == "off"
+
+    def wire_bytes(self, spec: Spec) -> tuple[int, int]:
+        """A word for every 32 elements, and one for each block: its mean magnitude, or 1.
+
+        A vote needs that word too: bits alone cannot say that a block is not finite, which every rank has to learn.
+        """
+        size = 4 * words_of(spec.elements, self.block, _BITS)
+        return size, size
+
+    def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
+        """Nothing beside the residual."""
+        return fresh_state(spec, rank, feedback)
+
+    def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
+        """Magnitudes and bits, block by block."""
+        from ..kernels.signs import encode_signs
+
+        bad = encode_signs(x, residual_of(state, start, x.size), out, self.vote == "on")
+        return Encoded(words_of(x.size, self.block, _BITS), bad == 0)
+
+    def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
+        """Plus or minus the magnitude."""
+        from ..kernels.signs import decode_bits
+
+        check_words(payload, words_of(out.size, self.block, _BITS))
+        decode_bits(payload, out, 1, add)

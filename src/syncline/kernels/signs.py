@@ -1,0 +1,148 @@
+"""One bit per element: signs, with the means of a block or without, compiled.
+
+The payload of a block of n elements is its scales (float32), then W = ceil(n/32) words of sign bits: element k*W + j of
+the block is bit k of word j, set where the element's sign bit is. ``means``: two scales, the mean of the elements
+without and of those with a set bit. ``signs``: one scale, the mean magnitude, or 1 for the bare sign.
+
+Scales are NaNs where the block is not finite, or the sum of its elements is not. Means are made from sums in lanes,
+one lane for each word, rows added in order.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numba import boolean, float32, int64, njit, uint32
+
+from .blocks import BODY, NAN, folded
+from .compiled import compiled
+from .native import bits_of_float, float_of_bits
+
+BLOCK: Final = 16384
+_BITS = 32
+_LANES = BLOCK // _BITS
+_SIGN_BIT = np.uint32(31)
+
+
+@njit(nogil=True)
+def _sum_row(x, residual, codes, above, below, shift):
+    """The bits of a row; its elements with and without a set bit added to their lanes."""
+    for j in range(x.size):
+        value = x[j] + residual[j] if residual.size else x[j]
+        bit = np.uint32(bits_of_float(value) >> _SIGN_BIT)
+        codes[j] = np.uint32(codes[j] | np.uint32(bit << shift))
+        above[j] += np.float32(0) if bit else value
+        below[j] += value if bit else np.float32(0)
+
+
+@njit(nogil=True)
+def _sum_magnitudes(x, residual, codes, lanes, shift):
+    """The bits of a row; the magnitudes of its elements added to their lanes."""
+    for j in range(x.size):
+        value = x[j] + residual[j] if residual.size else x[j]
+        bits = bits_of_float(value)
+        codes[j] = np.uint32(codes[j] | np.uint32(np.uint32(bits >> _SIGN_BIT) << shift))
+        lanes[j] += float_of_bits(np.uint32(bits & BODY))
+
+
+@njit(nogil=True)
+def _keep(x, residual, above, below):
+    """The residual of a whole block, whose bits are its elements' own."""
+    for j in range(residual.size):
+        value = x[j] + residual[j]
+        residual[j] = value - (below if np.uint32(bits_of_float(value) >> _SIGN_BIT) else above)
+
+
+@njit(nogil=True)
+def _count(codes):
+    """How many bits are set."""
+    total = np.uint32(0)
+    for j in range(codes.size):
+        word = codes[j]
+        word = np.uint32(word - np.uint32(np.uint32(word >> np.uint32(1)) & np.uint32(0x55555555)))
+        pairs = np.uint32(np.uint32(word >> np.uint32(2)) & np.uint32(0x33333333))
+        word = np.uint32(np.uint32(word & np.uint32(0x33333333)) + pairs)
+        word = np.uint32(np.uint32(word + np.uint32(word >> np.uint32(4))) & np.uint32(0x0F0F0F0F))
+        total = np.uint32(total + np.uint32(np.uint32(word * np.uint32(0x01010101)) >> np.uint32(24)))
+    return np.int64(total)
+
+
+@compiled(int64(float32[::1], float32[::1], uint32[::1]))
+def encode_means(x, residual, out):
+    """Payload of ``x`` + ``residual`` (empty: none); the number of blocks that are not finite."""
+    lanes = np.empty((2, _LANES), np.float32)
+    above, below = lanes[0], lanes[1]
+    at, bad = 0, 0
+    for start in range(0, x.size, BLOCK):
+        n = min(BLOCK, x.size - start)
+        words = (n + _BITS - 1) // _BITS
+        values, kept = x[start : start + n], residual[start : start + n]
+        codes = out[at + 2 : at + 2 + words]
+        codes[:] = np.uint32(0)
+        lanes[:] = np.float32(0)
+        for k in range(_BITS):
+            first, last = min(k * words, n), min((k + 1) * words, n)
+            _sum_row(values[first:last], kept[first:last], codes, above, below, np.uint32(k))
+        set_bits = _count(codes)
+        high = folded(above) / np.float32(max(n - set_bits, 1))
+        low = folded(below) / np.float32(max(set_bits, 1))
+        if np.isfinite(high) and np.isfinite(low):
+            out[at], out[at + 1] = bits_of_float(high), bits_of_float(low)
+            _keep(values, kept, high, low)
+        else:
+            out[at] = out[at + 1] = NAN
+            bad += 1
+        at += 2 + words
+    return bad
+
+
+@compiled(int64(float32[::1], float32[::1], uint32[::1], boolean))
+def encode_signs(x, residual, out, bare):
+    """Payload of ``x`` + ``residual`` (empty: none); the number of blocks that are not finite."""
+    lanes = np.empty(_LANES, np.float32)
+    at, bad = 0, 0
+    for start in range(0, x.size, BLOCK):
+        n = min(BLOCK, x.size - start)
+        words = (n + _BITS - 1) // _BITS
+        values, kept = x[start : start + n], residual[start : start + n]
+        codes = out[at + 1 : at + 1 + words]
+        codes[:] = np.uint32(0)
+        lanes[:] = np.float32(0)
+        for k in range(_BITS):
+            first, last = min(k * words, n), min((k + 1) * words, n)
+            _sum_magnitudes(values[first:last], kept[first:last], codes, lanes, np.uint32(k))
+        mean = folded(lanes) / np.float32(n)
+        if np.isfinite(mean):
+            scale = np.float32(1) if bare else mean
+            out[at] = bits_of_float(scale)
+            _keep(values, kept, scale, -scale)
+        else:
+            out[at] = NAN
+            bad += 1
+        at += 1 + words
+    return bad
+
+
+@njit(nogil=True)
+def _unpack(codes, out, above, below, shift, add):
+    for j in range(out.size):
+        value = below if np.uint32(np.uint32(codes[j] >> shift) & np.uint32(1)) else above
+        out[j] = out[j] + value if add else value
+
+
+@compiled(int64(uint32[::1], float32[::1], int64, boolean))
+def decode_bits(payload, out, scales, add):
+    """The elements that a payload of the right length with one or two scales says, written or added."""
+    at = 0
+    for start in range(0, out.size, BLOCK):
+        n = min(BLOCK, out.size - start)
+        words = (n + _BITS - 1) // _BITS
+        above = float_of_bits(payload[at])
+        below = float_of_bits(payload[at + 1]) if scales == 2 else -above
+        codes = payload[at + scales : at + scales + words]
+        for k in range(_BITS):
+            first, last = start + min(k * words, n), start + min((k + 1) * words, n)
+            _unpack(codes, out[first:last], above, below, np.uint32(k), add)
+        at += scales + words
+    return at

@@ -1,0 +1,183 @@
+"""Stochastic rounding, to equal steps of a block's norm and to powers of two, compiled.
+
+Payloads are laid out as in ``blocks``, with one word before the codes of a block. ``qsgd``: that word is the step, the
+codes are numbers in two's complement, and ``linear`` decodes them. ``natural``: that word is a power of two U, a code
+is a sign (bit 7) and an exponent e, and means 2**(e - 127) * U, or 0 where e = 0. In both the word is a NaN where the
+block is not finite.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import boolean, float32, int64, njit, uint32
+
+from .blocks import BODY, INFINITY, NAN, TINY, folded, gather
+from .compiled import compiled
+from .draws import chance, draw, other_key
+from .native import bits_of_float, float_of_bits
+
+_LANES = 256
+_LARGEST_NORM = np.float32(2.0**127)
+_MANTISSA_BITS = np.uint32(23)
+
+
+@njit(nogil=True)
+def _norm(values, maximum, lanes):
+    """The L2 norm, by way of values divided by the maximum: their squares neither overflow nor vanish."""
+    unit = np.float32(1) / maximum
+    lanes[:] = np.float32(0)
+    for first in range(0, values.size, _LANES):
+        row = values[first : first + _LANES]
+        for j in range(row.size):
+            value = row[j] * unit
+            lanes[j] += value * value
+    return maximum * np.sqrt(folded(lanes))
+
+
+@njit(nogil=True)
+def _pack_steps(values, residual, codes, inverse, step, levels, first, key, other, shift, mask):
+    for j in range(values.size):
+        value = values[j]
+        size = min(np.float32(abs(value) * inverse), levels)
+        level = np.int32(size)
+        uniform = chance(draw(np.uint32(first + np.uint32(j)), key, other))
+        level = np.int32(level + np.int32(1)) if uniform < size - np.float32(level) else level
+        signed = np.int32(-level) if value < np.float32(0) else level
+        codes[j] = np.uint32(codes[j] | np.uint32(np.uint32(np.uint32(signed) & mask) << shift))
+        if residual.size:
+            residual[j] = value - np.float32(signed) * step
+
+
+@compiled(int64(float32[::1], float32[::1], uint32[::1], int64, int64, int64, int64, int64))
+def encode_steps(x, residual, out, bits, levels, block, seed, index):
+    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite."""
+    fields = 32 // bits
+    mask = np.uint32((1 << bits) - 1)
+    key = np.uint32(seed)
+    other = other_key(key)
+    room = np.empty(block, np.float32)
+    lanes = np.empty(_LANES, np.float32)
+    at, bad = 0, 0
+    for start in range(0, x.size, block):
+        n = min(block, x.size - start)
+        words = (n + fields - 1) // fields
+        values = room[:n]
+        kept = residual[start : start + n]
+        largest = gather(x[start : start + n], kept, values)
+        maximum = float_of_bits(largest)
+        some = maximum >= TINY
+        norm = _norm(values, maximum, lanes) if some else np.float32(0)
+        codes = out[at + 1 : at + 1 + words]
+        codes[:] = np.uint32(0)
+        if largest >= INFINITY or norm >= _LARGEST_NORM:
+            out[at] = NAN
+            bad += 1
+        else:
+            step = norm / np.float32(levels)
+            inverse = np.float32(levels) / norm if some else np.float32(0)
+            out[at] = bits_of_float(step)
+            for k in range(fields):
+                first, last = min(k * words, n), min((k + 1) * words, n)
+                _pack_steps(
+                    values[first:last],
+                    kept[first:last],
+                    codes,
+                    inverse,
+                    step,
+                    np.float32(levels),
+                    np.uint32(index + start + first),
+                    key,
+                    other,
+                    np.uint32(k * bits),
+                    mask,
+                )
+        at += 1 + words
+    return bad
+
+
+@njit(nogil=True)
+def _pack_powers(values, residual, codes, scale, unit, first, key, other, shift):
+    for j in range(values.size):
+        value = values[j]
+        bits = bits_of_float(value * scale)
+        random = np.uint32(draw(np.uint32(first + np.uint32(j)), key, other) >> np.uint32(9))
+        exponent = np.uint32(np.uint32(np.uint32(bits & BODY) + random) >> _MANTISSA_BITS)
+        exponent = min(np.int32(exponent), np.int32(127))
+        code = np.uint32(np.uint32(exponent) | np.uint32(np.uint32(bits >> np.uint32(24)) & np.uint32(0x80)))
+        codes[j] = np.uint32(codes[j] | np.uint32(code << shift))
+        if residual.size:
+            residual[j] = value - _power(code) * unit
+
+
+@njit(inline="always")
+def _power(code):
+    """2**(e - 127) with its sign, 0 for e = 0."""
+    sign = np.uint32(np.uint32(code & np.uint32(0x80)) << np.uint32(24))
+    return float_of_bits(np.uint32(np.uint32(np.uint32(code & np.uint32(0x7F)) << _MANTISSA_BITS) | sign))
+
+
+@compiled(int64(float32[::1], float32[::1], uint32[::1], int64, int64, int64))
+def encode_powers(x, residual, out, block, seed, index):
+    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite.
+
+    Adding a random number below 2**23 to the bits of a float32 carries into its exponent with the probability that
+    stochastic rounding to a power of two asks for, subnormal numbers included. So values are scaled, by a power of two
+    and thus exactly, for the largest to be rounded to at most 2**0; what lies 126 powers below is subnormal then.
+    """
+    key = np.uint32(seed)
+    other = other_key(key)
+    room = np.empty(block, np.float32)
+    at, bad = 0, 0
+    for start in range(0, x.size, block):
+        n = min(block, x.size - start)
+        words = (n + 3) // 4
+        values = room[:n]
+        kept = residual[start : start + n]
+        largest = gather(x[start : start + n], kept, values)
+        codes = out[at + 1 : at + 1 + words]
+        codes[:] = np.uint32(0)
+        if largest >= INFINITY:
+            out[at] = NAN
+            bad += 1
+        else:
+            above = min(np.int64(largest >> _MANTISSA_BITS) + 1, 254)
+            unit = float_of_bits(np.uint32(above << 23))
+            scale = np.float32(1) / unit
+            out[at] = bits_of_float(unit)
+            for k in range(4):
+                first, last = min(k * words, n), min((k + 1) * words, n)
+                _pack_powers(
+                    values[first:last],
+                    kept[first:last],
+                    codes,
+                    scale,
+                    unit,
+                    np.uint32(index + start + first),
+                    key,
+                    other,
+                    np.uint32(8 * k),
+                )
+        at += 1 + words
+    return bad
+
+
+@njit(nogil=True)
+def _unpack_powers(codes, out, unit, shift, add):
+    for j in range(out.size):
+        value = _power(np.uint32(codes[j] >> shift)) * unit
+        out[j] = out[j] + value if add else value
+
+
+@compiled(int64(uint32[::1], float32[::1], int64, boolean))
+def decode_powers(payload, out, block, add):
+    """The elements that a payload of the right length says, written or added."""
+    at = 0
+    for start in range(0, out.size, block):
+        n = min(block, out.size - start)
+        words = (n + 3) // 4
+        codes = payload[at + 1 : at + 1 + words]
+        for k in range(4):
+            first, last = start + min(k * words, n), start + min((k + 1) * words, n)
+            _unpack_powers(codes, out[first:last], float_of_bits(payload[at]), np.uint32(8 * k), add)
+        at += 1 + words
+    return at

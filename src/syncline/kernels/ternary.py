@@ -1,0 +1,117 @@
+"""Rounding to -1, 0 or 1 times the largest magnitude of a block, 20 to a 32-bit word, compiled.
+
+The payload of a block of n elements is one word with its largest magnitude (float32), then W = ceil(n/20) words of
+trits: element k*W + j of the block is digit k, with weight 3**k, of word j; the digit is the trit plus 1. The maximum
+is a NaN where the block is not finite.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import boolean, float32, int64, njit, uint32
+
+from .blocks import INFINITY, NAN, gather
+from .compiled import compiled
+from .draws import chance, draw, other_key
+from .native import float_of_bits
+
+_TRITS = 20
+_HALF_TRITS = 10
+_HALF_WEIGHT = np.uint32(3**_HALF_TRITS)
+
+
+@njit(inline="always")
+def _put(value, threshold, maximum, weight, codes, residual, j):
+    some = np.float32(abs(value)) > threshold
+    trit = (np.int32(-1) if value < np.float32(0) else np.int32(1)) if some else np.int32(0)
+    codes[j] = np.uint32(codes[j] + np.uint32(np.uint32(trit + np.int32(1)) * weight))
+    if residual.size:
+        residual[j] = value - np.float32(trit) * maximum
+
+
+@njit(nogil=True)
+def _pack_nearest(values, residual, codes, maximum, weight):
+    threshold = np.float32(0.5) * maximum
+    for j in range(values.size):
+        _put(values[j], threshold, maximum, weight, codes, residual, j)
+
+
+@njit(nogil=True)
+def _pack_stochastic(values, residual, codes, maximum, weight, first, key, other):
+    for j in range(values.size):
+        uniform = chance(draw(np.uint32(first + np.uint32(j)), key, other))
+        _put(values[j], uniform * maximum, maximum, weight, codes, residual, j)
+
+
+@compiled(int64(float32[::1], float32[::1], uint32[::1], int64, boolean, int64, int64))
+def encode_trits(x, residual, out, block, stochastic, seed, index):
+    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite."""
+    key = np.uint32(seed)
+    other = other_key(key)
+    room = np.empty(block, np.float32)
+    at, bad = 0, 0
+    for start in range(0, x.size, block):
+        n = min(block, x.size - start)
+        words = (n + _TRITS - 1) // _TRITS
+        values = room[:n]
+        kept = residual[start : start + n]
+        largest = gather(x[start : start + n], kept, values)
+        maximum = float_of_bits(largest)
+        codes = out[at + 1 : at + 1 + words]
+        codes[:] = np.uint32(0)
+        if largest >= INFINITY:
+            out[at] = NAN
+            bad += 1
+        else:
+            out[at] = largest
+            weight = np.uint32(1)
+            for k in range(_TRITS):
+                first, last = min(k * words, n), min((k + 1) * words, n)
+                row, rest = values[first:last], kept[first:last]
+                if stochastic:
+                    _pack_stochastic(row, rest, codes, maximum, weight, np.uint32(index + start + first), key, other)
+                else:
+                    _pack_nearest(row, rest, codes, maximum, weight)
+                weight = np.uint32(weight * np.uint32(3))
+        at += 1 + words
+    return bad
+
+
+@njit(nogil=True)
+def _unpack(codes, out, maximum, add):
+    """Write or add the lowest digits, and take them off the codes, which are below 2**16."""
+    for j in range(out.size):
+        code = codes[j]
+        rest = np.uint32(np.uint32(code * np.uint32(43691)) >> np.uint32(17))  # code // 3
+        codes[j] = rest
+        digit = np.int32(np.uint32(code - np.uint32(rest * np.uint32(3))))
+        value = np.float32(np.int32(digit - np.int32(1))) * maximum
+        out[j] = out[j] + value if add else value
+
+
+@njit(nogil=True)
+def _halve(codes, low, high):
+    """Each code as two of ten digits, which 32-bit arithmetic can divide; digits beyond the 20th are dropped."""
+    for j in range(codes.size):
+        code = codes[j]
+        upper = np.uint32(np.uint64(code) // np.uint64(_HALF_WEIGHT))
+        low[j] = np.uint32(code - np.uint32(upper * _HALF_WEIGHT))
+        high[j] = np.uint32(upper & np.uint32(0xFFFF))
+
+
+@compiled(int64(uint32[::1], float32[::1], int64, boolean))
+def decode_trits(payload, out, block, add):
+    """The elements that a payload of the right length says, written or added."""
+    room = np.empty((2, (block + _TRITS - 1) // _TRITS), np.uint32)
+    at = 0
+    for start in range(0, out.size, block):
+        n = min(block, out.size - start)
+        words = (n + _TRITS - 1) // _TRITS
+        maximum = float_of_bits(np.uint32(payload[at]))
+        low, high = room[0, :words], room[1, :words]
+        _halve(payload[at + 1 : at + 1 + words], low, high)
+        for k in range(_TRITS):
+            first, last = start + min(k * words, n), start + min((k + 1) * words, n)
+            _unpack(low if k < _HALF_TRITS else high, out[first:last], maximum, add)
+        at += 1 + words
+    return at
