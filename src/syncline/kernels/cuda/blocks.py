@@ -6,8 +6,9 @@ pointers to the block, its residual and its part of the payload:
     encode(x, residual, out, bad, words, n, seed, index, LANES, WHOLE, FEEDBACK, ARGUMENT)
     decode(payload, out, words, n, LANES, WHOLE, ADD, ARGUMENT)
 
-The block has ``n`` elements and ``words`` words of codes, vectors have ``LANES`` lanes, ``index`` is that of the
-block's first element in its tensor (uint32), ``bad`` counts blocks that are not finite, ``ARGUMENT`` is the codec's own.
+The block has ``n`` elements and ``words`` words of codes, both int32; vectors have ``LANES`` lanes; ``index`` is that
+of the block's first element in its tensor, a uint32 as ``seed`` is; ``bad`` counts blocks that are not finite, and
+``ARGUMENT`` is the codec's own.
 
 A program sees its block as rows of lanes: row k is what goes into field k of the block's W words, elements k*W to
 (k+1)*W, and is one vector. Packing is arithmetic within a lane then, and nothing is shuffled. A whole block whose W is
@@ -145,10 +146,12 @@ def _encode(
     seed = seed.to(tl.uint32, bitcast=True)
     index = (index + first).to(tl.uint32)
     if left >= BLOCK:
-        ENCODE(x, residual, out, bad, WORDS, BLOCK, seed, index, LANES, LANES == WORDS, FEEDBACK, ARGUMENT)
+        words, here = tl.full([], WORDS, tl.int32), tl.full([], BLOCK, tl.int32)
+        ENCODE(x, residual, out, bad, words, here, seed, index, LANES, LANES == WORDS, FEEDBACK, ARGUMENT)
     else:
-        words = (left + FIELDS - 1) // FIELDS
-        ENCODE(x, residual, out, bad, words, left, seed, index, LANES, False, FEEDBACK, ARGUMENT)
+        here = left.to(tl.int32)
+        words = (here + FIELDS - 1) // FIELDS
+        ENCODE(x, residual, out, bad, words, here, seed, index, LANES, False, FEEDBACK, ARGUMENT)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -162,21 +165,24 @@ def _decode(
     out += block * BLOCK
     left = n - block * BLOCK
     if left >= BLOCK:
-        DECODE(payload, out, WORDS, BLOCK, LANES, LANES == WORDS, ADD, ARGUMENT)
+        words, here = tl.full([], WORDS, tl.int32), tl.full([], BLOCK, tl.int32)
+        DECODE(payload, out, words, here, LANES, LANES == WORDS, ADD, ARGUMENT)
     else:
-        DECODE(payload, out, (left + FIELDS - 1) // FIELDS, left, LANES, False, ADD, ARGUMENT)
+        here = left.to(tl.int32)
+        words = (here + FIELDS - 1) // FIELDS
+        DECODE(payload, out, words, here, LANES, False, ADD, ARGUMENT)
 
 
 def encode_blocks(
-    function: Any, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, block: int, fields: int,
+    function: Any, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, block: int, fields: int,
     argument: Any = None, *, heads: int = 1, seed: int = 0, index: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Let ``function`` encode every block of ``x`` + ``residual`` (None: none); how many blocks are not finite."""
-    bad = counter(x)
+    """Let ``function`` encode every block of ``x`` + ``residual`` (empty: none); how many blocks are not finite."""
+    bad, feedback = counter(x), len(residual) > 0
     launch(
-        _encode, blocks_of(x.numel(), block), _warps(block, fields),
-        x, x if residual is None else residual, out, bad, x.numel(), signed(seed), index,
-        ENCODE=function, HEADS=heads, FEEDBACK=residual is not None, ARGUMENT=argument, **_shape(block, fields),
+        _encode, blocks_of(len(x), block), _warps(block, fields),
+        x, residual if feedback else x, out, bad, len(x), signed(seed), index,
+        ENCODE=function, HEADS=heads, FEEDBACK=feedback, ARGUMENT=argument, **_shape(block, fields),
     )  # fmt: skip
     return bad
 
@@ -187,7 +193,7 @@ def decode_blocks(
 ) -> None:  # fmt: skip
     """Let ``function`` decode every block, or add what it says."""
     launch(
-        _decode, blocks_of(out.numel(), block), _warps(block, fields), payload, out, out.numel(),
+        _decode, blocks_of(len(out), block), _warps(block, fields), payload, out, len(out),
         DECODE=function, HEADS=heads, ADD=add, ARGUMENT=argument, **_shape(block, fields),
     )  # fmt: skip
 

@@ -86,29 +86,29 @@ def _decode_halves(payload, out, n, TILE: tl.constexpr, BRAIN: tl.constexpr, ADD
     tl.store(out + at, value, mask=inside)
 
 
-def _encode(x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, brain: bool) -> torch.Tensor:
-    bad = counter(x)
+def _encode(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, brain: bool) -> torch.Tensor:
+    bad, feedback = counter(x), len(residual) > 0
     launch(
-        _encode_halves, blocks_of(x.numel(), _TILE), _WARPS, x, x if residual is None else residual, out, bad,
-        x.numel(), TILE=_TILE, BRAIN=brain, FEEDBACK=residual is not None,
+        _encode_halves, blocks_of(len(x), _TILE), _WARPS, x, residual if feedback else x, out, bad, len(x),
+        TILE=_TILE, BRAIN=brain, FEEDBACK=feedback,
     )  # fmt: skip
-    return bad
+    return bad == 0
 
 
 def _decode(halves: torch.Tensor, out: torch.Tensor, add: bool, brain: bool) -> None:
     launch(
-        _decode_halves, blocks_of(out.numel(), _TILE), _WARPS, halves, out, out.numel(),
+        _decode_halves, blocks_of(len(out), _TILE), _WARPS, halves, out, len(out),
         TILE=_TILE, BRAIN=brain, ADD=add,
     )  # fmt: skip
 
 
-def encode_float16(x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """float16 of ``x`` + ``residual`` (None: none) as int16, a 0 behind an odd last; how many were not finite."""
+def encode_float16(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """float16 of ``x`` + ``residual`` (empty: none) as int16, a 0 behind an odd last; whether all were finite."""
     return _encode(x, residual, out, False)
 
 
-def encode_bfloat16(x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """bfloat16 of ``x`` + ``residual`` (None: none) as int16, a 0 behind an odd last; how many were not finite."""
+def encode_bfloat16(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """bfloat16 of ``x`` + ``residual`` (empty: none) as int16, a 0 behind an odd last; whether all were finite."""
     return _encode(x, residual, out, True)
 
 
@@ -177,8 +177,8 @@ def _decode_block(
         put_row(out, _widen_e4m3(codes >> (8 * k)) * scale, k, words, n, lane, WHOLE, ADD)
 
 
-def encode_e4m3(x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, block: int) -> torch.Tensor:
-    """Payload of ``x`` + ``residual`` (None: none) into ``out``; the number of blocks that are not finite."""
+def encode_e4m3(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, block: int) -> torch.Tensor:
+    """Payload of ``x`` + ``residual`` (empty: none) into ``out``; the number of blocks that are not finite."""
     return encode_blocks(_encode_block, x, residual, out, block, 4)
 
 

@@ -1,10 +1,10 @@
 """Starting kernels, and what makes floating-point arithmetic on a GPU give the bits of the processor's.
 
-    contraction   a*b + c stays two roundings: kernels are compiled without fused multiply-add
-    division      ``/`` of float32 is approximate in Triton: kernels say ``tl.div_rn``, and ``tl.sqrt_rn`` for roots
-    denormals     are kept: neither Triton nor the Numba kernels flush them
-    sums          of a block go over lanes that are folded in halves; ``tl.sum`` promises no order
-    NaN           a GPU makes other NaNs than a processor does: only those of the 16-bit types get into payloads
+contraction   a*b + c stays two roundings: kernels are compiled without fused multiply-add
+division      ``/`` of float32 is approximate in Triton: kernels say ``tl.div_rn``, and ``tl.sqrt_rn`` for roots
+denormals     are kept: neither Triton nor the Numba kernels flush them
+sums          of a block go over lanes that are folded in halves; ``tl.sum`` promises no order
+NaN           a GPU makes other NaNs than a processor does: only those of the 16-bit types get into payloads
 """
 
 from __future__ import annotations

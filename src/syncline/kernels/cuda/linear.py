@@ -56,9 +56,7 @@ def _encode(
 
 
 @triton.jit
-def _decode(
-    payload, out, words, n, LANES: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr, BITS: tl.constexpr
-):
+def _decode(payload, out, words, n, LANES: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr, BITS: tl.constexpr):
     lane = tl.arange(0, LANES)
     step = float_of_bits(tl.load(payload))
     codes = load_codes(payload + 1, words, lane, WHOLE)
@@ -68,10 +66,8 @@ def _decode(
         put_row(out, value, k, words, n, lane, WHOLE, ADD)
 
 
-def encode_linear(
-    x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, bits: int, block: int
-) -> torch.Tensor:
-    """Payload of ``x`` + ``residual`` (None: none) into ``out``; the number of blocks that are not finite."""
+def encode_linear(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, bits: int, block: int) -> torch.Tensor:
+    """Payload of ``x`` + ``residual`` (empty: none) into ``out``; the number of blocks that are not finite."""
     return encode_blocks(_encode, x, residual, out, block, 32 // bits, bits)
 
 

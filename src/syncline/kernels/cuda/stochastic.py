@@ -81,10 +81,10 @@ def _encode_steps(
 
 
 def encode_steps(
-    x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor,
+    x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor,
     bits: int, levels: int, block: int, seed: int, index: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Payload of ``x`` + ``residual`` (None: none), ``x`` starting at an index; the number of blocks not finite."""
+    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite."""
     return encode_blocks(_encode_steps, x, residual, out, block, 32 // bits, (bits, levels), seed=seed, index=index)
 
 
@@ -134,9 +134,9 @@ def _decode_powers(
 
 
 def encode_powers(
-    x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, block: int, seed: int, index: int
+    x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, block: int, seed: int, index: int
 ) -> torch.Tensor:
-    """Payload of ``x`` + ``residual`` (None: none), ``x`` starting at an index; the number of blocks not finite."""
+    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite."""
     return encode_blocks(_encode_powers, x, residual, out, block, 4, seed=seed, index=index)
 
 
