@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from syncline.codecs import Codec, Encoded, Floats, Payload, PayloadError, State
@@ -41,11 +41,13 @@ CODECS = [
     "sign(vote=on)",
 ]
 GUARD = 33
-NOT_FINITE = [np.nan, -np.nan, np.inf, -np.inf]
+TILE = 1024
+"""Elements that a program casts to 16 bits: where codecs know blocks of two, what can go wrong is at its borders."""
 
 over_codecs = pytest.mark.parametrize("text", CODECS)
-# The interpreter takes milliseconds for a vector.
-few = settings(deadline=None, max_examples=6)
+# The interpreter takes milliseconds for each operation on vectors, and numpy tells it of infinities that are meant.
+few = settings(deadline=None, max_examples=3, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def built(text: str) -> Codec:
@@ -63,7 +65,9 @@ def gradient(kind: str, size: int, seed: int) -> Floats:
     elif kind == "ties":
         made = np.round(4 * made) / 8
     elif kind == "sparse":
-        made *= draw.random(size) < 0.01
+        made = np.where(draw.random(size) < 0.01, made, 0)
+    elif kind == "zeros":
+        made *= 0
     elif kind == "huge":
         made = np.sign(made) * np.finfo(np.float32).max
     return made.astype(np.float32)
@@ -74,7 +78,7 @@ def inputs(draw: st.DrawFn, block: int) -> tuple[Floats, Floats, int]:
     """A gradient, a residual, and where in its tensor it starts: some of a block, one, or more."""
     size = draw(st.sampled_from([1, 2, 3, block // 2 + 1, block - 1, block, block + 1, 2 * block]))
     size = max(size, 1)
-    kind = draw(st.sampled_from(["normal", "wide", "denormal", "ties", "sparse", "huge"]))
+    kind = draw(st.sampled_from(["normal", "wide", "denormal", "ties", "sparse", "zeros", "huge"]))
     seed = draw(st.integers(0, 1000))
     x = gradient(kind, size, seed)
     residual = np.zeros(size, np.float32) if kind == "huge" else gradient(kind, size, seed + 1)
@@ -130,60 +134,53 @@ def same(mine: Any, theirs: Any) -> None:
     np.testing.assert_array_equal(mine.view(np.uint32), theirs.view(np.uint32))
 
 
+def alike(sides: tuple[Floats, Floats]) -> None:
+    """Bit for bit, but for NaNs, which may be other ones."""
+    mine, theirs = sides
+    np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
+    same(mine[~np.isnan(mine)], theirs[~np.isnan(theirs)])
+
+
 @over_codecs
 @few
 @given(data=st.data())
-def test_the_payload_and_the_residual_have_the_same_bits(text: str, data: st.DataObject) -> None:
-    x, residual, start = data.draw(inputs(built(text).block))
+def test_the_bits_are_those_of_the_host(text: str, data: st.DataObject) -> None:
+    block = built(text).block
+    x, residual, start = data.draw(inputs(block if block > 2 else TILE))
     feedback = data.draw(st.booleans())
     both = Both(text, x, residual if feedback else None, start)
     assert bool(both.device_encoded.finite) == both.encoded.finite
     same(both.device, both.host)
     if feedback:
         same(to_host(both.on_device).residual, both.state.residual)
+    alike(both.decoded(both.host[: both.encoded.words], residual if data.draw(st.booleans()) else None))
 
 
 @over_codecs
-@few
-@given(data=st.data())
-def test_what_is_decoded_has_the_same_bits(text: str, data: st.DataObject) -> None:
-    x, residual, start = data.draw(inputs(built(text).block))
-    both = Both(text, x, None, start)
-    payload = both.host[: both.encoded.words]
-    for mine, theirs in (both.decoded(payload), both.decoded(payload, residual)):
-        np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
-        same(mine[~np.isnan(mine)], theirs[~np.isnan(theirs)])
-
-
-@over_codecs
-@few
-@given(data=st.data())
-def test_what_is_not_finite_stays_where_it_is(text: str, data: st.DataObject) -> None:
-    """NaNs may be other ones, and so may the signs that are sent of them."""
-    x, residual, start = data.draw(inputs(built(text).block))
-    x[data.draw(st.integers(0, len(x) - 1))] = data.draw(st.sampled_from(NOT_FINITE))
-    both = Both(text, x, residual, start)
+@pytest.mark.parametrize("number", [np.nan, -np.inf])
+def test_what_is_not_finite_is_told_and_not_kept(text: str, number: float) -> None:
+    block = built(text).block
+    x = gradient("normal", block + 1, 5)
+    x[block // 3] = number
+    both = Both(text, x, gradient("normal", block + 1, 6), 0)
     assert not both.device_encoded.finite
     assert not both.encoded.finite
     same(to_host(both.on_device).residual, both.state.residual)
-    mine, _ = both.decoded(both.host[: both.encoded.words])
-    _, theirs = both.decoded(both.device[: both.encoded.words])
-    np.testing.assert_array_equal(mine, theirs)
+    mine, theirs = both.decoded(both.device[: both.encoded.words])
+    alike((mine, theirs))
+    assert not np.isfinite(theirs[block // 3])
 
 
 @over_codecs
-@few
-@given(data=st.data())
-def test_an_altered_payload_harms_nothing(text: str, data: st.DataObject) -> None:
-    x, _, start = data.draw(inputs(built(text).block))
-    both = Both(text, x, None, start)
+def test_an_altered_payload_harms_nothing(text: str) -> None:
+    size = built(text).block + 5
+    both = Both(text, gradient("normal", size, 7), None, 0)
     payload = both.host[: both.encoded.words]
-    words = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, 1 << 32, len(payload), np.uint32)
-    mine, theirs = both.decoded(words)
-    np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
+    with np.errstate(all="ignore"):
+        alike(both.decoded(np.random.default_rng(8).integers(0, 1 << 32, len(payload), np.uint32)))
     for wrong in (payload[:-1], np.append(payload, np.uint32(0))):
         with pytest.raises(PayloadError):
-            both.codec.decode(tensor(wrong), tensor(x), both.on_device, start=start)
+            both.codec.decode(tensor(wrong), tensor(np.zeros(size, np.float32)), both.on_device)
 
 
 @over_codecs

@@ -33,6 +33,7 @@ MAGIC = tl.constexpr(1.5 * 2.0**23)
 
 NAN = tl.constexpr(0x7FC00000)
 INFINITY = tl.constexpr(0x7F800000)
+SIGN = tl.constexpr(0x80000000)
 BODY = tl.constexpr(0x7FFFFFFF)
 """The bits of a float32 without its sign."""
 
@@ -50,6 +51,12 @@ def float_of_bits(bits):
 def bits_of_float(value):
     """The 32 bits of a float32, as a uint32."""
     return value.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def negated(value):
+    """-value, of zeros too: Triton's own sign is a subtraction from 0."""
+    return float_of_bits(bits_of_float(value) ^ SIGN)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from .blocks import (
     BODY,
     INFINITY,
     NAN,
+    SIGN,
     TINY,
     bits_of_float,
     decode_blocks,
@@ -17,6 +18,7 @@ from .blocks import (
     float_of_bits,
     gather,
     load_codes,
+    load_row,
     put_row,
     step_of,
     store_codes,
@@ -30,7 +32,6 @@ _TILE = 1024
 _WARPS = 4
 """Elements of a program that rounds to 16 bits, and its warps: 8 elements a thread."""
 
-_SIGN = tl.constexpr(0x80000000)
 _LARGEST_FLOAT16 = tl.constexpr(0x477FE000)
 _LARGEST_BFLOAT16 = tl.constexpr(0x7F7F0000)
 _LARGEST_E4M3 = tl.constexpr(448.0)
@@ -53,37 +54,60 @@ def _narrow(bits, BRAIN: tl.constexpr):
     """The 16 bits of the nearest number; a finite one beyond the largest is made that one."""
     LARGEST: tl.constexpr = _LARGEST_BFLOAT16 if BRAIN else _LARGEST_FLOAT16
     body = bits & BODY
-    kept = tl.where((body > LARGEST) & (body < INFINITY), LARGEST, body).to(tl.uint32) | (bits & _SIGN)
+    kept = tl.where((body > LARGEST) & (body < INFINITY), LARGEST, body).to(tl.uint32) | (bits & SIGN)
     return narrow_bfloat16(kept) if BRAIN else narrow_float16(kept)
+
+
+@triton.jit
+def _encode_tile(x, residual, out, bad, n, TILE: tl.constexpr, WHOLE: tl.constexpr, BRAIN: tl.constexpr,
+                 FEEDBACK: tl.constexpr):  # fmt: skip
+    lane = tl.arange(0, TILE)
+    value = load_row(x, 0, TILE, n, lane, WHOLE)
+    if FEEDBACK:
+        value += load_row(residual, 0, TILE, n, lane, WHOLE)
+    bits = bits_of_float(value)
+    half = _narrow(bits, BRAIN)
+    finite = (bits & BODY) < INFINITY
+    store_row(out, half.to(tl.uint16).to(tl.int16, bitcast=True), 0, TILE, n + n % 2, lane, WHOLE)
+    wrong = tl.sum(tl.where(finite, 0, 1), 0)
+    if wrong > 0:
+        tl.atomic_add(bad, wrong)
+    if FEEDBACK:
+        left = value - _widen(half, BRAIN)
+        if wrong > 0:
+            tl.store(residual + lane, left, mask=(lane < n) & finite)
+        else:
+            store_row(residual, left, 0, TILE, n, lane, WHOLE)
 
 
 @triton.jit(do_not_specialize=["n"])
 def _encode_halves(x, residual, out, bad, n, TILE: tl.constexpr, BRAIN: tl.constexpr, FEEDBACK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = at < n
-    value = tl.load(x + at, mask=inside, other=0.0)
-    if FEEDBACK:
-        value += tl.load(residual + at, mask=inside, other=0.0)
-    bits = bits_of_float(value)
-    half = _narrow(bits, BRAIN)
-    tl.store(out + at, half.to(tl.uint16).to(tl.int16, bitcast=True), mask=at < n + n % 2)
-    finite = (bits & BODY) < INFINITY
-    if FEEDBACK:
-        tl.store(residual + at, value - _widen(half, BRAIN), mask=inside & finite)
-    wrong = tl.sum(tl.where(finite, 0, 1), 0)
-    if wrong > 0:
-        tl.atomic_add(bad, wrong)
+    first = tl.program_id(0).to(tl.int64) * TILE
+    x += first
+    residual += first
+    out += first
+    here = tl.minimum(n - first, TILE).to(tl.int32)
+    if here == TILE:
+        _encode_tile(x, residual, out, bad, here, TILE, True, BRAIN, FEEDBACK)
+    else:
+        _encode_tile(x, residual, out, bad, here, TILE, False, BRAIN, FEEDBACK)
+
+
+@triton.jit
+def _decode_tile(payload, out, n, TILE: tl.constexpr, WHOLE: tl.constexpr, BRAIN: tl.constexpr, ADD: tl.constexpr):
+    lane = tl.arange(0, TILE)
+    half = load_row(payload, 0, TILE, n, lane, WHOLE).to(tl.uint16, bitcast=True).to(tl.uint32)
+    put_row(out, _widen(half, BRAIN), 0, TILE, n, lane, WHOLE, ADD)
 
 
 @triton.jit(do_not_specialize=["n"])
 def _decode_halves(payload, out, n, TILE: tl.constexpr, BRAIN: tl.constexpr, ADD: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = at < n
-    half = tl.load(payload + at, mask=inside, other=0).to(tl.uint16, bitcast=True).to(tl.uint32)
-    value = _widen(half, BRAIN)
-    if ADD:
-        value = tl.load(out + at, mask=inside, other=0.0) + value
-    tl.store(out + at, value, mask=inside)
+    first = tl.program_id(0).to(tl.int64) * TILE
+    here = tl.minimum(n - first, TILE).to(tl.int32)
+    if here == TILE:
+        _decode_tile(payload + first, out + first, here, TILE, True, BRAIN, ADD)
+    else:
+        _decode_tile(payload + first, out + first, here, TILE, False, BRAIN, ADD)
 
 
 def _encode(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, brain: bool) -> torch.Tensor:

@@ -17,6 +17,7 @@ from .blocks import (
     folded,
     gather,
     load_codes,
+    negated,
     put_row,
     store_codes,
     store_float,
@@ -91,7 +92,7 @@ def _encode_signs(
         scale = tl.full([], 1.0, tl.float32) if BARE else mean
         store_float(out, scale)
         if FEEDBACK:
-            _keep(rows, residual, scale, -scale, words, n, lane, WHOLE)
+            _keep(rows, residual, scale, negated(scale), words, n, lane, WHOLE)
     else:
         tl.store(out, NAN)
         tl.atomic_add(bad, 1)
@@ -102,7 +103,7 @@ def _encode_signs(
 def _decode(payload, out, words, n, LANES: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr, SCALES: tl.constexpr):
     lane = tl.arange(0, LANES)
     above = float_of_bits(tl.load(payload))
-    below = float_of_bits(tl.load(payload + 1)) if SCALES == 2 else -above
+    below = float_of_bits(tl.load(payload + 1)) if SCALES == 2 else negated(above)
     codes = load_codes(payload + SCALES, words, lane, WHOLE)
     for k in tl.static_range(_BITS):
         put_row(out, tl.where(((codes >> k) & 1) > 0, below, above), k, words, n, lane, WHOLE, ADD)
