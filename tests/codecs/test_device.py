@@ -204,3 +204,9 @@ def test_a_state_goes_to_the_device_and_back() -> None:
 def test_a_family_without_kernels_for_devices_says_so() -> None:
     with pytest.raises(UsageError, match="on the host"):
         kernels_for("passes", torch.zeros(1))
+
+
+def test_a_block_too_large_for_a_program_is_refused() -> None:
+    x, out = tensor(np.zeros(9, np.float32)), tensor(np.zeros(9, np.uint32))
+    with pytest.raises(UsageError, match="on a GPU"):
+        built("int8(block=65536)").encode(x, out, State(Spec("a", (9,)), 0))

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...errors import UsageError
 from .launch import blocks_of, counter, launch, signed
 
 TINY = tl.constexpr(2.0**-100)
@@ -184,7 +185,12 @@ def encode_blocks(
     function: Any, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, block: int, fields: int,
     argument: Any = None, *, heads: int = 1, seed: int = 0, index: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Let ``function`` encode every block of ``x`` + ``residual`` (empty: none); how many blocks are not finite."""
+    """Let ``function`` encode every block of ``x`` + ``residual`` (empty: none); how many blocks are not finite.
+
+    Raises UsageError for a block that a program cannot keep in its registers.
+    """
+    if block > LARGEST_BLOCK:
+        raise UsageError(f"block={block}: on a GPU choose {LARGEST_BLOCK} elements or fewer")
     bad, feedback = counter(x), len(residual) > 0
     launch(
         _encode, blocks_of(len(x), block), _warps(block, fields),
@@ -198,7 +204,9 @@ def decode_blocks(
     function: Any, payload: torch.Tensor, out: torch.Tensor, block: int, fields: int, argument: Any = None,
     *, heads: int = 1, add: bool,
 ) -> None:  # fmt: skip
-    """Let ``function`` decode every block, or add what it says."""
+    """Let ``function`` decode every block, or add what it says; blocks as in ``encode_blocks``."""
+    if block > LARGEST_BLOCK:
+        raise UsageError(f"block={block}: on a GPU choose {LARGEST_BLOCK} elements or fewer")
     launch(
         _decode, blocks_of(len(out), block), _warps(block, fields), payload, out, len(out),
         DECODE=function, HEADS=heads, ADD=add, ARGUMENT=argument, **_shape(block, fields),
