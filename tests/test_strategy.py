@@ -328,6 +328,7 @@ def later_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         codec: Any
         decay: float = 1.0
         biased: ClassVar[bool] = False
+        combine: ClassVar[str] = "owner"
 
     @registry.register("sync", "ssp")
     @dataclass(frozen=True)

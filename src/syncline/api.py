@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 import types
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -276,29 +277,53 @@ def stats() -> Stats:
 
 
 def state_dict() -> dict[str, Any]:
-    """What Syncline itself has to remember for a resumed run, beside the model's and the optimizer's own state."""
+    """What Syncline itself has to remember for a resumed run, beside the model's and the optimizer's own state.
+
+    Under a codec that keeps residuals all ranks have to call it, and every rank gets those of all: as many bytes as
+    there are ranks times the model's. Tensors and plain values, which ``torch.save`` takes.
+    """
     here = session()
-    return {
+    found: dict[str, Any] = {
         "strategy": str(here.strategy),
         "algorithms": [] if here.choice is None else [list(row) for row in here.choice.table],
         "world_size": here.world_size,
         "steps": [made.replica.steps for made in _prepared],
     }
+    kept = [made.replica.compression for made in _prepared]
+    if any(one is not None and one.keeps for one in kept):
+        import torch
+
+        found["codec"] = [
+            one and [{key: torch.from_numpy(array) for key, array in rank.items()} for rank in here.gather_saved(one)]
+            for one in kept
+        ]
+    return found
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
     """Take up what ``state_dict`` saved; refuses a state of another strategy, whose mathematics would differ.
 
     All ranks call it. Algorithms that ``architecture=auto`` had measured are used again, so that sums round as before,
-    unless the number of workers is another one.
+    unless the number of workers is another one; what a codec had kept back is then shared out among the new ones. A
+    state without that warns: the gradients of the last steps that had not been sent yet are lost.
     """
     here = session()
     if state["strategy"] != str(here.strategy):
         raise UsageError(f"this state is of a run with {state['strategy']!r}, this run has {str(here.strategy)!r}")
     if len(state["steps"]) != len(_prepared):
         raise UsageError(f"this state is of {len(state['steps'])} prepared models, this run has {len(_prepared)}")
-    for made, steps in zip(_prepared, state["steps"], strict=True):
+    kept = state.get("codec") or [None] * len(_prepared)
+    for made, steps, saved in zip(_prepared, state["steps"], kept, strict=True):
         made.replica.steps = steps
+        compression = made.replica.compression
+        if compression is not None and saved is not None:
+            compression.load([{key: np.asarray(array) for key, array in rank.items()} for rank in saved])
+        elif compression is not None and compression.keeps:
+            warnings.warn(
+                f"this state has nothing of codec={here.strategy.codec}: what it had not sent yet is lost, and training"
+                " does not go on with the same bits; save syncline.state_dict() of this strategy, called by all ranks",
+                stacklevel=2,
+            )
     if state.get("algorithms") and state["world_size"] == here.world_size:
         here.resume_with(Choice.read(state["algorithms"]))
 

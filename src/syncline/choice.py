@@ -28,6 +28,10 @@ from .types import Size
 MARGIN = 0.08
 """How much slower than the fastest a preferred algorithm may be: noise shall not choose."""
 
+MARGIN_LARGE = 0.25
+LARGE_BYTES = 512 * 1024
+"""The same from this size on: there algorithms that move the same bytes differ by noise and by what links buffer."""
+
 BEYOND = 1.5
 """How much slower at the greatest size the first algorithm may be and still be taken for twice that size and more."""
 
@@ -88,10 +92,14 @@ def time_at(sizes: Sequence[int], times_s: Sequence[float], nbytes: float) -> fl
     return math.exp(float(np.interp(math.log(nbytes), np.log(sizes), np.log(times_s))))
 
 
-def choose(sizes: Sequence[int], times_s: Mapping[str, Sequence[float]], margin: float = MARGIN) -> Choice:
-    """The table that takes the fastest algorithm at every size, give or take ``margin``.
+def choose(
+    sizes: Sequence[int],
+    times_s: Mapping[str, Sequence[float]],
+    margins: tuple[float, float] = (MARGIN, MARGIN_LARGE),
+) -> Choice:
+    """The table that takes the fastest algorithm at every size, give or take a margin (for small and large arrays).
 
-    ``sizes`` ascend, ``times_s`` has one time per size and algorithm. Where several are within ``margin`` of the
+    ``sizes`` ascend, ``times_s`` has one time per size and algorithm. Where several are within the margin of the
     fastest, the first of all goes before that of the next smaller size, and that before the others: the first is what
     is known to be good on such machines, so let it stand where measuring says nothing else clearly. For arrays that are
     much larger than what was measured that takes more than for others: what fitted the cache will not.
@@ -102,6 +110,7 @@ def choose(sizes: Sequence[int], times_s: Mapping[str, Sequence[float]], margin:
         now = {name: time_at(sizes, found, nbytes) for name, found in times_s.items()}
         best = min(now, key=now.__getitem__)
         preferred = [first, *(name for _, name in table[-1:]), best]
+        margin = margins[nbytes >= LARGE_BYTES]
         chosen = next(name for name in preferred if now[name] <= now[best] * (1 + margin))
         if not table or chosen != table[-1][1]:
             table.append((nbytes if table else 0, chosen))

@@ -30,6 +30,8 @@ from .collectives import Collective
 from .errors import ClosedError, PeerTimeout, SynclineError
 from .exchange import SPINS, Array, Exchange, Run, labelled
 from .program import Program
+from .reducers import Reducer, Room
+from .reducing import Reducing
 from .transports import Bytes, Handle, Transport
 
 LIMIT_S = 30 * 60.0
@@ -82,6 +84,7 @@ class Engine:
         self.blocked_s = 0.0
         self.error: Exception | None = None
         self._exchange = Exchange(transport, has_left=has_left)
+        self._reducing: dict[int, Reducing] = {}
         self._has_left = has_left
         self._on_raise = on_raise
         self._limit_s = limit_s
@@ -122,20 +125,78 @@ class Engine:
         work = Work(label, tolerant)
 
         def start() -> None:
-            if before is not None:
-                before()
             chosen = program() if callable(program) else program
             self._start(chosen, array, key, work, lane, priority)
 
+        self._enter(work, start, lane, gate, before, announce)
+        return work
+
+    def reduce(
+        self,
+        pieces: Callable[[], Sequence[Callable[[], Reducer]]],
+        program: Callable[[int], Program | Collective],
+        key: int,
+        label: str,
+        *,
+        lane: Lane | None = None,
+        gate: Work | None = None,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] = lambda: None,
+        priority: float = 0.0,
+        tolerant: bool = False,
+    ) -> Work:
+        """Drive the reducers of a bucket; sums in it run ``program`` of their bytes. Otherwise as ``exchange``.
+
+        ``after`` is called, in the thread that drives, when all are done.
+        """
+        work = Work(label, tolerant)
+
+        def finished() -> None:
+            self._reducing.pop(key, None)
+            after()
+            self._finish(work, lane)
+
+        def start() -> None:
+            self._reducing[key] = Reducing(
+                self._exchange,
+                pieces(),
+                program,
+                key,
+                label,
+                priority=priority,
+                on_done=finished,
+                tolerant=tolerant,
+                has_left=self._has_left,
+            )
+            self._reducing[key].start()
+
+        self._enter(work, start, lane, gate, before)
+        return work
+
+    def _enter(
+        self,
+        work: Work,
+        start: Callable[[], None],
+        lane: Lane | None,
+        gate: Work | None,
+        before: Callable[[], None] | None,
+        announce: bool = True,
+    ) -> None:
+        """Have the thread that drives start a work, after ``before``, when its gate is done and its lane has room."""
+
+        def begin() -> None:
+            if before is not None:
+                before()
+            start()
+
         def enter() -> None:
             if lane is None:
-                self._when_done(gate, start)
+                self._when_done(gate, begin)
             else:
-                lane.waiting.append((gate, start))
+                lane.waiting.append((gate, begin))
                 self._advance(lane)
 
-        self._post(enter, tolerant, announce)
-        return work
+        self._post(enter, work.tolerant, announce)
 
     def run(self, program: Program | Collective, array: Array, key: int, label: str) -> None:
         """Run a plan over ``array`` and return when it is done: ``exchange`` and ``wait`` with less in between."""
@@ -286,13 +347,19 @@ class Engine:
     @property
     def doing(self) -> str:
         """What is under way, in few words."""
-        labels = self._exchange.labels
+        reducing = [one.label for one in list(self._reducing.values()) if one.label]
+        labels = [*dict.fromkeys([*self._exchange.labels, *reducing])]
         return "no exchange" if not labels else labels[0] + (f" and {len(labels) - 1} more" if len(labels) > 1 else "")
+
+    @property
+    def room(self) -> Room:
+        """Buffers for reducers; for the thread that drives."""
+        return self._exchange.scratch
 
     @property
     def awaited(self) -> set[int]:
         """The processes that something under way waits for."""
-        return set(self._exchange.waiting_for)
+        return set(self._waiting_for())
 
     def fail(self, error: Exception) -> None:
         """A fault found elsewhere: whoever waits here gets it. The first one stays."""
@@ -432,8 +499,12 @@ class Engine:
         with self._changed:  # the end waits for this; a tolerant work gives no other sign
             self._changed.notify_all()
 
+    def _waiting_for(self) -> dict[int, str]:
+        reducing = list(self._reducing.values())
+        return {peer: one.label for one in reducing for peer in one.waiting_for} | self._exchange.waiting_for
+
     def _stalled(self) -> SynclineError:
-        waiting = self._exchange.waiting_for
+        waiting = self._waiting_for()
         peers = ", ".join(f"rank {peer} ({label})" for peer, label in sorted(waiting.items())) or "a message"
         text = f"nothing has moved for {self._limit_s:.0f} s, waiting for {peers}"
         return PeerTimeout(text, rank=next(iter(waiting)) if len(waiting) == 1 else -1)

@@ -35,7 +35,7 @@ def bind(kind: str, part: Part) -> Part:
         if parameter.name not in given:
             if parameter.required:
                 raise StrategyError(f"{part.name} needs {parameter.name}, as in {signature(entry)}")
-            args.append((parameter.name, parameter.default))
+            args.append((parameter.name, _default(entry, parameter)))
             continue
         value = given[parameter.name]
         if parameter.name == wraps:
@@ -67,7 +67,8 @@ def write(kind: str, part: Part) -> str:
     for parameter in entry.parameters:
         value = part[parameter.name]
         if parameter.name == wraps:
-            shown.insert(0, write(kind, value))
+            if parameter.required or value != _default(entry, parameter):
+                shown.insert(0, write(kind, value))
         elif value != parameter.default or parameter.name in entry.capabilities.get("always_print", ()):
             shown.append(f"{parameter.name}={write_value(value, parameter.annotation)}")
     return f"{part.name}({', '.join(shown)})" if shown else part.name
@@ -79,12 +80,29 @@ def signature(entry: registry.Entry) -> str:
     shown: list[str] = []
     for parameter in entry.parameters:
         if parameter.name == wraps:
-            shown.insert(0, parameter.name.upper())
+            default = "" if parameter.required else f"={write(entry.kind, _default(entry, parameter))}"
+            shown.insert(0, parameter.name.upper() + default)
         elif parameter.required:
             shown.append(f"{parameter.name}=...")
         else:
             shown.append(f"{parameter.name}={write_value(parameter.default, parameter.annotation)}")
     return f"{entry.name}({', '.join(shown)})" if shown else entry.name
+
+
+def part_of(kind: str, built: Any) -> Part:
+    """The bound part that an object of a registered frozen dataclass was built from: ``build`` undone."""
+    entry = next(entry for entry in registry.entries(kind) if entry.target is type(built))
+    wraps = entry.capabilities.get("wraps")
+    values = {parameter.name: getattr(built, parameter.name) for parameter in entry.parameters}
+    args = {name: part_of(kind, value) if name == wraps else value for name, value in values.items()}
+    return Part(entry.name, tuple(args.items()))
+
+
+def _default(entry: registry.Entry, parameter: registry.Parameter) -> Any:
+    """What stands for an argument that is left out; a wrapped object as the part that it was built from."""
+    if parameter.name == entry.capabilities.get("wraps"):
+        return part_of(entry.kind, parameter.default)
+    return parameter.default
 
 
 def _argument_name(entry: registry.Entry, name: str, value: Any) -> str:

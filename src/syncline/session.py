@@ -7,6 +7,7 @@ every collective is the identity.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import threading
@@ -15,7 +16,7 @@ import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,14 +25,16 @@ from numpy.typing import NDArray
 from . import registry
 from .choice import Choice
 from .collectives import Collective
+from .compression import Compression, Saved
 from .engine import LIMIT_S, Engine, Work
 from .errors import ClosedError, MismatchError, PeerError, PeerLeft, PeerTimeout, SynclineError, UsageError
 from .plan import Plan
 from .program import Program, compile_program
-from .strategy import AUTO, Strategy
+from .reducers import Place
+from .strategy import AUTO, NONE, Strategy
 from .tickets import ALLREDUCE, BARRIER, BROADCAST, CALLS, GATHER, STEP, TABLE, Meeting, Ticket, ticket_table
 from .transports import Transport
-from .types import Group
+from .types import Bucket, Group, Layer
 from .wire.rollcall import Roll
 from .wire.watch import Watcher
 
@@ -61,6 +64,7 @@ class Stats:
     transport with all headers; ``strategy`` is what really runs, ``transport`` what carries this process's messages
     (``shm+tcp`` where some peers are on its host and others are not). Under ``architecture=auto`` that was measured,
     ``algorithms`` gives what runs from which size in bytes on; it is empty where the strategy names the algorithm.
+    ``exchange`` says in words how gradients become one average.
     """
 
     strategy: str
@@ -69,6 +73,7 @@ class Stats:
     bytes_received: Mapping[int, int] = field(default_factory=dict)
     transport: str = ""
     algorithms: Mapping[int, str] = field(default_factory=dict)
+    exchange: str = ""
 
     @property
     def chosen(self) -> str:
@@ -292,6 +297,40 @@ class Session:
             return _plan(self.choice.at(nbytes), self.group)
         return self.strategy.plan(self.group)
 
+    def compression(
+        self, layers: Sequence[Layer], buckets: Sequence[Bucket], arrays: Sequence[Array]
+    ) -> Compression | None:
+        """What the strategy's codec does to a model's buckets; None where they travel as they are."""
+        if self.strategy.codec == NONE:
+            return None
+        served, name = self.strategy.architecture.name == "ps", self.name(self.index)
+        codec = self.strategy.codec_object()
+        return Compression(codec, layers, buckets, arrays, self._place(), served=served, name=name)
+
+    def reduce(self, compression: Compression, number: int, key: int, label: str, **options: Any) -> Work:
+        """Start the reduction of a compressed bucket; ``options`` are those of ``Engine.reduce``."""
+        pieces, after = partial(compression.pieces, number), partial(compression.finish, number)
+        return self.engine.reduce(pieces, self.bucket_program, key, label, after=after, **options)
+
+    def gather_saved(self, compression: Compression) -> list[Saved]:
+        """What every worker's codec has to keep in a checkpoint, in rank order; all workers call it."""
+        found = io.BytesIO()
+        np.savez(found, **compression.saved())  # type: ignore[arg-type]
+        ranks: list[Saved] = []
+        for data in self.gather(found.getvalue()):
+            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+                ranks.append({key: arrays[key] for key in arrays.files})
+        return ranks
+
+    def _place(self) -> Place:
+        """This process among those that reduce what is compressed: owners are the servers, or else all workers."""
+        workers, architecture = self.group.workers, self.strategy.architecture
+        owners = range(workers)
+        if architecture.name == "ps":
+            first = 0 if architecture["on"] == "workers" else workers
+            owners = range(first, first + architecture["servers"])
+        return Place(self.index, workers, tuple(owners), self.engine.room)
+
     def run_by(self, choice: Choice) -> None:
         """From now on choose the algorithm by size: ``architecture=auto``. All workers call it with the same table."""
         self.choice = choice
@@ -348,7 +387,8 @@ class Session:
         transport = self._engine.transport
         sent, received = transport.traffic()
         algorithms = {} if self.choice is None else dict(self.choice.table)
-        return Stats(str(self.strategy), self._engine.blocked_s, sent, received, transport.name, algorithms)
+        strategy, exchange = str(self.strategy), self.strategy.exchange
+        return Stats(strategy, self._engine.blocked_s, sent, received, transport.name, algorithms, exchange)
 
     def workers_left(self) -> bool:
         """True when every worker has said goodbye."""

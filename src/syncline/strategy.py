@@ -24,6 +24,7 @@ and this file reads:
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -101,10 +102,11 @@ class Strategy:
     def __post_init__(self) -> None:
         for word, part in self.parts():
             object.__setattr__(self, word, _bind_word(word, part if isinstance(part, Part) else read_part(part)))
-        for rule in RULES:
-            fault = rule(self)
-            if fault is not None:
-                raise StrategyError(self._advice(*fault))
+        fault = self._fault()
+        if fault is not None:
+            nearest_one = self._nearest_that_works(fault)
+            advice = "" if nearest_one is None else f"; the nearest that works is {str(nearest_one)!r}"
+            raise StrategyError(fault[0] + advice)
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
@@ -118,6 +120,8 @@ class Strategy:
             parts[word] = part
         if "feedback" in parts:
             feedback = _on_or_off(parts.pop("feedback"))
+        if feedback == "off" and "codec" in parts and _brings_feedback(parts["codec"]):
+            raise StrategyError(f"feedback=off: codec={parts['codec'].name} brings its own; leave one of them away")
         if feedback == "on" and "codec" in parts and _needs_feedback(parts["codec"]):
             parts["codec"] = Part("feedback", (("", parts["codec"]),))
         return cls(**parts)
@@ -176,6 +180,9 @@ class Strategy:
             # Owners read and write their peers' memory on shm; two levels spare the links between hosts that have
             # several ranks; elsewhere a ring keeps every link evenly busy.
             architecture = Part({"shm": "direct", "auto": "hierarchical"}.get(transport.name, "ring"))
+        carrier = _CARRIERS.get(self.codec_object().combine)
+        if carrier is not None and architecture.name != "ps":
+            architecture = Part(carrier)
         schedule = Part("fixed") if self.schedule == AUTO else self.schedule
         resolved = replace(self, architecture=architecture, schedule=schedule, transport=transport)
         if resolved.collective is None:
@@ -208,6 +215,24 @@ class Strategy:
         found: Collective = build("collectives", self.architecture)
         return found
 
+    @property
+    def exchange(self) -> str:
+        """How gradients become one average, in words; for a resolved strategy."""
+        name = self.architecture.name
+        if self.codec == NONE:
+            return f"allreduce by {name}"
+        served = name == "ps"
+        owners = "servers" if served else "owners"
+        again = f"payloads are added up at {owners}, encoded again and given to all"
+        words = {
+            "sum": again if served else f"payloads are summed by {name}",
+            "owner": again,
+            "gather": again if served else "all payloads are gathered by all",
+            "merge": again if served else "payloads are merged on a tree",
+            "rounds": f"factors are summed by {name}",
+        }
+        return words[self.codec_object().combine]
+
     def schedule_object(self) -> Schedule:
         """The schedule that the engine reads; raises UsageError while it is ``auto``."""
         schedule: Schedule = build("schedules", self._chosen("schedule"))
@@ -229,13 +254,30 @@ class Strategy:
             raise UsageError(f"the {word} of {str(self)!r} is auto: call resolve() first")
         return part
 
-    def _advice(self, reason: str, candidates: list[dict[str, Part]]) -> str:
-        for changes in candidates:
+    def _fault(self) -> Fault | None:
+        return next((fault for rule in RULES if (fault := rule(self)) is not None), None)
+
+    def _nearest_that_works(self, fault: Fault) -> Strategy | None:
+        """The first strategy without a fault that the remedies lead to, those with fewer changes first."""
+        todo = deque((self, changes) for changes in fault[1])
+        seen = {self}
+        while todo:
+            origin, changes = todo.popleft()
             try:
-                return f"{reason}; the nearest that works is {str(replace(self, **changes))!r}"
+                changed = {word: _bind_word(word, part) for word, part in (dict(origin.parts()) | changes).items()}
             except UsageError:
                 continue
-        return reason
+            candidate = object.__new__(Strategy)
+            for word, part in changed.items():
+                object.__setattr__(candidate, word, part)
+            if candidate in seen:
+                continue
+            seen.add(candidate)
+            found = candidate._fault()
+            if found is None:
+                return candidate
+            todo.extend((candidate, more) for more in found[1])
+        return None
 
 
 @lru_cache(maxsize=64)
@@ -272,6 +314,9 @@ _AUTO_SUMMARY = {
     "schedule": "Starts as fixed.",
     "transport": "shm among the processes of one host, tcp between hosts.",
 }
+
+_CARRIERS = {"owner": "direct", "gather": "direct", "merge": "tree"}
+"""What compressed gradients that no plan can sum travel by, whatever architecture was asked for; a server stays one."""
 
 _DEFAULTS = {"sync": "bsp", "codec": "none", "schedule": "auto", "transport": "auto"}
 
@@ -318,6 +363,13 @@ def _weights_on_servers_travel_dense(strategy: Strategy) -> Fault | None:
     return reason, [{"architecture": _with(strategy.architecture, update="worker")}, {"codec": NONE}]
 
 
+def _rounds_need_sums(strategy: Strategy) -> Fault | None:
+    if strategy.architecture.name != "ps" or strategy.codec_object().combine != "rounds":
+        return None
+    reason = f"codec={strategy.codec.name} needs sums over the workers while it computes, which servers do not make"
+    return reason, [{"architecture": AUTO}, {"codec": NONE}]
+
+
 def _staleness_needs_weights_on_servers(strategy: Strategy) -> Fault | None:
     if strategy.sync.name not in ("ssp", "asp") or strategy.server_holds_weights or strategy.architecture == AUTO:
         return None
@@ -345,6 +397,7 @@ RULES: tuple[Callable[[Strategy], Fault | None], ...] = (
     _nccl_knows_collectives_only,
     _ps_needs_a_server,
     _weights_on_servers_travel_dense,
+    _rounds_need_sums,
     _staleness_needs_weights_on_servers,
     _feedback_needs_a_contraction,
 )
@@ -437,11 +490,17 @@ def _on_or_off(part: Part) -> str:
     return part.name
 
 
+def _brings_feedback(codec: Part) -> bool:
+    """Whether a codec stands around others, and says itself which of them get error feedback."""
+    return codec.name in registry.names("codecs") and "wraps" in registry.get("codecs", codec.name).capabilities
+
+
 def _needs_feedback(codec: Part) -> bool:
-    """Whether a codec is biased; False for one that cannot be built, which binding will say better."""
+    """Whether a codec is biased in a way that feedback mends; False for one that cannot be built: binding says why."""
     if codec.name not in registry.names("codecs"):
         return False
     try:
-        return bool(build("codecs", codec).biased)
+        built = build("codecs", codec)
+        return bool(built.biased and built.contraction)
     except UsageError:
         return False

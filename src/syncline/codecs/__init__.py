@@ -19,6 +19,7 @@ something that is not finite, its residual stays as it was, and ``Encoded.finite
 from __future__ import annotations
 
 import zlib
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -58,7 +59,7 @@ class State:
     """What a codec remembers of one tensor on one rank; all of it belongs in a checkpoint.
 
     ``residual`` (elements, float32) is None without error feedback. ``memory`` holds further arrays of the codec's own,
-    by name. ``step`` counts the exchanges and is the same on all ranks.
+    by name. ``step`` counts the exchanges and is the same on all ranks. ``world`` is the number of ranks.
     """
 
     spec: Spec
@@ -66,6 +67,7 @@ class State:
     residual: Floats | None = None
     step: int = 0
     memory: dict[str, Floats] = field(default_factory=dict)
+    world: int = 1
 
     def seed(self, shared: bool = False) -> int:
         """32 random bits of this tensor and step; other ones on every rank unless ``shared``."""
@@ -97,7 +99,10 @@ class Codec(Protocol):
 
     @property
     def biased(self) -> bool:
-        """True when the mean of decode(encode(x)) is not x: such a codec gets error feedback unless told otherwise."""
+        """True when the mean of decode(encode(x)) is not x.
+
+        A biased contraction gets error feedback unless the strategy says otherwise.
+        """
         ...
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
@@ -122,6 +127,43 @@ class Codec(Protocol):
         """Write to ``out`` what a payload says of elements ``start`` on, or add it to what is there.
 
         Raises PayloadError for a payload that ``encode`` cannot have made; nothing outside ``out`` is ever written.
+        """
+        ...
+
+
+@runtime_checkable
+class Sums(Protocol):
+    """A codec whose payloads may be added (``combine`` is sum): as arrays of that type of number."""
+
+    @property
+    def number(self) -> str:
+        """The numpy (or ml_dtypes) name of the type."""
+        ...
+
+
+@runtime_checkable
+class Merges(Protocol):
+    """A codec whose payloads become one of the same size: ``combine`` is "merge"."""
+
+    def merge(self, mine: Payload, theirs: Payload, out: Payload, state: State) -> int:
+        """Write the sum of two payloads, as far as one can say it, to ``out``; returns its words.
+
+        What it cannot say goes into the state's residual, if there is one. Raises PayloadError for a payload that
+        ``encode`` and ``merge`` cannot have made; then nothing has been changed.
+        """
+        ...
+
+
+@runtime_checkable
+class Rounds(Protocol):
+    """A codec that computes between sums over the ranks: ``combine`` is "rounds"; it is never asked to encode."""
+
+    def average(self, x: Floats, state: State, world: int) -> Generator[Floats, None, bool]:
+        """Replace ``x``, this rank's share of the mean of a tensor's gradients, by the sum over all ranks.
+
+        Each array that is yielded is to be replaced, in place, by its sum over the ranks, the same bits on all of them;
+        how many there are and their sizes follow from the tensor alone. ``x`` is the room of the work, and has the
+        result at the end, the same bits on all ranks. Returns whether this rank's own input was finite.
         """
         ...
 
@@ -156,10 +198,10 @@ def codec_of(codec: Codec, spec: Spec) -> tuple[Codec, bool]:
     """The codec that a tensor really gets, and whether with error feedback."""
     feedback = False
     while True:
-        if isinstance(codec, Wraps):
-            codec, feedback = codec.codec, True
-        elif isinstance(codec, Chooses):
+        if isinstance(codec, Chooses):  # first: what it chooses from may be called ``codec`` too
             codec, feedback = codec.choose(spec), False
+        elif isinstance(codec, Wraps):
+            codec, feedback = codec.codec, True
         else:
             return codec, feedback
 

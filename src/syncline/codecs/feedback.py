@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ..errors import UsageError
 from ..registry import register
 from ..types import Spec
-from . import Codec, Combine, Encoded, Floats, Payload, State
+from . import Chooses, Codec, Combine, Encoded, Floats, Payload, State
 
 
 @register("codecs", "feedback", wraps="codec", examples=("feedback(int8)",))
@@ -32,6 +32,8 @@ class Feedback:
     def __post_init__(self) -> None:
         if isinstance(self.codec, Feedback):
             raise UsageError("feedback(feedback(...)): error feedback around itself changes nothing; write it once")
+        if isinstance(self.codec, Chooses):
+            raise UsageError("feedback(adaptive(...)): each tensor has its error feedback already; write adaptive(...)")
 
     @property
     def combine(self) -> Combine:

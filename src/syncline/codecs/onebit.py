@@ -69,19 +69,11 @@ class Sign:
     vote: Literal["off", "on"] = "off"
     combine: ClassVar[Combine] = "owner"
     block: ClassVar[int] = 16384
+    biased: ClassVar[bool] = True
 
     @property
     def contraction(self) -> bool:
         """True for scaled signs; the error of a bare sign does not depend on how small the element is."""
-        return self.vote == "off"
-
-    @property
-    def biased(self) -> bool:
-        """True for scaled signs.
-
-        A vote is biased too, but not in a way that error feedback mends: it is no contraction, and the method is one
-        without memory. So it must not get feedback unless told otherwise, which is what True would mean.
-        """
         return self.vote == "off"
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:

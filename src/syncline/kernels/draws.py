@@ -1,4 +1,4 @@
-"""Random numbers for stochastic rounding, compiled: a hash of the seed and of the element's index in its tensor.
+"""Random numbers, compiled: a hash of the seed and of a number, such as an element's index in its tensor.
 
 Counter-based, as in Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011: there is no state to carry
 along, so that any part of a tensor is encoded alone, in any order and on any processor, with the numbers of the whole.
@@ -36,3 +36,9 @@ def other_key(key):
 def chance(bits):
     """A float32 in [0, 1), of the upper 24 of 32 random bits."""
     return np.float32(np.int32(np.uint32(bits >> np.uint32(8)))) * _UNIT
+
+
+@njit(inline="always")
+def below(bits, limit):
+    """A whole number from 0 up to, not including, ``limit``, of 32 random bits."""
+    return np.int64(np.uint64(np.uint64(bits) * np.uint64(limit)) >> np.uint64(32))

@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ... import registry
+from ...compression import Compression
 from ...errors import UsageError
 from ...grammar import nearest, read_part
 from ...plan import Plan
 from ...program import Program, compile_program
 from ...strategy import Part, Strategy
-from ...types import Group
+from ...types import Bucket, Group, Layer, Slice, Spec
 from ..peers import Contender, Seat
 from .kinds import Collective, collective
 
@@ -73,6 +74,11 @@ class Name:
         return Strategy.parse(f"{self.algorithm} transport={self.transport}")
 
     @property
+    def exact(self) -> bool:
+        """False for a strategy whose codec changes the numbers on their way."""
+        return self.peer is not None or self.strategy.codec.name == "none"
+
+    @property
     def _declared(self) -> Mapping[str, Any]:
         return {} if self.peer is None else self.peer.capabilities
 
@@ -103,6 +109,8 @@ def check_name(name: Name, kind: Collective, ranks: int) -> None:
         return
     group = Group(ranks)
     resolved = name.strategy.resolve(group)
+    if kind.name != "allreduce" and not name.exact:
+        raise UsageError(f"{name.text}: gradients are compressed, which are averaged; {kind.name} takes no codec")
     if resolved.architecture.name != "native":
         plan_of(resolved, kind, group)
 
@@ -159,17 +167,23 @@ class Syncline:
         )
         self._memory: Array = self._session.engine.allocate(4 * seat.elements, np.dtype(np.float32))
         self._array = self._memory
+        self._compression: Compression | None = None
         self._program = self._compile()
+        self._compression = self._compress()
 
     def select(self, elements: int) -> Array:
         """In the transport's memory, where a training run has its buckets."""
         self._array = self._memory[:elements]
         self._program = self._compile()
+        self._compression = self._compress()
         return self._array
 
     def run(self) -> None:
         """One exchange of a whole bucket."""
-        self._session.engine.run(self._program, self._array, 0, "bench")
+        if self._compression is not None:
+            self._session.engine.wait(self._session.reduce(self._compression, 0, 0, "bench"))
+        else:
+            self._session.engine.run(self._program, self._array, 0, "bench")
 
     def result(self) -> Array:
         """The array; after a reduce-scatter this rank's part of it."""
@@ -181,6 +195,8 @@ class Syncline:
     def chosen(self) -> str | None:
         """The strategy that runs at the selected size, where the name left a word of it open."""
         runs = self._runs
+        if self._compression is not None:
+            return str(runs)
         left_open = str(self._asked.architecture.name) == "auto" or self._asked.transport.name == "auto"
         return f"{runs.architecture.name} transport={runs.transport.name}" if left_open else None
 
@@ -192,6 +208,13 @@ class Syncline:
         if self._kind.name == "allreduce":
             return self._session.program("allreduce", nbytes=self._array.nbytes)
         return compile_program(plan_of(self._runs, self._kind, self._session.group), self._seat.rank)
+
+    def _compress(self) -> Compression | None:
+        """The codec of the strategy, with a memory of what it did before as long as the size stays the same."""
+        if self._compression is not None and self._compression.elements == self._array.size:
+            return self._compression
+        layer, whole = Layer(Spec("bench", (self._array.size,))), Bucket((Slice(0, 0, self._array.size),), "float32")
+        return self._session.compression([layer], [whole], [self._array])
 
     @property
     def _runs(self) -> Strategy:

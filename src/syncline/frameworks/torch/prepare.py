@@ -86,10 +86,12 @@ def _halves(session: Session) -> tuple[Plan, Plan]:
 
 def _serve(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, holds_weights: bool) -> None:
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    buckets = session.strategy.schedule_object().buckets(layers_of(named))
+    layers = layers_of(named)
+    buckets = session.strategy.schedule_object().buckets(layers)
     gradients = Storage(named, buckets, session.engine.allocate)
     if not holds_weights:
-        serve_plan(session, compile_program(session.strategy.plan(session.group), session.index), gradients)
+        program = compile_program(session.strategy.plan(session.group), session.index)
+        serve_plan(session, program, gradients, session.compression(layers, buckets, gradients.arrays))
         return
     push, pull = _halves(session)
     weights = Storage(named, buckets, session.engine.allocate)

@@ -76,6 +76,7 @@ class Replica:
             )
         self.staging = staging_for(device_of(self.named), session.engine, session.fail, copier)
         self.storage = Storage(self.named, buckets, self.staging.allocate, self.staging.device)
+        self.compression = session.compression(self.layers, buckets, self.storage.arrays)
         self.first_key = first_key
         self.steps = 0
         self.exchanged = False  # True between the end of an exchange and the next backward
@@ -286,16 +287,12 @@ class Replica:
     def _exchange(self, number: int, meeting: Meeting, gate: Work | None) -> Work:
         bucket = self.storage.buckets[number]
         array = self.storage.arrays[number]
-        return self.session.engine.exchange(
-            self._program(array.nbytes),
-            array,
-            self.first_key + number,
-            f"bucket {number} ({bucket.describe(self.layers)})",
-            lane=self._lane,
-            gate=gate,
-            before=lambda: self._correct(array, meeting),
-            priority=self._schedule.priority(bucket),
-        )
+        key, label = self.first_key + number, f"bucket {number} ({bucket.describe(self.layers)})"
+        correct, priority = partial(self._correct, array, meeting), self._schedule.priority(bucket)
+        options: dict[str, Any] = {"lane": self._lane, "gate": gate, "before": correct, "priority": priority}
+        if self.compression is not None:
+            return self.session.reduce(self.compression, number, key, label, **options)
+        return self.session.engine.exchange(self._program(array.nbytes), array, key, label, **options)
 
     def _correct(self, array: np.ndarray, meeting: Meeting) -> None:
         """In the progress thread: weigh this rank's gradient by its share of the samples."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 
+from ...compression import Compression
 from ...engine import Work
 from ...program import Program
 from ...session import WEIGHT_KEYS, Session
@@ -95,12 +96,20 @@ class ShardServer:
         self._session.send(worker, json.dumps(message).encode(), f"an answer to rank {worker}")
 
 
-def serve_plan(session: Session, program: Program, gradients: Storage) -> None:
+def serve_plan(session: Session, program: Program, gradients: Storage, compression: Compression | None) -> None:
     """Take part in the workers' allreduce as a server that only sums, until they leave."""
     while not session.workers_left():
-        works = receive_buckets(session, program, gradients)
+        works = receive_buckets(session, program, gradients) if compression is None else _reduce(session, compression)
         for work in works:
             session.engine.wait_any([work], until=session.workers_left)
+
+
+def _reduce(session: Session, compression: Compression) -> list[Work]:
+    """The same for compressed gradients."""
+    return [
+        session.reduce(compression, number, number, f"bucket {number}", tolerant=True)
+        for number in range(compression.buckets)
+    ]
 
 
 def receive_buckets(session: Session, program: Program, gradients: Storage) -> list[Work]:

@@ -1,0 +1,84 @@
+"""``adaptive(CODEC)``: every tensor gets the codec that fits its size and kind.
+
+    tensors of fewer than two dimensions, or below ``small`` bytes    none: biases and norms steer whole layers and
+                                                                     are next to nothing on the wire
+    kernels of convolutions (three dimensions and more) below 1 MiB  int8 with error feedback: shared by all places
+                                                                     of an image, their gradients are dense
+    all others                                                       CODEC, with error feedback where it is biased
+
+That convolutions bear far less sparsity than fully connected and recurrent layers, and have far fewer bytes, is the
+observation of Chen et al., "AdaComp: adaptive residual gradient compression for data-parallel distributed training",
+AAAI 2018. The choice depends on the tensor alone, so all ranks make the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..errors import UsageError
+from ..registry import register
+from ..types import Size, Spec
+from . import Chooses, Codec, Combine, Encoded, Floats, Payload, State
+from .dense import Dense
+from .feedback import Feedback
+from .linear import Int8
+from .threshold import Threshold
+
+_SMALL = Size(8 << 10)
+_LARGE_KERNEL_BYTES = 1 << 20
+
+
+@register("codecs", "adaptive", wraps="codec", examples=("adaptive", "adaptive(topk(ratio=0.1), small=64B)"))
+@dataclass(frozen=True)
+class Adaptive:
+    """A codec by size and kind of tensor: biases, norms and small tensors dense, small convolutions int8."""
+
+    codec: Codec = field(default_factory=lambda: Threshold(ratio=0.01))
+    small: Size = _SMALL
+
+    def __post_init__(self) -> None:
+        if isinstance(self.codec, Chooses):
+            raise UsageError("adaptive(adaptive(...)) would choose twice: name the codec of the large tensors")
+
+    def choose(self, spec: Spec) -> Codec:
+        """The codec of a tensor, within ``feedback`` where it is biased."""
+        if len(spec.shape) < 2 or spec.nbytes < self.small:
+            return Dense()
+        chosen = Int8() if len(spec.shape) > 2 and spec.nbytes < _LARGE_KERNEL_BYTES else self.codec
+        return Feedback(chosen) if chosen.biased and chosen.contraction else chosen
+
+    @property
+    def combine(self) -> Combine:
+        """That of the codec of the large tensors."""
+        return self.codec.combine
+
+    @property
+    def block(self) -> int:
+        """The whole tensor: where it may be cut is known once it is chosen for."""
+        return 0
+
+    @property
+    def contraction(self) -> bool:
+        """That of the codec of the large tensors: the others are contractions."""
+        return self.codec.contraction
+
+    @property
+    def biased(self) -> bool:
+        """Never: what is biased stands within error feedback already."""
+        return False
+
+    def wire_bytes(self, spec: Spec) -> tuple[int, int]:
+        """As the tensor's own codec says."""
+        return self.choose(spec).wire_bytes(spec)
+
+    def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
+        """The state that the tensor's own codec wants, with a residual where that stands within feedback."""
+        return self.choose(spec).init(spec, rank, feedback)
+
+    def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
+        """As the tensor's own codec does."""
+        return self.choose(state.spec).encode(x, out, state, start)
+
+    def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:
+        """As the tensor's own codec does."""
+        self.choose(state.spec).decode(payload, out, state, add=add, start=start)

@@ -1,0 +1,172 @@
+"""``topk``, ``gtopk`` and ``randomk``: a few elements of a tensor are sent, exactly; the others wait in the residual.
+
+Of n elements k = max(1, round(ratio * n)) are sent. What is kept of x is at least k/n of its squared norm for the k
+largest, and k/n of it in the mean for random ones: contractions with d = k/n, as error feedback needs (Stich,
+Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018). An element that is sent has no error at all.
+
+    topk     every rank sends its own k largest; the sum has up to N*k elements (Aji, Heafield, EMNLP 2017)
+    gtopk    when two ranks' choices meet, the k largest of their sum go on: what every rank gets has k elements
+             (Shi et al., "A distributed synchronous SGD algorithm with global top-k sparsification", ICDCS 2019)
+    randomk  all ranks draw the same k elements, so that only values travel and can be summed on the way
+
+A payload of pairs has the layout of ``kernels/pairs.py``: 6 bytes a pair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ..errors import UsageError
+from ..registry import register
+from ..types import Spec
+from . import Combine, Encoded, Floats, Payload, State, fresh_state
+from .checks import check_words, no_residual
+from .largest import Source, choose_largest
+from .pairs import Indices, decode_pairs, pair_words, read_pairs
+
+
+def check_ratio(ratio: float) -> None:
+    """Raise UsageError unless it is a share of the elements."""
+    if not 0 < ratio <= 1:
+        raise UsageError(f"ratio={ratio}: choose a share of the elements above 0 and up to 1, as 0.01")
+
+
+def share(ratio: float, elements: int) -> int:
+    """How many elements a ratio asks for: at least one where there are any."""
+    return min(elements, max(1, round(ratio * elements)))
+
+
+@register("codecs", "topk", examples=("topk(ratio=0.01)", "topk(ratio=0.3)"))
+@dataclass(frozen=True)
+class TopK:
+    """The share of elements that are largest in magnitude, exactly, each with its index."""
+
+    ratio: float
+    combine: ClassVar[Combine] = "gather"
+    block: ClassVar[int] = 0
+    contraction: ClassVar[bool] = True
+    biased: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+
+    def wire_bytes(self, spec: Spec) -> tuple[int, int]:
+        """6 bytes for each of k elements, and 4 for every 65536 of the tensor."""
+        words = pair_words(spec.elements, share(self.ratio, spec.elements))
+        return 4 * words, 4 * words
+
+    def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
+        """Nothing beside the residual."""
+        return fresh_state(spec, rank, feedback)
+
+    def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
+        """One reading of x and the residual, and with feedback one writing of the residual."""
+        from ..kernels.pairs import write_pairs
+        from ..kernels.selection import settle
+
+        residual = no_residual() if state.residual is None else state.residual
+        source = Source(x, residual, no_residual())
+        chosen = choose_largest(source, share(self.ratio, x.size), state.seed())
+        words = write_pairs(chosen.indices, chosen.values, x.size, out)
+        if chosen.finite and residual.size:
+            settle(*source, chosen.indices)
+        return Encoded(words, chosen.finite)
+
+    def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
+        """The elements sent, and zeros."""
+        k = share(self.ratio, out.size)
+        decode_pairs(payload, out, k, k, add)
+
+
+@register("codecs", "gtopk", examples=("gtopk(ratio=0.01)", "gtopk(ratio=0.3)"))
+@dataclass(frozen=True)
+class GTopK(TopK):
+    """As topk, but of the sum over the ranks too only the share that is largest: payloads merge on a tree."""
+
+    combine: ClassVar[Combine] = "merge"
+
+    def merge(self, mine: Payload, theirs: Payload, out: Payload, state: State) -> int:
+        """Write the k largest of the sum of two payloads to ``out``, which is neither of them; returns its words.
+
+        What is left over goes into the state's residual, if there is one, so that nothing is lost: over all ranks, the
+        last payload and the residuals sum up to the inputs. It does not where the sum is not finite. Raises
+        PayloadError; then nothing has been changed.
+        """
+        from ..kernels.pairs import merge, write_pairs
+        from ..kernels.selection import NOT_FINITE, keep_largest, magnitudes, put_others, rank_largest
+
+        elements = state.spec.elements
+        k = share(self.ratio, elements)
+        left, right = read_pairs(mine, elements, k, k), read_pairs(theirs, elements, k, k)
+        indices, values = np.empty(2 * k, np.uint32), np.empty(2 * k, np.float32)
+        pairs = merge(*left, *right, indices, values)
+        if pairs > k:
+            sizes = np.empty(pairs, np.int32)
+            magnitudes(values[:pairs], no_residual(), no_residual(), 0.0, 1.0, sizes)
+            least, larger = rank_largest(sizes, k)
+            if state.residual is not None and sizes.max() < NOT_FINITE:
+                put_others(indices[:pairs], values[:pairs], least, k - larger, state.residual)
+            pairs = keep_largest(indices, values, pairs, least, k - larger)
+        return int(write_pairs(indices[:pairs], values[:pairs], elements, out))
+
+
+@register("codecs", "randomk", examples=("randomk(ratio=0.01)", "randomk(ratio=0.3)"))
+@dataclass(frozen=True)
+class RandomK:
+    """A share of elements at random, the same ones on all ranks: only their values travel."""
+
+    ratio: float
+    combine: ClassVar[Combine] = "sum"
+    block: ClassVar[int] = 0
+    contraction: ClassVar[bool] = True
+    biased: ClassVar[bool] = True
+    number: ClassVar[str] = "float32"
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+
+    def wire_bytes(self, spec: Spec) -> tuple[int, int]:
+        """4 bytes for each of k elements."""
+        nbytes = 4 * share(self.ratio, spec.elements)
+        return nbytes, nbytes
+
+    def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
+        """Nothing beside the residual."""
+        return fresh_state(spec, rank, feedback)
+
+    def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
+        """The values at this step's elements; all of them NaN where anything is not finite."""
+        from ..kernels.selection import NOT_FINITE, largest_magnitude, settle, take
+
+        residual = no_residual() if state.residual is None else state.residual
+        indices = self._indices(x.size, state)
+        values = out[: indices.size].view(np.float32)
+        if largest_magnitude(x, residual) >= NOT_FINITE:
+            values.fill(np.nan)
+            return Encoded(indices.size, False)
+        values.fill(0)
+        take(indices, x, values)
+        if residual.size:
+            take(indices, residual, values)
+            settle(*Source(x, residual, no_residual()), indices)
+        return Encoded(indices.size, True)
+
+    def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
+        """The values at this step's elements, and zeros; ``state`` must be at the step of the encoding."""
+        from ..kernels.selection import put
+
+        check_words(payload, share(self.ratio, out.size))
+        if not add:
+            out.fill(0)
+        put(self._indices(out.size, state), payload.view(np.float32), out)
+
+    def _indices(self, elements: int, state: State) -> Indices:
+        """One element of each of k strata of equal size, drawn alike on all ranks."""
+        from ..kernels.selection import strata
+
+        indices = np.empty(share(self.ratio, elements), np.uint32)
+        strata(state.seed(shared=True), elements, indices)
+        return indices

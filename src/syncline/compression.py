@@ -1,0 +1,200 @@
+"""What a codec does to the buckets of one model, and everything that it has to remember between steps.
+
+Owns the states: one per parameter and process for its own encoding, and one for what owners encode again. Gives the
+engine the reducers of a bucket (``pieces``) and is told when they are done (``finish``). Codecs compute in float32;
+buckets of other types are converted on the way in and out.
+
+Checkpoints. ``saved`` is what this process has to keep, as flat arrays by name; residuals of owners are partitioned
+among them, so that together they have one value per element, wherever the owners stand. ``load`` takes what all workers
+had saved. Where the number of workers is another one, the residuals' sum is shared out evenly: nothing is lost by it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .codecs import Codec, Floats, State, codec_of
+from .errors import UsageError
+from .reducers import Part, Place, Reducer, pieces
+from .reducers.owners import PIECE_ELEMENTS, cut, share_out
+from .types import Bucket, Layer
+
+log = logging.getLogger("syncline")
+
+Array = NDArray[Any]
+Saved = dict[str, Array]
+"""Arrays by ``own/PARAMETER/what`` and ``again/PARAMETER/what``, and ``clock``."""
+
+AGAIN = -1
+"""The rank in the states of owners: what they draw does not depend on who they are."""
+
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+
+class Compression:
+    """The codec of one model's buckets. ``arrays`` are the buckets' gradients; ``name`` is how messages call this rank.
+
+    ``served`` says that all gradients go through the owners, whatever the codec: they are servers. Raises UsageError
+    for gradients that the codec cannot take and for buckets that cut what it must see whole.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        layers: Sequence[Layer],
+        buckets: Sequence[Bucket],
+        arrays: Sequence[Array],
+        place: Place,
+        *,
+        served: bool,
+        name: str,
+    ) -> None:
+        self._specs = [replace(layer.spec, dtype="float32") for layer in layers]
+        self._buckets, self._arrays = buckets, arrays
+        self._not_finite: list[str] = []
+        self._place = replace(place, report=self._not_finite.append)
+        self._served, self._name = served, name
+        self._clock = [0] * len(buckets)
+        self._converted: dict[int, Floats] = {}
+        self._codecs = [codec_of(codec, spec) for spec in self._specs]
+        for layer in layers:
+            if layer.spec.dtype not in _FLOATS:
+                raise UsageError(
+                    f"{codec} compresses real floating-point gradients, and that of {layer.spec.name!r} is"
+                    f" {layer.spec.dtype}: freeze it, or use codec=none"
+                )
+        self._states = [self._state(index, place.index) for index in range(len(layers))]
+        self._again = [self._state(index, AGAIN) for index in range(len(layers))]
+        for bucket in buckets:
+            self._check_cuts(bucket)
+
+    @property
+    def keeps(self) -> bool:
+        """True when there is something to remember from step to step beyond a count."""
+        return any(feedback for _, feedback in self._codecs) or any(state.memory for state in self._states)
+
+    @property
+    def buckets(self) -> int:
+        """How many there are."""
+        return len(self._buckets)
+
+    @property
+    def elements(self) -> int:
+        """The elements of all buckets."""
+        return sum(bucket.elements for bucket in self._buckets)
+
+    def pieces(self, number: int) -> Sequence[Callable[[], Reducer]]:
+        """The reducers of a bucket, whose gradients are complete."""
+        array = self._arrays[number]
+        if array.dtype != np.float32:
+            converted = self._converted.setdefault(number, np.empty(array.size, np.float32))
+            np.copyto(converted, array, casting="same_kind")
+            array = converted
+        parts = self._parts(number, array)
+        for part in parts:
+            part.state.step = part.again.step = self._clock[number]
+        return pieces(parts, self._place, served=self._served)
+
+    def finish(self, number: int) -> None:
+        """The reducers of a bucket are done."""
+        self._clock[number] += 1
+        if number in self._converted:
+            np.copyto(self._arrays[number], self._converted[number], casting="same_kind")
+        if self._not_finite:
+            names = [repr(name) for name in dict.fromkeys(self._not_finite)]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            log.warning(
+                "%s: the gradient of %s has a NaN or infinity; so has the average on every rank",
+                self._name,
+                ", ".join(names[:3]) + more,
+            )
+            self._not_finite.clear()
+
+    def saved(self) -> Saved:
+        """What this process has to keep in a checkpoint."""
+        found: Saved = {"clock": np.array(self._clock, np.int64)}
+        for state in self._states:
+            for what, array in _arrays_of(state):
+                found[f"own/{state.spec.name}/{what}"] = array.copy()
+        for part in self._owned():
+            if part.again.residual is not None:
+                key = f"again/{part.name}/residual"
+                kept = found.setdefault(key, np.zeros(part.again.spec.elements, np.float32))
+                stop = part.start + part.array.size
+                kept[part.start : stop] = part.again.residual[part.start : stop]
+        return found
+
+    def load(self, saved: Sequence[Mapping[str, Array]]) -> None:
+        """Take up what all workers of a run had saved; raises UsageError when it is of another model or codec."""
+        workers = self._place.workers
+        same = len(saved) == workers
+        clock = saved[0].get("clock")
+        if clock is None or (same and clock.size != len(self._clock)):
+            raise UsageError("the codec's part of this state is of another model or schedule")
+        self._clock = clock.tolist() if clock.size == len(self._clock) else [int(clock.max())] * len(self._clock)
+        for state in self._states if self._place.works else ():
+            for what, array in _arrays_of(state):
+                found = [_same_size(one, f"own/{state.spec.name}/{what}", array) for one in saved]
+                array[:] = found[self._place.index] if same else np.sum(found, axis=0) / workers
+        for part in self._owned():
+            if part.again.residual is not None:
+                key = f"again/{part.name}/residual"
+                whole = [_same_size(one, key, part.again.residual) for one in saved if key in one]
+                stop = part.start + part.array.size
+                part.again.residual[part.start : stop] = sum(one[part.start : stop] for one in whole)
+
+    def _state(self, index: int, rank: int) -> State:
+        codec, feedback = self._codecs[index]
+        return codec.init(self._specs[index], rank, feedback)
+
+    def _parts(self, number: int, array: Floats) -> list[Part]:
+        found, at = [], 0
+        for part in self._buckets[number].slices:
+            name, codec = self._specs[part.tensor].name, self._codecs[part.tensor][0]
+            here = array[at : at + part.elements]
+            found.append(Part(name, codec, here, self._states[part.tensor], self._again[part.tensor], part.start))
+            at += part.elements
+        return found
+
+    def _owned(self) -> Iterator[Part]:
+        """The slices that this process encodes again."""
+        if self._place.index not in self._place.owners:
+            return
+        mine = self._place.owners.index(self._place.index)
+        for number in range(len(self._buckets)):
+            parts = self._parts(number, np.empty(self._buckets[number].elements, np.float32))
+            wanted = [part for part in parts if self._served or part.codec.combine == "owner"]
+            for piece in cut(wanted, PIECE_ELEMENTS):
+                yield from share_out(piece, len(self._place.owners))[mine]
+
+    def _check_cuts(self, bucket: Bucket) -> None:
+        for part in bucket.slices:
+            codec, spec = self._codecs[part.tensor][0], self._specs[part.tensor]
+            whole = part.start == 0 and part.stop == spec.elements
+            unit = codec.block
+            aligned = unit and part.start % unit == 0 and (part.stop % unit == 0 or part.stop == spec.elements)
+            if not (whole or aligned):
+                what = f"blocks of {unit} elements" if unit else "whole tensors"
+                raise UsageError(
+                    f"{codec} compresses {what}, and this schedule cuts {spec.name!r} at element {part.start}: use"
+                    " schedule=fixed"
+                )
+
+
+def _arrays_of(state: State) -> Iterator[tuple[str, Array]]:
+    if state.residual is not None:
+        yield "residual", state.residual
+    yield from state.memory.items()
+
+
+def _same_size(saved: Mapping[str, Array], key: str, like: Array) -> Array:
+    found = saved.get(key)
+    if found is None or found.size != like.size:
+        raise UsageError(f"the codec's part of this state does not have {key!r} with {like.size} elements")
+    return found.reshape(like.shape)

@@ -1,0 +1,108 @@
+"""Pairs of index and value as words, compiled: written, read and checked, merged.
+
+The indices are relative to the *stretch* of 65536 elements they are in, and so take 16 bits; the number of pairs of
+every stretch stands in front:
+
+    words                  content
+    ceil(elements/65536)   pairs in each stretch, in order
+    ceil(pairs/2)          the 16-bit indices, strictly increasing within a stretch, two to a word, low half first
+    pairs                  the values, float32
+
+6 bytes a pair, and 4 bytes for every 65536 elements.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numba import float32, int64, njit, uint32
+
+from .compiled import compiled
+
+STRETCH: Final = 1 << 16
+_LOW: Final = np.uint32(0xFFFF)
+
+# What ``read_indices`` says of a payload that is wrong.
+TOO_MANY: Final = -1
+LENGTH: Final = -2
+RANGE: Final = -3
+ORDER: Final = -4
+
+
+@njit(nogil=True)
+def _stretches(elements):
+    return (elements + STRETCH - 1) // STRETCH
+
+
+@compiled(int64(uint32[::1], float32[::1], int64, uint32[::1]))
+def write_pairs(indices, values, elements, out):
+    """The pairs of a tensor as words, the indices increasing; how many words."""
+    stretches, pairs = _stretches(elements), indices.size
+    out[:stretches] = np.uint32(0)
+    halves = out[stretches : stretches + (pairs + 1) // 2]
+    halves[:] = np.uint32(0)
+    for i in range(pairs):
+        index = indices[i]
+        out[index >> np.uint32(16)] += np.uint32(1)
+        halves[i >> 1] |= np.uint32(np.uint32(index & _LOW) << np.uint32(16 * (i & 1)))
+    into = out[stretches + halves.size : stretches + halves.size + pairs].view(np.float32)
+    for i in range(pairs):
+        into[i] = values[i]
+    return stretches + halves.size + pairs
+
+
+@compiled(int64(uint32[::1], int64))
+def count_pairs(payload, elements):
+    """How many pairs a payload for that many elements has, or what is wrong with its head or length."""
+    stretches = _stretches(elements)
+    if payload.size < stretches:
+        return LENGTH
+    pairs = 0
+    for s in range(stretches):
+        if np.int64(payload[s]) > min(STRETCH, elements - s * STRETCH):
+            return TOO_MANY
+        pairs += np.int64(payload[s])
+    return pairs if payload.size == stretches + (pairs + 1) // 2 + pairs else LENGTH
+
+
+@compiled(int64(uint32[::1], int64, uint32[::1]))
+def read_indices(payload, elements, indices):
+    """The indices of a payload whose pairs were counted; their number, or what is wrong with one of them."""
+    stretches = _stretches(elements)
+    halves = payload[stretches:]
+    at = 0
+    for s in range(stretches):
+        first = s * STRETCH
+        stop = min(STRETCH, elements - first)
+        before = -1
+        for _ in range(np.int64(payload[s])):
+            local = np.int64(np.uint32(halves[at >> 1] >> np.uint32(16 * (at & 1))) & _LOW)
+            if local >= stop:
+                return RANGE
+            if local <= before:
+                return ORDER
+            before = local
+            indices[at] = np.uint32(first + local)
+            at += 1
+    return at
+
+
+@compiled(int64(uint32[::1], float32[::1], uint32[::1], float32[::1], uint32[::1], float32[::1]))
+def merge(left, lefts, right, rights, indices, values):
+    """Two lists of indices and values as one, values of the same index added; how many pairs."""
+    i, j, at = 0, 0, 0
+    while i < left.size or j < right.size:
+        mine = np.int64(left[i]) if i < left.size else np.int64(1) << 32
+        other = np.int64(right[j]) if j < right.size else np.int64(1) << 32
+        if mine == other:
+            indices[at], values[at] = left[i], lefts[i] + rights[j]
+            i, j = i + 1, j + 1
+        elif mine < other:
+            indices[at], values[at] = left[i], lefts[i]
+            i += 1
+        else:
+            indices[at], values[at] = right[j], rights[j]
+            j += 1
+        at += 1
+    return at

@@ -1,0 +1,307 @@
+"""Choosing the elements of a tensor that are sent, compiled: the largest ones, or one at random of every stratum.
+
+What is compared are the 31 lowest bits of a float32 as a whole number, its *magnitude*: it orders as |v| does, with
+infinities and NaNs above everything finite, so that nothing has to be tested on the way.
+
+The value that is sent of an element is ``scale * x + momentum * velocity + residual``, each where there is one; an
+empty array says that there is none. It is computed again wherever it is needed, always in the same order and therefore
+with the same bits: ``select`` only reads, and ``settle`` writes it down once the whole tensor is known to be finite.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numba import float32, float64, int32, int64, njit, types, uint32, void
+
+from .compiled import compiled
+from .draws import below, draw, other_key
+from .native import bits_of_float
+
+NOT_FINITE: Final = 0x7F800000
+"""The magnitude of infinity; that of a NaN is larger."""
+
+BLOCK: Final = 2048
+"""Elements whose values are worked on in the first-level cache; also the slack that ``select`` asks for."""
+
+_GROUP: Final = 8
+"""Elements that are skipped together when none of them is large enough."""
+
+_DIGIT: Final = 2048
+_BODY: Final = np.uint32(0x7FFFFFFF)
+
+
+@njit(nogil=True)
+def magnitude(value):
+    """|value| as a whole number that orders like it."""
+    return np.int32(np.uint32(bits_of_float(value) & _BODY))
+
+
+@njit(nogil=True)
+def _value(x, residual, velocity, i, momentum, scale):
+    value = x[i] * scale
+    if velocity.size:
+        value = velocity[i] * momentum + value
+    if residual.size:
+        value = residual[i] + value
+    return value
+
+
+@njit(nogil=True)
+def _fill(x, residual, velocity, momentum, scale, room):
+    """The values of a block, and their largest magnitude; one loop for each case, as only such loops are vectorised."""
+    largest = np.int32(0)
+    if velocity.size:
+        for i in range(x.size):
+            value = residual[i] + (velocity[i] * momentum + x[i] * scale)
+            room[i] = value
+            largest = max(largest, magnitude(value))
+    elif residual.size:
+        for i in range(x.size):
+            value = residual[i] + x[i] * scale
+            room[i] = value
+            largest = max(largest, magnitude(value))
+    else:
+        for i in range(x.size):
+            value = x[i] * scale
+            room[i] = value
+            largest = max(largest, magnitude(value))
+    return largest
+
+
+@njit(nogil=True)
+def _mark(values, bound, marks):
+    """1 for each value of a block that reaches the bound, 0 for the others."""
+    for i in range(values.size):
+        marks[i] = np.uint8(magnitude(values[i]) >= bound)
+
+
+@njit(nogil=True)
+def _append(block, first, marks, groups, indices, values, found):
+    """The marked ones of a block, for all of which there has to be room.
+
+    Eight marks are looked at as one word: most are empty, and the others are listed in ``groups``. Nothing branches on
+    what is marked, since nothing could foretell it: each is written, and kept by counting on.
+    """
+    words = marks.view(np.uint64)
+    some = 0
+    for group in range(block.size // _GROUP):
+        groups[some] = np.uint16(group)
+        some += np.int64(words[group] != np.uint64(0))
+    for listed in range(some):
+        begin = np.int64(groups[listed]) * _GROUP
+        for i in range(_GROUP):
+            indices[found] = np.uint32(first + begin + i)
+            values[found] = block[begin + i]
+            found += np.int64(marks[begin + i])
+    for i in range(block.size - block.size % _GROUP, block.size):
+        indices[found] = np.uint32(first + i)
+        values[found] = block[i]
+        found += np.int64(marks[i])
+    return found
+
+
+@compiled(
+    types.UniTuple(int64, 2)(
+        float32[::1], float32[::1], float32[::1], float32, float32, int64, uint32[::1], float32[::1]
+    )
+)
+def select(x, residual, velocity, momentum, scale, bound, indices, values):
+    """Indices and values of the elements whose magnitude is at least ``bound``, in order, as far as there is room.
+
+    Returns how many were found and the largest magnitude of all elements. It stops collecting, not looking, where a
+    block might need more places than there are, so a number found that leaves ``BLOCK`` places or more is complete.
+    """
+    room, marks, groups = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint16)
+    found, largest = 0, np.int32(0)
+    last = indices.size - BLOCK
+    for start in range(0, x.size, BLOCK):
+        stop = min(start + BLOCK, x.size)
+        block = room[: stop - start]
+        most = _fill(x[start:stop], residual[start:stop], velocity[start:stop], momentum, scale, block)
+        largest = max(largest, most)
+        if most >= bound and found <= last:
+            _mark(block, np.int32(bound), marks)
+            found = _append(block, start, marks, groups, indices, values, found)
+    return found, np.int64(largest)
+
+
+@compiled(int64(float32[::1], float32[::1], float32[::1], float32, float32, int64, int64, uint32[::1], float32[::1]))
+def select_exactly(x, residual, velocity, momentum, scale, bound, ties, indices, values):
+    """As ``select``, but what is larger than ``bound`` and the first ``ties`` that equal it; needs one place more."""
+    found = 0
+    for i in range(x.size):
+        value = _value(x, residual, velocity, i, momentum, scale)
+        size = np.int64(magnitude(value))
+        equal = np.int64(size == bound) & np.int64(ties > 0)
+        ties -= equal
+        indices[found] = np.uint32(i)
+        values[found] = value
+        found += np.int64(size > bound) + equal
+    return found
+
+
+@compiled(int32(float32[::1], float32[::1]))
+def largest_magnitude(x, residual):
+    """The largest magnitude of ``x`` + ``residual``."""
+    room = np.empty(BLOCK, np.float32)
+    largest = np.int32(0)
+    for start in range(0, x.size, BLOCK):
+        stop = min(start + BLOCK, x.size)
+        mine, kept = x[start:stop], residual[start:stop]
+        largest = max(largest, _fill(mine, kept, x[:0], np.float32(0), np.float32(1), room[: stop - start]))
+    return largest
+
+
+@compiled(void(float32[::1], float32[::1], float32[::1], float32, float32, int32[::1]))
+def magnitudes(x, residual, velocity, momentum, scale, out):
+    """The magnitudes of all elements."""
+    for i in range(x.size):
+        out[i] = magnitude(_value(x, residual, velocity, i, momentum, scale))
+
+
+@compiled(void(float32[::1], float32[::1], float32[::1], float32, float32, uint32, int32[::1]))
+def sample(x, residual, velocity, momentum, scale, seed, out):
+    """The magnitudes of ``out.size`` elements, one at random of each of as many strata of equal size."""
+    other = other_key(seed)
+    for j in range(out.size):
+        first, stop = j * x.size // out.size, (j + 1) * x.size // out.size
+        i = first + below(draw(np.uint32(j), seed, other), stop - first)
+        out[j] = magnitude(_value(x, residual, velocity, i, momentum, scale))
+
+
+@njit(nogil=True)
+def _digit_of_rank(counts, rank):
+    """The digit of the element of that rank, counted from the largest, and how many have larger digits."""
+    larger = 0
+    for back in range(counts.size):
+        digit = counts.size - 1 - back
+        if larger + counts[digit] >= rank:
+            return digit, larger
+        larger += counts[digit]
+    return 0, larger
+
+
+@compiled(types.UniTuple(int64, 2)(int32[::1], int64))
+def rank_largest(found, rank):
+    """The ``rank``-th largest of some magnitudes (1: the largest), and how many are larger than it.
+
+    Three counts by digits of 11, 10 and 10 bits from the highest down: exact, and linear whatever the values are.
+    """
+    prefix, larger = 0, 0
+    for shift, width in ((20, 11), (10, 10), (0, 10)):
+        counts = np.zeros(_DIGIT, np.int64)
+        above = shift + width
+        mask = (1 << width) - 1
+        for i in range(found.size):
+            value = np.int64(found[i])
+            if value >> above == prefix:
+                counts[(value >> shift) & mask] += 1
+        digit, more = _digit_of_rank(counts, rank - larger)
+        prefix = (prefix << width) | digit
+        larger += more
+    return prefix, larger
+
+
+@compiled(int64(uint32[::1], float32[::1], int64, int64, int64))
+def keep_largest(indices, values, found, bound, ties):
+    """Keep, in place and in order, what is larger than ``bound`` and the first ``ties`` that equal it; how many."""
+    kept = 0
+    for i in range(found):
+        size = np.int64(magnitude(values[i]))
+        equal = np.int64(size == bound) & np.int64(ties > 0)
+        ties -= equal
+        indices[kept] = indices[i]
+        values[kept] = values[i]
+        kept += np.int64(size > bound) + equal
+    return kept
+
+
+@compiled(void(uint32[::1], float32[::1], uint32[::1], float32[::1]))
+def add_zeros(indices, values, all_indices, all_values):
+    """The elements chosen, and zeros at the lowest other indices, as many as there are places for them."""
+    zeros, at, index = all_indices.size - indices.size, 0, 0
+    for i in range(all_indices.size):
+        if zeros and (at == indices.size or index < np.int64(indices[at])):
+            all_indices[i], all_values[i] = np.uint32(index), np.float32(0)
+            zeros -= 1
+        else:
+            index = np.int64(indices[at])
+            all_indices[i], all_values[i] = indices[at], values[at]
+            at += 1
+        index += 1
+
+
+@compiled(void(uint32[::1], float32[::1], int64, int64, float32[::1]))
+def put_others(indices, values, bound, ties, out):
+    """Add to ``out`` what ``keep_largest`` with the same bound and ties does not keep."""
+    for i in range(indices.size):
+        size = np.int64(magnitude(values[i]))
+        if size == bound and ties > 0:
+            ties -= 1
+        elif size <= bound:
+            out[indices[i]] += values[i]
+
+
+@njit(nogil=True)
+def _absorb(x, residual, velocity, momentum, scale):
+    if velocity.size:
+        for i in range(x.size):
+            moved = velocity[i] * momentum + x[i] * scale
+            velocity[i] = moved
+            residual[i] = residual[i] + moved
+    else:
+        for i in range(x.size):
+            residual[i] = residual[i] + x[i] * scale
+
+
+@compiled(void(float32[::1], float32[::1], float32[::1], float32, float32, uint32[::1]))
+def settle(x, residual, velocity, momentum, scale, chosen):
+    """``residual`` becomes the values that ``select`` saw, and ``velocity`` what was added; both zero where chosen."""
+    at = 0
+    for start in range(0, x.size, BLOCK):
+        stop = min(start + BLOCK, x.size)
+        _absorb(x[start:stop], residual[start:stop], velocity[start:stop], momentum, scale)
+        while at < chosen.size and np.int64(chosen[at]) < stop:
+            residual[chosen[at]] = np.float32(0)
+            if velocity.size:
+                velocity[chosen[at]] = np.float32(0)
+            at += 1
+
+
+@compiled(float64(float32[::1]))
+def norm(x):
+    """The Euclidean norm, summed in float64 lane by lane in a fixed order; not finite where ``x`` is not."""
+    lanes = np.zeros(64, np.float64)
+    for start in range(0, x.size, lanes.size):
+        part = x[start : start + lanes.size]
+        for i in range(part.size):
+            lanes[i] += np.float64(part[i]) * np.float64(part[i])
+    total = 0.0
+    for i in range(lanes.size):
+        total += lanes[i]
+    return np.sqrt(total)
+
+
+@compiled(void(uint32, int64, uint32[::1]))
+def strata(seed, elements, out):
+    """One random index of each of ``out.size`` strata of equal size."""
+    other = other_key(seed)
+    for j in range(out.size):
+        first, stop = j * elements // out.size, (j + 1) * elements // out.size
+        out[j] = np.uint32(first + below(draw(np.uint32(j), seed, other), stop - first))
+
+
+@compiled(void(uint32[::1], float32[::1], float32[::1]))
+def take(indices, x, out):
+    """The elements at the indices, added to ``out``."""
+    for j in range(indices.size):
+        out[j] += x[indices[j]]
+
+
+@compiled(void(uint32[::1], float32[::1], float32[::1]))
+def put(indices, values, out):
+    """Add the values at the indices."""
+    for j in range(indices.size):
+        out[indices[j]] += values[j]

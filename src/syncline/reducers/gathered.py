@@ -1,0 +1,38 @@
+"""All-gather: every rank sends its payload to all others and adds up what comes, in rank order.
+
+For sparse payloads: N ranks of k pairs each make up to N k different elements, which would not fit a payload of k pairs
+again. Cost per rank: (N-1) payloads sent and received, N decoded; more than an allreduce from some number of ranks on
+(see ``merged``), which is the price of losing nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from . import Message, Part, Place, Reducer, Round
+from .letters import Letter, Post, name_of
+from .owners import cut
+
+PIECE_ELEMENTS = 1 << 22
+
+
+def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
+    """One reducer for every piece of about ``PIECE_ELEMENTS`` elements; tensors stay whole."""
+    return [partial(reduce, piece, place) for piece in cut(parts, PIECE_ELEMENTS)]
+
+
+def reduce(piece: Sequence[Part], place: Place) -> Reducer:
+    """One piece."""
+    letter = Letter(piece)
+    arrays, states = [part.array for part in piece], [part.state for part in piece]
+    posts: dict[int, Post] = {place.index: letter.write(place.room, arrays, states, place.report)}
+    others = place.others()
+    posts |= {other: letter.room(place.room) for other in others}
+    sends = [Message(other, posts[place.index].data) for other in others]
+    lengths = yield Round(sends, [Message(other, posts[other].data) for other in others])
+    for other, length in zip(others, lengths, strict=True):
+        posts[other].nbytes = length
+    for worker in range(place.workers):
+        letter.read(posts[worker], arrays, states, name_of(worker, place), add=worker > 0)
+        posts[worker].free()

@@ -1,0 +1,51 @@
+"""Merging on a binomial tree: two payloads become one of the same size, until one is left, which goes back to all.
+
+For codecs whose payloads can be merged (global top-k, Shi et al., ICDCS 2019): ceil(lg N) times up and down, each a
+payload, whatever the number of ranks. What a merge drops goes into the merging rank's residual, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from . import Message, Part, Place, Reducer, Round
+from .gathered import PIECE_ELEMENTS
+from .letters import Letter, name_of
+from .owners import cut
+
+
+def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
+    """One reducer for every piece of about ``PIECE_ELEMENTS`` elements; tensors stay whole."""
+    return [partial(reduce, piece, place) for piece in cut(parts, PIECE_ELEMENTS)]
+
+
+def reduce(piece: Sequence[Part], place: Place) -> Reducer:
+    """One piece: up the tree to rank 0, down again, decode."""
+    letter = Letter(piece)
+    arrays, states = [part.array for part in piece], [part.state for part in piece]
+    post = letter.write(place.room, arrays, states, place.report)
+    distance = 1
+    while distance < place.workers and place.index % (2 * distance) == 0:
+        sender = place.index + distance
+        if sender < place.workers:
+            theirs = letter.room(place.room)
+            theirs.nbytes = (yield Round([], [Message(sender, theirs.data)]))[0]
+            post = letter.merge(place.room, post, theirs, states, name_of(sender, place))
+        distance *= 2
+    if place.index:
+        parent = place.index - distance
+        yield Round([Message(parent, post.data)], [])
+        post.free()
+        post = letter.room(place.room)
+        post.nbytes = (yield Round([], [Message(parent, post.data)]))[0]
+    children = [place.index + step for step in _halves(distance) if place.index + step < place.workers]
+    if children:
+        yield Round([Message(child, post.data) for child in children], [])
+    letter.read(post, arrays, states, name_of(0, place), add=False)
+    post.free()
+
+
+def _halves(distance: int) -> list[int]:
+    """The distances of a rank's children, the farthest first."""
+    return [1 << bit for bit in reversed(range(distance.bit_length() - 1))]

@@ -1,0 +1,116 @@
+"""Training with codecs: replicas stay equal bit for bit, with every architecture, and learn what dense ones learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from toy import batch, loss_of, mlp
+
+from syncline import registry
+from syncline.errors import StrategyError, UsageError
+from syncline.frameworks.torch import prepare
+from syncline.session import Session
+from syncline.strategy import Strategy
+
+TEXTS = [text for entry in registry.entries("codecs") for text in entry.capabilities.get("examples", (entry.name,))]
+ARCHITECTURES = [
+    "ring",
+    "direct",
+    "ps(servers=2, update=worker)",
+    "ps(servers=1, on=workers, update=worker) schedule=wait_free",
+]
+
+
+def trained(session: Session, steps: int = 6, dtype: torch.dtype = torch.float32) -> list[bytes] | None:
+    model = mlp().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    made = prepare(session, model, optimizer)
+    if made is None:
+        return None
+    for step in range(steps):
+        x = batch(step).to(dtype)
+        mine = x[len(x) * session.rank // session.world_size : len(x) * (session.rank + 1) // session.world_size]
+        optimizer.zero_grad()
+        loss_of(model(mine)).backward()
+        optimizer.step()
+    return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("text", TEXTS)
+def test_replicas_stay_equal(group: Any, text: str, architecture: str) -> None:
+    strategy = f"{architecture} codec={text}"
+    try:
+        Strategy.parse(strategy)
+    except StrategyError as error:
+        pytest.skip(f"refused: {error}")
+    one, *others = [found for found in group(strategy, 3, trained) if found is not None]
+    assert len(others) == 2
+    assert all(other == one for other in others)
+    assert group(strategy, 3, trained)[0] == one
+
+
+@pytest.mark.parametrize("text", ["none", "int8", "fp16"])
+def test_half_and_double_precision_models(group: Any, text: str) -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+
+        def body(session: Session, dtype: torch.dtype = dtype) -> Any:
+            model = mlp().to(dtype)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            prepare(session, model, optimizer)
+            loss_of(model(batch(session.rank).to(dtype))).backward()
+            return [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+        one, two = group(f"ring codec={text}", 2, body)
+        assert all(torch.equal(a, b) and a.dtype == dtype for a, b in zip(one, two, strict=True))
+
+
+def test_the_strategy_says_what_really_happens() -> None:
+    from syncline.types import Group
+
+    resolved = Strategy.parse("ring codec=int8").resolve(Group(2))
+    assert resolved.architecture.name == "direct"
+    assert "encoded again" in resolved.exchange
+    assert Strategy.parse("ps(update=worker) codec=int8").resolve(Group(2)).architecture.name == "ps"
+
+
+def test_an_overflow_skips_the_step_of_everyone(group: Any) -> None:
+    """GradScaler sees infinities in the average wherever they came from, and the next step is sound."""
+
+    def body(session: Session) -> Any:
+        model = mlp().float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        prepare(session, model, optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        finite = []
+        for step in range(3):
+            x = batch(10 * session.rank + step).float()
+            if step == 1 and session.rank == 1:
+                x[0, 0] = float("inf")
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model(x))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            after = [parameter.detach().clone() for parameter in model.parameters()]
+            finite.append(all(torch.isfinite(one).all() for one in after))
+            moved = not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            finite.append(moved)
+            before = after
+        return finite, scaler.get_scale()
+
+    for found, scale in group("ring codec=int8", 2, body):
+        assert found == [True, True, True, False, True, True]
+        assert scale == 2.0
+
+
+def test_complex_gradients_are_refused_by_name(group: Any) -> None:
+    def body(session: Session) -> Any:
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        with pytest.raises(UsageError, match="'weight' is complex64"):
+            prepare(session, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    group("ring codec=int8", 2, body)

@@ -1,0 +1,66 @@
+"""Real processes train with codecs: equal replicas, checkpoints that go on with the same bits, the bits on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from codec_bodies import compressed_steps, stop_and_resume, wire_bits
+from pool import Pool
+
+KEEPING = [
+    "direct codec=int8",
+    "direct codec=onebit",
+    "direct codec=topk(ratio=0.1)",
+    "direct codec=threshold(ratio=0.1, momentum=0.9)",
+    "ring codec=powersgd(rank=1)",
+    "tree codec=gtopk(ratio=0.1)",
+    "ring codec=randomk(ratio=0.1)",
+    "ps(servers=2, on=workers, update=worker) codec=int4",
+]
+FORGETFUL = ["direct codec=qsgd", "direct codec=natural", "ring codec=fp16"]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_resumed_run_goes_on_with_the_same_bits(pool: Pool, address: str, workers: int) -> None:
+    strategies = KEEPING + FORGETFUL
+    case: list[Any] = [[f"{text} transport=shm" for text in strategies]]
+    with pool.start(stop_and_resume, [[[index, workers, address], *case] for index in range(workers)]) as group:
+        for found in group.results():
+            for text, (same, warned, kept) in zip(strategies, found, strict=True):
+                assert same, text
+                assert warned == kept == (text in KEEPING), text
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_replicas_learn_the_same_over_real_transports(pool: Pool, address: str, transport: str) -> None:
+    texts = ["ring codec=int8", "ring codec=topk(ratio=0.1)", "ring codec=gtopk(ratio=0.1)", "ring codec=fp16"]
+    case: list[Any] = [[f"{text} transport={transport}" for text in texts]]
+    with pool.start(compressed_steps, [[[index, 3, address], *case] for index in range(3)]) as group:
+        one, *others = group.results()
+    for other in others:
+        assert [row[:3] for row in other] == [row[:3] for row in one]
+    assert [row[1].split()[0] for row in one] == ["direct", "direct", "tree", "ring"]
+    assert ["owners" in one[0][2], "gathered" in one[1][2], "merged" in one[2][2], "summed" in one[3][2]] == [True] * 4
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_gradients_go_through_servers_as_codes(pool: Pool, address: str, servers: int) -> None:
+    texts = ["int8", "topk(ratio=0.1)", "onebit", "fp16"]
+    case: list[Any] = [[f"ps(servers={servers}, update=worker) codec={text} transport=tcp" for text in texts]]
+    processes = 2 + servers
+    with pool.start(compressed_steps, [[[index, processes, address], *case] for index in range(processes)]) as group:
+        one, two, *rest = group.results()
+    assert [row[0] for row in one] == [row[0] for row in two]
+    assert all("servers" in row[2] for row in one)
+    assert rest == [[None] * len(texts)] * servers
+
+
+def test_the_bits_on_the_wire_are_those_promised(pool: Pool, address: str) -> None:
+    """Counted at the transport, headers included: 8, 4, 1 and 1.6 bits and under 1 % more."""
+    promised = {"int8": 8, "int4": 4, "onebit": 1, "sign": 1, "ternary": 1.6, "fp8": 8, "fp16": 16, "natural": 8}
+    case: list[Any] = [[[text, 1 << 22] for text in promised]]
+    with pool.start(wire_bits, [[[index, 2, address], *case] for index in range(2)]) as group:
+        for found in group.results():
+            for text, bits in zip(promised, found, strict=True):
+                assert promised[text] <= bits < 1.01 * promised[text], (text, bits)
