@@ -38,6 +38,7 @@ SIGN = tl.constexpr(0x80000000)
 BODY = tl.constexpr(0x7FFFFFFF)
 """The bits of a float32 without its sign."""
 
+_MOST_HALVINGS = tl.constexpr(10)
 LARGEST_BLOCK = 1 << 15
 """Elements of the largest block: a program keeps it in registers."""
 
@@ -121,13 +122,15 @@ def gather(
 
 
 @triton.jit
-def folded(lanes, LANES: tl.constexpr):
-    """The sum of the lanes, a power of two of them: lane j += lane j + half, half by half.
+def folded(lanes):
+    """The sum of the lanes, a power of two of them up to 1024: lane j += lane j + half, half by half.
 
     A sum of two has one order only.
     """
-    HALF: tl.constexpr = LANES // 2
-    return tl.sum(lanes, 0) if HALF == 0 else folded(tl.sum(tl.reshape(lanes, [2, HALF]), 0), HALF)
+    for _ in tl.static_range(_MOST_HALVINGS):
+        if lanes.shape[0] > 1:
+            lanes = tl.sum(tl.reshape(lanes, [2, lanes.shape[0] // 2]), 0)
+    return tl.sum(lanes, 0)
 
 
 @triton.jit

@@ -4,7 +4,8 @@ contraction   a*b + c stays two roundings: kernels are compiled without fused mu
 division      ``/`` of float32 is approximate in Triton: kernels say ``tl.div_rn``, and ``tl.sqrt_rn`` for roots
 denormals     are kept: neither Triton nor the Numba kernels flush them
 sums          of a block go over lanes that are folded in halves; ``tl.sum`` promises no order
-NaN           a GPU makes other NaNs than a processor does: only those of the 16-bit types get into payloads
+NaN           a GPU makes other NaNs than a processor does: they show in payloads of 16-bit numbers, and their sign
+              bits in those of signs; everywhere else a payload holds one fixed NaN
 """
 
 from __future__ import annotations

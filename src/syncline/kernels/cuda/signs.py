@@ -60,8 +60,8 @@ def _encode_means(
         below += tl.where(bit > 0, rows[k], 0.0)
         count += bit.to(tl.int32)
     set_bits = tl.sum(count, 0)
-    high = tl.div_rn(folded(above, LANES), tl.maximum(n - set_bits, 1).to(tl.float32))
-    low = tl.div_rn(folded(below, LANES), tl.maximum(set_bits, 1).to(tl.float32))
+    high = tl.div_rn(folded(above), tl.maximum(n - set_bits, 1).to(tl.float32))
+    low = tl.div_rn(folded(below), tl.maximum(set_bits, 1).to(tl.float32))
     if _finite(high) & _finite(low):
         store_float(out, high)
         store_float(out + 1, low)
@@ -87,7 +87,7 @@ def _encode_signs(
         bits = bits_of_float(rows[k])
         codes |= (bits >> 31) << k
         lanes += float_of_bits(bits & BODY)
-    mean = tl.div_rn(folded(lanes, LANES), n.to(tl.float32))
+    mean = tl.div_rn(folded(lanes), n.to(tl.float32))
     if _finite(mean):
         scale = tl.full([], 1.0, tl.float32) if BARE else mean
         store_float(out, scale)

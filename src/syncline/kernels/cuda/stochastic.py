@@ -42,7 +42,7 @@ def _norm(x, residual, n, maximum, FEEDBACK: tl.constexpr):
             value += tl.load(residual + at, mask=at < n, other=0.0)
         value = value * unit
         lanes += value * value
-    return maximum * tl.sqrt_rn(folded(lanes, _LANES))
+    return maximum * tl.sqrt_rn(folded(lanes))
 
 
 @triton.jit
