@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .codecs import Codec, Floats, State, codec_of
+from .codecs import Codec, Floats, State, Stochastic, codec_of
 from .errors import UsageError
 from .reducers import Part, Place, Reducer, pieces
 from .reducers.owners import PIECE_ELEMENTS, cut, share_out
@@ -76,8 +76,9 @@ class Compression:
 
     @property
     def keeps(self) -> bool:
-        """True when there is something to remember from step to step beyond a count."""
-        return any(feedback for _, feedback in self._codecs) or any(state.memory for state in self._states)
+        """True when a resumed run would not go on with the same bits if it knew nothing of the steps before."""
+        drawn = any(isinstance(codec, Stochastic) and codec.stochastic for codec, _ in self._codecs)
+        return drawn or any(feedback for _, feedback in self._codecs) or any(state.memory for state in self._states)
 
     @property
     def buckets(self) -> int:

@@ -17,8 +17,9 @@ KEEPING = [
     "tree codec=gtopk(ratio=0.1)",
     "ring codec=randomk(ratio=0.1)",
     "ps(servers=2, on=workers, update=worker) codec=int4",
+    "direct codec=qsgd",
 ]
-FORGETFUL = ["direct codec=qsgd", "direct codec=natural", "ring codec=fp16"]
+FORGETFUL = ["ring codec=fp16", "ring"]
 
 
 @pytest.mark.parametrize("workers", [2, 3])
