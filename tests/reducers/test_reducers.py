@@ -288,3 +288,12 @@ def test_many_steps_of_a_constant_gradient_have_the_right_mean(text: str) -> Non
         total += group.results[0]
     mean = sum(one[0].astype(np.float64) for one in inputs)
     assert np.linalg.norm(total / steps - mean) < 0.2 * np.linalg.norm(mean)
+
+
+def test_codecs_know_how_many_workers_there_are() -> None:
+    """Local clipping allows every worker limit / sqrt(N): four of the same gradient sum up to twice the limit."""
+    group = Group(codec("threshold(ratio=1.0, clip=3.0)", feedback=False), 4, shapes=[(40, 50)])
+    x = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
+    group.step([[x]] * 4)
+    for arrays in group.arrays:
+        np.testing.assert_allclose(np.linalg.norm(arrays[0]), 6.0, rtol=1e-5)

@@ -47,8 +47,9 @@ class Chosen(NamedTuple):
 def choose_largest(source: Source, k: int, seed: int, exact: bool = True) -> Chosen:
     """The ``k`` largest in magnitude, of equal ones those with the lowest index; a NaN is the largest of all.
 
-    Unless ``exact``, no second reading of the tensor mends a guess that was wrong, and zeros are not chosen: then
-    there may be fewer than ``k``. Of what is not finite something is always chosen.
+    Unless ``exact``, no second reading of the tensor mends a guess that was wrong: then there may be fewer than ``k``,
+    or, where very many are equal, those at the tensor's start. Zeros are not chosen then. Of what is not finite
+    something always is.
     """
     from ..kernels.selection import BLOCK, NOT_FINITE, keep_largest, magnitudes, rank_largest, select
 
