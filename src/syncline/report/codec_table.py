@@ -87,7 +87,7 @@ def _title(result: CodecResult) -> str:
 def _legend(result: CodecResult) -> str:
     add = units.significant(result.rows[0].np_add_gb_per_s)
     return (
-        "fb: with error feedback. bits: per element on the wire. encode, decode: GB/s of float32; decoding adds. of add: encode as a share of "
-        f"np.add's {add} GB/s. x torch: times faster than the usual composition of torch operations. pays: an "
-        f"allreduce of {result.workers} ranks is faster below that link speed."
+        "fb: with error feedback. bits: per element on the wire. encode, decode: GB/s of float32; decoding adds. "
+        f"of add: encode as a share of np.add's {add} GB/s. x torch: times faster than the usual composition of torch "
+        f"operations. pays: an allreduce of {result.workers} ranks is faster below that link speed."
     )
