@@ -34,7 +34,7 @@ class _Column:
 
 
 _COLUMNS = (
-    _Column("feedback", lambda row: "yes" if row.feedback else "", 0),
+    _Column("fb", lambda row: "yes" if row.feedback else "", 0),
     _Column("bits", lambda row: units.significant(row.bits_per_element), 0),
     _Column("encode", lambda row: units.significant(row.encode_gb_per_s), 0),
     _Column("decode", lambda row: units.significant(row.decode_gb_per_s), 2),
@@ -87,7 +87,7 @@ def _title(result: CodecResult) -> str:
 def _legend(result: CodecResult) -> str:
     add = units.significant(result.rows[0].np_add_gb_per_s)
     return (
-        "bits: per element on the wire. encode, decode: GB/s of float32; decoding adds. of add: encode as a share of "
-        f"np.add's {add} GB/s. x torch: times faster than the usual composition of torch operations. pays: an "
-        f"allreduce of {result.workers} ranks is faster below that link speed."
+        "fb: with error feedback. bits: per element on the wire. encode, decode: GB/s of float32; decoding adds. "
+        f"of add: encode as a share of np.add's {add} GB/s. x torch: times faster than the usual composition of torch "
+        f"operations. pays: an allreduce of {result.workers} ranks is faster below that link speed."
     )
