@@ -14,7 +14,7 @@ import pytest
 
 LIMIT_S = 300
 pytestmark = pytest.mark.slow
-CODECS = ["fp16", "fp8", "int8", "qsgd", "natural", "ternary", "onebit"]
+CODECS = ["int8", "onebit", "qsgd"]  # packing, sums, division and roots: what the others are made of too
 
 
 @pytest.fixture(scope="module")
