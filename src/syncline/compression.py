@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from .codecs import Codec, Floats, State, Stochastic, codec_of
 from .errors import UsageError
 from .reducers import Part, Place, Reducer, pieces
-from .reducers.owners import PIECE_ELEMENTS, cut, share_out
+from .reducers.owners import shared_pieces
 from .types import Bucket, Layer
 
 log = logging.getLogger("syncline")
@@ -62,6 +62,7 @@ class Compression:
         self._served, self._name = served, name
         self._clock = [0] * len(buckets)
         self._converted: dict[int, Floats] = {}
+        self._pieces: dict[int, Sequence[Callable[[], Reducer]]] = {}  # made with a bucket's first exchange
         self._codecs = [codec_of(codec, spec) for spec in self._specs]
         for layer in layers:
             if layer.spec.dtype not in _FLOATS:
@@ -94,19 +95,19 @@ class Compression:
         """The reducers of a bucket, whose gradients are complete."""
         array = self._arrays[number]
         if array.dtype != np.float32:
-            converted = self._converted.setdefault(number, np.empty(array.size, np.float32))
-            np.copyto(converted, array, casting="same_kind")
-            array = converted
-        parts = self._parts(number, array)
-        for part in parts:
-            part.state.step = part.again.step = self._clock[number]
-        return pieces(parts, self._place, served=self._served)
+            np.copyto(self._working(number), array, casting="same_kind")
+        if number not in self._pieces:
+            parts = self._parts(number, self._working(number))
+            self._pieces[number] = pieces(parts, self._place, served=self._served)
+        for part in self._buckets[number].slices:
+            self._states[part.tensor].step = self._again[part.tensor].step = self._clock[number]
+        return self._pieces[number]
 
     def finish(self, number: int) -> None:
         """The reducers of a bucket are done."""
         self._clock[number] += 1
-        if number in self._converted:
-            np.copyto(self._arrays[number], self._converted[number], casting="same_kind")
+        if self._arrays[number].dtype != np.float32:
+            np.copyto(self._arrays[number], self._working(number), casting="same_kind")
         if self._not_finite:
             names = [repr(name) for name in dict.fromkeys(self._not_finite)]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -150,6 +151,15 @@ class Compression:
                 stop = part.start + part.array.size
                 part.again.residual[part.start : stop] = sum(one[part.start : stop] for one in whole)
 
+    def _working(self, number: int) -> Floats:
+        """A bucket's gradients in float32: its array, or a copy of it."""
+        array = self._arrays[number]
+        if array.dtype == np.float32:
+            return array
+        if number not in self._converted:
+            self._converted[number] = np.empty(array.size, np.float32)
+        return self._converted[number]
+
     def _state(self, index: int, rank: int) -> State:
         codec, feedback = self._codecs[index]
         state = codec.init(self._specs[index], rank, feedback)
@@ -173,8 +183,8 @@ class Compression:
         for number in range(len(self._buckets)):
             parts = self._parts(number, np.empty(self._buckets[number].elements, np.float32))
             wanted = [part for part in parts if self._served or part.codec.combine == "owner"]
-            for piece in cut(wanted, PIECE_ELEMENTS):
-                yield from share_out(piece, len(self._place.owners))[mine]
+            for shares in shared_pieces(wanted, len(self._place.owners)):
+                yield from shares[mine]
 
     def _check_cuts(self, bucket: Bucket) -> None:
         for part in bucket.slices:

@@ -6,6 +6,7 @@ framework. Sizes are bytes, times are seconds, rates are bits per second; names 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
@@ -70,7 +71,7 @@ class Spec:
     @property
     def elements(self) -> int:
         """How many elements the tensor has."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -19,12 +19,11 @@ PIECE_ELEMENTS = 1 << 22
 
 def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
     """One reducer for every piece of about ``PIECE_ELEMENTS`` elements; tensors stay whole."""
-    return [partial(reduce, piece, place) for piece in cut(parts, PIECE_ELEMENTS)]
+    return [partial(reduce, piece, Letter(piece), place) for piece in cut(parts, PIECE_ELEMENTS)]
 
 
-def reduce(piece: Sequence[Part], place: Place) -> Reducer:
+def reduce(piece: Sequence[Part], letter: Letter, place: Place) -> Reducer:
     """One piece."""
-    letter = Letter(piece)
     arrays, states = [part.array for part in piece], [part.state for part in piece]
     posts: dict[int, Post] = {place.index: letter.write(place.room, arrays, states, place.report)}
     others = place.others()

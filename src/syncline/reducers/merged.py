@@ -17,12 +17,11 @@ from .owners import cut
 
 def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
     """One reducer for every piece of about ``PIECE_ELEMENTS`` elements; tensors stay whole."""
-    return [partial(reduce, piece, place) for piece in cut(parts, PIECE_ELEMENTS)]
+    return [partial(reduce, piece, Letter(piece), place) for piece in cut(parts, PIECE_ELEMENTS)]
 
 
-def reduce(piece: Sequence[Part], place: Place) -> Reducer:
+def reduce(piece: Sequence[Part], letter: Letter, place: Place) -> Reducer:
     """One piece: up the tree to rank 0, down again, decode."""
-    letter = Letter(piece)
     arrays, states = [part.array for part in piece], [part.state for part in piece]
     post = letter.write(place.room, arrays, states, place.report)
     distance = 1

@@ -21,15 +21,27 @@ import numpy as np
 
 from ..codecs import Floats
 from . import Message, Part, Place, Reducer, Round
-from .letters import Letter, Post, name_of
+from .letters import Letter, Post, name_of, spec_of
 
-PIECE_ELEMENTS = 1 << 20
-"""Small enough that several are under way in a large bucket, large enough that a message's cost does not count."""
+PIECE_BYTES = 2 * 1024 * 1024
+PIECE_ELEMENTS = 1 << 22
+"""The payload and the elements of a piece: several are under way in a large bucket, and a message's cost is small."""
 
 
 def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
-    """One reducer for every piece of about ``PIECE_ELEMENTS`` elements."""
-    return [partial(reduce, share_out(piece, len(place.owners)), place) for piece in cut(parts, PIECE_ELEMENTS)]
+    """One reducer for every piece of the parts."""
+    found: list[Callable[[], Reducer]] = []
+    for shares in shared_pieces(parts, len(place.owners)):
+        found.append(partial(reduce, shares, [Letter(share) for share in shares], place))
+    return found
+
+
+def shared_pieces(parts: Sequence[Part], owners: int) -> list[list[list[Part]]]:
+    """The parts of each owner, for every piece of the parts."""
+    elements = sum(part.array.size for part in parts)
+    payload_bytes = sum(part.codec.wire_bytes(spec_of(part))[0] for part in parts)
+    most = min(PIECE_ELEMENTS, PIECE_BYTES * elements // max(payload_bytes, 1))
+    return [share_out(piece, owners) for piece in cut(parts, max(1, most))]
 
 
 def cut(parts: Sequence[Part], elements: int) -> list[list[Part]]:
@@ -71,9 +83,8 @@ def _to_block(part: Part, at: int, up: bool = False) -> int:
     return min(nearest, size)
 
 
-def reduce(shares: Sequence[Sequence[Part]], place: Place) -> Reducer:
-    """One piece; ``shares`` are the parts of each owner."""
-    letters = [Letter(share) for share in shares]
+def reduce(shares: Sequence[Sequence[Part]], letters: Sequence[Letter], place: Place) -> Reducer:
+    """One piece; ``shares`` are the parts of each owner, ``letters`` the forms of the messages about them."""
     mine = place.owners.index(place.index) if place.index in place.owners else -1
     owned = shares[mine] if mine >= 0 else ()
     posted = _written(letters, shares, place)
