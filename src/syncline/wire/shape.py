@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from ..errors import UsageError
 from ..types import Rate, Seconds
 
-QUANTUM_S = 0.001
+QUANTUM_S = 0.002
 """How far ahead of its rate a port may be: what is sent at a wake-up."""
 
-LATE_S = 0.005
+LATE_S = 0.02
 """How much of a late wake-up is made up for."""
 
 PACKET_BYTES = 1500
