@@ -34,6 +34,8 @@ from .processes import measure
 
 SEEDS = (0, 1, 2)
 
+_LABEL_MOST = 24
+
 Way = tuple[str, bool]
 """A codec's text without error feedback, and whether it gets some."""
 
@@ -54,8 +56,9 @@ class Training:
 
     @property
     def label(self) -> str:
-        """How progress names it."""
-        return f"seed {self.seed}, {self.codec}{' +feedback' if self.feedback else ''}"
+        """How progress names it, short enough to leave a bar of 80 columns its room."""
+        codec = self.codec if len(self.codec) <= _LABEL_MOST else f"{self.codec[: _LABEL_MOST - 3]}..."
+        return f"{codec}{' fb' if self.feedback else ''} seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ def carry_out(request: Request, keeper: _Keeper, display: Display) -> None:
     with display.task("accuracy", sum(training.case.iterations for training in todo)) as task:
         progress = _Progress(task)
         for number, training in enumerate(todo, 1):
-            progress.doing = f"{training.label} ({number} of {len(todo)})"
+            progress.doing = f"{number}/{len(todo)} {training.label}"
             row = measure(training.case, request.plan.workload, training.seed, SILENCE_LIMIT_S, progress)
             run = run_of(training, row)
             keeper.add(run)
