@@ -1,4 +1,4 @@
-"""The command line: ``syncline run | compare | bench | bench-codecs | lab | show | strategies``.
+"""The command line: ``syncline run | compare | accuracy | bench | bench-codecs | lab | show | strategies``.
 
 Owns options, their texts and exit statuses, and nothing else: each verb imports what does the work when it is called,
 so that ``--help`` loads neither numpy nor a framework. Errors that Syncline raises on purpose are printed as one
@@ -179,6 +179,50 @@ def compare(
         report_path=report_path,
         timeout=timeout,
         lab=lab,
+    )
+    sys.exit(status)
+
+
+@cli.command(cls=_Lists)
+@click.option("--workload", default="digits", show_default=True, help="One with a test set: digits or cifar10:PATH.")
+@click.option("--workers", type=click.IntRange(min=2), default=4, show_default=True, help="Workers of every training.")
+@click.option("--seeds", multiple=True, metavar="N...", help="Of weights and order of the data; default: 0 1 2.")
+@click.option(
+    "--codecs", multiple=True, metavar="TEXT...",
+    help="What to train with, such as int8 topk(ratio=0.01) feedback(onebit); default: every codec, and with feedback.",
+)  # fmt: skip
+@click.option("--epochs", type=click.IntRange(min=1), help="Passes over the data; default: the workload's.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
+@click.option(
+    "--markdown", "markdown_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the table here."
+)
+@click.option(
+    "--resume", "resume_path", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Keep this file's trainings, run the others, and write them to it (or to --json).",
+)  # fmt: skip
+def accuracy(
+    workload: str,
+    workers: int,
+    seeds: tuple[str, ...],
+    codecs: tuple[str, ...],
+    epochs: int | None,
+    json_path: Path | None,
+    markdown_path: Path | None,
+    resume_path: Path | None,
+) -> None:
+    """Train one workload with every codec, with and without error feedback, and show what is left of the accuracy."""
+    from .bench import accuracy as table
+    from .grammar import read_list, read_value
+
+    status = table.run(
+        workload,
+        workers,
+        [read_value(seed, int, "--seeds") for seed in read_list(seeds)] or table.SEEDS,
+        read_list(codecs),
+        epochs=epochs,
+        json_path=json_path,
+        markdown_path=markdown_path,
+        resume_path=resume_path,
     )
     sys.exit(status)
 

@@ -40,7 +40,7 @@ class Plan:
     """Everything a comparison will do, checked.
 
     ``lab`` is the rate of the links between the hosts of a lab, None to run on this machine as it is. ``trace`` is that
-    of a replayed workload, from which the rows get their bounds.
+    of a replayed workload, from which the rows get their bounds. ``scored`` says that there is a test set.
     """
 
     workload: str
@@ -52,6 +52,7 @@ class Plan:
     report_path: Path | None
     lab: Rate | None = None
     trace: Trace | None = None
+    scored: bool = False
 
     @property
     def processes(self) -> int:
@@ -89,7 +90,7 @@ def plan_of(
         epochs = loaded.epochs
     cases = [_case(loaded, Contender(BASELINE), 1, batch, epochs, iterations)]
     cases += [_case(loaded, contender, workers, batch, epochs, iterations) for contender in contenders]
-    return Plan(workload, tuple(cases), seed, epochs, iterations, *paths, rate, loaded.trace)
+    return Plan(workload, tuple(cases), seed, epochs, iterations, *paths, rate, loaded.trace, loaded.test is not None)
 
 
 def _rate(text: str) -> Rate:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from ..errors import SynclineError
 from ..launch.local import LocalRun, Outcome
@@ -18,7 +19,6 @@ from ..report.rows import Row
 from .cases import Case
 from .measure import row_of
 from .messages import Job, Mailbox, Message
-from .progress import Display
 from .site import HERE, Site
 
 TRAIN = ("-m", "syncline.bench.train")
@@ -26,12 +26,25 @@ _POLL_S = 0.1
 _KEPT_LINES = 12
 
 
+class Progress(Protocol):
+    """What is told how far a row has come: ``progress.Display``, or the display of something larger."""
+
+    def begin(self, strategy: str, processes: int, iterations: int) -> None:
+        """A row starts."""
+
+    def advance(self, iteration: int, loss: float | None, images_per_s: float | None) -> None:
+        """The row has come that far."""
+
+    def end(self, outcome: str) -> None:
+        """The row has ended; ``outcome`` is a few words on how."""
+
+
 def measure(
     case: Case,
     workload: str,
     seed: int,
     limit_s: float,
-    display: Display,
+    display: Progress,
     site: Site = HERE,
     script: Sequence[str] = TRAIN,
 ) -> Row:
@@ -64,7 +77,7 @@ def measure(
 class _Watch:
     """What is known of a row while its processes run."""
 
-    def __init__(self, case: Case, display: Display, limit_s: float) -> None:
+    def __init__(self, case: Case, display: Progress, limit_s: float) -> None:
         self.failure: str | None = None
         self._case, self._display, self._limit_s = case, display, limit_s
         self._outcome: Outcome | None = None

@@ -100,21 +100,30 @@ def variants(text: str, elements: int) -> tuple[tuple[str, bool], ...]:
 
     A text that settles the question itself, as ``feedback(...)`` does, is one way; raises UsageError.
     """
+    found = ways(text)
+    codec: Codec = build("codecs", read_part(found[0][0]))
+    return found if _compresses(codec, _matrix(elements)) else found[:1]
+
+
+def ways(text: str) -> tuple[tuple[str, bool], ...]:
+    """The ways of using a codec that converge, whatever it is used on; as ``variants`` otherwise."""
     name, feedback = told(text)
     codec: Codec = build("codecs", read_part(name))
-    spec = _matrix(elements)
-    if feedback or isinstance(codec, Chooses) or not _compresses(codec, spec):
+    if feedback or isinstance(codec, Chooses) or not codec.contraction:
         return ((name, feedback),)
-    return ((name, False), (name, True)) if codec.contraction else ((name, False),)
+    return (name, False), (name, True)
 
 
-def every_codec() -> tuple[str, ...]:
-    """The texts of all codecs that compress by themselves, by what their entries give as examples."""
+def every_codec(*, choosing: bool = False) -> tuple[str, ...]:
+    """The texts of all codecs that compress by themselves, by what their entries give as examples.
+
+    With ``choosing`` also those of the codecs that choose one of the others for every tensor.
+    """
     found = []
     for entry in registry.entries("codecs"):
         for text in entry.capabilities.get("examples", (entry.name,)):
             codec = build("codecs", read_part(text))
-            leaves_it = isinstance(codec, Wraps | Chooses)
+            leaves_it = not choosing if isinstance(codec, Chooses) else isinstance(codec, Wraps)
             if not leaves_it and _compresses(codec, _matrix(_TRIED_ELEMENTS)):
                 found.append(write("codecs", bind("codecs", read_part(text))))
     return tuple(dict.fromkeys(found))

@@ -1,0 +1,268 @@
+"""``syncline accuracy``: what every codec leaves of a network's accuracy, with and without error feedback.
+
+Owns which ways of using codecs are trained, the order of the trainings, what is kept of an earlier table, and when
+files are written: after every training, so that an interrupt or a fault costs one at most. Checks and trains by what
+``compare`` checks and trains with; ``report`` knows what the numbers mean.
+
+The architecture is ``direct``, whose sums have one order: nothing is chosen by measuring that could differ from one
+training to the next. Codecs that cannot travel so take the way of their kind, and every training says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+from rich.console import Console
+
+from ..codecs import Chooses
+from ..errors import DataError, UsageError
+from ..grammar import Part, read_part
+from ..parts import build
+from ..report import accuracy_table
+from ..report.accuracy_rows import DENSE, AccuracyResult, AccuracyRun
+from ..report.rows import Row, replace_text
+from ..strategy import Strategy
+from ..tuning.codec_times import every_codec, told, ways
+from .cases import Case, Plan, plan_of, result_paths
+from .collectives.display import Display, Task
+from .compare import INTERRUPTED, SILENCE_LIMIT_S
+from .machine import describe, source_sha256
+from .processes import measure
+
+SEEDS = (0, 1, 2)
+
+_LABEL_MOST = 24
+
+Way = tuple[str, bool]
+"""A codec's text without error feedback, and whether it gets some."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training that the table needs."""
+
+    codec: str
+    feedback: bool
+    seed: int
+    case: Case
+
+    @property
+    def key(self) -> tuple[str, bool, int]:
+        """What makes two trainings of a table the same."""
+        return self.codec, self.feedback, self.seed
+
+    @property
+    def label(self) -> str:
+        """How progress names it, short enough to leave a bar of 80 columns its room."""
+        codec = self.codec if len(self.codec) <= _LABEL_MOST else f"{self.codec[: _LABEL_MOST - 3]}..."
+        return f"{codec}{' fb' if self.feedback else ''} seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that the table will need, checked: the dense trainings first, those of one row together."""
+
+    plan: Plan
+    workers: int
+    epochs: int
+    trainings: tuple[Training, ...]
+
+
+def run(
+    workload: str = "digits",
+    workers: int = 4,
+    seeds: Sequence[int] = SEEDS,
+    texts: Sequence[str] = (),
+    *,
+    epochs: int | None = None,
+    json_path: Path | None = None,
+    markdown_path: Path | None = None,
+    resume_path: Path | None = None,
+    console: Console | None = None,
+) -> int:
+    """Train with codecs, all where ``texts`` is empty, print the table and write the files; returns the exit status.
+
+    0: every training finished and its replicas agreed; 1: not so; 130: interrupted, the trainings so far are kept. With
+    ``resume_path`` the finished trainings of that file are kept, and those added that are asked for and not in it; it
+    is written again unless ``json_path`` names another. Raises UsageError before any process starts.
+    """
+    console = console or Console()
+    request = request_of(workload, workers, seeds, texts, epochs, json_path or resume_path)
+    markdown, _ = result_paths(markdown_path, None)
+    target = request.plan.json_path
+    if markdown is not None and markdown == target:
+        raise UsageError(f"--markdown and the result file are both {target}: choose two")
+    result = _origin(request)
+    if resume_path is not None:
+        result = resumed(result, resume_path)
+        console.print(f"{len(result.runs)} trainings of {resume_path} are kept", style="dim", markup=False)
+    keeper = _Keeper(request, result, target)
+    interrupted = False
+    try:
+        with Display(console) as display:
+            carry_out(request, keeper, display)
+    except KeyboardInterrupt:
+        interrupted = True
+        console.print("interrupted: the trainings so far are kept")
+    result = keeper.result
+    console.print(accuracy_table.render(result))
+    if markdown is not None and result.runs:
+        replace_text(markdown, accuracy_table.markdown(result))
+    if interrupted:
+        return INTERRUPTED
+    return 0 if all(training.finished for training in result.runs) else 1
+
+
+def request_of(
+    workload: str,
+    workers: int,
+    seeds: Sequence[int],
+    texts: Sequence[str],
+    epochs: int | None,
+    json_path: Path | None,
+) -> Request:
+    """A checked request, for all codecs when ``texts`` is empty; raises UsageError with the remedy."""
+    if workers < 2:
+        raise UsageError(f"--workers has to be 2 or more, got {workers}: one worker alone sends nothing")
+    if not seeds or min(seeds) < 0:
+        raise UsageError(f"--seeds has to be one or more numbers from 0, got {', '.join(map(str, seeds)) or 'none'}")
+    if len(set(seeds)) < len(seeds):
+        raise UsageError("a seed is listed twice: leave one of them out")
+    chosen = ways_of(texts)
+    strategies = [strategy_of(way) for way in chosen]
+    plan = plan_of(workload, workers, strategies, epochs, None, None, seeds[0], json_path, None)
+    if not plan.scored:
+        raise UsageError(f"the workload {workload} has no test set, so it has no accuracy: use digits or cifar10:PATH")
+    cases = {case.strategy: case for case in plan.cases}
+    trainings = tuple(
+        Training(*way, seed, cases[text]) for way, text in zip(chosen, strategies, strict=True) for seed in seeds
+    )
+    return Request(plan, workers, plan.epochs or 0, trainings)
+
+
+def ways_of(texts: Sequence[str]) -> tuple[Way, ...]:
+    """The dense exchange, then every way of using the codecs of the texts, all codecs where there are none.
+
+    Codecs that choose among others per tensor bring their own feedback and are used as they are.
+    """
+    found: list[Way] = [DENSE]
+    for text in texts or every_codec(choosing=True):
+        name, _ = told(text)
+        if isinstance(build("codecs", read_part(name)), Chooses):
+            found.append((name, True))
+        elif name != DENSE[0]:
+            found += ways(text)
+    return tuple(dict.fromkeys(found))
+
+
+def strategy_of(way: Way) -> str:
+    """The strategy's text, feedback given or refused in it."""
+    name, feedback = way
+    codec = read_part(name)
+    if feedback and not isinstance(build("codecs", codec), Chooses):
+        codec = Part("feedback", (("", codec),))
+    return str(Strategy(architecture=Part("direct"), codec=codec))
+
+
+def carry_out(request: Request, keeper: _Keeper, display: Display) -> None:
+    """Run the trainings that are not there yet, one after the other, each kept as soon as it has ended."""
+    there = {run.key for run in keeper.result.runs}
+    todo = [training for training in request.trainings if training.key not in there]
+    with display.task("accuracy", sum(training.case.iterations for training in todo)) as task:
+        progress = _Progress(task)
+        for number, training in enumerate(todo, 1):
+            progress.doing = f"{number}/{len(todo)} {training.label}"
+            row = measure(training.case, request.plan.workload, training.seed, SILENCE_LIMIT_S, progress)
+            run = run_of(training, row)
+            keeper.add(run)
+            if run.error is not None:
+                display.say(f"{training.label}: failed: {run.error}")
+
+
+def run_of(training: Training, row: Row) -> AccuracyRun:
+    """What is kept of a row of a comparison."""
+    error = row.error
+    if error is None and not row.replicas_equal:
+        error = "the replicas differ at the end of the training"
+    return AccuracyRun(
+        *training.key,
+        strategy=row.strategy,
+        accuracy=row.accuracy,
+        loss=row.loss,
+        bytes_sent_per_step=row.bytes_sent_per_step,
+        chosen=row.chosen,
+        error=error,
+    )
+
+
+def resumed(fresh: AccuracyResult, path: Path) -> AccuracyResult:
+    """``fresh`` with the finished trainings of a file of the same work; raises UsageError for another's."""
+    try:
+        before = AccuracyResult.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+    except DataError as error:
+        raise UsageError(f"{path}: {error}; choose another file") from None
+    if not before.same_work(fresh):
+        raise UsageError(
+            f"{path} is of another workload, number of workers or epochs, machine, or version of the code or its"
+            " libraries, so that its rows cannot stand beside new ones: choose another file, or delete it"
+        )
+    return replace(before, runs=tuple(run for run in before.runs if run.finished))
+
+
+class _Keeper:
+    """The trainings so far, in memory and in the result file."""
+
+    def __init__(self, request: Request, result: AccuracyResult, path: Path | None) -> None:
+        self.result, self._path = result, path
+        self._order = [training.key for training in request.trainings]
+
+    def add(self, run: AccuracyRun) -> None:
+        """Take over a training, and write it where a file is asked for."""
+        self.result = self.result.with_run(run).arranged(self._order)
+        if self._path is not None:
+            self.result.save(self._path)
+
+
+class _Progress:
+    """Counts the iterations of all trainings together for one task of a display."""
+
+    def __init__(self, task: Task) -> None:
+        self.doing = ""
+        self._task, self._before, self._iterations = task, 0, 0
+
+    def begin(self, strategy: str, processes: int, iterations: int) -> None:  # noqa: ARG002 - all are alike
+        """A training starts."""
+        self._iterations = iterations
+        self._task.at(self._before, self.doing)
+
+    def advance(self, iteration: int, loss: float | None, images_per_s: float | None) -> None:  # noqa: ARG002
+        """It has come that far."""
+        self._task.at(self._before + iteration, self.doing)
+
+    def end(self, outcome: str) -> None:  # noqa: ARG002 - the result says it
+        """It has ended."""
+        self._before += self._iterations
+
+
+def _origin(request: Request) -> AccuracyResult:
+    """An empty result of this machine, code and work."""
+    machine, case = describe(), request.trainings[0].case
+    return AccuracyResult(
+        machine.description,
+        machine.cores,
+        machine.versions,
+        machine.commit,
+        machine.modified,
+        source_sha256(),
+        datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        request.plan.workload,
+        request.workers,
+        request.epochs,
+        case.iterations,
+        case.batch,
+    )

@@ -1,0 +1,289 @@
+"""``syncline accuracy``: what is trained, what a table says of it, and what is left of one that was interrupted."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from syncline import registry
+from syncline.bench import accuracy
+from syncline.bench.cases import Case
+from syncline.bench.contenders import contender_of
+from syncline.cli import cli
+from syncline.errors import DataError
+from syncline.report import accuracy_table
+from syncline.report.accuracy_rows import DENSE, AccuracyResult, AccuracyRun
+from syncline.report.rows import Row
+from syncline.strategy import Strategy
+
+pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+FIELDS = {
+    "codec", "feedback", "accuracy", "median_accuracy", "lowest", "highest", "bytes_sent_per_step", "of_dense_bytes",
+    "points_below_dense", "workload", "workers", "seeds", "error",
+}  # fmt: skip
+
+
+def command(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["accuracy", *map(str, arguments)])
+
+
+def read(path: Path) -> AccuracyResult:
+    return AccuracyResult.from_json(path.read_text())
+
+
+class Trained:
+    """Stands in for the processes: an accuracy that falls with what is not sent, and a note of what was asked for."""
+
+    def __init__(self, spoil: Callable[[Row, int], Row] = lambda row, _: row) -> None:
+        self.asked: list[tuple[str, int]] = []
+        self._spoil = spoil
+
+    def __call__(self, case: Case, workload: str, seed: int, limit_s: float, progress: Any) -> Row:
+        assert workload == "digits"
+        assert limit_s > 0
+        self.asked.append((case.strategy, seed))
+        progress.begin(case.strategy, case.workers, case.iterations)
+        progress.advance(case.iterations, 0.5, 100.0)
+        accuracy, sent = (0.98, 800.0) if case.strategy == "direct" else (0.9, 200.0)
+        row = Row(case.strategy, case.workers, accuracy + seed / 1000, 0.1, bytes_sent_per_step=sent)
+        row = self._spoil(replace(row, replicas_equal=True), len(self.asked))
+        progress.end("done")
+        return row
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
+    stand_in = Trained()
+    monkeypatch.setattr(accuracy, "measure", stand_in)
+    return stand_in
+
+
+def result_of(*runs: AccuracyRun) -> AccuracyResult:
+    return AccuracyResult("machine", 2, {"python": "3"}, "abc", True, "0", "now", "digits", 4, 12, 276, 64, runs)
+
+
+def run_of(codec: str, seed: int, accuracy: float | None, feedback: bool = False, **more: Any) -> AccuracyRun:
+    return AccuracyRun(codec, feedback, seed, f"direct codec={codec}", accuracy, **more)
+
+
+def test_real_processes_fill_a_table(tmp_path: Path) -> None:
+    paths = {"--json": tmp_path / "new" / "r.json", "--markdown": tmp_path / "new" / "r.md"}
+    files = [part for pair in paths.items() for part in pair]
+    done = command("--workers", "2", "--seeds", "3", "--codecs", "feedback(int8)", "--epochs", "1", *files)
+    assert done.exit_code == 0, done.output
+    data = json.loads(paths["--json"].read_text())
+    assert {"machine", "cores", "versions", "commit", "source_sha256", "started"} <= set(data)
+    dense, int8 = data["rows"]
+    assert set(dense) == set(int8) == FIELDS
+    assert (dense["codec"], dense["feedback"], int8["codec"], int8["feedback"]) == ("none", False, "int8", True)
+    for row in (dense, int8):
+        assert row["error"] is None
+        assert (row["workload"], row["workers"], row["seeds"]) == ("digits", 2, [3])
+        assert row["accuracy"] == [row["median_accuracy"]] == [row["lowest"]] == [row["highest"]]
+        assert 0.2 < row["median_accuracy"] <= 1  # ten classes, so it has learnt something
+    assert int8["of_dense_bytes"] == pytest.approx(0.25, rel=0.02)
+    assert abs(int8["points_below_dense"]) < 10
+    assert "1/2 none seed 3" in done.output
+    assert "2/2 int8 fb seed 3" in done.output
+    assert "| `int8` | yes |" in paths["--markdown"].read_text()
+
+
+def test_every_codec_is_trained_without_feedback_and_with_it_where_that_converges() -> None:
+    ways = accuracy.ways_of(())
+    assert ways[0] == DENSE
+    assert len(set(ways)) == len(ways)
+    named = {name.partition("(")[0] for name, _ in ways}
+    assert named == set(registry.names("codecs")) - {"feedback"}
+    assert {("int8", False), ("int8", True), ("topk(ratio=0.01)", False), ("ternary", False)} <= set(ways)
+    assert ("ternary", True) not in ways
+    assert [fed for name, fed in ways if name == "adaptive"] == [True]
+
+
+def test_strategies_say_what_is_fed_back_and_can_be_built() -> None:
+    for name, feedback in accuracy.ways_of(()):
+        text = accuracy.strategy_of((name, feedback))
+        assert contender_of(text, 4, one_host=True).text == text
+        codec = Strategy.parse(text).codec
+        assert codec.name == ("feedback" if feedback and not name.startswith("adaptive") else name.partition("(")[0])
+    assert accuracy.strategy_of(("int8", False)) == "direct codec=int8 feedback=off"
+    assert accuracy.strategy_of(("int8", True)) == "direct codec=feedback(int8)"
+    assert accuracy.strategy_of(("fp16", False)) == "direct codec=fp16"
+
+
+def test_named_codecs_come_after_dense_and_once() -> None:
+    assert accuracy.ways_of(["feedback(int8)", "int8", "none"]) == (DENSE, ("int8", True), ("int8", False))
+    assert accuracy.ways_of(["topk(ratio=0.9)"])[1:] == (("topk(ratio=0.9)", False), ("topk(ratio=0.9)", True))
+    assert accuracy.ways_of(["adaptive(int4)"])[1:] == (("adaptive(int4)", True),)
+
+
+def test_rows_are_medians_over_what_finished_beside_dense() -> None:
+    dense = [run_of("none", seed, value, bytes_sent_per_step=1000.0) for seed, value in enumerate((0.9, 0.99, 0.98))]
+    found = result_of(
+        *dense,
+        run_of("int8", 0, 0.97, True, bytes_sent_per_step=240.0),
+        run_of("int8", 1, None, True, error="rank 1 died"),
+        run_of("int8", 2, 0.99, True, bytes_sent_per_step=260.0),
+        run_of("sign", 0, 0.99, bytes_sent_per_step=30.0),
+        run_of("onebit", 0, 0.5, error="the replicas differ"),
+    )
+    none, int8, sign, onebit = found.rows
+    assert (none.median_accuracy, none.lowest, none.highest) == (0.98, 0.9, 0.99)
+    assert (none.of_dense_bytes, none.points_below_dense, none.error) == (1.0, 0.0, None)
+    assert int8.accuracy == (0.97, None, 0.99)
+    assert int8.seeds == (0, 1, 2)
+    assert int8.median_accuracy == pytest.approx(0.98)
+    assert int8.of_dense_bytes == pytest.approx(0.25)
+    assert int8.error == "seed 1: rank 1 died"
+    assert sign.points_below_dense == pytest.approx(-1.0)
+    assert onebit.accuracy == (None,)
+    assert onebit.median_accuracy is onebit.points_below_dense is onebit.of_dense_bytes is None
+    alone = result_of(run_of("int8", 0, 0.9, bytes_sent_per_step=1.0)).rows[0]
+    assert alone.points_below_dense is alone.of_dense_bytes is None
+
+
+def test_the_file_can_be_read_back() -> None:
+    found = result_of(run_of("none", 0, 0.9), run_of("int8", 0, None, error="no"))
+    assert AccuracyResult.from_json(found.to_json()) == found
+    for text in ("", "[]", "{}", '{"runs": [{"codec": "int8"}]}'):
+        with pytest.raises(DataError, match="not a result file of syncline accuracy"):
+            AccuracyResult.from_json(text)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_tables_have_every_row_and_fit(width: int) -> None:
+    runs = [
+        run_of(name, seed, 0.98765, feedback, bytes_sent_per_step=1.2e6)
+        for name, feedback in accuracy.ways_of(())
+        for seed in (0, 1)
+    ]
+    failed = run_of("int8(block=64)", 1, None, True, error="rank 1 died\nin a second line")
+    found = replace(result_of(*runs, failed), workload="cifar10:/home/somebody/data")
+    out = io.StringIO()
+    Console(file=out, width=width).print(accuracy_table.render(found))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum("98.77 - 98.77" in line for line in lines) == len(runs) // 2
+    assert any("…" in line for line in lines) is False
+    assert "int8(block=64) with feedback, seed 1: rank 1 died" in out.getvalue()
+    page = accuracy_table.markdown(found)
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(found.rows)
+    assert {line.count("|") for line in page.splitlines() if line.startswith("|")} == {8}
+    assert "| `topk(ratio=0.01)` | yes | 98.77 | 98.77 - 98.77 | 0.00 | 1.14 MiB | 100 % |" in rows
+    assert "Failed: `int8(block=64)` with feedback: seed 1: rank 1 died." in page
+    assert page.startswith("cifar10, 4 workers, seeds 0, 1; 12 epochs, 276 iterations of 64 images.")
+    assert "somebody" not in page
+    assert "no rows" in str(accuracy_table.render(result_of()))
+
+
+def test_dense_comes_first_and_every_training_is_kept(trained: Trained, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    done = command("--codecs", "int8", "--seeds", "4", "1", "--json", path)
+    assert done.exit_code == 0, done.output
+    texts = ("direct", "direct codec=int8 feedback=off", "direct codec=feedback(int8)")
+    assert trained.asked == [(text, seed) for text in texts for seed in (4, 1)]
+    assert [row.seeds for row in read(path).rows] == [(4, 1)] * 3
+    assert read(path).rows[1].of_dense_bytes == 0.25
+
+
+def test_an_interrupt_keeps_what_is_there_and_resume_adds_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(row: Row, count: int) -> Row:
+        if count == 4:
+            raise KeyboardInterrupt
+        return row
+
+    path, page = tmp_path / "r.json", tmp_path / "r.md"
+    cut = Trained(interrupt)
+    monkeypatch.setattr(accuracy, "measure", cut)
+    asked = ("--codecs", "int8", "--seeds", "0,1", "--markdown", page)
+    done = command(*asked, "--json", path)
+    assert done.exit_code == 130, done.output
+    assert "interrupted" in done.output
+    assert len(read(path).runs) == 3
+    assert "| `int8` | no |" in page.read_text()
+    rest = Trained()
+    monkeypatch.setattr(accuracy, "measure", rest)
+    done = command(*asked, "--resume", path)
+    assert done.exit_code == 0, done.output
+    assert "3 trainings" in done.output
+    assert rest.asked == [cut.asked[3], *((accuracy.strategy_of(("int8", True)), seed) for seed in (0, 1))]
+    assert [(run.feedback, run.seed) for run in read(path).runs[2:]] == [(False, 0), (False, 1), (True, 0), (True, 1)]
+    again, other = Trained(), tmp_path / "other.json"
+    monkeypatch.setattr(accuracy, "measure", again)
+    done = command("--codecs", "none", "--seeds", "2", "--resume", path, "--json", other)
+    assert done.exit_code == 0, done.output
+    assert again.asked == [("direct", 2)]
+    assert read(other).rows[0].seeds == (2, 0, 1)
+    assert len(read(path).runs) == 6
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [({"error": "rank 1 died"}, "rank 1 died"), ({"replicas_equal": False}, "replicas differ")],
+)
+def test_a_training_that_failed_is_listed_and_run_again(
+    fault: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.json"
+    monkeypatch.setattr(accuracy, "measure", Trained(lambda row, count: replace(row, **fault) if count == 2 else row))
+    done = command("--codecs", "ternary", "--seeds", "0", "--json", path)
+    assert done.exit_code == 1
+    assert says in done.output
+    assert [row.error is None for row in read(path).rows] == [True, False]
+    again = Trained()
+    monkeypatch.setattr(accuracy, "measure", again)
+    assert command("--codecs", "ternary", "--seeds", "0", "--resume", path).exit_code == 0
+    assert again.asked == [("direct codec=ternary", 0)]
+    assert [row.error for row in read(path).rows] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--workload", "replay:googlenet"], "no test set"),
+        (["--workload", "digitz"], "digits"),
+        (["--workers", "1"], "x>=2"),
+        (["--codecs", "int9"], "did you mean 'int8'"),
+        (["--codecs", "feedback(ternary)"], "diverges"),
+        (["--seeds", "1", "1"], "listed twice"),
+        (["--seeds", "one"], "--seeds"),
+        (["--epochs", "0"], "x>=1"),
+        (["--json", "same.json", "--markdown", "same.json"], "choose two"),
+        (["--json", "/proc/nowhere/rows.json"], "choose another path"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_trained(
+    arguments: list[str], says: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = command(*arguments)
+    assert done.exit_code == 2, done.output
+    assert says in " ".join(done.output.split())
+    assert "Traceback" not in done.output
+    assert trained.asked == []
+
+
+def test_only_a_file_of_the_same_work_is_resumed(trained: Trained, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    assert command("--codecs", "none", "--seeds", "0", "--json", path).exit_code == 0
+    kept = path.read_text()
+    for arguments in (["--epochs", "1"], ["--workers", "3"]):
+        done = command("--codecs", "none", "--seeds", "0", "--resume", path, *arguments)
+        assert done.exit_code == 2
+        assert "cannot stand beside new ones" in done.output
+    assert path.read_text() == kept
+    path.write_text("{}")
+    assert "choose another file" in command("--resume", path).output
+    assert len(trained.asked) == 1
