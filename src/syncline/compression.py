@@ -7,6 +7,8 @@ buckets of other types are converted on the way in and out.
 Checkpoints. ``saved`` is what this process has to keep, as flat arrays by name; residuals of owners are partitioned
 among them, so that together they have one value per element, wherever the owners stand. ``load`` takes what all workers
 had saved. Where the number of workers is another one, the residuals' sum is shared out evenly: nothing is lost by it.
+
+Where owners hold the weights, gradients stay with them, and what they encode again is an update (``updates``).
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .codecs import Codec, Floats, State, codec_of
+from .codecs import Codec, Floats, State, codec_of, relay_of
 from .errors import UsageError
 from .reducers import Part, Place, Reducer, pieces
-from .reducers.owners import PIECE_ELEMENTS, cut, share_out
+from .reducers.owners import collecting, share_out
 from .types import Bucket, Layer
 
 log = logging.getLogger("syncline")
@@ -40,8 +42,9 @@ _FLOATS = ("float32", "float64", "float16", "bfloat16")
 class Compression:
     """The codec of one model's buckets. ``arrays`` are the buckets' gradients; ``name`` is how messages call this rank.
 
-    ``served`` says that all gradients go through the owners, whatever the codec: they are servers. Raises UsageError
-    for gradients that the codec cannot take and for buckets that cut what it must see whole.
+    ``served`` says that all gradients go through the owners, whatever the codec: they are servers; ``held`` that these
+    hold the weights, so that their sums of gradients are for themselves. Raises UsageError for gradients that the codec
+    cannot take and for buckets that cut what it must see whole.
     """
 
     def __init__(
@@ -53,13 +56,14 @@ class Compression:
         place: Place,
         *,
         served: bool,
+        held: bool = False,
         name: str,
     ) -> None:
         self._specs = [replace(layer.spec, dtype="float32") for layer in layers]
         self._buckets, self._arrays = buckets, arrays
         self._not_finite: list[str] = []
-        self._place = replace(place, report=self._not_finite.append)
-        self._served, self._name = served, name
+        self.place = replace(place, report=self._not_finite.append)
+        self._served, self._held, self._name = served, held, name
         self._clock = [0] * len(buckets)
         self._converted: dict[int, Floats] = {}
         self._codecs = [codec_of(codec, spec) for spec in self._specs]
@@ -69,8 +73,16 @@ class Compression:
                     f"{codec} compresses real floating-point gradients, and that of {layer.spec.name!r} is"
                     f" {layer.spec.dtype}: freeze it, or use codec=none"
                 )
-        self._states = [self._state(index, place.index) for index in range(len(layers))]
-        self._again = [self._state(index, AGAIN) for index in range(len(layers))]
+        self._states = [
+            codec.init(spec, place.index, feedback)
+            for (codec, feedback), spec in zip(self._codecs, self._specs, strict=True)
+        ]
+        self._again = [
+            relay_of(codec).init(spec, AGAIN, feedback and not held)
+            for (codec, feedback), spec in zip(self._codecs, self._specs, strict=True)
+        ]
+        for state in self._states:
+            state.world = place.workers
         for bucket in buckets:
             self._check_cuts(bucket)
 
@@ -78,6 +90,11 @@ class Compression:
     def keeps(self) -> bool:
         """True when there is something to remember from step to step beyond a count."""
         return any(feedback for _, feedback in self._codecs) or any(state.memory for state in self._states)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters, in their order."""
+        return [spec.name for spec in self._specs]
 
     @property
     def buckets(self) -> int:
@@ -96,15 +113,23 @@ class Compression:
             converted = self._converted.setdefault(number, np.empty(array.size, np.float32))
             np.copyto(converted, array, casting="same_kind")
             array = converted
-        parts = self._parts(number, array)
+        parts = self.parts(number, array)
         for part in parts:
-            part.state.step = part.again.step = self._clock[number]
-        return pieces(parts, self._place, served=self._served)
+            part.state.step = self._clock[number]
+        if self._held:
+            return collecting(parts, self.place)
+        self.tell_step(number, parts)
+        return pieces(parts, self.place, served=self._served)
+
+    def tell_step(self, number: int, parts: Sequence[Part]) -> None:
+        """Let what owners encode of a bucket be of its present step."""
+        for part in parts:
+            part.again.step = self._clock[number]
 
     def finish(self, number: int) -> None:
         """The reducers of a bucket are done."""
         self._clock[number] += 1
-        if number in self._converted:
+        if number in self._converted and (self.place.owner >= 0 or not self._held):
             np.copyto(self._arrays[number], self._converted[number], casting="same_kind")
         if self._not_finite:
             names = [repr(name) for name in dict.fromkeys(self._not_finite)]
@@ -115,6 +140,12 @@ class Compression:
                 ", ".join(names[:3]) + more,
             )
             self._not_finite.clear()
+
+    def resume_at(self, step: int) -> None:
+        """Go on from that step, counted from 0: seeds follow from it."""
+        self._clock = [step] * len(self._buckets)
+        for state in (*self._states, *self._again):
+            state.step = step
 
     def saved(self) -> Saved:
         """What this process has to keep in a checkpoint."""
@@ -132,16 +163,16 @@ class Compression:
 
     def load(self, saved: Sequence[Mapping[str, Array]]) -> None:
         """Take up what all workers of a run had saved; raises UsageError when it is of another model or codec."""
-        workers = self._place.workers
+        workers = self.place.workers
         same = len(saved) == workers
         clock = saved[0].get("clock")
         if clock is None or (same and clock.size != len(self._clock)):
             raise UsageError("the codec's part of this state is of another model or schedule")
         self._clock = clock.tolist() if clock.size == len(self._clock) else [int(clock.max())] * len(self._clock)
-        for state in self._states if self._place.works else ():
+        for state in self._states if self.place.works else ():
             for what, array in _arrays_of(state):
                 found = [_same_size(one, f"own/{state.spec.name}/{what}", array) for one in saved]
-                array[:] = found[self._place.index] if same else np.sum(found, axis=0) / workers
+                array[:] = found[self.place.index] if same else np.sum(found, axis=0) / workers
         for part in self._owned():
             if part.again.residual is not None:
                 key = f"again/{part.name}/residual"
@@ -149,11 +180,8 @@ class Compression:
                 stop = part.start + part.array.size
                 part.again.residual[part.start : stop] = sum(one[part.start : stop] for one in whole)
 
-    def _state(self, index: int, rank: int) -> State:
-        codec, feedback = self._codecs[index]
-        return codec.init(self._specs[index], rank, feedback)
-
-    def _parts(self, number: int, array: Floats) -> list[Part]:
+    def parts(self, number: int, array: Array) -> list[Part]:
+        """The parts of a bucket, over an array of its size."""
         found, at = [], 0
         for part in self._buckets[number].slices:
             name, codec = self._specs[part.tensor].name, self._codecs[part.tensor][0]
@@ -162,16 +190,22 @@ class Compression:
             at += part.elements
         return found
 
+    def keeps_rest(self, tensor: int) -> bool:
+        """Whether an owner of weights keeps what a payload does not say of an update: not where that would grow.
+
+        Nor where a biased codec was told to do without feedback.
+        """
+        codec, feedback = self._codecs[tensor]
+        return codec.contraction and (feedback or not codec.biased)
+
     def _owned(self) -> Iterator[Part]:
         """The slices that this process encodes again."""
-        if self._place.index not in self._place.owners:
+        if self.place.owner < 0:
             return
-        mine = self._place.owners.index(self._place.index)
         for number in range(len(self._buckets)):
-            parts = self._parts(number, np.empty(self._buckets[number].elements, np.float32))
+            parts = self.parts(number, np.empty(self._buckets[number].elements, np.float32))
             wanted = [part for part in parts if self._served or part.codec.combine == "owner"]
-            for piece in cut(wanted, PIECE_ELEMENTS):
-                yield from share_out(piece, len(self._place.owners))[mine]
+            yield from share_out(wanted, len(self.place.owners))[self.place.owner]
 
     def _check_cuts(self, bucket: Bucket) -> None:
         for part in bucket.slices:

@@ -35,7 +35,7 @@ def trained(session: Session, steps: int = 6, dtype: torch.dtype = torch.float32
         optimizer.zero_grad()
         loss_of(model(mine)).backward()
         optimizer.step()
-    return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+    return [parameter.detach().view(torch.uint8).numpy().tobytes() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -19,7 +19,7 @@ largest: a contraction with d = k/n wherever k elements are found.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -61,6 +61,11 @@ class Threshold:
             raise UsageError(f"clip={self.clip}: choose the greatest norm of a tensor's gradient, or 0 for no clipping")
         if self.warmup < 0:
             raise UsageError(f"warmup={self.warmup}: choose a number of steps, or 0 for no warm-up")
+
+    @property
+    def relay(self) -> Threshold:
+        """Without momentum correction and clipping, which are for the gradients of a rank."""
+        return replace(self, momentum=0.0, clip=0.0)
 
     def ratio_at(self, step: int) -> float:
         """The share that is sent at a step, counted from 0."""
