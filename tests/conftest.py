@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ from syncline.errors import PeerError
 from syncline.session import Session
 
 LIMIT_S = 60.0
+
+# Without a GPU its kernels run in Triton's interpreter; Triton wants to know before it is imported.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Choosing by measuring takes a second per start: only its own tests do it. Processes of tests inherit it.
 os.environ["SYNCLINE_TUNING"] = "off"

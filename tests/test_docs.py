@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from syncline import registry
 from syncline.bench.contenders import contender_of
 from syncline.cli import cli
+from syncline.codecs import Codec
+from syncline.grammar import read_part
+from syncline.parts import build
 from syncline.strategy import WORDS, Part, Strategy, vocabulary
+from syncline.tuning.codec_times import every_codec
+from syncline.types import Spec
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -80,3 +86,23 @@ def test_the_default_of_every_word_comes_first_in_the_readme() -> None:
     rows = re.findall(r"^\| (?:architecture|`\w+=`) \| `(\w+)`", (ROOT / "README.md").read_text(), re.MULTILINE)
     defaults: list[Part] = [part for _, part in Strategy().parts()]
     assert rows == [part.name for part in defaults]
+
+
+def table_of_codecs() -> list[str]:
+    """What the registry says of every codec that compresses by itself, as rows of docs/codecs.md."""
+    spec = Spec("weight", (1024, 1024))
+    rows = []
+    for text in every_codec():
+        codec: Codec = build("codecs", read_part(text))
+        bits = 8 * codec.wire_bytes(spec)[0] / spec.elements
+        feedback = ("automatic" if codec.biased else "possible") if codec.contraction else "refused"
+        rows.append(f"| `{text}` | {bits:.3g} | {codec.combine} | {feedback} |")
+    return rows
+
+
+def test_the_table_of_codecs_is_what_the_registry_says() -> None:
+    text = (ROOT / "docs" / "codecs.md").read_text()
+    found = re.findall(r"^\| `[^`]+` \| [\d.]+ \| \w+ \| \w+ \|$", text, re.MULTILINE)
+    assert found == table_of_codecs()
+    for entry in registry.entries("codecs"):
+        assert f"`{entry.name}" in text

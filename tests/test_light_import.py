@@ -7,7 +7,19 @@ import sys
 
 import pytest
 
-HEAVY = {"torch", "tensorflow", "jax", "numba", "matplotlib", "sklearn", "scipy", "pandas", "jinja2", "mpi4py"}
+HEAVY = {
+    "torch",
+    "triton",
+    "tensorflow",
+    "jax",
+    "numba",
+    "matplotlib",
+    "sklearn",
+    "scipy",
+    "pandas",
+    "jinja2",
+    "mpi4py",
+}
 
 
 def loaded_by(script: str) -> set[str]:

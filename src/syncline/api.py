@@ -308,10 +308,14 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     """Take up what ``state_dict`` saved; refuses a state of another strategy, whose mathematics would differ.
 
     All ranks call it. Algorithms that ``architecture=auto`` had measured are used again, so that sums round as before,
-    unless the number of workers is another one; what a codec had kept back is then shared out among the new ones. A
-    state without that warns: the gradients of the last steps that had not been sent yet are lost.
+    unless the number of workers is another one; so is the codec that ``codec=auto`` had chosen. What a codec had kept
+    back is shared out where the number of workers is another one. A state without that warns: gradients of the last
+    steps that had not been sent yet are lost.
     """
     here = session()
+    if state["strategy"] != str(here.strategy) and here.resume_codec(state["strategy"]):
+        for made in _prepared:
+            made.replica.compress()
     if state["strategy"] != str(here.strategy):
         raise UsageError(f"this state is of a run with {state['strategy']!r}, this run has {str(here.strategy)!r}")
     if len(state["steps"]) != len(_prepared):

@@ -1,4 +1,4 @@
-"""The command line: ``syncline run | compare | bench | lab | show | strategies``.
+"""The command line: ``syncline run | compare | bench | bench-codecs | lab | show | strategies``.
 
 Owns options, their texts and exit statuses, and nothing else: each verb imports what does the work when it is called,
 so that ``--help`` loads neither numpy nor a framework. Errors that Syncline raises on purpose are printed as one
@@ -236,6 +236,29 @@ def bench(
         requests = [asked]
     status = command.run(requests, json_path=json_path, resume_path=resume_path, report_path=report_path, goals=goals)
     sys.exit(status)
+
+
+@cli.command("bench-codecs", cls=_Lists)
+@click.option(
+    "--elements", type=click.IntRange(min=1), default=15_242_500, show_default=True, help="Size of the float32 array."
+)
+@click.option(
+    "--codecs", multiple=True, metavar="TEXT...",
+    help="What to measure, such as int8 topk(ratio=0.01) feedback(onebit); default: every codec, and with feedback.",
+)  # fmt: skip
+@click.option("--repetitions", type=click.IntRange(min=1), default=5, show_default=True, help="Of every row.")
+@click.option(
+    "--workers", type=click.IntRange(min=2), default=4, show_default=True, help="Ranks of the allreduce to speed up."
+)
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
+def bench_codecs(
+    elements: int, codecs: tuple[str, ...], repetitions: int, workers: int, json_path: Path | None
+) -> None:
+    """Measure what every codec costs on one core, and say below which link speed it makes an allreduce faster."""
+    from .bench.codecs import command
+    from .grammar import read_list
+
+    command.run(elements, read_list(codecs), repetitions=repetitions, workers=workers, json_path=json_path)
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .codecs import Codec, Floats, State, codec_of, relay_of
+from .codecs import Codec, Floats, State, Stochastic, codec_of, relay_of
 from .errors import UsageError
 from .reducers import Part, Place, Reducer, pieces
 from .reducers.owners import collecting, share_out
@@ -73,23 +73,18 @@ class Compression:
                     f"{codec} compresses real floating-point gradients, and that of {layer.spec.name!r} is"
                     f" {layer.spec.dtype}: freeze it, or use codec=none"
                 )
-        self._states = [
-            codec.init(spec, place.index, feedback)
-            for (codec, feedback), spec in zip(self._codecs, self._specs, strict=True)
-        ]
-        self._again = [
-            relay_of(codec).init(spec, AGAIN, feedback and not held)
-            for (codec, feedback), spec in zip(self._codecs, self._specs, strict=True)
-        ]
-        for state in self._states:
-            state.world = place.workers
+        self._states, self._again = [], []
+        for index, (one, feedback) in enumerate(self._codecs):
+            self._states.append(self._state(one, index, place.index, feedback))
+            self._again.append(self._state(relay_of(one), index, AGAIN, feedback and not held))
         for bucket in buckets:
             self._check_cuts(bucket)
 
     @property
     def keeps(self) -> bool:
-        """True when there is something to remember from step to step beyond a count."""
-        return any(feedback for _, feedback in self._codecs) or any(state.memory for state in self._states)
+        """True when a resumed run would not go on with the same bits if it knew nothing of the steps before."""
+        drawn = any(isinstance(codec, Stochastic) and codec.stochastic for codec, _ in self._codecs)
+        return drawn or any(feedback for _, feedback in self._codecs) or any(state.memory for state in self._states)
 
     @property
     def names(self) -> list[str]:
@@ -179,6 +174,11 @@ class Compression:
                 whole = [_same_size(one, key, part.again.residual) for one in saved if key in one]
                 stop = part.start + part.array.size
                 part.again.residual[part.start : stop] = sum(one[part.start : stop] for one in whole)
+
+    def _state(self, codec: Codec, index: int, rank: int, feedback: bool) -> State:
+        state = codec.init(self._specs[index], rank, feedback)
+        state.world = self.place.workers
+        return state
 
     def parts(self, number: int, array: Array) -> list[Part]:
         """The parts of a bucket, over an array of its size."""

@@ -20,6 +20,7 @@ from .strategy import AUTO, Strategy
 from .transports import Place, Transport
 from .transports.auto import Auto
 from .transports.inproc import Hub
+from .tuning import codec_choice
 from .types import Group
 from .version import __version__
 from .wire.handshake import run_id
@@ -102,9 +103,12 @@ def connect_session(
     session = Session(chosen, group, index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s)
     session.watcher = Watcher(roll, control, session.on_peer_failure, session.left, liveness_s)
     session.watcher.start()
-    if tuning.is_wanted(strategy, chosen, workers):
+    if workers > 1 and tuning.mode() != "off":
         try:
-            tuning.tune(session)
+            if tuning.is_wanted(strategy, chosen, workers):
+                tuning.tune(session)
+            if codec_choice.is_wanted(strategy, workers):
+                codec_choice.choose_codec(session, strategy)
         except BaseException as error:
             session.fail(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
             session.shutdown()

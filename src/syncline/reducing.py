@@ -20,7 +20,8 @@ OPEN = 4
 
 _MARK = 3 << 62
 """Tags of rounds have the two highest bits set: plans have neither, single messages the highest alone."""
-_KEY_BITS, _PIECE_BITS, _ROUND_BITS = 23, 19, 20
+_PIECE_BITS = 32
+"""Below them the piece; two processes exchange its messages in the same order, so that rounds need no number."""
 
 
 class Reducing:
@@ -43,8 +44,6 @@ class Reducing:
         tolerant: bool,
         has_left: Callable[[int], bool],
     ) -> None:
-        if len(pieces) >= 1 << _PIECE_BITS:
-            raise UsageError(f"{label}: {len(pieces)} pieces are too many to reduce at once")
         self._exchange, self._transport = exchange, exchange.transport
         self._pieces, self._program = pieces, program
         self._key, self._label, self._priority = key, label, priority
@@ -118,7 +117,7 @@ class _Turn:
         self._of, self._number, self._reducer, self._turn = of, number, reducer, turn
         self._lengths = [0] * len(asked.receives)
         self.peers = [message.peer for message in (*asked.receives, *asked.sends)]
-        tag = _MARK | of._key << (_PIECE_BITS + _ROUND_BITS) | number << _ROUND_BITS | turn
+        tag = _MARK | of._key << _PIECE_BITS | number
         transport = of._transport
         for index, message in enumerate(asked.receives):
             transport.recv(message.peer, tag, message.data, owner=self._received(index))

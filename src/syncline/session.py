@@ -65,7 +65,7 @@ class Stats:
     transport with all headers; ``strategy`` is what really runs, ``transport`` what carries this process's messages
     (``shm+tcp`` where some peers are on its host and others are not). Under ``architecture=auto`` that was measured,
     ``algorithms`` gives what runs from which size in bytes on; it is empty where the strategy names the algorithm.
-    ``exchange`` says in words how gradients become one average.
+    ``exchange`` says in words how gradients become one average, ``reason`` why ``codec=auto`` took its codec.
     """
 
     strategy: str
@@ -75,6 +75,7 @@ class Stats:
     transport: str = ""
     algorithms: Mapping[int, str] = field(default_factory=dict)
     exchange: str = ""
+    reason: str = ""
 
     @property
     def chosen(self) -> str:
@@ -103,6 +104,7 @@ class Session:
         self.index = index
         self.roll = roll
         self.choice: Choice | None = None
+        self.chose_codec, self.reason = False, ""  # whether a codec was chosen by measuring, and why
         self.watcher: Watcher | None = None
         self.neighbours: Sequence[Session] = ()  # the other sessions of a group in one process
         self._local_rank = local_rank
@@ -350,6 +352,20 @@ class Session:
             self.agree(TABLE, zlib.crc32(str(choice.table).encode()))
             self.run_by(choice)
 
+    def resume_codec(self, text: str) -> bool:
+        """Run the strategy that a run before had chosen under ``codec=auto``; False where nothing was left open.
+
+        All workers call it; one that resumes from another text is named.
+        """
+        before = Strategy.parse(text)
+        if not self.chose_codec or replace(before, codec=NONE) != replace(
+            self.strategy, codec=NONE, architecture=before.architecture
+        ):
+            return False
+        self.agree(TABLE, zlib.crc32(text.encode()))
+        self.strategy, self.choice, self.reason = before, None, "as in the run that is resumed"
+        return True
+
     def enter_model(self, model: object) -> int:
         """The first key for the buckets of one more model; all processes enter the same ones in the same order.
 
@@ -393,7 +409,8 @@ class Session:
         sent, received = transport.traffic()
         algorithms = {} if self.choice is None else dict(self.choice.table)
         strategy, exchange = str(self.strategy), self.strategy.exchange
-        return Stats(strategy, self._engine.blocked_s, sent, received, transport.name, algorithms, exchange)
+        blocked_s = self._engine.blocked_s
+        return Stats(strategy, blocked_s, sent, received, transport.name, algorithms, exchange, self.reason)
 
     def workers_left(self) -> bool:
         """True when every worker has said goodbye."""

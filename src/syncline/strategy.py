@@ -59,7 +59,7 @@ AUTO = Part("auto")
 
 BSP, NONE = Part("bsp"), Part("none")
 
-_HAS_AUTO = ("architecture", "schedule", "transport")
+_HAS_AUTO = ("architecture", "codec", "schedule", "transport")
 
 # fmt: off
 PLANNED: Mapping[str, tuple[str, ...]] = {
@@ -180,11 +180,12 @@ class Strategy:
             # Owners read and write their peers' memory on shm; two levels spare the links between hosts that have
             # several ranks; elsewhere a ring keeps every link evenly busy.
             architecture = Part({"shm": "direct", "auto": "hierarchical"}.get(transport.name, "ring"))
-        carrier = _CARRIERS.get(self.codec_object().combine)
+        codec = NONE if self.codec == AUTO else self.codec
+        carrier = _CARRIERS.get(replace(self, codec=codec).codec_object().combine)
         if carrier is not None and architecture.name != "ps":
             architecture = Part(carrier)
         schedule = Part("fixed") if self.schedule == AUTO else self.schedule
-        resolved = replace(self, architecture=architecture, schedule=schedule, transport=transport)
+        resolved = replace(self, architecture=architecture, codec=codec, schedule=schedule, transport=transport)
         if resolved.collective is None:
             resolved.plan(group)
         return resolved
@@ -247,7 +248,7 @@ class Strategy:
 
     def codec_object(self) -> Codec:
         """The codec, with those nested in it."""
-        codec: Codec = build("codecs", self.codec)
+        codec: Codec = build("codecs", self._chosen("codec"))
         return codec
 
     def _chosen(self, word: str) -> Part:
@@ -313,6 +314,7 @@ def vocabulary() -> list[Word]:
 
 _AUTO_SUMMARY = {
     "architecture": "The fastest for each size of array, measured when the run starts.",
+    "codec": "None, bf16, or int8 or int4 with error feedback: the fastest, measured when the run starts.",
     "schedule": "Starts as fixed.",
     "transport": "shm among the processes of one host, tcp between hosts.",
 }
@@ -338,7 +340,7 @@ def _native_needs_its_library(strategy: Strategy) -> Fault | None:
 
 
 def _native_sends_what_it_is_given(strategy: Strategy) -> Fault | None:
-    if strategy.collective is None or strategy.codec == NONE:
+    if strategy.collective is None or strategy.codec in (NONE, AUTO):
         return None
     reason = f"native hands the gradients to a library that knows nothing of codec={strategy.codec.name}"
     return reason, [{"architecture": AUTO}, {"codec": NONE}]
@@ -359,7 +361,7 @@ def _ps_needs_a_server(strategy: Strategy) -> Fault | None:
 
 
 def _rounds_need_sums(strategy: Strategy) -> Fault | None:
-    if strategy.architecture.name != "ps" or strategy.codec_object().combine != "rounds":
+    if strategy.architecture.name != "ps" or strategy.codec == AUTO or strategy.codec_object().combine != "rounds":
         return None
     reason = f"codec={strategy.codec.name} needs sums over the workers while it computes, which servers do not make"
     return reason, [{"architecture": AUTO}, {"codec": NONE}]

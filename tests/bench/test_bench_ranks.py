@@ -58,8 +58,7 @@ def test_every_collective_is_right_on_every_contender(tmp_path: Path, kind: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("kind", ["allreduce", "reduce-scatter"])
+@pytest.mark.parametrize(("library", "kind"), zip(LIBRARIES, ["reduce-scatter", "allreduce"], strict=True))
 def test_mpi_and_all_others_in_the_same_processes(tmp_path: Path, library: str, kind: str) -> None:
     found = find_library(library)
     if not isinstance(found, MpiLibrary):

@@ -106,3 +106,24 @@ def wire_bits(line: Connection, place: Place, cases: list[tuple[str, int]]) -> N
             found.append(8 * sent / (2 * (world - 1) / world * elements))
             assert np.isfinite(model.w.grad.numpy()).all()
     line.send(found)
+
+
+def chosen_codec(line: Connection, place: Place, strategy: str, later: str) -> None:
+    """What ``codec=auto`` took and why; from its checkpoint under ``later``, whether training went on the same way."""
+    with joined(place, strategy):
+        model, optimizer = prepared()
+        some_steps(model, optimizer, range(2))
+        kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "run": syncline.state_dict()}
+        file = io.BytesIO()
+        torch.save(kept, file)
+        some_steps(model, optimizer, range(2, 5))
+        first, stats = weights(model), syncline.stats()
+    with joined(place, later):
+        model, optimizer = prepared()
+        file.seek(0)
+        kept = torch.load(file, weights_only=True)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        syncline.load_state_dict(kept["run"])
+        some_steps(model, optimizer, range(2, 5))
+        line.send([stats.strategy, stats.reason, syncline.stats().strategy, weights(model) == first])

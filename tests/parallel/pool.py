@@ -198,9 +198,8 @@ def serve(line: socket.socket, modules: Sequence[str]) -> list[Any] | None:
     import torch
     import torch._dynamo  # which the first step of an optimizer loads
 
-    import syncline.api
-    import syncline.frameworks.torch
-    import syncline.kernels.onesided  # noqa: F401 - loaded for the ranks
+    for kernels in ("onesided", "cast", "linear", "pairs", "selection", "signs", "stochastic", "ternary", "low_rank"):
+        importlib.import_module(f"syncline.kernels.{kernels}")  # loaded once, for all ranks
 
     for module in modules:
         importlib.import_module(module)

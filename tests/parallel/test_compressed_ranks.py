@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from codec_bodies import compressed_steps, stop_and_resume, wire_bits
+from codec_bodies import chosen_codec, compressed_steps, stop_and_resume, wire_bits
 from pool import Pool
 
 KEEPING = [
@@ -17,8 +19,9 @@ KEEPING = [
     "tree codec=gtopk(ratio=0.1)",
     "ring codec=randomk(ratio=0.1)",
     "ps(servers=2, on=workers, update=worker) codec=int4",
+    "direct codec=qsgd",
 ]
-FORGETFUL = ["direct codec=qsgd", "direct codec=natural", "ring codec=fp16"]
+FORGETFUL = ["ring codec=fp16", "ring"]
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -64,3 +67,17 @@ def test_the_bits_on_the_wire_are_those_promised(pool: Pool, address: str) -> No
         for found in group.results():
             for text, bits in zip(promised, found, strict=True):
                 assert promised[text] <= bits < 1.01 * promised[text], (text, bits)
+
+
+def test_auto_compresses_where_the_network_is_slow(pool: Pool, addresses: Callable[[], str]) -> None:
+    """Told by all ranks, with the reason; a resumed run keeps what was chosen, on whatever network it finds itself."""
+    environ = {"SYNCLINE_TUNING": "on"}
+    slow, fast = "ring codec=auto transport=tcp(rate=200Mbit)", "ring codec=auto transport=shm"
+    for first, later, codec in ((slow, slow, "feedback(int"), (fast, fast, "")):
+        case = [[[index, 2, place], first, later] for place in [addresses()] for index in range(2)]
+        with pool.start(chosen_codec, case, environ) as group:
+            one, two = group.results()
+        assert one == two
+        assert f"codec={codec}" in one[0] if codec else "codec" not in one[0]
+        assert re.match(r"codec=.*, measured for 4 MiB: none [0-9.]+ ms, bf16 [0-9.]+ ms", one[1])
+        assert one[2:] == [one[0], True]

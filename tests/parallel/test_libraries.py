@@ -114,27 +114,33 @@ def run_bodies(library: str, ranks: int, folder: Path, *parts: list[Any]) -> lis
     ]
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_ranks_of_mpirun_train_as_one(library: str, tmp_path: Path) -> None:
-    strategies = ["ring transport=mpi", "native transport=mpi", "ps(servers=1) transport=mpi", "ring transport=shm"]
-    parts = [["train", strategy, CASES] for strategy in strategies]
-    for results in run_bodies(library, 3, tmp_path, *parts):
+TRAIN = ("ring transport=mpi", "native transport=mpi", "ps(servers=1) transport=mpi", "ring transport=shm")
+COLLECTIVES = ("ring transport=mpi", "native transport=mpi")
+
+
+@pytest.fixture(scope="module", params=LIBRARIES)
+def mpi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """What three ranks of one mpirun have sent: after trainings, after collectives, and after a fork."""
+    folder = tmp_path_factory.mktemp("mpi")
+    parts: list[list[Any]] = [["train", strategy, CASES] for strategy in TRAIN]
+    parts += [["collectives", strategy] for strategy in COLLECTIVES]
+    return run_bodies(request.param, 3, folder, *parts, ["forks", "native transport=mpi"])
+
+
+def test_ranks_of_mpirun_train_as_one(mpi: list[list[Any]]) -> None:
+    for results in mpi[: len(TRAIN)]:
         check_training(results)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_collectives_over_mpi(library: str, tmp_path: Path) -> None:
-    strategies = ["ring transport=mpi", "native transport=mpi"]
-    for results in run_bodies(library, 2, tmp_path, *(["collectives", strategy] for strategy in strategies)):
+def test_collectives_over_mpi(mpi: list[list[Any]]) -> None:
+    for results in mpi[len(TRAIN) : -1]:
         for sent, received in results:
             assert sent > 0
             assert received > 0
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_forked_child_does_a_run_over_mpi_no_harm(library: str, tmp_path: Path) -> None:
-    (results,) = run_bodies(library, 2, tmp_path, ["forks", "native transport=mpi"])
-    for said, status in results:
+def test_a_forked_child_does_a_run_over_mpi_no_harm(mpi: list[list[Any]]) -> None:
+    for said, status in mpi[-1]:
         assert all("only the parent can communicate" in text for text in said)
         assert status == 1
 

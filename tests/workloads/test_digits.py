@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from syncline.errors import UsageError
 from syncline.workloads import Workload, load
+from syncline.workloads import digits as workload
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,18 @@ def train(workload: Workload, world: int, seed: int) -> torch.nn.Module:
             schedule.step()
     assert all(group["lr"] < 1e-4 for group in optimizer.param_groups)
     return model
+
+
+def test_the_images_are_those_of_scikit_learn(monkeypatch):
+    pixels, labels = workload._read()
+    monkeypatch.setattr(workload.Path, "is_file", lambda _: False)
+    expected_pixels, expected_labels = workload._read()
+    assert np.array_equal(pixels, expected_pixels)
+    assert np.array_equal(labels, expected_labels)
+    assert (pixels.dtype, labels.dtype) == (np.float32, np.int64)
+    monkeypatch.setattr(workload, "find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=r"install it with pip install 'syncline\[workloads\]'"):
+        load("digits")
 
 
 def test_the_split_is_fixed_and_balanced(digits):

@@ -15,13 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from ..registry import register
 from ..types import Spec
 from . import Combine, Encoded, Floats, Payload, State, fresh_state
 from .blocks import residual_of, words_of
 from .checks import check_words
+from .device import halves, kernels_for
 
 
 @dataclass(frozen=True)
@@ -49,20 +48,18 @@ class _Half:
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
         """Element by element."""
-        from ..kernels import cast
-
-        words = words_of(x.size, 2, 2, heads=0)
+        words = words_of(len(x), 2, 2, heads=0)
         out[words - 1 : words] = 0
-        kernel = cast.encode_float16 if self.number == "float16" else cast.encode_bfloat16
-        return Encoded(words, kernel(x, residual_of(state, start, x.size), out[:words].view(np.uint16)))
+        kernels = kernels_for("cast", x)
+        kernel = kernels.encode_float16 if self.number == "float16" else kernels.encode_bfloat16
+        return Encoded(words, kernel(x, residual_of(state, start, len(x)), halves(out[:words])))
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
         """Element by element."""
-        from ..kernels import cast
-
-        check_words(payload, words_of(out.size, 2, 2, heads=0))
-        kernel = cast.decode_float16 if self.number == "float16" else cast.decode_bfloat16
-        kernel(payload.view(np.uint16), out, add)
+        check_words(payload, words_of(len(out), 2, 2, heads=0))
+        kernels = kernels_for("cast", payload)
+        kernel = kernels.decode_float16 if self.number == "float16" else kernels.decode_bfloat16
+        kernel(halves(payload), out, add)
 
 
 @register("codecs", "fp16")
@@ -102,14 +99,10 @@ class Fp8:
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
         """The scale makes a block's largest element 448, the largest number of the type."""
-        from ..kernels.cast import encode_e4m3
-
-        bad = encode_e4m3(x, residual_of(state, start, x.size), out, self.block)
-        return Encoded(words_of(x.size, self.block, 4), bad == 0)
+        bad = kernels_for("cast", x).encode_e4m3(x, residual_of(state, start, len(x)), out, self.block)
+        return Encoded(words_of(len(x), self.block, 4), bad == 0)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
         """Number times scale."""
-        from ..kernels.cast import decode_e4m3
-
-        check_words(payload, words_of(out.size, self.block, 4))
-        decode_e4m3(payload, out, self.block, add)
+        check_words(payload, words_of(len(out), self.block, 4))
+        kernels_for("cast", payload).decode_e4m3(payload, out, self.block, add)

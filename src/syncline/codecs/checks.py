@@ -12,8 +12,8 @@ from . import Floats, Payload, PayloadError
 
 def check_words(payload: Payload, expected: int) -> None:
     """Raise PayloadError unless a payload has exactly as many words as its codec makes for that many elements."""
-    if payload.size != expected:
-        raise PayloadError(f"a payload of {4 * payload.size} bytes came where {4 * expected} were expected")
+    if len(payload) != expected:
+        raise PayloadError(f"a payload of {4 * len(payload)} bytes came where {4 * expected} were expected")
 
 
 def check_block(block: int, codes: int) -> None:

@@ -1,10 +1,11 @@
 """The k largest elements of a tensor, found in one reading of it.
 
 A bound below the k-th largest is guessed from a random sample; what reaches the bound is collected while the tensor is
-read, and the k largest are chosen exactly among the few that were. The guess aims four standard deviations low, so that
-it hardly ever fails; where it does, as with a tensor whose elements are nearly all the same, digits of all elements are
-counted instead. Selecting again among what a sampled threshold let through is the "hierarchical" selection of Lin et
-al., "Deep gradient compression", ICLR 2018.
+read, and the k largest are chosen exactly among the few that were. With s elements drawn, of which e = s*k/n should be
+among the k largest, the bound is the (e + 4 sqrt(e) + 4)-th largest of the sample: four standard deviations low, so
+that the guess hardly ever fails. Where it does, as with a tensor whose elements are nearly all the same, the digits of
+all elements are counted instead. Selecting again among what a sampled threshold let through is the "hierarchical"
+selection of Lin et al., "Deep gradient compression", ICLR 2018.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from . import Floats
 from .checks import no_residual
 from .pairs import Indices
 
-_SAMPLED = 400
-"""How many of the k largest should be in the sample; the guess is off by one part in its square root."""
+_EXPECTED = 225
+"""How many of the k largest should be in the sample, unless it would become larger than ``_DRAWN``."""
 
-_DEVIATIONS = 4
+_DRAWN = 1 << 15
+"""Elements in a sample at most: each is a cache miss."""
 
 
 class Source(NamedTuple):
@@ -46,39 +48,50 @@ def choose_largest(source: Source, k: int, seed: int, exact: bool = True) -> Cho
     """The ``k`` largest in magnitude, of equal ones those with the lowest index; a NaN is the largest of all.
 
     Unless ``exact``, no second reading of the tensor mends a guess that was wrong, and zeros are not chosen: then
-    there may be fewer than ``k``. Whatever is not finite is chosen in both cases, as far as ``k`` goes.
+    there may be fewer than ``k``. Of what is not finite something is always chosen.
     """
-    from ..kernels.selection import GROUP, NOT_FINITE, keep_largest, magnitudes, rank_largest, select
+    from ..kernels.selection import BLOCK, NOT_FINITE, keep_largest, magnitudes, rank_largest, select
 
     bound, room = _guess(source, k, seed)
-    if not exact:
-        bound = max(bound, 1)
-    indices, values = np.empty(room + GROUP, np.uint32), np.empty(room + GROUP, np.float32)
+    indices, values = np.empty(room + BLOCK, np.uint32), np.empty(room + BLOCK, np.float32)
     found, largest = select(*source, bound, indices, values)
     finite = largest < NOT_FINITE
-    if (found > room and not (finite and not exact)) or (found < k and exact):
+    missed = found < k and bound > 1
+    if (exact and (missed or found > room)) or (not finite and found > room):
         return _counted(source, k, finite)
     if found > k:
         sizes = np.empty(found, np.int32)
         magnitudes(values[:found], no_residual(), no_residual(), 0.0, 1.0, sizes)
         least, larger = rank_largest(sizes, k)
         found = keep_largest(indices, values, found, least, k - larger)
+    elif exact and found < k:
+        return _with_zeros(indices[:found], values[:found], k, finite)
     return Chosen(indices[:found], values[:found], finite)
 
 
 def _guess(source: Source, k: int, seed: int) -> tuple[int, int]:
-    """A magnitude that a little more than ``k`` elements should reach, and how many may before it is called wrong."""
+    """A magnitude above zero that a little more than ``k`` elements should reach, and how many may at most."""
     from ..kernels.selection import rank_largest, sample
 
     elements = source.x.size
-    drawn = -(-_SAMPLED * elements // k) if k else 0
-    rank = _SAMPLED + _DEVIATIONS * math.isqrt(_SAMPLED)
+    drawn = min(-(-_EXPECTED * elements // max(k, 1)), _DRAWN)
+    expected = drawn * k / max(elements, 1)
+    rank = math.ceil(expected + 4 * math.sqrt(expected) + 4)
     if rank >= drawn or 4 * drawn >= elements:
-        return 0, elements
+        return 1, elements
     sizes = np.empty(drawn, np.int32)
     sample(*source, seed, sizes)
     bound, _ = rank_largest(sizes, rank)
-    return bound, min(elements, math.ceil(k * (rank / _SAMPLED + 2 * _DEVIATIONS / math.sqrt(_SAMPLED))))
+    return max(bound, 1), min(elements, math.ceil((rank + 6 * math.sqrt(rank)) * elements / drawn))
+
+
+def _with_zeros(indices: Indices, values: Floats, k: int, finite: bool) -> Chosen:
+    """All that are not zero, and as many zeros as are missing."""
+    from ..kernels.selection import add_zeros
+
+    all_indices, all_values = np.empty(k, np.uint32), np.empty(k, np.float32)
+    add_zeros(indices, values, all_indices, all_values)
+    return Chosen(all_indices, all_values, finite)
 
 
 def _counted(source: Source, k: int, finite: bool) -> Chosen:
@@ -91,13 +104,3 @@ def _counted(source: Source, k: int, finite: bool) -> Chosen:
     indices, values = np.empty(k + 1, np.uint32), np.empty(k + 1, np.float32)
     select_exactly(*source, least, k - larger, indices, values)
     return Chosen(indices[:k], values[:k], finite)
-
-
-def settle(source: Source, chosen: Indices) -> None:
-    """What was not chosen stays in the residual, and the velocity of what was is gone."""
-    from ..kernels.selection import absorb, clear
-
-    absorb(*source)
-    clear(chosen, source.residual)
-    if source.velocity.size:
-        clear(chosen, source.velocity)

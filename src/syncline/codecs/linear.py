@@ -15,6 +15,7 @@ from ..types import Spec
 from . import Combine, Encoded, Floats, Payload, State, fresh_state
 from .blocks import residual_of, words_of
 from .checks import check_block, check_words
+from .device import kernels_for
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,13 @@ class _Linear:
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
         """Steps and codes, block by block."""
-        from ..kernels.linear import encode_linear
-
-        bad = encode_linear(x, residual_of(state, start, x.size), out, self.bits, self.block)
-        return Encoded(words_of(x.size, self.block, 32 // self.bits), bad == 0)
+        bad = kernels_for("linear", x).encode_linear(x, residual_of(state, start, len(x)), out, self.bits, self.block)
+        return Encoded(words_of(len(x), self.block, 32 // self.bits), bad == 0)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
         """Code times step."""
-        from ..kernels.linear import decode_linear
-
-        check_words(payload, words_of(out.size, self.block, 32 // self.bits))
-        decode_linear(payload, out, self.bits, self.block, add)
+        check_words(payload, words_of(len(out), self.block, 32 // self.bits))
+        kernels_for("linear", payload).decode_linear(payload, out, self.bits, self.block, add)
 
 
 @register("codecs", "int8")

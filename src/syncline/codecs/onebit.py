@@ -26,6 +26,7 @@ from ..types import Spec
 from . import Combine, Encoded, Floats, Payload, State, fresh_state
 from .blocks import residual_of, words_of
 from .checks import check_words
+from .device import kernels_for
 
 _BITS = 32
 
@@ -51,17 +52,13 @@ class Onebit:
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
         """Means and bits, block by block."""
-        from ..kernels.signs import encode_means
-
-        bad = encode_means(x, residual_of(state, start, x.size), out)
-        return Encoded(words_of(x.size, self.block, _BITS, heads=2), bad == 0)
+        bad = kernels_for("signs", x).encode_means(x, residual_of(state, start, len(x)), out)
+        return Encoded(words_of(len(x), self.block, _BITS, heads=2), bad == 0)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
         """One of the two means."""
-        from ..kernels.signs import decode_bits
-
-        check_words(payload, words_of(out.size, self.block, _BITS, heads=2))
-        decode_bits(payload, out, 2, add)
+        check_words(payload, words_of(len(out), self.block, _BITS, heads=2))
+        kernels_for("signs", payload).decode_bits(payload, out, 2, add)
 
 
 @register("codecs", "sign", examples=("sign", "sign(vote=on)"))
@@ -93,14 +90,10 @@ class Sign:
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
         """Magnitudes and bits, block by block."""
-        from ..kernels.signs import encode_signs
-
-        bad = encode_signs(x, residual_of(state, start, x.size), out, self.vote == "on")
-        return Encoded(words_of(x.size, self.block, _BITS), bad == 0)
+        bad = kernels_for("signs", x).encode_signs(x, residual_of(state, start, len(x)), out, self.vote == "on")
+        return Encoded(words_of(len(x), self.block, _BITS), bad == 0)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
         """Plus or minus the magnitude."""
-        from ..kernels.signs import decode_bits
-
-        check_words(payload, words_of(out.size, self.block, _BITS))
-        decode_bits(payload, out, 1, add)
+        check_words(payload, words_of(len(out), self.block, _BITS))
+        kernels_for("signs", payload).decode_bits(payload, out, 1, add)

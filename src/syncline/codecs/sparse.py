@@ -24,7 +24,7 @@ from ..registry import register
 from ..types import Spec
 from . import Combine, Encoded, Floats, Payload, State, fresh_state
 from .checks import check_words, no_residual
-from .largest import Source, choose_largest, settle
+from .largest import Source, choose_largest
 from .pairs import Indices, decode_pairs, pair_words, read_pairs
 
 
@@ -65,13 +65,14 @@ class TopK:
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
         """One reading of x and the residual, and with feedback one writing of the residual."""
         from ..kernels.pairs import write_pairs
+        from ..kernels.selection import settle
 
         residual = no_residual() if state.residual is None else state.residual
         source = Source(x, residual, no_residual())
         chosen = choose_largest(source, share(self.ratio, x.size), state.seed())
         words = write_pairs(chosen.indices, chosen.values, x.size, out)
         if chosen.finite and residual.size:
-            settle(source, chosen.indices)
+            settle(*source, chosen.indices)
         return Encoded(words, chosen.finite)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
@@ -138,7 +139,7 @@ class RandomK:
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
         """The values at this step's elements; all of them NaN where anything is not finite."""
-        from ..kernels.selection import NOT_FINITE, largest_magnitude, take
+        from ..kernels.selection import NOT_FINITE, largest_magnitude, settle, take
 
         residual = no_residual() if state.residual is None else state.residual
         indices = self._indices(x.size, state)
@@ -150,7 +151,7 @@ class RandomK:
         take(indices, x, values)
         if residual.size:
             take(indices, residual, values)
-            settle(Source(x, residual, no_residual()), indices)
+            settle(*Source(x, residual, no_residual()), indices)
         return Encoded(indices.size, True)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002

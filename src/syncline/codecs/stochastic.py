@@ -24,6 +24,7 @@ from ..types import Spec
 from . import Combine, Encoded, Floats, Payload, State, fresh_state
 from .blocks import residual_of, words_of
 from .checks import check_block, check_words
+from .device import kernels_for
 
 
 @register("codecs", "qsgd", examples=("qsgd", "qsgd(levels=7)"))
@@ -63,18 +64,16 @@ class Qsgd:
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
         """Steps and codes, block by block."""
-        from ..kernels.stochastic import encode_steps
-
-        kept = residual_of(state, start, x.size)
-        bad = encode_steps(x, kept, out, self.bits, self.levels, self.block, state.seed(), start)
-        return Encoded(words_of(x.size, self.block, 32 // self.bits), bad == 0)
+        kept = residual_of(state, start, len(x))
+        bad = kernels_for("stochastic", x).encode_steps(
+            x, kept, out, self.bits, self.levels, self.block, state.seed(), start
+        )
+        return Encoded(words_of(len(x), self.block, 32 // self.bits), bad == 0)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
         """Code times step."""
-        from ..kernels.linear import decode_linear
-
-        check_words(payload, words_of(out.size, self.block, 32 // self.bits))
-        decode_linear(payload, out, self.bits, self.block, add)
+        check_words(payload, words_of(len(out), self.block, 32 // self.bits))
+        kernels_for("linear", payload).decode_linear(payload, out, self.bits, self.block, add)
 
 
 @register("codecs", "natural")
@@ -99,14 +98,12 @@ class Natural:
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
         """Signs and exponents, block by block."""
-        from ..kernels.stochastic import encode_powers
-
-        bad = encode_powers(x, residual_of(state, start, x.size), out, self.block, state.seed(), start)
-        return Encoded(words_of(x.size, self.block, 4), bad == 0)
+        bad = kernels_for("stochastic", x).encode_powers(
+            x, residual_of(state, start, len(x)), out, self.block, state.seed(), start
+        )
+        return Encoded(words_of(len(x), self.block, 4), bad == 0)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
         """Powers of two."""
-        from ..kernels.stochastic import decode_powers
-
-        check_words(payload, words_of(out.size, self.block, 4))
-        decode_powers(payload, out, self.block, add)
+        check_words(payload, words_of(len(out), self.block, 4))
+        kernels_for("stochastic", payload).decode_powers(payload, out, self.block, add)

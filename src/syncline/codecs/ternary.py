@@ -19,6 +19,7 @@ from ..types import Spec
 from . import Combine, Encoded, Floats, Payload, State, fresh_state
 from .blocks import residual_of, words_of
 from .checks import check_words
+from .device import kernels_for
 
 _TRITS = 20
 
@@ -58,15 +59,11 @@ class Ternary:
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
         """Maxima and trits, block by block."""
-        from ..kernels.ternary import encode_trits
-
-        kept = residual_of(state, start, x.size)
-        bad = encode_trits(x, kept, out, self.block, self.stochastic, state.seed(), start)
-        return Encoded(words_of(x.size, self.block, _TRITS), bad == 0)
+        kept = residual_of(state, start, len(x))
+        bad = kernels_for("ternary", x).encode_trits(x, kept, out, self.block, self.stochastic, state.seed(), start)
+        return Encoded(words_of(len(x), self.block, _TRITS), bad == 0)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
         """Trit times maximum."""
-        from ..kernels.ternary import decode_trits
-
-        check_words(payload, words_of(out.size, self.block, _TRITS))
-        decode_trits(payload, out, self.block, add)
+        check_words(payload, words_of(len(out), self.block, _TRITS))
+        kernels_for("ternary", payload).decode_trits(payload, out, self.block, add)

@@ -16,7 +16,7 @@ from numba import float32, int64, njit, uint32, void
 from .compiled import compiled
 from .draws import draw, other_key
 
-_LANES: Final = 128
+_LANES: Final = 256
 
 _LOST: Final = 1e-5
 """A vector of which less than this part is left after projections is rounding, and no direction of its own."""

@@ -5,7 +5,7 @@ infinities and NaNs above everything finite, so that nothing has to be tested on
 
 The value that is sent of an element is ``scale * x + momentum * velocity + residual``, each where there is one; an
 empty array says that there is none. It is computed again wherever it is needed, always in the same order and therefore
-with the same bits: ``select`` only reads, and ``absorb`` writes it down once the whole tensor is known to be finite.
+with the same bits: ``select`` only reads, and ``settle`` writes it down once the whole tensor is known to be finite.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .native import bits_of_float
 NOT_FINITE: Final = 0x7F800000
 """The magnitude of infinity; that of a NaN is larger."""
 
-GROUP: Final = 8
-"""Elements that are skipped together when none of them is large enough; also the slack that ``select`` asks for."""
+BLOCK: Final = 2048
+"""Elements whose values are worked on in the first-level cache; also the slack that ``select`` asks for."""
 
-_BLOCK: Final = 2048
-"""Elements whose values are worked on in the first-level cache."""
+_GROUP: Final = 8
+"""Elements that are skipped together when none of them is large enough."""
 
 _DIGIT: Final = 2048
 _BODY: Final = np.uint32(0x7FFFFFFF)
@@ -50,23 +50,23 @@ def _value(x, residual, velocity, i, momentum, scale):
 
 @njit(nogil=True)
 def _fill(x, residual, velocity, momentum, scale, room):
-    """The values of a block; one loop for each case, since a loop is vectorised only without the others."""
+    """The values of a block, and their largest magnitude; one loop for each case, as only such loops are vectorised."""
+    largest = np.int32(0)
     if velocity.size:
         for i in range(x.size):
-            room[i] = residual[i] + (velocity[i] * momentum + x[i] * scale)
+            value = residual[i] + (velocity[i] * momentum + x[i] * scale)
+            room[i] = value
+            largest = max(largest, magnitude(value))
     elif residual.size:
         for i in range(x.size):
-            room[i] = residual[i] + x[i] * scale
+            value = residual[i] + x[i] * scale
+            room[i] = value
+            largest = max(largest, magnitude(value))
     else:
         for i in range(x.size):
-            room[i] = x[i] * scale
-
-
-@njit(nogil=True)
-def _largest(values):
-    largest = np.int32(0)
-    for i in range(values.size):
-        largest = max(largest, magnitude(values[i]))
+            value = x[i] * scale
+            room[i] = value
+            largest = max(largest, magnitude(value))
     return largest
 
 
@@ -78,26 +78,27 @@ def _mark(values, bound, marks):
 
 
 @njit(nogil=True)
-def _append(block, first, marks, indices, values, found):
-    """The marked ones of a block, as long as a group surely has room.
+def _append(block, first, marks, groups, indices, values, found):
+    """The marked ones of a block, for all of which there has to be room.
 
-    Eight marks are looked at as one word: most are empty. In the others there are no branches: each element is
-    written, and kept by counting on.
+    Eight marks are looked at as one word: most are empty, and the others are listed in ``groups``. Nothing branches on
+    what is marked, since nothing could foretell it: each is written, and kept by counting on.
     """
-    last = indices.size - GROUP
     words = marks.view(np.uint64)
-    for word in range(block.size // GROUP):
-        if words[word] and found <= last:
-            begin = word * GROUP
-            for i in range(GROUP):
-                indices[found] = np.uint32(first + begin + i)
-                values[found] = block[begin + i]
-                found += np.int64(marks[begin + i])
-    if found <= last:
-        for i in range(block.size - block.size % GROUP, block.size):
-            indices[found] = np.uint32(first + i)
-            values[found] = block[i]
-            found += np.int64(marks[i])
+    some = 0
+    for group in range(block.size // _GROUP):
+        groups[some] = np.uint16(group)
+        some += np.int64(words[group] != np.uint64(0))
+    for listed in range(some):
+        begin = np.int64(groups[listed]) * _GROUP
+        for i in range(_GROUP):
+            indices[found] = np.uint32(first + begin + i)
+            values[found] = block[begin + i]
+            found += np.int64(marks[begin + i])
+    for i in range(block.size - block.size % _GROUP, block.size):
+        indices[found] = np.uint32(first + i)
+        values[found] = block[i]
+        found += np.int64(marks[i])
     return found
 
 
@@ -109,20 +110,20 @@ def _append(block, first, marks, indices, values, found):
 def select(x, residual, velocity, momentum, scale, bound, indices, values):
     """Indices and values of the elements whose magnitude is at least ``bound``, in order, as far as there is room.
 
-    Returns how many were found and the largest magnitude of all elements. It stops collecting, not looking, with less
-    than ``GROUP`` places left, so a number found that leaves ``GROUP`` places or more is complete.
+    Returns how many were found and the largest magnitude of all elements. It stops collecting, not looking, where a
+    block might need more places than there are, so a number found that leaves ``BLOCK`` places or more is complete.
     """
-    room, marks = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.uint8)
+    room, marks, groups = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint16)
     found, largest = 0, np.int32(0)
-    for start in range(0, x.size, _BLOCK):
-        stop = min(start + _BLOCK, x.size)
+    last = indices.size - BLOCK
+    for start in range(0, x.size, BLOCK):
+        stop = min(start + BLOCK, x.size)
         block = room[: stop - start]
-        _fill(x[start:stop], residual[start:stop], velocity[start:stop], momentum, scale, block)
-        most = _largest(block)
+        most = _fill(x[start:stop], residual[start:stop], velocity[start:stop], momentum, scale, block)
         largest = max(largest, most)
-        if most >= bound:
+        if most >= bound and found <= last:
             _mark(block, np.int32(bound), marks)
-            found = _append(block, start, marks, indices, values, found)
+            found = _append(block, start, marks, groups, indices, values, found)
     return found, np.int64(largest)
 
 
@@ -144,13 +145,12 @@ def select_exactly(x, residual, velocity, momentum, scale, bound, ties, indices,
 @compiled(int32(float32[::1], float32[::1]))
 def largest_magnitude(x, residual):
     """The largest magnitude of ``x`` + ``residual``."""
-    room = np.empty(_BLOCK, np.float32)
+    room = np.empty(BLOCK, np.float32)
     largest = np.int32(0)
-    for start in range(0, x.size, _BLOCK):
-        stop = min(start + _BLOCK, x.size)
-        block = room[: stop - start]
-        _fill(x[start:stop], residual[start:stop], x[:0], np.float32(0), np.float32(1), block)
-        largest = max(largest, _largest(block))
+    for start in range(0, x.size, BLOCK):
+        stop = min(start + BLOCK, x.size)
+        mine, kept = x[start:stop], residual[start:stop]
+        largest = max(largest, _fill(mine, kept, x[:0], np.float32(0), np.float32(1), room[: stop - start]))
     return largest
 
 
@@ -218,6 +218,21 @@ def keep_largest(indices, values, found, bound, ties):
     return kept
 
 
+@compiled(void(uint32[::1], float32[::1], uint32[::1], float32[::1]))
+def add_zeros(indices, values, all_indices, all_values):
+    """The elements chosen, and zeros at the lowest other indices, as many as there are places for them."""
+    zeros, at, index = all_indices.size - indices.size, 0, 0
+    for i in range(all_indices.size):
+        if zeros and (at == indices.size or index < np.int64(indices[at])):
+            all_indices[i], all_values[i] = np.uint32(index), np.float32(0)
+            zeros -= 1
+        else:
+            index = np.int64(indices[at])
+            all_indices[i], all_values[i] = indices[at], values[at]
+            at += 1
+        index += 1
+
+
 @compiled(void(uint32[::1], float32[::1], int64, int64, float32[::1]))
 def put_others(indices, values, bound, ties, out):
     """Add to ``out`` what ``keep_largest`` with the same bound and ties does not keep."""
@@ -241,19 +256,18 @@ def _absorb(x, residual, velocity, momentum, scale):
             residual[i] = residual[i] + x[i] * scale
 
 
-@compiled(void(float32[::1], float32[::1], float32[::1], float32, float32))
-def absorb(x, residual, velocity, momentum, scale):
-    """``residual`` becomes the values that ``select`` saw; ``velocity``, where there is one, what was added to it."""
-    for start in range(0, x.size, _BLOCK):
-        stop = min(start + _BLOCK, x.size)
+@compiled(void(float32[::1], float32[::1], float32[::1], float32, float32, uint32[::1]))
+def settle(x, residual, velocity, momentum, scale, chosen):
+    """``residual`` becomes the values that ``select`` saw, and ``velocity`` what was added; both zero where chosen."""
+    at = 0
+    for start in range(0, x.size, BLOCK):
+        stop = min(start + BLOCK, x.size)
         _absorb(x[start:stop], residual[start:stop], velocity[start:stop], momentum, scale)
-
-
-@compiled(void(uint32[::1], float32[::1]))
-def clear(indices, array):
-    """Zero at the indices."""
-    for i in range(indices.size):
-        array[indices[i]] = np.float32(0)
+        while at < chosen.size and np.int64(chosen[at]) < stop:
+            residual[chosen[at]] = np.float32(0)
+            if velocity.size:
+                velocity[chosen[at]] = np.float32(0)
+            at += 1
 
 
 @compiled(float64(float32[::1]))

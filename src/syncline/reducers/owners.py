@@ -12,8 +12,8 @@ two residuals.
 Of its two halves, ``collect`` leaves the sums with their owners, and ``answer`` encodes what an owner says of its
 parts for all. Where servers hold the weights the second half is another reducer's: ``pulled``.
 
-What an owner owns follows from the bucket and the codecs alone (``share_out``); it is cut into pieces, so that one piece
-is encoded while another travels.
+What an owner owns follows from the bucket and the codecs alone (``share_out``). It is cut into pieces, so that one
+piece is encoded while another travels.
 """
 
 from __future__ import annotations

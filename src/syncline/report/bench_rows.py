@@ -12,10 +12,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..errors import DataError
-from .rows import finite, replace_text
+from .rows import finite, known, replace_text
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,8 @@ class BenchResult:
         """Read a result file's text back; raises DataError where it is not one."""
         try:
             data = json.loads(text)
-            rows = tuple(Measured(**_known(Measured, item)) for item in data["rows"])
-            return cls(**{**_known(cls, data), "rows": rows})
+            rows = tuple(Measured(**known(Measured, item)) for item in data["rows"])
+            return cls(**{**known(cls, data), "rows": rows})
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise DataError(f"this is not a result file of syncline bench: {error!r}") from None
 
@@ -132,7 +131,3 @@ def places(rows: tuple[Measured, ...]) -> tuple[tuple[Measured, ...], ...]:
         found.setdefault(row.place, []).append(row)
         order.setdefault(row.contender, len(order))
     return tuple(tuple(sorted(part, key=lambda row: (row.bytes, order[row.contender]))) for part in found.values())
-
-
-def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    return {item.name: data[item.name] for item in dataclasses.fields(cls) if item.name in data}

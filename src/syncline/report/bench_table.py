@@ -47,13 +47,10 @@ def render(result: BenchResult, width: int) -> RenderableType:
 def title(rows: Sequence[Measured], cores: int) -> str:
     """What the rows of one place have in common."""
     first = rows[0]
-    where = f"{cores} cores" if first.lab_bit_per_s is None else f"a lab of {link_text(first.lab_bit_per_s)} links"
+    where = (
+        f"{cores} cores" if first.lab_bit_per_s is None else f"a lab of {units.link_rate(first.lab_bit_per_s)} links"
+    )
     return f"{first.collective} of float32, {first.ranks} ranks on {where}"
-
-
-def link_text(rate: float) -> str:
-    """A link's rate: ``1 Gbit/s``."""
-    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
 
 
 def ratio(row: Measured, peer: Measured | None) -> float | None:

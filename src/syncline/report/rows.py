@@ -147,7 +147,7 @@ class Result:
         try:
             data = json.loads(text)
             rows = tuple(_row(item) for item in data["rows"])
-            return cls(**{**_known(cls, data), "rows": rows})
+            return cls(**{**known(cls, data), "rows": rows})
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise DataError(f"this is not a result file of syncline compare: {error!r}") from None
 
@@ -170,12 +170,13 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _row(data: Mapping[str, Any]) -> Row:
-    curve = tuple(Point(**_known(Point, point)) for point in data.get("curve", ()))
+    curve = tuple(Point(**known(Point, point)) for point in data.get("curve", ()))
     traffic = tuple(tuple(line) for line in data.get("traffic", ()))
-    return Row(**{**_known(Row, data), "curve": curve, "traffic": traffic})
+    return Row(**{**known(Row, data), "curve": curve, "traffic": traffic})
 
 
-def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+def known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a result file says of the fields of a dataclass; keys of a later version are left out."""
     return {item.name: data[item.name] for item in dataclasses.fields(cls) if item.name in data}
 
 

@@ -66,6 +66,12 @@ def rate(value: float | None) -> str:
     return MISSING if value is None else significant(value)
 
 
+def link_rate(bit_per_s: float) -> str:
+    """The speed of a link: ``1 Gbit/s``, ``44.6 Gbit/s``, ``100 Mbit/s``."""
+    scale, unit = (1e9, "Gbit/s") if bit_per_s >= 1e9 else (1e6, "Mbit/s")
+    return f"{float(f'{bit_per_s / scale:.3g}'):g} {unit}"
+
+
 def percent(value: float | None, decimals: int = 0, sign: str = " %") -> str:
     """A share of 1 as per cent: ``98.06 %``."""
     return MISSING if value is None else f"{value * 100:.{decimals}f}{sign}"

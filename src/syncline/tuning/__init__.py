@@ -42,6 +42,8 @@ def mode() -> str:
 
 def is_wanted(asked: Strategy, resolved: Strategy, workers: int) -> bool:
     """Whether there is something to choose by measuring: for ``auto``, among plans, between workers."""
+    if resolved.codec_object().combine not in ("sum", "rounds"):
+        return False  # no plan carries such payloads
     return asked.architecture == AUTO and workers > 1 and resolved.architecture.name != "native" and mode() != "off"
 
 

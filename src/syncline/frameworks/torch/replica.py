@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from ...collectives import Collective
+from ...compression import Compression
 from ...engine import Lane, Work
 from ...errors import GradientError, UsageError
 from ...kernels import cpu
@@ -76,7 +77,8 @@ class Replica:
             )
         self.staging = staging_for(device_of(self.named), session.engine, session.fail, copier)
         self.storage = Storage(self.named, buckets, self.staging.allocate, self.staging.device)
-        self.compression = session.compression(self.layers, buckets, self.storage.arrays)
+        self.compression: Compression | None = None
+        self.compress()
         self.first_key = first_key
         self.steps = 0
         self.exchanged = False  # True between the end of an exchange and the next backward
@@ -116,6 +118,10 @@ class Replica:
             yield
         finally:
             self._synchronising = before
+
+    def compress(self) -> None:
+        """Compress as the session's strategy says, with a memory that is empty; between steps."""
+        self.compression = self.session.compression(self.layers, self.storage.buckets, self.storage.arrays)
 
     def shadow_until_all_joined(self) -> None:
         """Take part in the others' steps with weight 0 until every rank has run out of batches."""

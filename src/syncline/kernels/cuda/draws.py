@@ -1,0 +1,33 @@
+"""Random numbers for stochastic rounding on a GPU, those of ``kernels.draws``. All are uint32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_FIRST = tl.constexpr(0x7FEB352D)
+_SECOND = tl.constexpr(0x846CA68B)
+_GOLDEN = tl.constexpr(0x9E3779B9)
+_UNIT = tl.constexpr(2.0**-24)
+
+
+@triton.jit
+def draw(index, key, other):
+    """32 random bits of an element; ``other`` is ``other_key(key)``."""
+    bits = index ^ key
+    bits = (bits ^ (bits >> 16)) * _FIRST
+    bits = (bits ^ (bits >> 15)) + other
+    bits = (bits ^ (bits >> 13)) * _SECOND
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def other_key(key):
+    """The second key that belongs to a seed."""
+    return draw(tl.full([], _GOLDEN, tl.uint32), key, tl.full([], 0, tl.uint32))
+
+
+@triton.jit
+def chance(bits):
+    """A float32 in [0, 1), of the upper 24 of 32 random bits."""
+    return (bits >> 8).to(tl.int32).to(tl.float32) * _UNIT

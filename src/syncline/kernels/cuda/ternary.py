@@ -1,0 +1,83 @@
+"""Rounding to -1, 0 or 1 times the largest magnitude of a block, for tensors on a GPU: see ``kernels.ternary``."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .blocks import (
+    INFINITY,
+    NAN,
+    decode_blocks,
+    encode_blocks,
+    float_of_bits,
+    gather,
+    load_codes,
+    put_row,
+    store_codes,
+    store_row,
+)
+from .draws import chance, draw, other_key
+
+_TRITS = tl.constexpr(20)
+_HALF_TRITS = tl.constexpr(10)
+_HALF_WEIGHT = tl.constexpr(3**10)
+
+
+@triton.jit
+def _encode(
+    x, residual, out, bad, words, n, seed, index,
+    LANES: tl.constexpr, WHOLE: tl.constexpr, FEEDBACK: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, LANES)
+    rows, largest = gather(x, residual, words, n, lane, _TRITS, LANES, WHOLE, FEEDBACK)
+    codes = tl.zeros([LANES], tl.uint32)
+    if largest >= INFINITY:
+        tl.store(out, NAN)
+        tl.atomic_add(bad, 1)
+    else:
+        maximum = float_of_bits(largest)
+        other = other_key(seed)
+        tl.store(out, largest)
+        for k in tl.static_range(_TRITS):
+            value, at = rows[k], k * words + lane
+            share = chance(draw(index + at.to(tl.uint32), seed, other)) if STOCHASTIC else 0.5
+            threshold = share * maximum
+            trit = tl.where(tl.abs(value) > threshold, tl.where(value < 0.0, -1, 1), 0)
+            digit = trit + 1 if WHOLE else tl.where(at < n, trit + 1, 0)
+            codes += digit.to(tl.uint32) * (3**k)
+            if FEEDBACK:
+                store_row(residual, value - trit.to(tl.float32) * maximum, k, words, n, lane, WHOLE)
+    store_codes(out + 1, codes, words, lane, WHOLE)
+
+
+@triton.jit
+def _decode(
+    payload, out, words, n, LANES: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr, ARGUMENT: tl.constexpr
+):
+    lane = tl.arange(0, LANES)
+    maximum = float_of_bits(tl.load(payload))
+    codes = load_codes(payload + 1, words, lane, WHOLE)
+    upper = codes // _HALF_WEIGHT
+    rest = codes - upper * _HALF_WEIGHT
+    for k in tl.static_range(_TRITS):
+        if k == _HALF_TRITS:
+            rest = upper & 0xFFFF
+        code = rest
+        rest = code // 3
+        trit = (code - rest * 3).to(tl.int32) - 1
+        put_row(out, trit.to(tl.float32) * maximum, k, words, n, lane, WHOLE, ADD)
+
+
+def encode_trits(
+    x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor,
+    block: int, stochastic: bool, seed: int, index: int,
+) -> torch.Tensor:  # fmt: skip
+    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite."""
+    return encode_blocks(_encode, x, residual, out, block, 20, stochastic, seed=seed, index=index)
+
+
+def decode_trits(payload: torch.Tensor, out: torch.Tensor, block: int, add: bool) -> None:
+    """The elements that a payload of the right length says, written or added."""
+    decode_blocks(_decode, payload, out, block, 20, add=add)

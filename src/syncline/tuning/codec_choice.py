@@ -1,0 +1,100 @@
+"""``codec=auto``: which of a few harmless codecs makes the exchange fastest here, measured by all workers together.
+
+A codec changes the mathematics, so only those are tried that keep the accuracy of training in every published
+comparison: 16 bits, and 8 and 4 bits with error feedback. One array goes through the very exchange that training will
+use, with each of them in turn; link, processors and who shares them are all in the times, which no model of them knows
+better (``predict.compression`` has one, for clusters that are not at hand). Compression has to be clearly faster: it is
+not taken for a few per cent. Rank 0 decides and tells the others, and the text of the strategy, which names the choice,
+goes into rows and checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from ..choice import Choice
+from ..compression import Compression
+from ..grammar import read_part
+from ..session import Session
+from ..strategy import AUTO, Strategy
+from ..types import Bucket, Layer, Slice, Spec
+
+log = logging.getLogger("syncline")
+
+CANDIDATES = ("none", "bf16", "feedback(int8)", "feedback(int4)")
+"""From the least to the strongest change; the first that is fastest, give or take ``MARGIN``."""
+
+MARGIN = 0.15
+ELEMENTS = 1 << 20
+_REPETITIONS = 3
+_BUDGET_S = 3.0
+"""When exchanges have taken that long, stronger codecs are not tried any more; compiling kernels does not count."""
+
+
+def is_wanted(asked: Strategy, workers: int) -> bool:
+    """Whether there is a codec to choose: between workers, where no server takes part in their exchange."""
+    return (
+        asked.codec == AUTO and workers > 1 and asked.servers == 0 and asked.architecture.name not in ("ps", "native")
+    )
+
+
+def choose_codec(session: Session, asked: Strategy) -> None:
+    """Give the session the codec that is fastest here; all workers call it together.
+
+    ``session.reason`` says why, in words.
+    """
+    blocked_s = session.engine.blocked_s
+    dense, choice = session.strategy, session.choice
+    session.chose_codec = True
+    array = session.engine.allocate(4 * ELEMENTS, np.dtype(np.float32))
+    times_s: dict[str, float] = {}
+    for text in CANDIDATES:
+        _take(session, asked, dense, choice, text)
+        times_s[text] = _measure(session, array)
+        if (1 + _REPETITIONS) * sum(times_s.values()) > _BUDGET_S:  # the same on all ranks
+            break
+    best = min(times_s.values())
+    chosen = next(text for text in times_s if times_s[text] <= best * (1 + MARGIN))
+    chosen = session.tell_all(chosen.encode()).decode()
+    _take(session, asked, dense, choice, chosen)
+    shown = ", ".join(f"{text} {1e3 * seconds:.2f} ms" for text, seconds in times_s.items())
+    session.reason = session.tell_all(f"codec={chosen}, measured for 4 MiB: {shown}".encode()).decode()
+    log.info("rank %d: codec=auto: %s", session.rank, session.reason)
+    session.engine.blocked_s = blocked_s  # starting is no communication of the training
+
+
+def _take(session: Session, asked: Strategy, dense: Strategy, choice: Choice | None, text: str) -> None:
+    """Let the session run with a codec; ``dense`` and ``choice`` are what it runs without one."""
+    session.strategy, session.choice = replace(dense, codec=read_part(text)), choice
+    if session.strategy.codec_object().combine != "sum":  # no plan carries it
+        hosts = 1 if session.roll is None else session.roll.hosts
+        open_again = replace(session.strategy, architecture=asked.architecture)
+        session.strategy, session.choice = open_again.resolve(session.group, hosts=hosts), None
+
+
+def _measure(session: Session, array: np.ndarray) -> float:
+    """The median over a few exchanges of the slowest rank's seconds; the first one does not count."""
+    layer, whole = Layer(Spec("codec=auto", (array.size,))), Bucket((Slice(0, 0, array.size),), "float32")
+    compression = session.compression([layer], [whole], [array])
+    draw = np.random.default_rng(session.rank)
+    found = []
+    for _ in range(1 + _REPETITIONS):
+        array[:] = draw.standard_normal(array.size, np.float32)
+        session.barrier()
+        begun = time.perf_counter()
+        _exchange(session, compression, array)
+        found.append(time.perf_counter() - begun)
+    seconds = np.array([np.median(found[1:])])
+    parts = np.frombuffer(b"".join(session.gather(seconds.tobytes())))
+    return float(parts.max())
+
+
+def _exchange(session: Session, compression: Compression | None, array: np.ndarray) -> None:
+    if compression is None:
+        session.run(session.allreduce_program(array.nbytes), array, "choosing a codec")
+    else:
+        session.engine.wait(session.reduce(compression, 0, 0, "choosing a codec"))

@@ -1,0 +1,227 @@
+"""What a codec costs on this machine: seconds of encoding and of decoding beside ``np.add``, measured in turn.
+
+Owns what is run and timed: every contestant once per repetition, in an order that rotates, on one thread. Prints
+nothing and chooses nothing; whether a codec pays is ``predict.compression``'s arithmetic.
+
+Gradients are normally distributed and differ from one repetition to the next: the same one again and again would
+leave residuals whose elements all lie just below what a sparse codec sends, which no training has.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+import numpy as np
+
+from .. import registry
+from ..codecs import Chooses, Codec, Floats, Rounds, Wraps, codec_of
+from ..errors import UsageError
+from ..grammar import Part, read_part
+from ..parts import bind, build, write
+from ..predict.compression import Exchange
+from ..types import Spec
+
+Timed = Callable[[Floats], tuple[float, ...]]
+"""Does its work once on a gradient and returns seconds of its parts."""
+
+Progress = Callable[[int, int], None]
+"""Told the repetition, from 0, and which contestant begins; the warm-up is repetition -1."""
+
+REPETITIONS = 5
+
+_SHIFT = 1024
+"""By how many elements the gradients of two repetitions are apart in the same random numbers."""
+
+_SCALE = np.float32(0.01)
+_LEAST_ELEMENTS = 1 << 20
+"""Small arrays are worked on several times for one time, about as often as makes so many elements."""
+
+_MOST_CALLS = 64
+
+_TRIED_ELEMENTS = 1 << 20
+"""A codec that does not make a matrix of so many elements smaller does not compress."""
+
+
+@dataclass(frozen=True)
+class CodecTimes:
+    """One codec with or without error feedback: medians in seconds over arrays of ``elements`` float32.
+
+    ``decode_s`` is decoding and adding to what is there. For a codec of several rounds ``encode_s`` is all computing
+    before the last sum over the ranks, and ``decode_s`` what follows it. ``nbytes`` is the payload's size, the median
+    where it varies. ``np_add_s`` is ``np.add(a, b, out=c)`` in the same run.
+    """
+
+    codec: str
+    feedback: bool
+    combine: str
+    elements: int
+    nbytes: int
+    encode_s: float
+    decode_s: float
+    np_add_s: float
+
+    @property
+    def exchange(self) -> Exchange:
+        """The allreduce with this codec, as the model sees it."""
+        return Exchange(self.combine, self.elements, self.nbytes, self.encode_s, self.decode_s, self.np_add_s)
+
+
+def measure_codecs(texts: Sequence[str], elements: int, repetitions: int = REPETITIONS) -> tuple[CodecTimes, ...]:
+    """Measure codecs beside each other, each exactly as its text says, with error feedback or not.
+
+    Raises UsageError for a text that is none. Takes some array passes per codec and repetition, and at most four
+    arrays of memory per codec.
+    """
+    trials = [Trial(*told(text), elements) for text in texts]
+    (add_s,), *times_s = in_turn([Addition(elements), *trials], elements, repetitions)
+    return tuple(trial.result(found, add_s) for trial, found in zip(trials, times_s, strict=True))
+
+
+def measure_codec(text: str, elements: int, repetitions: int = REPETITIONS) -> CodecTimes:
+    """``measure_codecs`` of one."""
+    return measure_codecs([text], elements, repetitions)[0]
+
+
+def told(text: str) -> tuple[str, bool]:
+    """The codec of a text without the error feedback around it, and whether there was one; raises UsageError."""
+    part = bind("codecs", read_part(text))
+    if not isinstance(build("codecs", part), Wraps) or isinstance(build("codecs", part), Chooses):
+        return write("codecs", part), False
+    inner: Part = part[registry.get("codecs", part.name).capabilities["wraps"]]
+    return write("codecs", inner), True
+
+
+def variants(text: str, elements: int) -> tuple[tuple[str, bool], ...]:
+    """The ways of using a codec that are worth measuring: without error feedback, and with it where it converges.
+
+    A text that settles the question itself, as ``feedback(...)`` does, is one way; raises UsageError.
+    """
+    name, feedback = told(text)
+    codec: Codec = build("codecs", read_part(name))
+    spec = _matrix(elements)
+    if feedback or isinstance(codec, Chooses) or not _compresses(codec, spec):
+        return ((name, feedback),)
+    return ((name, False), (name, True)) if codec.contraction else ((name, False),)
+
+
+def every_codec() -> tuple[str, ...]:
+    """The texts of all codecs that compress by themselves, by what their entries give as examples."""
+    found = []
+    for entry in registry.entries("codecs"):
+        for text in entry.capabilities.get("examples", (entry.name,)):
+            codec = build("codecs", read_part(text))
+            leaves_it = isinstance(codec, Wraps | Chooses)
+            if not leaves_it and _compresses(codec, _matrix(_TRIED_ELEMENTS)):
+                found.append(write("codecs", bind("codecs", read_part(text))))
+    return tuple(dict.fromkeys(found))
+
+
+def in_turn(
+    contestants: Sequence[Timed], elements: int, repetitions: int, progress: Progress | None = None
+) -> list[tuple[float, ...]]:
+    """The median seconds of each contestant's parts over the repetitions, after one that is not timed.
+
+    Raises UsageError where there is nothing to measure.
+    """
+    for name, value in (("elements", elements), ("repetitions", repetitions)):
+        if value < 1:
+            raise UsageError(f"{name} has to be 1 or more, got {value}")
+    random = np.random.default_rng(0)
+    numbers = random.standard_normal(elements + _SHIFT * (repetitions + 1), np.float32) * _SCALE
+    calls = min(_MOST_CALLS, math.ceil(_LEAST_ELEMENTS / elements))
+    times_s: list[list[tuple[float, ...]]] = [[] for _ in contestants]
+    for repetition in range(-1, repetitions):
+        start = (repetition + 1) * _SHIFT
+        x = numbers[start : start + elements]
+        for turn in range(len(contestants)):
+            place = (max(0, repetition) + turn) % len(contestants)
+            if progress is not None:
+                progress(repetition, place)
+            found = [contestants[place](x) for _ in range(calls if repetition >= 0 else 1)]
+            if repetition >= 0:
+                times_s[place].append(tuple(fmean(part) for part in zip(*found, strict=True)))
+    return [tuple(median(part) for part in zip(*found, strict=True)) for found in times_s]
+
+
+class Addition:
+    """``np.add(a, b, out=c)``: what the dense allreduce computes, and the speed of memory that codecs are held to."""
+
+    def __init__(self, elements: int) -> None:
+        self._other = np.ones(elements, np.float32)
+        self._out = np.zeros(elements, np.float32)
+
+    def __call__(self, x: Floats) -> tuple[float]:
+        """Seconds of one addition."""
+        begun = time.perf_counter()
+        np.add(x, self._other, out=self._out)
+        return (time.perf_counter() - begun,)
+
+
+class Trial:
+    """One codec, with or without error feedback, made ready to be timed over and over."""
+
+    def __init__(self, text: str, feedback: bool, elements: int) -> None:
+        if elements < 1:
+            raise UsageError(f"elements has to be 1 or more, got {elements}")
+        self.text = text
+        self._codec, chosen_feedback = codec_of(build("codecs", read_part(text)), _matrix(elements))
+        self.feedback = feedback or chosen_feedback
+        in_rounds = isinstance(self._codec, Rounds)
+        self._spec = _matrix(elements) if in_rounds else Spec("gradient", (elements,))
+        self._state = self._codec.init(self._spec, 0, self.feedback)
+        self._out = np.zeros(self._spec.elements, np.float32)
+        greatest = 0 if in_rounds else self._codec.wire_bytes(self._spec)[1]
+        self._payload = np.zeros(greatest // 4, np.uint32)
+        self._sizes: list[int] = []
+
+    def __call__(self, x: Floats) -> tuple[float, float]:
+        """Seconds of encoding and of decoding one gradient."""
+        codec = self._codec
+        times_s = self._average(codec, x) if isinstance(codec, Rounds) else self._encode_and_decode(codec, x)
+        self._state.step += 1
+        return times_s
+
+    @property
+    def elements(self) -> int:
+        """How many elements of a gradient are worked on."""
+        return self._spec.elements
+
+    def result(self, times_s: tuple[float, ...], np_add_s: float) -> CodecTimes:
+        """What has been found out, given the medians."""
+        encode_s, decode_s = times_s
+        size, combine = round(median(self._sizes)), self._codec.combine
+        return CodecTimes(self.text, self.feedback, combine, self.elements, size, encode_s, decode_s, np_add_s)
+
+    def _encode_and_decode(self, codec: Codec, x: Floats) -> tuple[float, float]:
+        begun = time.perf_counter()
+        words = codec.encode(x, self._payload, self._state).words
+        encoded = time.perf_counter()
+        codec.decode(self._payload[:words], self._out, self._state, add=True)
+        ended = time.perf_counter()
+        self._sizes.append(4 * words)
+        return encoded - begun, ended - encoded
+
+    def _average(self, codec: Rounds, x: Floats) -> tuple[float, float]:
+        """A rank alone, whose arrays are their own sums."""
+        np.copyto(self._out, x[: self._out.size])
+        size = 0
+        begun = last = time.perf_counter()
+        for array in codec.average(self._out, self._state, 1):
+            last, size = time.perf_counter(), size + array.nbytes
+        ended = time.perf_counter()
+        self._sizes.append(size)
+        return last - begun, ended - last
+
+
+def _compresses(codec: Codec, spec: Spec) -> bool:
+    return codec.wire_bytes(spec)[0] < spec.nbytes
+
+
+def _matrix(elements: int) -> Spec:
+    """A tensor about as high as wide, for what depends on the shape; a little smaller where no such one is exact."""
+    rows = math.isqrt(elements)
+    return Spec("gradient", (rows, elements // rows))

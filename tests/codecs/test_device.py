@@ -1,0 +1,212 @@
+"""Codecs over torch tensors give what they give over arrays: on a GPU or, where there is none, interpreted."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from syncline.codecs import Codec, Encoded, Floats, Payload, PayloadError, State
+from syncline.codecs.device import kernels_for, to_device, to_host
+from syncline.errors import UsageError
+from syncline.grammar import read_part
+from syncline.parts import build
+from syncline.types import Spec
+
+torch = pytest.importorskip("torch")
+if find_spec("triton") is None:
+    pytest.skip("kernels for GPUs need Triton", allow_module_level=True)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CODECS = [
+    "fp16",
+    "bf16",
+    "fp8",
+    "int8",
+    "int8(block=12)",
+    "int4",
+    "int4(block=64)",
+    "qsgd",
+    "qsgd(levels=7, block=320)",
+    "qsgd(levels=100, block=600)",
+    "natural",
+    "ternary",
+    "ternary(rounding=nearest)",
+    "onebit",
+    "sign",
+    "sign(vote=on)",
+]
+GUARD = 33
+TILE = 1024
+"""Elements that a program casts to 16 bits: where codecs know blocks of two, what can go wrong is at its borders."""
+
+over_codecs = pytest.mark.parametrize("text", CODECS)
+# The interpreter takes milliseconds for each operation on vectors, and numpy tells it of infinities that are meant.
+few = settings(deadline=None, max_examples=3, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def built(text: str) -> Codec:
+    codec: Codec = build("codecs", read_part(text))
+    return codec
+
+
+def gradient(kind: str, size: int, seed: int) -> Floats:
+    draw = np.random.default_rng(seed)
+    made = draw.standard_normal(size)
+    if kind == "wide":
+        made *= 10.0 ** draw.integers(-30, 30, size)
+    elif kind == "denormal":
+        made *= 2.0**-130
+    elif kind == "ties":
+        made = np.round(4 * made) / 8
+    elif kind == "sparse":
+        made = np.where(draw.random(size) < 0.01, made, 0)
+    elif kind == "zeros":
+        made *= 0
+    elif kind == "huge":
+        made = np.sign(made) * np.finfo(np.float32).max
+    return made.astype(np.float32)
+
+
+@st.composite
+def inputs(draw: st.DrawFn, block: int) -> tuple[Floats, Floats, int]:
+    """A gradient, a residual, and where in its tensor it starts: some of a block, one, or more."""
+    size = draw(st.sampled_from([1, 2, 3, block // 2 + 1, block - 1, block, block + 1, 2 * block]))
+    size = max(size, 1)
+    kind = draw(st.sampled_from(["normal", "wide", "denormal", "ties", "sparse", "zeros", "huge"]))
+    seed = draw(st.integers(0, 1000))
+    x = gradient(kind, size, seed)
+    residual = np.zeros(size, np.float32) if kind == "huge" else gradient(kind, size, seed + 1)
+    return x, residual, draw(st.integers(0, 2)) * block
+
+
+class Both:
+    """A codec, encoding the same on both sides."""
+
+    def __init__(self, text: str, x: Floats, residual: Floats | None, start: int) -> None:
+        self.codec = built(text)
+        self.state = State(Spec("layer.weight", (start + len(x),)), rank=1, step=3)
+        if residual is not None:
+            self.state.residual = np.concatenate([np.zeros(start, np.float32), residual])
+        self.on_device = to_device(self.state, DEVICE)
+        self.start, self.size = start, len(x)
+        room = self.codec.wire_bytes(Spec("", (len(x),)))[1] // 4
+        self.host, device = np.zeros(room + GUARD, np.uint32), tensor(np.zeros(room + GUARD, np.uint32))
+        self.encoded = self.codec.encode(x, self.host, self.state, start)
+        given = tensor(x)
+        self.device_encoded: Encoded = self.codec.encode(given, device, self.on_device, start)
+        self.device = array(device)
+        same(array(given), x)
+        assert self.device_encoded.words == self.encoded.words
+
+    def decoded(self, payload: Payload, onto: Floats | None = None) -> tuple[Floats, Floats]:
+        """What both sides make of a payload, written, or added to an array."""
+        mine = np.full(self.size + 2 * GUARD, 7, np.float32)
+        if onto is not None:
+            mine[GUARD:-GUARD] = onto
+        theirs = tensor(mine)
+        add = onto is not None
+        self.codec.decode(payload, mine[GUARD:-GUARD], self.state, add=add, start=self.start)
+        self.codec.decode(tensor(payload), theirs[GUARD:-GUARD], self.on_device, add=add, start=self.start)
+        found = array(theirs).view(np.float32)
+        assert (found[:GUARD] == 7).all()
+        assert (found[-GUARD:] == 7).all()
+        return mine[GUARD:-GUARD], found[GUARD:-GUARD]
+
+
+def tensor(values: Any) -> Any:
+    """A copy on the device, of words as int32."""
+    return torch.from_numpy(values.view(np.int32 if values.dtype == np.uint32 else values.dtype).copy()).to(DEVICE)
+
+
+def array(values: Any) -> Any:
+    found = values.cpu().numpy()
+    return found.view(np.uint32) if found.dtype == np.int32 else found
+
+
+def same(mine: Any, theirs: Any) -> None:
+    """Bit for bit."""
+    np.testing.assert_array_equal(mine.view(np.uint32), theirs.view(np.uint32))
+
+
+def alike(sides: tuple[Floats, Floats]) -> None:
+    """Bit for bit, but for NaNs, which may be other ones."""
+    mine, theirs = sides
+    np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
+    same(mine[~np.isnan(mine)], theirs[~np.isnan(theirs)])
+
+
+@over_codecs
+@few
+@given(data=st.data())
+def test_the_bits_are_those_of_the_host(text: str, data: st.DataObject) -> None:
+    block = built(text).block
+    x, residual, start = data.draw(inputs(block if block > 2 else TILE))
+    feedback = data.draw(st.booleans())
+    both = Both(text, x, residual if feedback else None, start)
+    assert bool(both.device_encoded.finite) == both.encoded.finite
+    same(both.device, both.host)
+    if feedback:
+        same(to_host(both.on_device).residual, both.state.residual)
+    alike(both.decoded(both.host[: both.encoded.words], residual if data.draw(st.booleans()) else None))
+
+
+@over_codecs
+@pytest.mark.parametrize("number", [np.nan, -np.inf])
+def test_what_is_not_finite_is_told_and_not_kept(text: str, number: float) -> None:
+    block = built(text).block
+    x = gradient("normal", block + 1, 5)
+    x[block // 3] = number
+    both = Both(text, x, gradient("normal", block + 1, 6), 0)
+    assert not both.device_encoded.finite
+    assert not both.encoded.finite
+    same(to_host(both.on_device).residual, both.state.residual)
+    mine, theirs = both.decoded(both.device[: both.encoded.words])
+    alike((mine, theirs))
+    assert not np.isfinite(theirs[block // 3])
+
+
+@over_codecs
+def test_an_altered_payload_harms_nothing(text: str) -> None:
+    size = built(text).block + 5
+    both = Both(text, gradient("normal", size, 7), None, 0)
+    payload = both.host[: both.encoded.words]
+    with np.errstate(all="ignore"):
+        alike(both.decoded(np.random.default_rng(8).integers(0, 1 << 32, len(payload), np.uint32)))
+    for wrong in (payload[:-1], np.append(payload, np.uint32(0))):
+        with pytest.raises(PayloadError):
+            both.codec.decode(tensor(wrong), tensor(np.zeros(size, np.float32)), both.on_device)
+
+
+@over_codecs
+def test_nothing_makes_an_empty_payload(text: str) -> None:
+    both = Both(text, np.empty(0, np.float32), np.empty(0, np.float32), 0)
+    assert both.device_encoded.words == 0
+    assert bool(both.device_encoded.finite)
+
+
+def test_a_state_goes_to_the_device_and_back() -> None:
+    state = State(Spec("a", (3,)), 0, np.arange(3, dtype=np.float32), 5, {"q": np.ones(2, np.float32)})
+    there = to_device(state, DEVICE)
+    there.residual += 1
+    back = to_host(there)
+    assert (back.step, back.seed()) == (5, state.seed())
+    np.testing.assert_array_equal(back.residual, [1, 2, 3])
+    np.testing.assert_array_equal(back.memory["q"], [1, 1])
+    np.testing.assert_array_equal(state.residual, [0, 1, 2])
+
+
+def test_a_family_without_kernels_for_devices_says_so() -> None:
+    with pytest.raises(UsageError, match="on the host"):
+        kernels_for("passes", torch.zeros(1))
+
+
+def test_a_block_too_large_for_a_program_is_refused() -> None:
+    x, out = tensor(np.zeros(9, np.float32)), tensor(np.zeros(9, np.uint32))
+    with pytest.raises(UsageError, match="on a GPU"):
+        built("int8(block=65536)").encode(x, out, State(Spec("a", (9,)), 0))

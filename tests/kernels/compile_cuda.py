@@ -1,0 +1,55 @@
+"""Compiles the kernels for a GPU that need not be there, and prints what became of each, as JSON.
+
+Encodes and decodes with the codecs named as arguments; kernels are compiled for compute capability 9.0 instead of
+being started. A program of its own, since Triton decides when it is imported whether it interprets or compiles.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from syncline.codecs import Codec
+from syncline.grammar import read_part
+from syncline.kernels.cuda import blocks, cast
+from syncline.parts import build
+from syncline.types import Spec
+
+TYPES = {torch.float32: "*fp32", torch.int32: "*i32", torch.int16: "*i16"}
+INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z]+\.[a-z0-9._:]+)", re.MULTILINE)
+
+
+def compiled(kernel: Any, programs: int, warps: int, *arguments: Any, **constants: Any) -> None:
+    """Stands in for ``launch``."""
+    signature = dict.fromkeys(kernel.arg_names, "constexpr")
+    aligned = {}
+    for i, (name, argument) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
+        tensor = isinstance(argument, torch.Tensor)
+        signature[name] = TYPES[argument.dtype] if tensor else "i32"
+        if tensor:
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, aligned)
+    options = {"num_warps": triton.next_power_of_2(max(1, warps)), "enable_fp_fusion": False}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    name = f"{current} {kernel.__name__}"
+    print(json.dumps({"kernel": name, "programs": programs, "ptx": Counter(INSTRUCTION.findall(made.asm["ptx"]))}))
+
+
+blocks.launch = cast.launch = compiled
+for current in sys.argv[1:]:
+    codec: Codec = build("codecs", read_part(current))
+    x = torch.zeros(2 * max(codec.block, 1024))
+    state = codec.init(Spec("a", (len(x),)), 0)
+    state.residual = torch.zeros_like(x)  # type: ignore[assignment]
+    words = codec.wire_bytes(state.spec)[1] // 4
+    payload: Any = torch.zeros(words, dtype=torch.int32)
+    codec.encode(x, payload, state)  # type: ignore[arg-type]
+    codec.decode(payload, x, state, add=True)  # type: ignore[arg-type]
