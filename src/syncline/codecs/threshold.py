@@ -73,9 +73,14 @@ class Threshold:
         return float(_WARM * (self.ratio / _WARM) ** (step / self.warmup))
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """6 bytes for each of k elements, 4 for every 65536 of the tensor; the greatest is at the warm-up's start."""
-        expected = pair_words(spec.elements, share(self.ratio, spec.elements))
-        return 4 * expected, 4 * pair_words(spec.elements, self._most(spec.elements))
+        """6 bytes for each of k elements, 4 for every 65536 of the tensor; the greatest is at the warm-up's start.
+
+        It is above the expected also without a warm-up: where fewer elements reach the threshold, of zeros none, fewer
+        are sent, so that the size is not fixed.
+        """
+        expected = 4 * pair_words(spec.elements, share(self.ratio, spec.elements))
+        greatest = 4 * pair_words(spec.elements, self._most(spec.elements))
+        return expected, max(greatest, expected + 4)
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
         """With momentum correction also a velocity of zeros; raises UsageError for it without error feedback."""
