@@ -77,7 +77,7 @@ def test_the_strategy_says_what_really_happens() -> None:
     assert "encoded again" in resolved.exchange
     assert Strategy.parse("ps(update=worker) codec=int8").resolve(Group(2)).architecture.name == "ps"
     assert "what their update changes" in Strategy.parse("ps codec=int8").resolve(Group(2)).exchange
-    with pytest.raises(StrategyError, match=r"servers do not make; the nearest that works is 'codec=feedback\(powersgd"):
+    with pytest.raises(StrategyError, match=r"servers do not make; the nearest.*'codec=feedback\(powersgd"):
         Strategy.parse("ps codec=powersgd(rank=2)")
     assert "what" not in Strategy.parse("ps(update=worker) codec=int8").resolve(Group(2)).exchange
 
