@@ -363,7 +363,8 @@ def _ps_needs_a_server(strategy: Strategy) -> Fault | None:
 def _rounds_need_sums(strategy: Strategy) -> Fault | None:
     if strategy.architecture.name != "ps" or strategy.codec == AUTO or strategy.codec_object().combine != "rounds":
         return None
-    reason = f"codec={strategy.codec.name} needs sums over the workers while it computes, which servers do not make"
+    codec = write("codecs", strategy.codec)
+    reason = f"codec={codec} needs sums over the workers while it computes, which servers do not make"
     return reason, [{"architecture": AUTO}, {"codec": NONE}]
 
 

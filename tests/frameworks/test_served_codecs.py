@@ -70,7 +70,7 @@ def test_a_codec_that_loses_nothing_trains_as_one_worker_does(group: Any, make: 
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp16", "topk(ratio=0.5)"])
-@pytest.mark.parametrize("place", ["ps(servers=1)", "ps(servers=1, on=workers)"])
+@pytest.mark.parametrize("place", ["ps(servers=1)", "ps(servers=2)"])
 def test_one_worker_alone_with_its_servers(group: Any, place: str, codec: str) -> None:
     def body(here: Here) -> float:
         train(here, range(30))

@@ -30,7 +30,7 @@ from ...updates import Updates
 from .records import pack, unpack
 from .replica import Replica
 from .serve import REPLY_BYTES, REQUEST_BYTES
-from .shard import Piece, Record, Shard, in_memory_order, records_of, whole_state
+from .shard import WEIGHTS, Piece, Record, Shard, in_memory_order, records_of, whole_state
 from .storage import Storage
 
 Groups = list[dict[str, Any]]
@@ -229,7 +229,10 @@ class Client:
     def owners_weights(self) -> dict[str, torch.Tensor]:
         """The weights as the owners have them, by name; all workers call it."""
         whole = whole_state(self.owners.weights(), self.parameters)
-        return {name: next(iter(whole[parameter].values())).cpu() for name, parameter in self.replica.named}
+        return {
+            name: whole[parameter][WEIGHTS].cpu() if parameter in whole else parameter.detach()  # without elements
+            for name, parameter in self.replica.named
+        }
 
     def resume(self, step: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Have the owners go on from that step with their own weights, where there are any; all workers call it.
@@ -244,7 +247,7 @@ class Client:
             if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
                 raise UsageError(f"the owners' weights in this state do not have {name!r} as this model has it")
             piece = Piece(index, 0, parameter.numel())
-            records.append(Record(piece, "weights", in_memory_order(found, parameter)))
+            records.append(Record(piece, WEIGHTS, in_memory_order(found, parameter)))
         self.owners.resume(step, records)
 
     def _remember(self) -> None:

@@ -48,7 +48,8 @@ class Record:
 Slices = Sequence[tuple[Piece, torch.Tensor]]
 """Pieces of tensors and their weights, flat."""
 
-_WEIGHTS = "weights"
+WEIGHTS = "weights"
+"""The key of records of weights."""
 
 
 class Shard:
@@ -91,7 +92,7 @@ class Shard:
 
     def weights(self) -> list[Record]:
         """The weights, piece by piece."""
-        return [Record(piece, _WEIGHTS, part.detach()) for piece, part in zip(self.pieces, self._slices, strict=True)]
+        return [Record(piece, WEIGHTS, part.detach()) for piece, part in zip(self.pieces, self._slices, strict=True)]
 
     def load_weights(self, records: Iterable[Record]) -> None:
         """Replace the weights by records of whole tensors or of any pieces that cover these."""
