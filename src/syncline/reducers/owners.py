@@ -89,7 +89,10 @@ def _to_block(part: Part, at: int, up: bool = False) -> int:
 def reduce(shares: Sequence[Sequence[Part]], place: Place) -> Reducer:
     """One piece; ``shares`` are the parts of each owner."""
     yield from collect(shares, place)
-    sums = [part.array for part in shares[place.owner]] if place.owner >= 0 else []
+    owned = shares[place.owner] if place.owner >= 0 else ()
+    for part in owned:
+        part.again.step = part.state.step
+    sums = [part.array for part in owned]
     wanted = {owner: [part.array for part in share] for owner, share in enumerate(shares) if place.works}
     yield from answer(shares, place, sums, wanted, add=False)
 
@@ -111,6 +114,10 @@ def collect(shares: Sequence[Sequence[Part]], place: Place) -> Reducer:
     _free(posted)
     if owned:
         posts = {**came, **own}
+        if not place.works:
+            step = letters[mine].step_of(posts[0], name_of(0, place))
+            for part in owned:  # a server counts no steps of its own: those of a resumed run do not begin at 0
+                part.state.step = step
         sums, states = [part.array for part in owned], [part.state for part in owned]
         for worker in range(place.workers):
             letters[mine].read(posts[worker], sums, states, name_of(worker, place), add=worker > 0)
