@@ -26,6 +26,7 @@ LAYERS = (
     ("reducing",),
     ("engine", "predict.simulate"),
     ("tickets", "compression"),
+    ("updates",),
     ("session",),
     ("tuning",),
     ("connecting",),

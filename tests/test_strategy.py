@@ -363,7 +363,6 @@ class TestCombinations:
             ("native codec=qsgd", "knows nothing of codec=qsgd; the nearest that works is 'codec=qsgd'"),
             ("ring transport=torch(backend=nccl)", "no plan.*is 'native transport=torch\\(backend=nccl\\)'"),
             ("native(x=1)", "native takes no arguments"),
-            ("ps codec=topk(ratio=0.1)", r"nearest that works is 'ps\(servers=1, update=worker\) codec=feedback"),
             ("ring sync=ssp", r"nearest that works is 'ps\(servers=1\) sync=ssp'"),
             ("ps(servers=2, update=worker) sync=ssp", r"nearest that works is 'ps\(servers=2\) sync=ssp'"),
             ("codec=feedback(qsgd)", "diverges.*nearest that works is 'codec=qsgd'"),

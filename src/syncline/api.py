@@ -280,7 +280,8 @@ def state_dict() -> dict[str, Any]:
     """What Syncline itself has to remember for a resumed run, beside the model's and the optimizer's own state.
 
     Under a codec that keeps residuals all ranks have to call it, and every rank gets those of all: as many bytes as
-    there are ranks times the model's. Tensors and plain values, which ``torch.save`` takes.
+    there are ranks times the model's. Where owners hold the weights, theirs are in it too: they know more than the
+    workers have been told so far. Tensors and plain values, which ``torch.save`` takes.
     """
     here = session()
     found: dict[str, Any] = {
@@ -297,6 +298,9 @@ def state_dict() -> dict[str, Any]:
             one and [{key: torch.from_numpy(array) for key, array in rank.items()} for rank in here.gather_saved(one)]
             for one in kept
         ]
+    clients = [made.client for made in _prepared]
+    if any(client is not None and client.keeps for client in clients):
+        found["weights"] = [client and client.owners_weights() for client in clients]
     return found
 
 
@@ -316,13 +320,19 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
         raise UsageError(f"this state is of a run with {state['strategy']!r}, this run has {str(here.strategy)!r}")
     if len(state["steps"]) != len(_prepared):
         raise UsageError(f"this state is of {len(state['steps'])} prepared models, this run has {len(_prepared)}")
-    kept = state.get("codec") or [None] * len(_prepared)
-    for made, steps, saved in zip(_prepared, state["steps"], kept, strict=True):
-        made.replica.steps = steps
-        compression = made.replica.compression
-        if compression is not None and saved is not None:
+    nothing = [None] * len(_prepared)
+    kept, weights = state.get("codec") or nothing, state.get("weights") or nothing
+    for made, step, saved, owned in zip(_prepared, state["steps"], kept, weights, strict=True):
+        made.replica.steps = step
+        compression, client = made.replica.compression, made.client
+        if compression is None:
+            continue
+        compression.resume_at(step)
+        if saved is not None:
             compression.load([{key: np.asarray(array) for key, array in rank.items()} for rank in saved])
-        elif compression is not None and compression.keeps:
+        if client is not None:
+            client.resume(step, owned or {})
+        if (saved is None and compression.keeps) or (owned is None and client is not None and client.keeps):
             warnings.warn(
                 f"this state has nothing of codec={here.strategy.codec}: what it had not sent yet is lost, and training"
                 " does not go on with the same bits; save syncline.state_dict() of this strategy, called by all ranks",

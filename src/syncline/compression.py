@@ -7,6 +7,8 @@ buckets of other types are converted on the way in and out.
 Checkpoints. ``saved`` is what this process has to keep, as flat arrays by name; residuals of owners are partitioned
 among them, so that together they have one value per element, wherever the owners stand. ``load`` takes what all workers
 had saved. Where the number of workers is another one, the residuals' sum is shared out evenly: nothing is lost by it.
+
+Where owners hold the weights, gradients stay with them, and what they encode again is an update (``updates``).
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .codecs import Codec, Floats, State, Stochastic, codec_of
+from .codecs import Codec, Floats, State, Stochastic, codec_of, relay_of
 from .errors import UsageError
 from .reducers import Part, Place, Reducer, pieces
-from .reducers.owners import shared_pieces
+from .reducers.owners import collecting, share_out
 from .types import Bucket, Layer
 
 log = logging.getLogger("syncline")
@@ -40,8 +42,9 @@ _FLOATS = ("float32", "float64", "float16", "bfloat16")
 class Compression:
     """The codec of one model's buckets. ``arrays`` are the buckets' gradients; ``name`` is how messages call this rank.
 
-    ``served`` says that all gradients go through the owners, whatever the codec: they are servers. Raises UsageError
-    for gradients that the codec cannot take and for buckets that cut what it must see whole.
+    ``served`` says that all gradients go through the owners, whatever the codec: they are servers; ``held`` that these
+    hold the weights, so that their sums of gradients are for themselves. Raises UsageError for gradients that the codec
+    cannot take and for buckets that cut what it must see whole.
     """
 
     def __init__(
@@ -53,16 +56,17 @@ class Compression:
         place: Place,
         *,
         served: bool,
+        held: bool = False,
         name: str,
     ) -> None:
         self._specs = [replace(layer.spec, dtype="float32") for layer in layers]
         self._buckets, self._arrays = buckets, arrays
         self._not_finite: list[str] = []
-        self._place = replace(place, report=self._not_finite.append)
-        self._served, self._name = served, name
+        self.place = replace(place, report=self._not_finite.append)
+        self._served, self._held, self._name = served, held, name
         self._clock = [0] * len(buckets)
         self._converted: dict[int, Floats] = {}
-        self._pieces: dict[int, Sequence[Callable[[], Reducer]]] = {}  # made with a bucket's first exchange
+        self._pieces: dict[int, tuple[list[Part], Sequence[Callable[[], Reducer]]]] = {}  # made with the first exchange
         self._codecs = [codec_of(codec, spec) for spec in self._specs]
         for layer in layers:
             if layer.spec.dtype not in _FLOATS:
@@ -70,8 +74,10 @@ class Compression:
                     f"{codec} compresses real floating-point gradients, and that of {layer.spec.name!r} is"
                     f" {layer.spec.dtype}: freeze it, or use codec=none"
                 )
-        self._states = [self._state(index, place.index) for index in range(len(layers))]
-        self._again = [self._state(index, AGAIN) for index in range(len(layers))]
+        self._states, self._again = [], []
+        for index, (one, feedback) in enumerate(self._codecs):
+            self._states.append(self._state(one, index, place.index, feedback))
+            self._again.append(self._state(relay_of(one), index, AGAIN, feedback and not held))
         for bucket in buckets:
             self._check_cuts(bucket)
 
@@ -80,6 +86,11 @@ class Compression:
         """True when a resumed run would not go on with the same bits if it knew nothing of the steps before."""
         drawn = any(isinstance(codec, Stochastic) and codec.stochastic for codec, _ in self._codecs)
         return drawn or any(feedback for _, feedback in self._codecs) or any(state.memory for state in self._states)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters, in their order."""
+        return [spec.name for spec in self._specs]
 
     @property
     def buckets(self) -> int:
@@ -93,21 +104,34 @@ class Compression:
 
     def pieces(self, number: int) -> Sequence[Callable[[], Reducer]]:
         """The reducers of a bucket, whose gradients are complete."""
-        array = self._arrays[number]
-        if array.dtype != np.float32:
-            np.copyto(self._working(number), array, casting="same_kind")
+        array, working = self._arrays[number], self._working(number)
+        if working is not array:
+            np.copyto(working, array, casting="same_kind")
         if number not in self._pieces:
-            parts = self._parts(number, self._working(number))
-            self._pieces[number] = pieces(parts, self._place, served=self._served)
-        for part in self._buckets[number].slices:
-            self._states[part.tensor].step = self._again[part.tensor].step = self._clock[number]
-        return self._pieces[number]
+            self._pieces[number] = self._divided(self.parts(number, working))
+        parts, made = self._pieces[number]
+        for part in parts:
+            part.state.step = self._clock[number]
+        if not self._held:
+            self.tell_step(number, parts)
+        return made
+
+    def _divided(self, parts: list[Part]) -> tuple[list[Part], Sequence[Callable[[], Reducer]]]:
+        if self._held:
+            return parts, collecting(parts, self.place)
+        return parts, pieces(parts, self.place, served=self._served)
+
+    def tell_step(self, number: int, parts: Sequence[Part]) -> None:
+        """Let what owners encode of a bucket be of its present step."""
+        for part in parts:
+            part.again.step = self._clock[number]
 
     def finish(self, number: int) -> None:
         """The reducers of a bucket are done."""
         self._clock[number] += 1
-        if self._arrays[number].dtype != np.float32:
-            np.copyto(self._arrays[number], self._working(number), casting="same_kind")
+        array, working = self._arrays[number], self._working(number)
+        if working is not array and (self.place.owner >= 0 or not self._held):
+            np.copyto(array, working, casting="same_kind")
         if self._not_finite:
             names = [repr(name) for name in dict.fromkeys(self._not_finite)]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -117,6 +141,12 @@ class Compression:
                 ", ".join(names[:3]) + more,
             )
             self._not_finite.clear()
+
+    def resume_at(self, step: int) -> None:
+        """Go on from that step, counted from 0: seeds follow from it."""
+        self._clock = [step] * len(self._buckets)
+        for state in (*self._states, *self._again):
+            state.step = step
 
     def saved(self) -> Saved:
         """What this process has to keep in a checkpoint."""
@@ -134,16 +164,16 @@ class Compression:
 
     def load(self, saved: Sequence[Mapping[str, Array]]) -> None:
         """Take up what all workers of a run had saved; raises UsageError when it is of another model or codec."""
-        workers = self._place.workers
+        workers = self.place.workers
         same = len(saved) == workers
         clock = saved[0].get("clock")
         if clock is None or (same and clock.size != len(self._clock)):
             raise UsageError("the codec's part of this state is of another model or schedule")
         self._clock = clock.tolist() if clock.size == len(self._clock) else [int(clock.max())] * len(self._clock)
-        for state in self._states if self._place.works else ():
+        for state in self._states if self.place.works else ():
             for what, array in _arrays_of(state):
                 found = [_same_size(one, f"own/{state.spec.name}/{what}", array) for one in saved]
-                array[:] = found[self._place.index] if same else np.sum(found, axis=0) / workers
+                array[:] = found[self.place.index] if same else np.sum(found, axis=0) / workers
         for part in self._owned():
             if part.again.residual is not None:
                 key = f"again/{part.name}/residual"
@@ -152,7 +182,7 @@ class Compression:
                 part.again.residual[part.start : stop] = sum(one[part.start : stop] for one in whole)
 
     def _working(self, number: int) -> Floats:
-        """A bucket's gradients in float32: its array, or a copy of it."""
+        """A bucket's gradients in float32: its array, or memory for a copy of it."""
         array = self._arrays[number]
         if array.dtype == np.float32:
             return array
@@ -160,13 +190,13 @@ class Compression:
             self._converted[number] = np.empty(array.size, np.float32)
         return self._converted[number]
 
-    def _state(self, index: int, rank: int) -> State:
-        codec, feedback = self._codecs[index]
+    def _state(self, codec: Codec, index: int, rank: int, feedback: bool) -> State:
         state = codec.init(self._specs[index], rank, feedback)
-        state.world = self._place.workers
+        state.world = self.place.workers
         return state
 
-    def _parts(self, number: int, array: Floats) -> list[Part]:
+    def parts(self, number: int, array: Array) -> list[Part]:
+        """The parts of a bucket, over an array of its size."""
         found, at = [], 0
         for part in self._buckets[number].slices:
             name, codec = self._specs[part.tensor].name, self._codecs[part.tensor][0]
@@ -175,16 +205,22 @@ class Compression:
             at += part.elements
         return found
 
+    def keeps_rest(self, tensor: int) -> bool:
+        """Whether an owner of weights keeps what a payload does not say of an update: not where that would grow.
+
+        Nor where a biased codec was told to do without feedback.
+        """
+        codec, feedback = self._codecs[tensor]
+        return codec.contraction and (feedback or not codec.biased)
+
     def _owned(self) -> Iterator[Part]:
         """The slices that this process encodes again."""
-        if self._place.index not in self._place.owners:
+        if self.place.owner < 0:
             return
-        mine = self._place.owners.index(self._place.index)
         for number in range(len(self._buckets)):
-            parts = self._parts(number, np.empty(self._buckets[number].elements, np.float32))
+            parts = self.parts(number, np.empty(self._buckets[number].elements, np.float32))
             wanted = [part for part in parts if self._served or part.codec.combine == "owner"]
-            for shares in shared_pieces(wanted, len(self._place.owners)):
-                yield from shares[mine]
+            yield from share_out(wanted, len(self.place.owners))[self.place.owner]
 
     def _check_cuts(self, bucket: Bucket) -> None:
         for part in bucket.slices:

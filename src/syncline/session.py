@@ -35,6 +35,7 @@ from .strategy import AUTO, NONE, Strategy
 from .tickets import ALLREDUCE, BARRIER, BROADCAST, CALLS, GATHER, STEP, TABLE, Meeting, Ticket, ticket_table
 from .transports import Transport
 from .types import Bucket, Group, Layer
+from .updates import Updates
 from .wire.rollcall import Roll
 from .wire.watch import Watcher
 
@@ -305,14 +306,18 @@ class Session:
         """What the strategy's codec does to a model's buckets; None where they travel as they are."""
         if self.strategy.codec == NONE:
             return None
-        served, name = self.strategy.architecture.name == "ps", self.name(self.index)
-        codec = self.strategy.codec_object()
-        return Compression(codec, layers, buckets, arrays, self._place(), served=served, name=name)
+        served, held = self.strategy.architecture.name == "ps", self.strategy.server_holds_weights
+        codec, name = self.strategy.codec_object(), self.name(self.index)
+        return Compression(codec, layers, buckets, arrays, self._place(), served=served, held=held, name=name)
 
     def reduce(self, compression: Compression, number: int, key: int, label: str, **options: Any) -> Work:
         """Start the reduction of a compressed bucket; ``options`` are those of ``Engine.reduce``."""
         pieces, after = partial(compression.pieces, number), partial(compression.finish, number)
         return self.engine.reduce(pieces, self.bucket_program, key, label, after=after, **options)
+
+    def pull(self, updates: Updates, number: int, key: int, label: str) -> Work:
+        """Start to tell, or to hear, how a bucket's weights have been updated."""
+        return self.engine.reduce(partial(updates.pieces, number), self.bucket_program, key, label)
 
     def gather_saved(self, compression: Compression) -> list[Saved]:
         """What every worker's codec has to keep in a checkpoint, in rank order; all workers call it."""

@@ -225,6 +225,8 @@ class Strategy:
         served = name == "ps"
         owners = "servers" if served else "owners"
         again = f"payloads are added up at {owners}, encoded again and given to all"
+        if self.server_holds_weights:
+            again = "payloads are added up at servers, and what their update changes in the weights is encoded for all"
         words = {
             "sum": again if served else f"payloads are summed by {name}",
             "owner": again,
@@ -358,17 +360,11 @@ def _ps_needs_a_server(strategy: Strategy) -> Fault | None:
     return reason, [{"architecture": _with(strategy.architecture, servers=1)}]
 
 
-def _weights_on_servers_travel_dense(strategy: Strategy) -> Fault | None:
-    if not strategy.server_holds_weights or strategy.codec.name in ("none", "auto"):
-        return None
-    reason = f"ps(update=server) sends weights, and codec={strategy.codec.name} would change them"
-    return reason, [{"architecture": _with(strategy.architecture, update="worker")}, {"codec": NONE}]
-
-
 def _rounds_need_sums(strategy: Strategy) -> Fault | None:
     if strategy.architecture.name != "ps" or strategy.codec == AUTO or strategy.codec_object().combine != "rounds":
         return None
-    reason = f"codec={strategy.codec.name} needs sums over the workers while it computes, which servers do not make"
+    codec = write("codecs", strategy.codec)
+    reason = f"codec={codec} needs sums over the workers while it computes, which servers do not make"
     return reason, [{"architecture": AUTO}, {"codec": NONE}]
 
 
@@ -398,7 +394,6 @@ RULES: tuple[Callable[[Strategy], Fault | None], ...] = (
     _native_sends_what_it_is_given,
     _nccl_knows_collectives_only,
     _ps_needs_a_server,
-    _weights_on_servers_travel_dense,
     _rounds_need_sums,
     _staleness_needs_weights_on_servers,
     _feedback_needs_a_contraction,

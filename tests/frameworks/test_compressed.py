@@ -20,6 +20,8 @@ ARCHITECTURES = [
     "direct",
     "ps(servers=2, update=worker)",
     "ps(servers=1, on=workers, update=worker) schedule=wait_free",
+    "ps(servers=2)",
+    "ps(servers=1, on=workers) schedule=wait_free",
 ]
 
 
@@ -35,7 +37,7 @@ def trained(session: Session, steps: int = 6, dtype: torch.dtype = torch.float32
         optimizer.zero_grad()
         loss_of(model(mine)).backward()
         optimizer.step()
-    return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+    return [parameter.detach().view(torch.uint8).numpy().tobytes() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -74,6 +76,10 @@ def test_the_strategy_says_what_really_happens() -> None:
     assert resolved.architecture.name == "direct"
     assert "encoded again" in resolved.exchange
     assert Strategy.parse("ps(update=worker) codec=int8").resolve(Group(2)).architecture.name == "ps"
+    assert "what their update changes" in Strategy.parse("ps codec=int8").resolve(Group(2)).exchange
+    with pytest.raises(StrategyError, match=r"servers do not make; the nearest.*'codec=feedback\(powersgd"):
+        Strategy.parse("ps codec=powersgd(rank=2)")
+    assert "what" not in Strategy.parse("ps(update=worker) codec=int8").resolve(Group(2)).exchange
 
 
 def test_an_overflow_skips_the_step_of_everyone(group: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,8 +16,10 @@ from rank_bodies import BATCH, Place, batch, build, joined
 import syncline
 
 
-def prepared() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def prepared(state: dict[str, Any] | None = None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = build(torch.float32)
+    if state is not None:
+        model.load_state_dict(state)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     syncline.prepare(model, optimizer)
     return model, optimizer
@@ -69,6 +73,33 @@ def resume(file: io.BytesIO, with_codec: bool) -> tuple[bytes, list[str]]:
         syncline.load_state_dict(run)
     some_steps(model, optimizer, range(3, 6))
     return weights(model), [str(one.message) for one in caught]
+
+
+def stop_and_resume_served(line: Connection, place: Place, strategies: list[str]) -> None:
+    """As ``stop_and_resume`` where servers hold the weights: the model is loaded before ``prepare``."""
+    found: list[Any] = []
+    for strategy in strategies:
+        kept: dict[str, Any] = {}
+        with joined(place, strategy), suppress(SystemExit):
+            model, optimizer = prepared()
+            some_steps(model, optimizer, range(3))
+            kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "run": syncline.state_dict()}
+            kept = copy.deepcopy(kept)
+            some_steps(model, optimizer, range(3, 6))
+            through = weights(model)
+        row: list[Any] = []
+        for left_out in ((), ("codec", "weights")):
+            with joined(place, strategy), suppress(SystemExit):
+                model, optimizer = prepared(kept.get("model"))
+                optimizer.load_state_dict(kept["optimizer"])
+                run = {key: value for key, value in kept["run"].items() if key not in left_out}
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    syncline.load_state_dict(run)
+                some_steps(model, optimizer, range(3, 6))
+                row += [weights(model) == through, len(caught)]
+        found.append(row and [*row, "weights" in kept["run"]])
+    line.send(found)
 
 
 def compressed_steps(line: Connection, place: Place, strategies: list[str]) -> None:

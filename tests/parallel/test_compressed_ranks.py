@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from codec_bodies import chosen_codec, compressed_steps, stop_and_resume, wire_bits
+from codec_bodies import chosen_codec, compressed_steps, stop_and_resume, stop_and_resume_served, wire_bits
 from pool import Pool
 
 KEEPING = [
@@ -35,6 +35,24 @@ def test_a_resumed_run_goes_on_with_the_same_bits(pool: Pool, address: str, work
                 assert warned == kept == (text in KEEPING), text
 
 
+@pytest.mark.parametrize("place", ["ps(servers=1)", "ps(servers=2)", "ps(servers=2, on=workers)"])
+def test_a_run_on_servers_is_resumed_with_the_same_bits(pool: Pool, address: str, place: str) -> None:
+    """What the owners know beyond the workers is in the checkpoint too; without it there is a warning."""
+    keeping = ["int8", "fp16", "topk(ratio=0.1)", "threshold(ratio=0.1, momentum=0.9)", "randomk(ratio=0.1)", "qsgd"]
+    case: list[Any] = [[f"{place} codec={text} transport=shm" for text in (*keeping, "qsgd(levels=7)")]]
+    processes = 2 if "workers" in place else 2 + int(place[11])
+    with pool.start(
+        stop_and_resume_served, [[[index, processes, address], *case] for index in range(processes)]
+    ) as group:
+        one, two, *servers = group.results()
+    for found in (one, two):
+        for text, row in zip((*keeping, "qsgd(levels=7)"), found, strict=True):
+            assert row[:2] == [True, 0], text
+            assert row[3] == 1, text
+            assert row[4] == (text in keeping), text
+    assert all(row == [] for found in servers for row in found)
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_replicas_learn_the_same_over_real_transports(pool: Pool, address: str, transport: str) -> None:
     texts = ["ring codec=int8", "ring codec=topk(ratio=0.1)", "ring codec=gtopk(ratio=0.1)", "ring codec=fp16"]
@@ -47,10 +65,11 @@ def test_replicas_learn_the_same_over_real_transports(pool: Pool, address: str, 
     assert ["owners" in one[0][2], "gathered" in one[1][2], "merged" in one[2][2], "summed" in one[3][2]] == [True] * 4
 
 
+@pytest.mark.parametrize("update", ["server", "worker"])
 @pytest.mark.parametrize("servers", [1, 2])
-def test_gradients_go_through_servers_as_codes(pool: Pool, address: str, servers: int) -> None:
+def test_gradients_go_through_servers_as_codes(pool: Pool, address: str, servers: int, update: str) -> None:
     texts = ["int8", "topk(ratio=0.1)", "onebit", "fp16"]
-    case: list[Any] = [[f"ps(servers={servers}, update=worker) codec={text} transport=tcp" for text in texts]]
+    case: list[Any] = [[f"ps(servers={servers}, update={update}) codec={text} transport=tcp" for text in texts]]
     processes = 2 + servers
     with pool.start(compressed_steps, [[[index, processes, address], *case] for index in range(processes)]) as group:
         one, two, *rest = group.results()

@@ -28,7 +28,7 @@ CASES = [
     for strategy, victims in (("ring", [1]), (SERVED, [1, WORKERS]))
     for victim in victims
     for number in (signal.SIGKILL, signal.SIGSTOP)
-]
+] + [(f"{SERVED} codec=int8", victim, signal.SIGKILL) for victim in (1, WORKERS)]
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

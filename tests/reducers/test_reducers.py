@@ -215,6 +215,19 @@ def test_another_number_of_workers_takes_all_that_was_kept(text: str) -> None:
     np.testing.assert_allclose(other.residuals(), first.residuals(), atol=1e-4)
 
 
+@pytest.mark.parametrize("text", [text for text in TEXTS if can_be_served(text)])
+def test_servers_learn_the_step_from_the_workers(text: str) -> None:
+    """A server's count begins at 0 when a run is resumed; what is drawn for a step follows the workers'."""
+    first, other = Group(codec(text, feedback=False), 2, servers=1), Group(codec(text, feedback=False), 2, servers=1)
+    for rank in first.ranks:
+        rank.resume_at(7)
+    for rank in other.ranks[:2]:
+        rank.resume_at(7)
+    for group in (first, other):
+        group.step(gradients(2, ELEMENTS, 7))
+    assert first.results[0].tobytes() == other.results[0].tobytes()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_gradients_of_other_types_are_converted(text: str, dtype: str) -> None:

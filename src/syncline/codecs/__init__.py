@@ -185,6 +185,21 @@ class Wraps(Protocol):
 
 
 @runtime_checkable
+class Relays(Protocol):
+    """A codec that does more to a rank's gradients than compress them: owners, who pass on sums, use another one."""
+
+    @property
+    def relay(self) -> Codec:
+        """The same without that."""
+        ...
+
+
+def relay_of(codec: Codec) -> Codec:
+    """The codec in which an owner passes on what it has summed or updated."""
+    return codec.relay if isinstance(codec, Relays) else codec
+
+
+@runtime_checkable
 class Stochastic(Protocol):
     """A codec that can round at random."""
 

@@ -18,7 +18,7 @@ own sample. What is sent is exact: a contraction with d = k/n wherever k element
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -61,6 +61,11 @@ class Threshold:
         if self.warmup < 0:
             raise UsageError(f"warmup={self.warmup}: choose a number of steps, or 0 for no warm-up")
 
+    @property
+    def relay(self) -> Threshold:
+        """Without momentum correction and clipping, which are for the gradients of a rank."""
+        return replace(self, momentum=0.0, clip=0.0)
+
     def ratio_at(self, step: int) -> float:
         """The share that is sent at a step, counted from 0."""
         if step >= self.warmup or self.ratio >= _WARM:
@@ -68,9 +73,14 @@ class Threshold:
         return float(_WARM * (self.ratio / _WARM) ** (step / self.warmup))
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """6 bytes for each of k elements, 4 for every 65536 of the tensor; the greatest is at the warm-up's start."""
-        expected = pair_words(spec.elements, share(self.ratio, spec.elements))
-        return 4 * expected, 4 * pair_words(spec.elements, self._most(spec.elements))
+        """6 bytes for each of k elements, 4 for every 65536 of the tensor; the greatest is at the warm-up's start.
+
+        It is above the expected also without a warm-up: where fewer elements reach the threshold, of zeros none, fewer
+        are sent, so that the size is not fixed.
+        """
+        expected = 4 * pair_words(spec.elements, share(self.ratio, spec.elements))
+        greatest = 4 * pair_words(spec.elements, self._most(spec.elements))
+        return expected, max(greatest, expected + 4)
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
         """With momentum correction also a velocity of zeros; raises UsageError for it without error feedback."""

@@ -44,6 +44,19 @@ def _add_halves(into: Array, others: Sequence[Array]) -> None:
     sum_arrays(CODES[into.dtype.name], into.itemsize, sources, sources[:1], into.size)
 
 
+def difference(x: Array, y: Array, out: Array) -> None:
+    """``out = x - y`` in float32, subtracted in the wider of it and their common type."""
+    if x.dtype == np.float32:
+        np.subtract(x, y, out=out)
+    else:
+        np.subtract(x, y, out=out, dtype=np.result_type(np.float32, x.dtype), casting="same_kind")
+
+
+def add_difference(array: Array, change: Array) -> None:
+    """``array += change``, a float32 array, added in the wider of both types and rounded once."""
+    np.add(array, change, out=array, dtype=np.result_type(np.float32, array.dtype), casting="same_kind")
+
+
 def scale(array: Array, factor: float) -> None:
     """``array *= factor`` in place, the factor rounded to the array's element type first."""
     if factor != 1.0:

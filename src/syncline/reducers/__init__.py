@@ -6,6 +6,7 @@ happened. It knows codecs and states, and neither transports nor threads: ``redu
 
     summed    payloads that can be added are summed by the plan, like gradients
     owners    every part has an owner, who decodes and adds all payloads and encodes the sum again for all
+    pulled    owners hold weights, and encode how an update has changed them, for all
     gathered  every rank sends its payload to all and adds up what comes
     merged    payloads meet on a binomial tree, two becoming one of the same size; the last one goes back to all
     rounds    the codec itself alternates between computing and sums
@@ -58,13 +59,25 @@ Reducer = Generator[Round | Sum, Lengths, None]
 """Drive with ``send(lengths)``; after a Sum what is sent does not matter."""
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """An owner's weights, of the type and size of the known ones; ``keeps`` what payloads do not say for later ones."""
+
+    weights: NDArray[Any]
+    keeps: bool
+
+    def cut(self, start: int, stop: int) -> Held:
+        """Elements ``start`` to ``stop``."""
+        return Held(self.weights[start:stop], self.keeps)
+
+
 @dataclass(eq=False)
 class Part:
     """Elements ``start`` to ``start + array.size`` of a tensor, where its gradient lies, and what its codec remembers.
 
     ``array`` is replaced by the sum over the workers. ``state`` is that of this worker's own encoding, ``again`` that
     of the second encoding by an owner; with error feedback both have residuals. ``start`` is a multiple of the codec's
-    block, or 0.
+    block, or 0. ``held`` is there where weights are told and not gradients, at the owner.
     """
 
     name: str
@@ -73,10 +86,12 @@ class Part:
     state: State
     again: State
     start: int = 0
+    held: Held | None = None
 
     def cut(self, start: int, stop: int) -> Part:
         """Elements ``start`` to ``stop``, counted from this part's first."""
-        return Part(self.name, self.codec, self.array[start:stop], self.state, self.again, self.start + start)
+        held = self.held and self.held.cut(start, stop)
+        return Part(self.name, self.codec, self.array[start:stop], self.state, self.again, self.start + start, held)
 
 
 class Room(Protocol):
@@ -108,6 +123,11 @@ class Place:
     def works(self) -> bool:
         """False in a process that only serves."""
         return self.index < self.workers
+
+    @property
+    def owner(self) -> int:
+        """This process's number among the owners, -1 for one that owns nothing."""
+        return self.owners.index(self.index) if self.index in self.owners else -1
 
     def others(self) -> list[int]:
         """The other workers, beginning after this one, so that not all turn to the same one first."""

@@ -2,6 +2,7 @@
 
     word 0   a check sum of the parts' codecs
     word 1   their elements
+    word 2   the step, from which seeds follow
     then     words per payload, for each part, unless all of them have a fixed size
     then     the payloads
 
@@ -20,7 +21,7 @@ from ..codecs import Floats, Merges, Payload, PayloadError, State
 from ..types import Spec
 from . import Bytes, Part, Place, ReduceError, Room
 
-_HEAD = 2
+_HEAD = 3
 
 
 class Letter:
@@ -43,7 +44,7 @@ class Letter:
         """Encode the parts' ``inputs`` into a fresh message."""
         post = Post(room, self.greatest_bytes)
         words = post.words
-        words[0], words[1] = self._check, self._elements
+        words[0], words[1], words[2] = self._check, self._elements, states[0].step
         at = self._first
         for number, (part, x, state) in enumerate(zip(self.parts, inputs, states, strict=True)):
             made = part.codec.encode(x, words[at : at + self._greatest[number]], state, part.start)
@@ -58,6 +59,11 @@ class Letter:
     def room(self, room: Room) -> Post:
         """A place for a message that is to come."""
         return Post(room, self.greatest_bytes)
+
+    def step_of(self, post: Post, sender: str) -> int:
+        """The step of which a message is; raises ReduceError for one that cannot be what was expected."""
+        self.payloads(post, sender)
+        return int(post.words[2])
 
     def payloads(self, post: Post, sender: str) -> list[Payload]:
         """The payloads in a message; raises ReduceError for one that cannot be what was expected."""

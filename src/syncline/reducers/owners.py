@@ -9,17 +9,21 @@ Cost per rank with N owners among N workers: 2(N-1)/N of the payload sent and re
 everything, one decoding and 1/N encoding of everything at the owner. Tang et al., "DoubleSqueeze", ICML 2019, has the
 two residuals.
 
-A bucket is cut into pieces, so that one piece is encoded while another travels.
+Of its two halves, ``collect`` leaves the sums with their owners, and ``answer`` encodes what an owner says of its
+parts for all. Where servers hold the weights the second half is another reducer's: ``pulled``.
+
+What an owner owns follows from the bucket and the codecs alone (``share_out``). It is cut into pieces, so that one
+piece is encoded while another travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import zip_longest
 
-import numpy as np
-
-from ..codecs import Floats
+from ..codecs import Floats, relay_of
 from . import Message, Part, Place, Reducer, Round
 from .letters import Letter, Post, name_of, spec_of
 
@@ -28,20 +32,44 @@ PIECE_ELEMENTS = 1 << 22
 """The payload and the elements of a piece: several are under way in a large bucket, and a message's cost is small."""
 
 
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Parts that are reduced together, by owner, and the forms of the messages about them."""
+
+    shares: Sequence[Sequence[Part]]
+
+    @cached_property
+    def letters(self) -> list[Letter]:
+        """Of the workers' messages to the owners."""
+        return [Letter(share) for share in self.shares]
+
+    @cached_property
+    def relayed(self) -> list[list[Part]]:
+        """The parts as owners encode them again."""
+        return [[replace(part, codec=relay_of(part.codec)) for part in share] for share in self.shares]
+
+    @cached_property
+    def answers(self) -> list[Letter]:
+        """Of the owners' messages to the workers."""
+        return [Letter(share) for share in self.relayed]
+
+
 def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
-    """One reducer for every piece of the parts."""
-    found: list[Callable[[], Reducer]] = []
-    for shares in shared_pieces(parts, len(place.owners)):
-        found.append(partial(reduce, shares, [Letter(share) for share in shares], place))
-    return found
+    """One reducer for every piece."""
+    return [partial(reduce, piece, place) for piece in divide(share_out(parts, len(place.owners)))]
 
 
-def shared_pieces(parts: Sequence[Part], owners: int) -> list[list[list[Part]]]:
-    """The parts of each owner, for every piece of the parts."""
-    elements = sum(part.array.size for part in parts)
-    payload_bytes = sum(part.codec.wire_bytes(spec_of(part))[0] for part in parts)
-    most = min(PIECE_ELEMENTS, PIECE_BYTES * elements // max(payload_bytes, 1))
-    return [share_out(piece, owners) for piece in cut(parts, max(1, most))]
+def collecting(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
+    """As ``pieces``, of the first half alone."""
+    return [partial(collect, piece, place) for piece in divide(share_out(parts, len(place.owners)))]
+
+
+def divide(shares: Sequence[Sequence[Part]]) -> list[Piece]:
+    """The pieces of what owners share."""
+    elements = sum(part.array.size for share in shares for part in share)
+    payload_bytes = sum(part.codec.wire_bytes(spec_of(part))[0] for share in shares for part in share)
+    at_most = max(1, min(PIECE_ELEMENTS, PIECE_BYTES * elements // max(payload_bytes, 1)) // len(shares))
+    return [Piece(found) for found in zip_longest(*(cut(share, at_most) for share in shares), fillvalue=[])]
 
 
 def cut(parts: Sequence[Part], elements: int) -> list[list[Part]]:
@@ -60,13 +88,13 @@ def cut(parts: Sequence[Part], elements: int) -> list[list[Part]]:
     return found
 
 
-def share_out(piece: Sequence[Part], owners: int) -> list[list[Part]]:
+def share_out(parts: Sequence[Part], owners: int) -> list[list[Part]]:
     """The parts of each owner: consecutive, cut at blocks, of about equal numbers of elements."""
-    total = sum(part.array.size for part in piece)
+    total = sum(part.array.size for part in parts)
     edges = [total * owner // owners for owner in range(1, owners)]
     found: list[list[Part]] = [[] for _ in range(owners)]
     passed = 0
-    for part in piece:
+    for part in parts:
         size = part.array.size
         cuts = [_to_block(part, min(max(edge - passed, 0), size)) for edge in edges]
         for owner, (start, stop) in enumerate(zip([0, *cuts], [*cuts, size], strict=True)):
@@ -83,30 +111,75 @@ def _to_block(part: Part, at: int, up: bool = False) -> int:
     return min(nearest, size)
 
 
-def reduce(shares: Sequence[Sequence[Part]], letters: Sequence[Letter], place: Place) -> Reducer:
-    """One piece; ``shares`` are the parts of each owner, ``letters`` the forms of the messages about them."""
-    mine = place.owners.index(place.index) if place.index in place.owners else -1
+def reduce(piece: Piece, place: Place) -> Reducer:
+    """One piece, both halves."""
+    yield from collect(piece, place)
+    shares = piece.shares
+    owned = shares[place.owner] if place.owner >= 0 else ()
+    for part in owned:
+        part.again.step = part.state.step
+    sums = [part.array for part in owned]
+    wanted = {owner: [part.array for part in share] for owner, share in enumerate(shares) if place.works}
+    yield from answer(piece, place, sums, wanted, add=False)
+
+
+def collect(piece: Piece, place: Place) -> Reducer:
+    """First half: every owner decodes the workers' payloads of its parts and adds them, in rank order, in their arrays.
+
+    The arrays of other parts stay as they are.
+    """
+    shares, letters = piece.shares, piece.letters
+    mine = place.owner
     owned = shares[mine] if mine >= 0 else ()
     posted = _written(letters, shares, place)
     own = {place.index: posted.pop(mine)} if mine in posted else {}
-    came = _awaited(place, letters[mine]) if owned else {}
+    came = {worker: letters[mine].room(place.room) for worker in place.others()} if owned else {}
     sends = [Message(place.owners[owner], post.data) for owner, post in posted.items()]
     lengths = yield Round(sends, [Message(worker, post.data) for worker, post in came.items()])
     _note(came, lengths)
     _free(posted)
-    answer = _sum_again(letters[mine], owned, {**came, **own}, place) if owned else None
-    _free({**came, **own})
-    others = [owner for owner in range(len(shares)) if place.works and shares[owner] and owner != mine]
-    answers = {owner: letters[owner].room(place.room) for owner in others}
-    sends = [Message(worker, answer.data) for worker in place.others()] if answer else []
-    lengths = yield Round(sends, [Message(place.owners[owner], post.data) for owner, post in answers.items()])
-    _note(answers, lengths)
-    if answer:
-        answers[mine] = answer
-    for owner in answers if place.works else ():
-        arrays, states = [part.array for part in shares[owner]], [part.again for part in shares[owner]]
-        letters[owner].read(answers[owner], arrays, states, name_of(place.owners[owner], place), add=False)
-    _free(answers)
+    if owned:
+        posts = {**came, **own}
+        if not place.works:
+            step = letters[mine].step_of(posts[0], name_of(0, place))
+            for part in owned:  # a server counts no steps of its own: those of a resumed run do not begin at 0
+                part.state.step = step
+        sums, states = [part.array for part in owned], [part.state for part in owned]
+        for worker in range(place.workers):
+            letters[mine].read(posts[worker], sums, states, name_of(worker, place), add=worker > 0)
+        _free(posts)
+
+
+def answer(
+    piece: Piece,
+    place: Place,
+    said: Sequence[Floats],
+    wanted: Mapping[int, Sequence[Floats]],
+    *,
+    add: bool,
+) -> Reducer:
+    """Second half: every owner encodes what it says of its parts, for all workers.
+
+    ``said`` are this owner's arrays. ``wanted`` are the arrays into which the answers of owners are decoded, or to
+    which they are added, by the owner's number: a worker wants all of them. ``said`` may be among them.
+    """
+    relayed, letters = piece.relayed, piece.answers
+    mine = place.owner
+    posts: dict[int, Post] = {}
+    sends: list[Message] = []
+    if said:
+        states = [part.again for part in relayed[mine]]
+        posts[mine] = letters[mine].write(place.room, said, states, lambda _: None)
+        sends = [Message(worker, posts[mine].data) for worker in place.others()]
+    others = {owner: letters[owner].room(place.room) for owner in wanted if relayed[owner] and owner != mine}
+    lengths = yield Round(sends, [Message(place.owners[owner], post.data) for owner, post in others.items()])
+    _note(others, lengths)
+    posts |= others
+    for owner, post in posts.items():
+        if owner in wanted:
+            states = [part.again for part in relayed[owner]]
+            letters[owner].read(post, wanted[owner], states, name_of(place.owners[owner], place), add=add)
+    _free(posts)
 
 
 def _written(letters: Sequence[Letter], shares: Sequence[Sequence[Part]], place: Place) -> dict[int, Post]:
@@ -123,11 +196,6 @@ def _written(letters: Sequence[Letter], shares: Sequence[Sequence[Part]], place:
     return found
 
 
-def _awaited(place: Place, letter: Letter) -> dict[int, Post]:
-    """Room for the other workers' payloads of the own part."""
-    return {worker: letter.room(place.room) for worker in range(place.workers) if worker != place.index}
-
-
 def _note(came: dict[int, Post], lengths: Sequence[int]) -> None:
     for post, length in zip(came.values(), lengths, strict=True):
         post.nbytes = length
@@ -136,19 +204,3 @@ def _note(came: dict[int, Post], lengths: Sequence[int]) -> None:
 def _free(posts: dict[int, Post]) -> None:
     for post in posts.values():
         post.free()
-
-
-def _sum_again(letter: Letter, owned: Sequence[Part], posts: dict[int, Post], place: Place) -> Post:
-    """The owner's work: decode and add in rank order, encode the sum."""
-    buffer = place.room.take(4 * sum(part.array.size for part in owned))
-    sums: list[Floats] = []
-    at = 0
-    for part in owned:
-        sums.append(buffer[4 * at : 4 * (at + part.array.size)].view(np.float32))
-        at += part.array.size
-    states = [part.state for part in owned]
-    for worker in range(place.workers):
-        letter.read(posts[worker], sums, states, name_of(worker, place), add=worker > 0)
-    answer = letter.write(place.room, sums, [part.again for part in owned], lambda _: None)
-    place.room.give(buffer)
-    return answer

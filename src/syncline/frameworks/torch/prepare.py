@@ -12,13 +12,14 @@ from ...errors import UsageError
 from ...plan import Plan
 from ...program import compile_program
 from ...session import Session
+from ...updates import Updates
 from .agreement import check_same_model, copy_from_worker, tensors_of
 from .records import pack, unpack
 from .replica import Replica
 from .samples import Weight
-from .serve import ShardServer, serve_plan
+from .serve import Coded, Planned, ShardServer, Traffic, serve_plan
 from .served import Client, LocalOwners, Owners, RemoteOwners, take_over
-from .shard import Shard, probe, records_of, whole_state
+from .shard import Shard, coded, planned, probe, records_of, whole_state
 from .staging import Copier
 from .storage import Storage, layers_of
 
@@ -71,10 +72,11 @@ def prepare(
     weights = Storage(replica.named, replica.storage.buckets, staging.allocate, staging.device)
     parameters = [parameter for _, parameter in replica.named]
     _move_into(weights, parameters)
+    updates = None if replica.compression is None else Updates(replica.compression, weights.arrays)
     owners: Owners = RemoteOwners(session)
     if session.group.servers == 0:
-        owners = LocalOwners(session, _shard(session, optimizer, parameters, weights, replica.storage, push))
-    client = Client(session, replica, weights, owners, compile_program(pull, session.index))
+        owners = LocalOwners(session, _shard(session, optimizer, parameters, weights, replica.storage, push, updates))
+    client = Client(session, replica, weights, owners, compile_program(pull, session.index), updates)
     take_over(optimizer, client)
     return Prepared(model, optimizer, replica, client)
 
@@ -89,18 +91,22 @@ def _serve(session: Session, model: torch.nn.Module, optimizer: torch.optim.Opti
     layers = layers_of(named)
     buckets = session.strategy.schedule_object().buckets(layers)
     gradients = Storage(named, buckets, session.engine.allocate)
+    compression = session.compression(layers, buckets, gradients.arrays)
     if not holds_weights:
         program = compile_program(session.strategy.plan(session.group), session.index)
-        serve_plan(session, program, gradients, session.compression(layers, buckets, gradients.arrays))
+        serve_plan(session, program, gradients, compression)
         return
     push, pull = _halves(session)
     weights = Storage(named, buckets, session.engine.allocate)
     parameters = [parameter for _, parameter in named]
     _move_into(weights, parameters)
-    shard = _shard(session, optimizer, parameters, weights, gradients, push)
+    updates = None if compression is None else Updates(compression, weights.arrays)
+    shard = _shard(session, optimizer, parameters, weights, gradients, push, updates)
     if shard is not None:
-        programs = compile_program(push, session.index), compile_program(pull, session.index)
-        ShardServer(session, shard, gradients, weights, *programs).serve()
+        traffic: Traffic = Planned(session, gradients, weights, push, pull)
+        if compression is not None and updates is not None:
+            traffic = Coded(session, compression, updates)
+        ShardServer(session, shard, traffic).serve()
 
 
 def _shard(
@@ -110,11 +116,13 @@ def _shard(
     weights: Storage,
     gradients: Storage,
     push: Plan,
+    updates: Updates | None,
 ) -> Shard | None:
     """This process's shard, with what the optimizer has learnt so far, when it owns anything."""
     if session.index not in push.owners:
         return None
-    shard = Shard(optimizer, parameters, weights, gradients, push, session.index)
+    slices = planned(weights, push, session.index) if updates is None else coded(weights, updates)
+    shard = Shard(optimizer, parameters, slices, gradients)
     shard.load(records_of(optimizer, parameters))
     return shard
 

@@ -1,19 +1,24 @@
 """What a server process does: take gradients in, apply updates, send weights out, until the workers leave.
 
 The state machine of ``sync.server`` decides; this file moves what it says over the session and never anything else.
+``Traffic`` is how gradients come and weights go: ``Planned`` as they are, ``Coded`` as a codec's payloads.
 """
 
 from __future__ import annotations
 
 import json
+from functools import partial
+from typing import Protocol
 
 from ...compression import Compression
 from ...engine import Work
-from ...program import Program
+from ...plan import Plan
+from ...program import Program, compile_program
 from ...session import WEIGHT_KEYS, Session
 from ...sync.server import Action, Apply, Measure, Release, Request, Server
+from ...updates import Updates
 from .records import pack, unpack
-from .shard import Shard
+from .shard import Record, Shard
 from .storage import Storage
 
 REQUEST_BYTES = 1 << 20
@@ -23,18 +28,75 @@ REPLY_BYTES = 1 << 10
 """The longest answer of a server."""
 
 
-class ShardServer:
-    """Serves one shard: ``push`` and ``pull`` are this process's programs, ``gradients`` what is pushed."""
+class Traffic(Protocol):
+    """A server's part in the exchanges of every bucket."""
 
-    def __init__(
-        self, session: Session, shard: Shard, gradients: Storage, weights: Storage, push: Program, pull: Program
-    ) -> None:
-        self._session, self._shard = session, shard
-        self._gradients, self._weights = gradients, weights
-        self._push, self._pull = push, pull
+    def receive(self) -> list[Work]:
+        """Post the next exchange of gradients; it never ends when the workers leave."""
+        ...
+
+    def release(self) -> list[Work]:
+        """Send the updated weights."""
+        ...
+
+    def resume_at(self, step: int) -> None:
+        """Go on from that step, counted from 0."""
+        ...
+
+
+class Planned:
+    """Gradients are summed by the plan ``push``, weights copied by ``pull``."""
+
+    def __init__(self, session: Session, gradients: Storage, weights: Storage, push: Plan, pull: Plan) -> None:
+        self._session, self._gradients, self._weights = session, gradients, weights
+        self._push, self._pull = compile_program(push, session.index), compile_program(pull, session.index)
+
+    def receive(self) -> list[Work]:
+        """One exchange for each bucket."""
+        return receive_buckets(self._session, self._push, self._gradients)
+
+    def release(self) -> list[Work]:
+        """One exchange for each bucket."""
+        return [
+            self._session.engine.exchange(self._pull, array, WEIGHT_KEYS + number, f"weights of bucket {number}")
+            for number, array in enumerate(self._weights.arrays)
+        ]
+
+    def resume_at(self, step: int) -> None:
+        """Nothing depends on the step."""
+
+
+class Coded:
+    """Gradients come as a codec's payloads, and what the updates change goes so."""
+
+    def __init__(self, session: Session, compression: Compression, updates: Updates) -> None:
+        self._session, self._compression, self._updates = session, compression, updates
+
+    def receive(self) -> list[Work]:
+        """The first half of a reduction for each bucket."""
+        return reduce_buckets(self._session, self._compression)
+
+    def release(self) -> list[Work]:
+        """What corresponds to the second half, for each bucket."""
+        return [
+            self._session.pull(self._updates, number, WEIGHT_KEYS + number, f"weights of bucket {number}")
+            for number in range(self._compression.buckets)
+        ]
+
+    def resume_at(self, step: int) -> None:
+        """Told to the codec behind what ``receive`` has posted, in the thread that drives."""
+        engine = self._session.engine
+        engine.wait(engine.then("resume", (), partial(self._compression.resume_at, step)))
+
+
+class ShardServer:
+    """Serves one shard."""
+
+    def __init__(self, session: Session, shard: Shard, traffic: Traffic) -> None:
+        self._session, self._shard, self._traffic = session, shard, traffic
         self._server = Server(session.group.workers, session.strategy.sync_mode())
         self._pulls: list[Work] = []
-        self._pushes = self._receive()
+        self._pushes = traffic.receive()
         workers = range(session.group.workers)
         self._requests = {worker: self._listen(worker) for worker in workers}
 
@@ -50,12 +112,19 @@ class ShardServer:
 
     def _answer(self, worker: int, message: dict[str, object]) -> None:
         kind = message["kind"]
-        if kind == "state":
-            body = pack(self._shard.state())
+        if kind in ("state", "weights"):
+            self._session.engine.wait(*self._pulls)
+            body = pack(self._shard.state() if kind == "state" else self._shard.weights())
             self._reply(worker, {"size": len(body)})
-            self._session.send(worker, body, "optimizer state")
+            self._session.send(worker, body, f"the owner's {kind}")
         elif kind == "load":
-            self._load(worker, int(str(message["size"])))
+            self._shard.load(self._body(worker, message))
+            self._reply(worker, {})
+        elif kind == "resume":
+            self._session.engine.wait(*self._pulls)
+            self._shard.load_weights(self._body(worker, message))
+            self._traffic.resume_at(int(str(message["step"])))
+            self._reply(worker, {})
         else:
             request = Request(kind, worker, message["clock"], message.get("values", {}))  # type: ignore[arg-type]
             for action in self._server.handle(request):
@@ -71,23 +140,17 @@ class ShardServer:
         elif isinstance(action, Apply):
             engine.wait(*self._pushes, *self._pulls)
             self._shard.apply(action.values["groups"], action.values["scale"])
-            self._pushes = self._receive()
+            self._pushes = self._traffic.receive()
         elif isinstance(action, Release):
-            self._pulls = [
-                engine.exchange(self._pull, array, WEIGHT_KEYS + number, f"weights of bucket {number}")
-                for number, array in enumerate(self._weights.arrays)
-            ]
+            self._pulls = self._traffic.release()
             for worker in action.workers:
                 self._reply(worker, {})
 
-    def _load(self, worker: int, size: int) -> None:
-        body = self._session.recv(worker, "optimizer state", size)
+    def _body(self, worker: int, message: dict[str, object]) -> list[Record]:
+        """The records that follow a message."""
+        body = self._session.recv(worker, f"the body of a {message['kind']}", int(str(message["size"])))
         self._session.engine.wait(body)
-        self._shard.load(unpack(body.result))
-        self._reply(worker, {"size": size})
-
-    def _receive(self) -> list[Work]:
-        return receive_buckets(self._session, self._push, self._gradients)
+        return unpack(body.result)
 
     def _listen(self, worker: int) -> Work:
         return self._session.recv(worker, f"a request of rank {worker}", REQUEST_BYTES, tolerant=True)
@@ -99,13 +162,16 @@ class ShardServer:
 def serve_plan(session: Session, program: Program, gradients: Storage, compression: Compression | None) -> None:
     """Take part in the workers' allreduce as a server that only sums, until they leave."""
     while not session.workers_left():
-        works = receive_buckets(session, program, gradients) if compression is None else _reduce(session, compression)
+        if compression is None:
+            works = receive_buckets(session, program, gradients)
+        else:
+            works = reduce_buckets(session, compression)
         for work in works:
             session.engine.wait_any([work], until=session.workers_left)
 
 
-def _reduce(session: Session, compression: Compression) -> list[Work]:
-    """The same for compressed gradients."""
+def reduce_buckets(session: Session, compression: Compression) -> list[Work]:
+    """The same as ``receive_buckets`` for compressed gradients."""
     return [
         session.reduce(compression, number, number, f"bucket {number}", tolerant=True)
         for number in range(compression.buckets)

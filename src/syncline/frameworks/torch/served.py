@@ -26,10 +26,11 @@ from ...errors import GradientError, NotBuiltError, UsageError
 from ...program import Program
 from ...session import WEIGHT_KEYS, Session
 from ...tickets import COMMIT, NORM
+from ...updates import Updates
 from .records import pack, unpack
 from .replica import Replica
 from .serve import REPLY_BYTES, REQUEST_BYTES
-from .shard import Record, Shard, records_of, whole_state
+from .shard import WEIGHTS, Piece, Record, Shard, in_memory_order, records_of, whole_state
 from .storage import Storage
 
 Groups = list[dict[str, Any]]
@@ -54,6 +55,14 @@ class Owners(Protocol):
         """Replace the optimizer's state at all owners."""
         ...
 
+    def weights(self) -> list[Record]:
+        """The weights of all owners, which under a codec know more than the workers'."""
+        ...
+
+    def resume(self, step: int, weights: list[Record]) -> None:
+        """Go on from that step with these weights, as far as there are any; all workers call it."""
+        ...
+
 
 class LocalOwners:
     """The workers own the slices: every call is collective, ``shard`` is this rank's (None when it owns nothing)."""
@@ -75,13 +84,24 @@ class LocalOwners:
 
     def state(self) -> list[Record]:
         """Collective."""
-        mine = b"" if self._shard is None else pack(self._shard.state())
-        return [record for part in self._session.gather(mine) if part for record in unpack(part)]
+        return self._gathered([] if self._shard is None else self._shard.state())
 
     def load(self, records: list[Record]) -> None:
         """Collective in effect: every owner keeps what it owns."""
         if self._shard is not None:
             self._shard.load(records)
+
+    def weights(self) -> list[Record]:
+        """Collective."""
+        return self._gathered([] if self._shard is None else self._shard.weights())
+
+    def resume(self, step: int, weights: list[Record]) -> None:  # noqa: ARG002 - the workers know the step themselves
+        """Every owner keeps what it owns."""
+        if self._shard is not None:
+            self._shard.load_weights(weights)
+
+    def _gathered(self, records: list[Record]) -> list[Record]:
+        return [record for part in self._session.gather(pack(records)) for record in unpack(part)]
 
 
 class RemoteOwners:
@@ -101,21 +121,37 @@ class RemoteOwners:
 
     def state(self) -> list[Record]:
         """Any worker may ask, alone."""
+        return self._fetch("state")
+
+    def load(self, records: list[Record]) -> None:
+        """Any worker may load, alone; the last one counts."""
+        self._put({"kind": "load"}, records)
+
+    def weights(self) -> list[Record]:
+        """Any worker may ask, alone."""
+        return self._fetch("weights")
+
+    def resume(self, step: int, weights: list[Record]) -> None:
+        """Rank 0 tells the servers, and nobody goes on before they know."""
+        if self._session.rank == 0:
+            self._put({"kind": "resume", "step": step}, weights)
+        self._session.barrier()
+
+    def _fetch(self, kind: str) -> list[Record]:
         found: list[Record] = []
-        for server, reply in zip(self._servers, self._ask({"kind": "state"}), strict=True):
-            body = self._session.recv(server, "optimizer state", int(reply["size"]))
+        for server, reply in zip(self._servers, self._ask({"kind": kind}), strict=True):
+            body = self._session.recv(server, f"the owner's {kind}", int(reply["size"]))
             self._session.engine.wait(body)
             found += unpack(body.result)
         return found
 
-    def load(self, records: list[Record]) -> None:
-        """Any worker may load, alone; the last one counts."""
-        body = pack(records)
+    def _put(self, request: Mapping[str, Any], records: list[Record]) -> None:
+        body, label = pack(records), f"the body of a {request['kind']}"
         for server in self._servers:
-            self._send(server, {"kind": "load", "size": len(body)})
-            self._session.engine.wait(self._session.send(server, body, "optimizer state"))
+            self._send(server, {**request, "size": len(body)})
+            self._session.engine.wait(self._session.send(server, body, label))
         for server in self._servers:
-            self._session.engine.wait(self._session.recv(server, "optimizer state", REPLY_BYTES))
+            self._session.engine.wait(self._session.recv(server, f"the answer to a {request['kind']}", REPLY_BYTES))
 
     def _ask(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         label = f"the answer to a {request['kind']}"
@@ -136,7 +172,7 @@ class RemoteOwners:
 
 
 class Client:
-    """A worker's dealings with the owners of its weights."""
+    """A worker's dealings with the owners of its weights, which come by the plan ``pull``, or as coded ``updates``."""
 
     def __init__(
         self,
@@ -145,12 +181,13 @@ class Client:
         weights: Storage,
         owners: Owners,
         pull: Program,
+        updates: Updates | None = None,
     ) -> None:
         self.session, self.replica, self.owners = session, replica, owners
         self.parameters = [parameter for _, parameter in replica.named]
         self.scale = 1.0
         self.commits = 0  # the clock of this session's protocol; a resumed run begins at 0 again
-        self._weights, self._pull = weights, pull
+        self._weights, self._pull, self._updates = weights, pull, updates
         self._staging = replica.staging
         self._versions: dict[str, int] = {}
         self._weight_versions = [parameter._version for parameter in self.parameters]
@@ -175,11 +212,43 @@ class Client:
         works = []
         for number, array in enumerate(self._weights.arrays):
             label = f"weights of bucket {number}"
-            pulled = engine.exchange(self._pull, array, first + number, label)
+            if self._updates is None:
+                pulled = engine.exchange(self._pull, array, first + number, label)
+            else:
+                pulled = self.session.pull(self._updates, number, first + number, label)
             works.append(self._staging.up(self._weights.pair(number), pulled, label))
         engine.wait(*works)
         self._staging.join()
         self.replica.exchanged = False
+
+    @property
+    def keeps(self) -> bool:
+        """True when the owners' weights may say more than the workers', which a checkpoint then needs."""
+        return self._updates is not None and self._updates.keeps
+
+    def owners_weights(self) -> dict[str, torch.Tensor]:
+        """The weights as the owners have them, by name; all workers call it."""
+        whole = whole_state(self.owners.weights(), self.parameters)
+        return {
+            name: whole[parameter][WEIGHTS].cpu() if parameter in whole else parameter.detach()  # without elements
+            for name, parameter in self.replica.named
+        }
+
+    def resume(self, step: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Have the owners go on from that step with their own weights, where there are any; all workers call it.
+
+        Raises UsageError for those of another model.
+        """
+        if self._updates is None:
+            return
+        records = []
+        for index, (name, parameter) in enumerate(self.replica.named if weights else ()):
+            found = weights.get(name)
+            if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
+                raise UsageError(f"the owners' weights in this state do not have {name!r} as this model has it")
+            piece = Piece(index, 0, parameter.numel())
+            records.append(Record(piece, WEIGHTS, in_memory_order(found, parameter)))
+        self.owners.resume(step, records)
 
     def _remember(self) -> None:
         self._versions = {dtype: flat._version for dtype, flat in self.replica.storage.resident.items()}

@@ -5,6 +5,9 @@ that treat every element by itself; ``probe`` finds out, on small tensors, wheth
 
 A shard's optimizer state leaves and enters as records of whole tensors' pieces, so that a checkpoint looks exactly as
 if one process had trained.
+
+Which slices these are, and where their weights lie, follows from the plan (``planned``), or, where a codec carries
+gradients and updates, from its blocks (``coded``): the weights are then others than those that the workers have.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import torch
 from ...errors import UsageError
 from ...exchange import chunk_edges
 from ...plan import Plan
-from .storage import Storage, view_like
+from ...updates import Updates
+from .storage import Storage, as_torch, view_like
 
 
 @dataclass(frozen=True)
@@ -41,20 +45,25 @@ class Record:
     value: Any
 
 
+Slices = Sequence[tuple[Piece, torch.Tensor]]
+"""Pieces of tensors and their weights, flat."""
+
+WEIGHTS = "weights"
+"""The key of records of weights."""
+
+
 class Shard:
-    """The pieces that process ``index`` owns under a push plan, with their optimizer."""
+    """The pieces that a process owns, with their optimizer; it updates ``slices`` in place."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[torch.Tensor],
-        weights: Storage,
+        slices: Slices,
         gradients: Storage,
-        push: Plan,
-        index: int,
     ) -> None:
-        self.pieces = tuple(_pieces(gradients, push, index))
-        self._slices = [_slice(weights, piece).requires_grad_() for piece in self.pieces]
+        self.pieces = tuple(piece for piece, _ in slices)
+        self._slices = [part.requires_grad_() for _, part in slices]
         self._gradients = [_slice(gradients, piece) for piece in self.pieces]
         for part, gradient in zip(self._slices, self._gradients, strict=True):
             part.grad = gradient
@@ -81,22 +90,30 @@ class Shard:
             for key, value in self._optimizer.state.get(part, {}).items()
         ]
 
+    def weights(self) -> list[Record]:
+        """The weights, piece by piece."""
+        return [Record(piece, WEIGHTS, part.detach()) for piece, part in zip(self.pieces, self._slices, strict=True)]
+
+    def load_weights(self, records: Iterable[Record]) -> None:
+        """Replace the weights by records of whole tensors or of any pieces that cover these."""
+        found = _by_tensor(records)
+        with torch.no_grad():
+            for piece, part in zip(self.pieces, self._slices, strict=True):
+                for record in found[piece.tensor]:
+                    _copy_common(record, piece, part)
+
     def load(self, records: Iterable[Record]) -> None:
         """Replace the optimizer's state by records of whole tensors or of any pieces that cover these."""
-        found: dict[int, list[Record]] = defaultdict(list)
-        for record in records:
-            found[record.piece.tensor].append(record)
+        found = _by_tensor(records)
         for piece, part in zip(self.pieces, self._slices, strict=True):
             self._optimizer.state[part] = state = {}
             for record in found[piece.tensor]:
                 if not _is_elementwise(record):
                     state[record.key] = copy.deepcopy(record.value)
                     continue
-                start, stop = max(piece.start, record.piece.start), min(piece.stop, record.piece.stop)
-                if start < stop:
+                if max(piece.start, record.piece.start) < min(piece.stop, record.piece.stop):
                     target = state.setdefault(record.key, torch.zeros(len(part), dtype=record.value.dtype))
-                    source = record.value[start - record.piece.start : stop - record.piece.start]
-                    target[start - piece.start : stop - piece.start] = source
+                    _copy_common(record, piece, target)
 
 
 def on_slices(
@@ -239,9 +256,25 @@ def _is_elementwise(record: Record) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == size
 
 
-def _pieces(storage: Storage, push: Plan, index: int) -> Iterable[Piece]:
-    """What ``index`` owns of each bucket, tensor by tensor."""
-    for bucket in storage.buckets:
+def _by_tensor(records: Iterable[Record]) -> dict[int, list[Record]]:
+    found: dict[int, list[Record]] = defaultdict(list)
+    for record in records:
+        found[record.piece.tensor].append(record)
+    return found
+
+
+def _copy_common(record: Record, piece: Piece, target: torch.Tensor) -> None:
+    """Copy what a record and a piece have in common to the piece's flat ``target``."""
+    start, stop = max(piece.start, record.piece.start), min(piece.stop, record.piece.stop)
+    if start < stop:
+        source = record.value[start - record.piece.start : stop - record.piece.start]
+        target[start - piece.start : stop - piece.start] = source
+
+
+def planned(weights: Storage, push: Plan, index: int) -> Slices:
+    """What ``index`` owns of each bucket under a push plan, tensor by tensor; the workers' weights are its own."""
+    found = []
+    for bucket in weights.buckets:
         edges = chunk_edges(bucket.elements, push.chunks)
         for chunk, owner in enumerate(push.owners):
             if owner != index:
@@ -250,8 +283,21 @@ def _pieces(storage: Storage, push: Plan, index: int) -> Iterable[Piece]:
             for part in bucket.slices:
                 low, high = max(edges[chunk], at), min(edges[chunk + 1], at + part.elements)
                 if low < high:
-                    yield Piece(part.tensor, part.start + low - at, part.start + high - at)
+                    piece = Piece(part.tensor, part.start + low - at, part.start + high - at)
+                    found.append((piece, _slice(weights, piece)))
                 at += part.elements
+    return found
+
+
+def coded(weights: Storage, updates: Updates) -> Slices:
+    """What this process owns of each bucket where a codec's blocks stay together, with weights of its own."""
+    return [
+        (
+            Piece(one.tensor, one.start, one.stop),
+            as_torch(one.weights, getattr(torch, weights.placed[one.tensor].dtype)),
+        )
+        for one in updates.owned
+    ]
 
 
 def _slice(storage: Storage, piece: Piece) -> torch.Tensor:

@@ -1,0 +1,71 @@
+"""The weights that this process owns, and how a codec carries their updates to the workers.
+
+Owns where every weight has its owner and the owner's own weights, beside the known ones, which all workers have and in
+which their models live. What travels is ``reducers.pulled``'s affair, and what the codec remembers ``compression``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from numpy.typing import NDArray
+
+from .compression import Compression
+from .reducers import Held, Part, Reducer, pulled
+from .reducers.owners import share_out
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """Elements ``start`` to ``stop`` of a tensor, and the owner's weights there."""
+
+    tensor: int
+    start: int
+    stop: int
+    weights: Array
+
+
+class Updates:
+    """The updates of one model's weights. ``known`` are the buckets' weights as all workers have them.
+
+    ``owned`` are the ranges of this process, which begins with the known weights; whoever updates them writes into
+    their arrays, at no time between ``pieces`` and the end of what these do.
+    """
+
+    def __init__(self, compression: Compression, known: Sequence[Array]) -> None:
+        self._compression, self._known = compression, known
+        self._held: list[list[Held]] = []
+        owned: list[Owned] = []
+        number_of = {name: number for number, name in enumerate(compression.names)}
+        for number in range(compression.buckets):
+            mine = self._shares(number)[compression.place.owner] if compression.place.owner >= 0 else []
+            found = [
+                Owned(number_of[part.name], part.start, part.start + part.array.size, part.array.copy())
+                for part in mine
+            ]
+            self._held.append([Held(one.weights, compression.keeps_rest(one.tensor)) for one in found])
+            owned += found
+        self.owned = tuple(owned)
+
+    @property
+    def keeps(self) -> bool:
+        """True where an owner's weights may say more than the known ones; the same on all processes."""
+        return any(self._compression.keeps_rest(tensor) for tensor in range(len(self._compression.names)))
+
+    def pieces(self, number: int) -> Sequence[Callable[[], Reducer]]:
+        """The reducers of a bucket, whose owned weights have been updated."""
+        shares, place = self._shares(number), self._compression.place
+        if place.owner >= 0:
+            shares[place.owner] = [
+                replace(part, held=held) for part, held in zip(shares[place.owner], self._held[number], strict=True)
+            ]
+        self._compression.tell_step(number, [part for share in shares for part in share])
+        return pulled.pieces(shares, place)
+
+    def _shares(self, number: int) -> list[list[Part]]:
+        parts = self._compression.parts(number, self._known[number])
+        return share_out(parts, len(self._compression.place.owners))
