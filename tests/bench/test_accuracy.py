@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ FIELDS = {
     "codec", "feedback", "accuracy", "median_accuracy", "lowest", "highest", "bytes_sent_per_step", "of_dense_bytes",
     "points_below_dense", "workload", "workers", "seeds", "error",
 }  # fmt: skip
+
+
+QUICK = (
+    "import sys; sys.path.append(sys.argv.pop(1)); from quick_torch import without_compiler; without_compiler();"
+    "from syncline.bench.train import main; main(sys.argv[1])"
+)
+"""``bench.train`` without torch's compiler, which takes two seconds of every process."""
 
 
 def command(*arguments: str | Path) -> Result:
@@ -76,7 +84,10 @@ def run_of(codec: str, seed: int, accuracy: float | None, feedback: bool = False
     return AccuracyRun(codec, feedback, seed, f"direct codec={codec}", accuracy, **more)
 
 
-def test_real_processes_fill_a_table(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_real_processes_fill_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ("-c", QUICK, str(Path(__file__).parents[1] / "parallel"))
+    monkeypatch.setattr(accuracy, "measure", partial(accuracy.measure, script=script))
     paths = {"--json": tmp_path / "new" / "r.json", "--markdown": tmp_path / "new" / "r.md"}
     files = [part for pair in paths.items() for part in pair]
     done = command("--workers", "2", "--seeds", "3", "--codecs", "feedback(int8)", "--epochs", "1", *files)
