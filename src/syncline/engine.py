@@ -459,6 +459,8 @@ class Engine:
                         self._exchange.progress(0.0)
                     return
                 left = _POLL_S if deadline is None else min(_POLL_S, max(0.0, deadline - time.perf_counter()))
+                if self._reducing and any(one.open_another() for one in list(self._reducing.values())):
+                    left = 0.0
                 if self._exchange.progress(left, spins) or not self._under_way:
                     moved = time.monotonic()
                 elif time.monotonic() - moved > self._limit_s:

@@ -62,12 +62,18 @@ class Reducing:
         return set() if self._tolerant else {peer for turn in list(self._turns) for peer in turn.peers}
 
     def start(self) -> None:
-        """Open the first reducers."""
-        if not self._pieces:
-            self._on_done()
-            return
-        while self._opened < min(OPEN, len(self._pieces)):
+        """Open the first reducer."""
+        if self._pieces:
             self._open()
+        else:
+            self._on_done()
+
+    def open_another(self) -> bool:
+        """Open one more reducer, if there may be; between two of them, messages of the first are to be sent."""
+        if self._opened - self._ended >= OPEN or self._opened == len(self._pieces):
+            return False
+        self._open()
+        return True
 
     def _open(self) -> None:
         number = self._opened
@@ -94,8 +100,6 @@ class Reducing:
         self._ended += 1
         if self._ended == len(self._pieces):
             self._on_done()
-        elif self._opened < len(self._pieces):
-            self._open()
 
     def _sum(self, array: Array, number: int, reducer: Reducer, turn: int) -> None:
         def summed() -> None:
