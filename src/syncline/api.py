@@ -338,6 +338,12 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
                 " does not go on with the same bits; save syncline.state_dict() of this strategy, called by all ranks",
                 stacklevel=2,
             )
+        if compression.forgets:
+            warnings.warn(
+                "the residuals of servers that only sum are in no checkpoint, so that training does not go on with the"
+                " same bits: use ps(on=workers, update=worker) or ps(update=server)",
+                stacklevel=2,
+            )
     if state.get("algorithms") and state["world_size"] == here.world_size:
         here.resume_with(Choice.read(state["algorithms"]))
 

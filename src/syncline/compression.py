@@ -31,7 +31,7 @@ log = logging.getLogger("syncline")
 
 Array = NDArray[Any]
 Saved = dict[str, Array]
-"""Arrays by ``own/PARAMETER/what`` and ``again/PARAMETER/what``, and ``clock``."""
+"""Arrays by ``own/PARAMETER/what`` and ``again/PARAMETER/first element``, and ``clock``."""
 
 AGAIN = -1
 """The rank in the states of owners: what they draw does not depend on who they are."""
@@ -62,6 +62,7 @@ class Compression:
         self._specs = [replace(layer.spec, dtype="float32") for layer in layers]
         self._buckets, self._arrays = buckets, arrays
         self._not_finite: list[str] = []
+        self._warned: set[str] = set()
         self.place = replace(place, report=self._not_finite.append)
         self._served, self._held, self._name = served, held, name
         self._clock = [0] * len(buckets)
@@ -86,6 +87,12 @@ class Compression:
         """True when a resumed run would not go on with the same bits if it knew nothing of the steps before."""
         drawn = any(isinstance(codec, Stochastic) and codec.stochastic for codec, _ in self._codecs)
         return drawn or any(feedback for _, feedback in self._codecs) or any(state.memory for state in self._states)
+
+    @property
+    def forgets(self) -> bool:
+        """True when servers that only sum keep residuals: they take part in no checkpoint."""
+        elsewhere = self._served and not self._held and max(self.place.owners) >= self.place.workers
+        return elsewhere and any(feedback for _, feedback in self._codecs)
 
     @property
     def names(self) -> list[str]:
@@ -122,9 +129,10 @@ class Compression:
         return parts, pieces(parts, self.place, served=self._served)
 
     def tell_step(self, number: int, parts: Sequence[Part]) -> None:
-        """Let what owners encode of a bucket be of its present step."""
+        """Let what owners encode of a bucket be of the step whose gradients it answers."""
+        answered = max(0, self._clock[number] - 1) if self._held else self._clock[number]  # there they have been added
         for part in parts:
-            part.again.step = self._clock[number]
+            part.again.step = answered
 
     def finish(self, number: int) -> None:
         """The reducers of a bucket are done."""
@@ -133,14 +141,22 @@ class Compression:
         if working is not array and (self.place.owner >= 0 or not self._held):
             np.copyto(array, working, casting="same_kind")
         if self._not_finite:
-            names = [repr(name) for name in dict.fromkeys(self._not_finite)]
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            log.warning(
-                "%s: the gradient of %s has a NaN or infinity; so has the average on every rank",
-                self._name,
-                ", ".join(names[:3]) + more,
-            )
-            self._not_finite.clear()
+            self._report_not_finite()
+
+    def _report_not_finite(self) -> None:
+        """A warning for parameters that are named for the first time; GradScaler's search makes many of them."""
+        found = list(dict.fromkeys(self._not_finite))
+        fresh = [name for name in found if name not in self._warned]
+        self._warned.update(fresh)
+        self._not_finite.clear()
+        names = ", ".join(repr(name) for name in (fresh or found)[:3])
+        more = f" and {len(fresh or found) - 3} more" if len(fresh or found) > 3 else ""
+        log.log(
+            logging.WARNING if fresh else logging.DEBUG,
+            "%s: the gradient of %s has a NaN or infinity; so has the average on every rank (told once per parameter)",
+            self._name,
+            names + more,
+        )
 
     def resume_at(self, step: int) -> None:
         """Go on from that step, counted from 0: seeds follow from it."""
@@ -156,10 +172,8 @@ class Compression:
                 found[f"own/{state.spec.name}/{what}"] = array.copy()
         for part in self._owned():
             if part.again.residual is not None:
-                key = f"again/{part.name}/residual"
-                kept = found.setdefault(key, np.zeros(part.again.spec.elements, np.float32))
-                stop = part.start + part.array.size
-                kept[part.start : stop] = part.again.residual[part.start : stop]
+                kept = part.again.residual[part.start : part.start + part.array.size]
+                found[f"again/{part.name}/{part.start}"] = kept.copy()
         return found
 
     def load(self, saved: Sequence[Mapping[str, Array]]) -> None:
@@ -176,10 +190,9 @@ class Compression:
                 array[:] = found[self.place.index] if same else np.sum(found, axis=0) / workers
         for part in self._owned():
             if part.again.residual is not None:
-                key = f"again/{part.name}/residual"
-                whole = [_same_size(one, key, part.again.residual) for one in saved if key in one]
+                whole = _joined(saved, f"again/{part.name}/", part.again.spec.elements)
                 stop = part.start + part.array.size
-                part.again.residual[part.start : stop] = sum(one[part.start : stop] for one in whole)
+                part.again.residual[part.start : stop] = whole[part.start : stop]
 
     def _working(self, number: int) -> Floats:
         """A bucket's gradients in float32: its array, or memory for a copy of it."""
@@ -240,6 +253,19 @@ def _arrays_of(state: State) -> Iterator[tuple[str, Array]]:
     if state.residual is not None:
         yield "residual", state.residual
     yield from state.memory.items()
+
+
+def _joined(saved: Sequence[Mapping[str, Array]], prefix: str, elements: int) -> Array:
+    """The pieces of several owners as one array; what nobody had is 0."""
+    whole = np.zeros(elements, np.float32)
+    for one in saved:
+        for key, piece in one.items():
+            if key.startswith(prefix):
+                start = int(key.removeprefix(prefix))
+                if start + piece.size > elements:
+                    raise UsageError(f"the codec's part of this state has {key!r} beyond {elements} elements")
+                whole[start : start + piece.size] = piece
+    return whole
 
 
 def _same_size(saved: Mapping[str, Array], key: str, like: Array) -> Array:

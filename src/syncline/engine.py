@@ -459,7 +459,9 @@ class Engine:
                         self._exchange.progress(0.0)
                     return
                 left = _POLL_S if deadline is None else min(_POLL_S, max(0.0, deadline - time.perf_counter()))
-                if self._reducing and any(one.open_another() for one in list(self._reducing.values())):
+                if self._reducing and any(
+                    one.open_another() for one in sorted(self._reducing.values(), key=Reducing.urgency)
+                ):
                     left = 0.0
                 if self._exchange.progress(left, spins) or not self._under_way:
                     moved = time.monotonic()
@@ -470,6 +472,10 @@ class Engine:
             with contextlib.suppress(Exception):  # an explanation that fails must not hide the fault
                 shown = self._explain(error)
             self.fail(shown)
+
+    def _open_another(self) -> bool:
+        """Let one reducer more begin, of the most urgent bucket that has one."""
+        return any(one.open_another() for one in sorted(self._reducing.values(), key=Reducing.urgency))
 
     def _drain(self) -> None:
         """The last acknowledgements have to reach the kernel, or a peer would wait for them."""

@@ -51,6 +51,10 @@ class Reducing:
         self._opened = self._ended = 0
         self._turns: set[_Turn] = set()
 
+    def urgency(self) -> float:
+        """The smallest goes first."""
+        return self._priority
+
     @property
     def label(self) -> str:
         """What is reduced; empty when nobody minds if it never ends."""

@@ -80,9 +80,9 @@ class Stats:
     @property
     def chosen(self) -> str:
         """The strategy with what was chosen by measuring beside it, for result rows."""
-        if not self.algorithms:
-            return self.strategy
-        return f"{self.strategy}, by size: {Choice(tuple(self.algorithms.items()))}"
+        by_size = f", by size: {Choice(tuple(self.algorithms.items()))}" if self.algorithms else ""
+        why = f" ({self.reason})" if self.reason else ""
+        return f"{self.strategy}{by_size}{why}"
 
 
 class Session:

@@ -31,6 +31,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from . import registry
+from .codecs import Chooses, NeedsFeedback, Wraps
 from .errors import NotBuiltError, StrategyError, UsageError
 from .grammar import Part, nearest, read_part, read_words
 from .parts import bind, build, signature, write
@@ -112,7 +113,7 @@ class Strategy:
     def parse(cls, text: str) -> Strategy:
         """The strategy that ``text`` describes, an empty one being ``auto``; raises StrategyError or NotBuiltError."""
         parts: dict[str, Part] = {}
-        feedback = "on"
+        feedback = ""
         for position, (key, part) in enumerate(read_words(text)):
             word = _word(key, part, position)
             if word in parts:
@@ -122,7 +123,8 @@ class Strategy:
             feedback = _on_or_off(parts.pop("feedback"))
         if feedback == "off" and "codec" in parts and _brings_feedback(parts["codec"]):
             raise StrategyError(f"feedback=off: codec={parts['codec'].name} brings its own; leave one of them away")
-        if feedback == "on" and "codec" in parts and _needs_feedback(parts["codec"]):
+        told = feedback == "on" and "codec" in parts and not _brings_feedback(parts["codec"])
+        if told or (feedback != "off" and "codec" in parts and _needs_feedback(parts["codec"])):
             parts["codec"] = Part("feedback", (("", parts["codec"]),))
         return cls(**parts)
 
@@ -234,7 +236,10 @@ class Strategy:
             "merge": again if served else "payloads are merged on a tree",
             "rounds": f"factors are summed by {name}",
         }
-        return words[self.codec_object().combine]
+        codec = self.codec_object()
+        if isinstance(codec, Chooses) and not served:
+            return f"small tensors are summed by {name}; of others, {words[codec.combine]}, or {again}"
+        return words[codec.combine]
 
     def schedule_object(self) -> Schedule:
         """The schedule that the engine reads; raises UsageError while it is ``auto``."""
@@ -360,6 +365,27 @@ def _ps_needs_a_server(strategy: Strategy) -> Fault | None:
     return reason, [{"architecture": _with(strategy.architecture, servers=1)}]
 
 
+def _weights_follow_updates(strategy: Strategy) -> Fault | None:
+    if not strategy.server_holds_weights or strategy.codec == AUTO:
+        return None
+    codec = strategy.codec_object()
+    inner = codec.codec if isinstance(codec, Wraps) else codec
+    if inner.contraction or not inner.biased:
+        return None
+    reason = f"codec={strategy.codec.name} does not say how large an update is, and ps(update=server) tells updates"
+    return reason, [{"architecture": _with(strategy.architecture, update="worker")}, {"codec": NONE}]
+
+
+def _memory_needs_feedback(strategy: Strategy) -> Fault | None:
+    if strategy.codec == AUTO:
+        return None
+    codec = strategy.codec_object()
+    if not isinstance(codec, NeedsFeedback) or not codec.needs_feedback:
+        return None
+    reason = f"codec={strategy.codec.name} accumulates what is not sent, which it cannot with feedback=off"
+    return reason, [{"codec": Part("feedback", (("", strategy.codec),))}]
+
+
 def _rounds_need_sums(strategy: Strategy) -> Fault | None:
     if strategy.architecture.name != "ps" or strategy.codec == AUTO or strategy.codec_object().combine != "rounds":
         return None
@@ -394,6 +420,8 @@ RULES: tuple[Callable[[Strategy], Fault | None], ...] = (
     _native_sends_what_it_is_given,
     _nccl_knows_collectives_only,
     _ps_needs_a_server,
+    _weights_follow_updates,
+    _memory_needs_feedback,
     _rounds_need_sums,
     _staleness_needs_weights_on_servers,
     _feedback_needs_a_contraction,

@@ -169,6 +169,16 @@ class Rounds(Protocol):
 
 
 @runtime_checkable
+class NeedsFeedback(Protocol):
+    """A codec that may not do without error feedback."""
+
+    @property
+    def needs_feedback(self) -> bool:
+        """True when its arguments make it so."""
+        ...
+
+
+@runtime_checkable
 class Chooses(Protocol):
     """A codec that leaves every tensor to another one."""
 

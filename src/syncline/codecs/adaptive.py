@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from ..errors import UsageError
 from ..registry import register
 from ..types import Size, Spec
-from . import Chooses, Codec, Combine, Encoded, Floats, Payload, State
+from . import Chooses, Codec, Combine, Encoded, Floats, NeedsFeedback, Payload, State
 from .dense import Dense
 from .feedback import Feedback
 from .linear import Int8
@@ -39,6 +39,11 @@ class Adaptive:
     def __post_init__(self) -> None:
         if isinstance(self.codec, Chooses):
             raise UsageError("adaptive(adaptive(...)) would choose twice: name the codec of the large tensors")
+        if self.needs_feedback:
+            raise UsageError(
+                "adaptive(threshold(momentum=...)) would give momentum to some tensors only: leave momentum= to the"
+                " optimizer"
+            )
 
     def choose(self, spec: Spec) -> Codec:
         """The codec of a tensor, within ``feedback`` where it is biased."""
@@ -46,6 +51,11 @@ class Adaptive:
             return Dense()
         chosen = Int8() if len(spec.shape) > 2 and spec.nbytes < _LARGE_KERNEL_BYTES else self.codec
         return Feedback(chosen) if chosen.biased and chosen.contraction else chosen
+
+    @property
+    def needs_feedback(self) -> bool:
+        """Whether the codec of the large tensors has a memory that only works with a residual."""
+        return isinstance(self.codec, NeedsFeedback) and self.codec.needs_feedback
 
     @property
     def combine(self) -> Combine:
@@ -64,8 +74,8 @@ class Adaptive:
 
     @property
     def biased(self) -> bool:
-        """Never: what is biased stands within error feedback already."""
-        return False
+        """Only where a codec is that error feedback cannot mend: what it can is within it already."""
+        return self.codec.biased and not self.codec.contraction
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
         """As the tensor's own codec says."""

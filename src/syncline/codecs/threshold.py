@@ -66,6 +66,11 @@ class Threshold:
         """Without momentum correction and clipping, which are for the gradients of a rank."""
         return replace(self, momentum=0.0, clip=0.0)
 
+    @property
+    def needs_feedback(self) -> bool:
+        """Momentum correction accumulates what is not sent."""
+        return self.momentum > 0
+
     def ratio_at(self, step: int) -> float:
         """The share that is sent at a step, counted from 0."""
         if step >= self.warmup or self.ratio >= _WARM:

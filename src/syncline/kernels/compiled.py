@@ -14,12 +14,16 @@ import hashlib
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from numba import config, njit
+
+_one_thread = threading.RLock()
+"""Numba's setting is the process's."""
 
 
 def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -33,12 +37,13 @@ def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
         folder = before or _folder()
         if folder is None:
             return njit(signature, nogil=True)(function)
-        config.CACHE_DIR = folder
-        try:
-            with _alone(Path(folder)):
-                return njit(signature, nogil=True, cache=True)(function)
-        finally:
-            config.CACHE_DIR = before
+        with _one_thread:
+            config.CACHE_DIR = folder
+            try:
+                with _alone(Path(folder)):
+                    return njit(signature, nogil=True, cache=True)(function)
+            finally:
+                config.CACHE_DIR = before
 
     return decorate
 

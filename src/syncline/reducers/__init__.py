@@ -12,8 +12,10 @@ happened. It knows codecs and states, and neither transports nor threads: ``redu
     rounds    the codec itself alternates between computing and sums
 
 What is reduced is a list of ``Part``: tensors, or slices of them, with their codecs and states. Results are sums over
-the workers, added in rank order from codes that are cut at blocks and tensors: they do not depend on which parts share
-a bucket, on timing, or on who owns what, and all workers decode the same bits.
+the workers, and all workers decode the same bits. Owners and all-gathers add in rank order, from codes that are cut at
+blocks and tensors, and so does a tree in its own order: there nothing depends on which parts share a bucket, on timing,
+or on who owns what. Where a plan sums, payloads are what they are without it; in which order one element is added may
+depend on its place in the bucket, as it does for gradients that are not compressed.
 """
 
 from __future__ import annotations

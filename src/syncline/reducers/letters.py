@@ -44,7 +44,7 @@ class Letter:
         """Encode the parts' ``inputs`` into a fresh message."""
         post = Post(room, self.greatest_bytes)
         words = post.words
-        words[0], words[1], words[2] = self._check, self._elements, states[0].step
+        words[0], words[1], words[2] = self._check, self._elements, states[0].step & 0xFFFFFFFF
         at = self._first
         for number, (part, x, state) in enumerate(zip(self.parts, inputs, states, strict=True)):
             made = part.codec.encode(x, words[at : at + self._greatest[number]], state, part.start)
@@ -86,14 +86,24 @@ class Letter:
     def read(self, post: Post, outputs: Sequence[Floats], states: Sequence[State], sender: str, *, add: bool) -> None:
         """Decode a message into ``outputs``, or add it to them."""
         payloads = self.payloads(post, sender)
+        self._check_step(post, states[0].step, sender)
         for part, payload, out, state in zip(self.parts, payloads, outputs, states, strict=True):
             try:
                 part.codec.decode(payload, out, state, add=add, start=part.start)
             except PayloadError as error:
                 raise ReduceError(f"{sender}: the payload of {part.name!r} ({part.codec}): {error}") from None
 
+    def _check_step(self, post: Post, step: int, sender: str) -> None:
+        found = int(post.words[2])
+        if found != step & 0xFFFFFFFF:
+            raise ReduceError(
+                f"{sender}: a message for {self._text()} is of step {found}, this process is at step {step}: resume all"
+                " ranks from the same checkpoint"
+            )
+
     def merge(self, room: Room, mine: Post, theirs: Post, states: Sequence[State], sender: str) -> Post:
         """One message out of two, which are freed; what does not fit goes into the states' residuals."""
+        self._check_step(theirs, states[0].step, sender)
         merged = self.room(room)
         words = merged.words
         words[: self._first] = mine.words[: self._first]

@@ -27,7 +27,7 @@ from ..codecs import Floats, relay_of
 from . import Message, Part, Place, Reducer, Round
 from .letters import Letter, Post, name_of, spec_of
 
-PIECE_BYTES = 2 * 1024 * 1024
+PIECE_BYTES = 2_000_000
 PIECE_ELEMENTS = 1 << 22
 """The payload and the elements of a piece: several are under way in a large bucket, and a message's cost is small."""
 

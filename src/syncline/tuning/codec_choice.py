@@ -18,10 +18,10 @@ import numpy as np
 
 from ..choice import Choice
 from ..compression import Compression
-from ..grammar import read_part
+from ..grammar import read_part, write_value
 from ..session import Session
 from ..strategy import AUTO, Strategy
-from ..types import Bucket, Layer, Slice, Spec
+from ..types import Bucket, Layer, Size, Slice, Spec
 
 log = logging.getLogger("syncline")
 
@@ -29,10 +29,10 @@ CANDIDATES = ("none", "bf16", "feedback(int8)", "feedback(int4)")
 """From the least to the strongest change; the first that is fastest, give or take ``MARGIN``."""
 
 MARGIN = 0.15
-ELEMENTS = 1 << 20
+_MOST_ELEMENTS, _LEAST_ELEMENTS = 1 << 20, 1 << 14
 _REPETITIONS = 3
-_BUDGET_S = 3.0
-"""When exchanges have taken that long, stronger codecs are not tried any more; compiling kernels does not count."""
+_EXCHANGE_S = 0.15
+"""What one dense exchange may take: on slow links a smaller array is measured, by all candidates."""
 
 
 def is_wanted(asked: Strategy, workers: int) -> bool:
@@ -50,21 +50,29 @@ def choose_codec(session: Session, asked: Strategy) -> None:
     blocked_s = session.engine.blocked_s
     dense, choice = session.strategy, session.choice
     session.chose_codec = True
-    array = session.engine.allocate(4 * ELEMENTS, np.dtype(np.float32))
+    array = session.engine.allocate(4 * _MOST_ELEMENTS, np.dtype(np.float32))
+    array = array[: _elements(_measure(session, array[:_LEAST_ELEMENTS]))]
     times_s: dict[str, float] = {}
     for text in CANDIDATES:
         _take(session, asked, dense, choice, text)
         times_s[text] = _measure(session, array)
-        if (1 + _REPETITIONS) * sum(times_s.values()) > _BUDGET_S:  # the same on all ranks
-            break
     best = min(times_s.values())
     chosen = next(text for text in times_s if times_s[text] <= best * (1 + MARGIN))
     chosen = session.tell_all(chosen.encode()).decode()
     _take(session, asked, dense, choice, chosen)
     shown = ", ".join(f"{text} {1e3 * seconds:.2f} ms" for text, seconds in times_s.items())
-    session.reason = session.tell_all(f"codec={chosen}, measured for 4 MiB: {shown}".encode()).decode()
+    size = write_value(Size(array.nbytes), Size)
+    session.reason = session.tell_all(f"codec={chosen}, measured for {size}: {shown}".encode()).decode()
     log.info("rank %d: codec=auto: %s", session.rank, session.reason)
     session.engine.blocked_s = blocked_s  # starting is no communication of the training
+
+
+def _elements(seconds: float) -> int:
+    """How large an array can be measured where the smallest takes so long; the same on all ranks."""
+    wanted = _LEAST_ELEMENTS
+    while wanted < _MOST_ELEMENTS and seconds * (2 * wanted / _LEAST_ELEMENTS) <= _EXCHANGE_S:
+        wanted *= 2
+    return wanted
 
 
 def _take(session: Session, asked: Strategy, dense: Strategy, choice: Choice | None, text: str) -> None:

@@ -18,7 +18,7 @@ from statistics import fmean, median
 import numpy as np
 
 from .. import registry
-from ..codecs import Chooses, Codec, Floats, Rounds, Wraps, codec_of
+from ..codecs import Chooses, Codec, Floats, NeedsFeedback, Rounds, Wraps, codec_of
 from ..errors import UsageError
 from ..grammar import Part, read_part
 from ..parts import bind, build, write
@@ -111,6 +111,8 @@ def ways(text: str) -> tuple[tuple[str, bool], ...]:
     codec: Codec = build("codecs", read_part(name))
     if feedback or isinstance(codec, Chooses) or not codec.contraction:
         return ((name, feedback),)
+    if isinstance(codec, NeedsFeedback) and codec.needs_feedback:
+        return ((name, True),)
     return (name, False), (name, True)
 
 
