@@ -77,6 +77,9 @@ def carry_out(plan: Plan, limit_s: float, progress: Console, output: Console) ->
         progress.print("interrupted: the rows so far are kept")
     _save(plan, result)
     output.print(table.render(result))
+    for row in result.rows:
+        if "codec=auto" in row.strategy and row.chosen:
+            output.print(f"{row.strategy}: {row.chosen}", markup=False, highlight=False)
     _publish(plan, result, output)
     if interrupted:
         return INTERRUPTED
