@@ -54,6 +54,40 @@ def test_replicas_stay_equal(group: Any, text: str, architecture: str) -> None:
     assert group(strategy, 3, trained)[0] == one
 
 
+LEARNING = [
+    text
+    for text in TEXTS
+    if (Strategy.parse(f"codec={text}").codec_object().contraction or text == "ternary")
+    and text != "randomk(ratio=0.01)"  # one element in a hundred at random: some wait for longer than this test
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "architecture"),
+    [(text, "direct") for text in LEARNING]
+    + [(text, "ps(servers=1)") for text in ("int8", "onebit", "topk(ratio=0.3)", "qsgd", "ternary")],
+)
+def test_what_is_learnt_is_what_the_gradients_say(group: Any, text: str, architecture: str) -> None:
+    """Replicas that are equal and wrong would pass elsewhere: here they have to come near the minimum."""
+    wanted = [torch.randn(30, 20, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+
+    def body(session: Session) -> Any:
+        model = torch.nn.Module()
+        model.w = torch.nn.Parameter(torch.zeros(30, 20))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        if prepare(session, model, optimizer, weight=1) is None:
+            return None
+        for _ in range(400):
+            optimizer.zero_grad()
+            (0.5 * (model.w - wanted[session.rank]).square().sum()).backward()
+            optimizer.step()
+        return model.w.detach().clone()
+
+    mean = (wanted[0] + wanted[1]) / 2
+    found = group(f"{architecture} codec={text}", 2, body)[0]
+    assert (found - mean).norm() < 0.35 * mean.norm()
+
+
 @pytest.mark.parametrize("text", ["none", "int8", "fp16"])
 def test_half_and_double_precision_models(group: Any, text: str) -> None:
     for dtype in (torch.float64, torch.bfloat16):
