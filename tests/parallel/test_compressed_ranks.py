@@ -26,7 +26,7 @@ FORGETFUL = ["ring codec=fp16", "ring"]
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_resumed_run_goes_on_with_the_same_bits(pool: Pool, address: str, workers: int) -> None:
-    strategies = KEEPING + FORGETFUL
+    strategies = KEEPING + FORGETFUL if workers == 2 else KEEPING[::3]
     case: list[Any] = [[f"{text} transport=shm" for text in strategies]]
     with pool.start(stop_and_resume, [[[index, workers, address], *case] for index in range(workers)]) as group:
         for found in group.results():
