@@ -23,7 +23,7 @@ from .connecting import connect_session
 from .errors import ClosedError, NotBuiltError, PeerError, UsageError
 from .launch.environment import Environment, recognise
 from .launch.meeting import find_meeting_place
-from .launch.store import find_secret, listen_address, open_store
+from .launch.store import open_store
 from .session import Session, Stats
 from .strategy import Strategy
 from .types import Group
@@ -82,21 +82,18 @@ def init(
         environment = _complete(environment, interface, timeout)
         run = f"{environment.run_id}/{environment.restart}/{_inits}"
         store = _meeting_place(environment, timeout)
+        _inits += 1  # even if this one fails: what is written in the store about it must not end the next
         _session = connect_session(
             chosen,
-            environment.rank,
-            environment.world,
+            environment,
             store,
-            run=run,
-            secret=find_secret(store, run, environment, secret, timeout),
-            address=listen_address(environment, interface),
-            local_rank=environment.local_rank,
+            run,
+            secret=secret,
+            interface=interface,
             timeout=timeout,
             liveness_s=liveness,
             limit_s=progress,
-            hint=environment.where,
         )
-    _inits += 1
     _watch_the_end()
 
 

@@ -6,15 +6,17 @@ strategy asks for, and the watcher over the control connections. Between threads
 
 from __future__ import annotations
 
-import contextlib
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from . import registry, tuning
 from .engine import LIMIT_S
-from .errors import GroupError, RollCallError, UsageError
+from .errors import UsageError
+from .launch.environment import Environment
+from .launch.store import failing_together, find_secret, listen_address
 from .session import Session
 from .strategy import AUTO, Strategy
 from .transports import Place, Transport
@@ -25,7 +27,7 @@ from .types import Group
 from .version import __version__
 from .wire.handshake import run_id
 from .wire.listener import Listener
-from .wire.rollcall import Roll, call_roll, check_failed, connect, describe_self, leave, tell_failed
+from .wire.rollcall import Roll, call_roll, check_failed, connect, describe_self, leave
 from .wire.store import Store
 from .wire.watch import LIVENESS_S, Watcher
 
@@ -45,75 +47,103 @@ def in_process(strategy: str, workers: int) -> list[Session]:
 
 def connect_session(
     strategy: Strategy,
-    index: int,
-    processes: int,
+    environment: Environment,
     store: Store,
-    *,
     run: str,
-    secret: bytes,
-    address: str,
-    local_rank: int = 0,
+    *,
+    secret: str | bytes | None = None,
+    interface: str | None = None,
     timeout: float = 120.0,
     liveness_s: float = LIVENESS_S,
     limit_s: float = LIMIT_S,
-    hint: Callable[[int], str] = lambda _: "",
 ) -> Session:
     """Join the processes of a run: roll call, connections, watcher, engine.
 
-    ``index`` counts workers first, then the strategy's servers; ``address`` is the one to listen on. Where the
-    strategy leaves the architecture open, the workers measure what to run at which size (``tuning``).
+    The processes of ``environment`` are workers first, then the strategy's servers; they meet in ``store`` under the
+    name ``run``. ``secret``, ``interface`` and ``timeout`` are those of ``syncline.init``. Where the strategy leaves
+    the architecture open, the workers measure what to run at which size (``tuning``).
     """
-    workers = processes - strategy.servers
+    workers = environment.world - strategy.servers
     if workers < 1:
         raise UsageError(
-            f"{strategy} needs {strategy.servers} server processes and at least one worker, there are {processes}"
-            " processes: start more (syncline run -n WORKERS --servers SERVERS)"
+            f"{strategy} needs {strategy.servers} server processes and at least one worker, there are"
+            f" {environment.world} processes: start more (syncline run -n WORKERS --servers SERVERS)"
         )
-    listener = Listener(address, run_id(run), secret, index)
-    control: dict[int, socket.socket] = {}
-    transport: Transport | None = None
-    try:
+    with failing_together(store, run, environment, timeout):
+        key = find_secret(store, run, environment, secret, timeout)
+        address = listen_address(environment, interface)
+        formed = _form(strategy, environment, store, run, key, address, timeout)
+    group = Group(workers, strategy.servers, formed.roll.nodes[:workers])
+    session = Session(
+        formed.strategy,
+        group,
+        environment.rank,
+        formed.transport,
+        roll=formed.roll,
+        local_rank=environment.local_rank,
+        limit_s=limit_s,
+    )
+    session.watcher = Watcher(formed.roll, formed.control, session.on_peer_failure, session.left, liveness_s)
+    session.watcher.start()
+    _tune(session, strategy)
+    return session
+
+
+@dataclass(frozen=True)
+class _Formed:
+    """What a group's start leaves behind in one process."""
+
+    roll: Roll
+    strategy: Strategy
+    control: dict[int, socket.socket]
+    transport: Transport
+
+
+def _form(
+    strategy: Strategy, environment: Environment, store: Store, run: str, key: bytes, address: str, timeout: float
+) -> _Formed:
+    """Roll call and connections; nothing stays open where they fail."""
+    index, processes = environment.rank, environment.world
+    listener = Listener(address, run_id(run), key, index)
+    with closing(listener), ExitStack() as undo:
         terms = {"strategy": str(strategy), "version": __version__, tuning.VARIABLE: tuning.mode()}
         me = describe_self(index, processes, listener, terms)
-        roll = call_roll(store, run, secret, me, timeout, hint)
-        group = Group(workers, strategy.servers, roll.nodes[:workers])
-        chosen = strategy.resolve(group, hosts=roll.hosts)
+        roll = call_roll(store, run, key, me, timeout, environment.where)
+        workers = processes - strategy.servers
+        chosen = strategy.resolve(Group(workers, strategy.servers, roll.nodes[:workers]), hosts=roll.hosts)
         carried = _carried(chosen, roll)
         control = connect(store, roll, listener, "control", (), timeout)
+        for sock in control.values():
+            undo.callback(sock.close)
         if [_connection(name) for name in carried] == ["own"]:
-            name, arguments = chosen.transport.name, chosen.transport.arguments
             failed = partial(check_failed, store, run)
-            place = Place(index, processes, store, f"{run}/{name}", address, timeout, failed)
-            transport = _own_connections(registry.get("transports", name), run, place, arguments)
+            place = Place(index, processes, store, f"{run}/{chosen.transport.name}", address, timeout, failed)
+            transport: Transport = registry.get("transports", chosen.transport.name).target(
+                place, **chosen.transport.arguments
+            )
         else:
             unix = {peer for name, peers in carried.items() if _connection(name) == "unix" for peer in peers}
             transport = _transport(chosen, index, carried, connect(store, roll, listener, "data", unix, timeout))
-        leave(store, run, index, complete=True)
+        undo.callback(transport.close)
+        leave(store, run, index, processes)
+        undo.pop_all()
+    return _Formed(roll, chosen, control, transport)
+
+
+def _tune(session: Session, asked: Strategy) -> None:
+    """Measure what the strategy leaves open; a rank that fails in it ends the session for all."""
+    workers = session.group.workers
+    if workers == 1 or tuning.mode() == "off":
+        return
+    try:
+        if tuning.is_wanted(asked, session.strategy, workers):
+            tuning.tune(session)
+        if codec_choice.is_wanted(asked, workers):
+            codec_choice.choose_codec(session, asked)
     except BaseException as error:
-        for sock in control.values():
-            sock.close()
-        if transport is not None:
-            transport.close()
-        if isinstance(error, Exception):
-            with contextlib.suppress(GroupError):  # the store may be what is gone
-                leave(store, run, index, complete=False)
+        session.fail(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
+        session.shutdown()
         raise
-    finally:
-        listener.close()
-    session = Session(chosen, group, index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s)
-    session.watcher = Watcher(roll, control, session.on_peer_failure, session.left, liveness_s)
-    session.watcher.start()
-    if workers > 1 and tuning.mode() != "off":
-        try:
-            if tuning.is_wanted(strategy, chosen, workers):
-                tuning.tune(session)
-            if codec_choice.is_wanted(strategy, workers):
-                codec_choice.choose_codec(session, strategy)
-        except BaseException as error:
-            session.fail(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
-            session.shutdown()
-            raise
-    return session
 
 
 def _carried(strategy: Strategy, roll: Roll) -> dict[str, frozenset[int]]:
@@ -144,14 +174,3 @@ def _transport(
         for name, peers in carried.items()
     }
     return Auto(index, made) if len(made) > 1 else next(iter(made))
-
-
-def _own_connections(entry: registry.Entry, run: str, place: Place, arguments: Mapping[str, Any]) -> Transport:
-    """A transport whose library connects the ranks itself; a fault of one rank ends the wait of the others."""
-    try:
-        transport: Transport = entry.target(place, **arguments)
-    except Exception as error:
-        if not isinstance(error, RollCallError):  # which others have told
-            tell_failed(place.store, run, f"rank {place.rank}: {error}")
-        raise
-    return transport

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
+import time
 
 import pytest
 
-from syncline.errors import GroupError, UsageError
+from syncline.errors import GroupError, RollCallError, UsageError
 from syncline.launch.environment import Environment
-from syncline.launch.store import find_secret, listen_address, open_store
+from syncline.launch.store import failing_together, find_secret, listen_address, open_store
+from syncline.wire.rollcall import check_failed
 from syncline.wire.store import MemoryStore
 
 RUN = "a run"
@@ -74,6 +77,30 @@ def test_a_rank_without_a_secret_does_not_wait_for_a_key_that_will_not_come() ->
 def test_nor_for_a_rank_0_that_does_not_come() -> None:
     with pytest.raises(GroupError, match="rank 0 has not come"):
         find_secret(MemoryStore(), RUN, environment(1), None, timeout=0.0)
+
+
+def test_what_goes_wrong_is_told_to_all_and_read_before_the_store_goes() -> None:
+    """Rank 0's error is raised at once; the thread that keeps its store ends when the other rank has left."""
+    store = MemoryStore()
+    with pytest.raises(UsageError, match="no such interface"), failing_together(store, RUN, environment(), 60):
+        raise UsageError("no such interface")
+    (keeper,) = (thread for thread in threading.enumerate() if thread.name == "syncline-store-of-failed-start")
+    assert not keeper.daemon  # the end of the interpreter waits for it
+    with pytest.raises(RollCallError) as told, failing_together(store, RUN, environment(1), 60):
+        check_failed(store, RUN)
+    assert str(told.value) == "rank 0: no such interface"
+    keeper.join(10)
+    assert not keeper.is_alive()
+
+
+def test_a_store_is_not_kept_for_those_whose_time_is_over() -> None:
+    began = time.monotonic()
+    with pytest.raises(RollCallError), failing_together(MemoryStore(), RUN, environment(), 0):
+        raise RollCallError("rank 1 has not come")
+    for keeper in threading.enumerate():
+        if keeper.name == "syncline-store-of-failed-start":
+            keeper.join(10)
+    assert time.monotonic() - began < 8
 
 
 def test_where_to_listen() -> None:

@@ -376,8 +376,6 @@ def forks(line: Connection, place: Place, strategy: str) -> None:
 
 # Start.
 
-LINGER_S = 3.0
-
 
 def starts(line: Connection, place: Place, options: dict[str, Any]) -> None:
     """Join, meet, end; or send the error."""
@@ -388,8 +386,6 @@ def starts(line: Connection, place: Place, options: dict[str, Any]) -> None:
             syncline.barrier()
     except SynclineError as error:
         line.send((type(error).__name__, str(error)))
-        if place[0] == 0:
-            time.sleep(LINGER_S)  # rank 0 serves the store: a rank that starts late still reads there what went wrong
         return
     line.send("met")
 

@@ -60,6 +60,25 @@ def test_world_sizes_that_disagree(pool: Pool, address: str) -> None:
         assert "same world size" in text
 
 
+def test_who_starts_when_it_is_all_over_reads_why(pool: Pool, address: str) -> None:
+    """Rank 0 has its error at once, and serves its store for those that are still starting."""
+    with pool.start(bodies.starts, [[(0, 3, address), {}], [(2, 4, address), {}]]) as early:
+        early.hear(1)
+        late = start_all(pool, [(1, 3, address)])
+        told = early.results()
+    for kind, text in (*told, *late):
+        assert kind == "RollCallError"
+        assert "same world size" in text
+
+
+def test_what_one_rank_cannot_do_is_told_to_all(pool: Pool, address: str) -> None:
+    """Nobody waits for the time limit of a roll call to which a rank will not come."""
+    said = start_all(pool, places(3, address), [{}, {"interface": "nowhere0"}, {}])
+    assert [kind for kind, _ in said] == ["RollCallError", "UsageError", "RollCallError"]
+    for index in (0, 2):
+        assert "rank 1: interface 'nowhere0' has no IPv4 address" in said[index][1]
+
+
 def test_a_duplicate_rank(pool: Pool, address: str) -> None:
     said = start_all(pool, [(0, 3, address), (1, 3, address), (1, 3, address)])
     for kind, text in said:
@@ -115,7 +134,7 @@ def test_wrong_arguments(
 ) -> None:
     index, world, address = place
     where = addresses() if address == "ADDRESS" else address
-    ((kind, text),) = start_all(pool, [(index, world, where)], [options])
+    ((kind, text),) = start_all(pool, [(index, world, where)], [options | {"timeout": 1.0}])
     assert kind in ("UsageError", "StrategyError")
     assert part in text
 

@@ -15,7 +15,18 @@ import pytest
 from syncline.errors import GroupError, RollCallError
 from syncline.wire.handshake import run_id, seal
 from syncline.wire.listener import Listener
-from syncline.wire.rollcall import Member, Roll, call_roll, connect, describe_self, leave, tell_failed
+from syncline.wire.rollcall import (
+    Member,
+    Roll,
+    all_left,
+    call_roll,
+    check_failed,
+    connect,
+    describe_self,
+    give_up,
+    leave,
+    tell_failed,
+)
 from syncline.wire.store import MemoryStore
 
 LIMIT_S = 20.0
@@ -48,10 +59,10 @@ def form(store: MemoryStore, caller: Caller, hint: Callable[[int], str] = lambda
             for peer, sock in found.items():
                 expected = f"{purpose} {peer} to {caller.index};".encode()
                 assert sock.recv(len(expected), socket.MSG_WAITALL) == expected
-        leave(store, RUN, caller.index, complete=True)
+        leave(store, RUN, caller.index, caller.world)
         return roll
-    except GroupError:
-        leave(store, RUN, caller.index, complete=False)
+    except GroupError as error:
+        give_up(store, RUN, caller.index, str(error))
         raise
     finally:
         listener.close()
@@ -162,7 +173,6 @@ def test_a_peer_that_does_not_connect_is_named() -> None:
     try:
         with pytest.raises(GroupError, match=r"no data connection within 0 s from rank 1 \(elsewhere, pid 77\)"):
             connect(store, roll, listener, "data", {1}, 0.0)
-        assert store.get(f"{RUN}/failed") is not None  # the others learn of it
     finally:
         listener.close()
 
@@ -211,29 +221,38 @@ def test_a_forged_record_is_refused() -> None:
 
 
 def test_process_0_leaves_last() -> None:
-    """The store may go with it: it stays until all that came are through."""
+    """The store may go with it: it stays until all others are through."""
     store = MemoryStore()
-    store.add(f"{RUN}/came", 2)
     gone = threading.Event()
 
     def last() -> None:
-        leave(store, RUN, 0, complete=True)
+        leave(store, RUN, 0, 3)
         gone.set()
 
     thread = threading.Thread(target=last)
     thread.start()
-    assert not gone.is_set()
-    leave(store, RUN, 1, complete=True)
+    leave(store, RUN, 1, 3)
+    assert not gone.wait(0.05)
+    leave(store, RUN, 2, 3)
     assert gone.wait(LIMIT_S)
     thread.join()
 
 
 def test_process_0_does_not_wait_for_the_impossible() -> None:
     store = MemoryStore()
-    store.add(f"{RUN}/came", 2)
-    tell_failed(store, RUN, "rank 1 has burnt down")
+    give_up(store, RUN, 1, "rank 1 has burnt down")
     with pytest.raises(RollCallError, match="burnt"):
-        leave(store, RUN, 0, complete=True)
+        leave(store, RUN, 0, 3)
+
+
+def test_the_first_fault_is_the_one_that_all_read() -> None:
+    store = MemoryStore()
+    give_up(store, RUN, 1, "rank 1 has burnt down")
+    assert not all_left(store, RUN, 3)
+    give_up(store, RUN, 2, "rank 2 has drowned")
+    assert all_left(store, RUN, 3)
+    with pytest.raises(RollCallError, match="burnt"):
+        check_failed(store, RUN)
 
 
 def test_a_memory_store_keeps_what_it_is_told() -> None:

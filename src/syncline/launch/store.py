@@ -6,14 +6,15 @@ import datetime
 import logging
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GroupError, UsageError
 from ..wire.listener import interface_address, local_address_towards
-from ..wire.rollcall import tell_failed
+from ..wire.rollcall import all_left, give_up, tell_failed
 from ..wire.store import Store
 from .environment import Environment
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("syncline")
 
 _POLL_S = 0.01
+_LATE_S = 15.0
+_READ_S = 2.0
+"""How long a rank 0 that could not join serves the store: for ranks that are still starting, and to be read at all."""
 
 
 class TorchStore:
@@ -124,6 +128,36 @@ def find_secret(
         tell_failed(store, run, fault)
         raise GroupError(fault)
     return found
+
+
+@contextmanager
+def failing_together(store: Store, run: str, environment: Environment, timeout: float) -> Iterator[None]:
+    """What ends this block with an error ends it on every rank, with that error's text.
+
+    The error is raised at once. A rank 0 that fails while others may still come, which they may for ``timeout``
+    seconds, serves its store a little longer, in a thread that the end of the interpreter waits for: they would wait
+    in vain for a store that is gone.
+    """
+    late = time.monotonic() + timeout
+    try:
+        yield
+    except Exception as error:
+        rank = environment.rank
+        with suppress(GroupError):  # the store may be what is gone
+            give_up(store, run, rank, f"rank {rank}: {error}")
+            if rank == 0 and not all_left(store, run, environment.world):
+                now = time.monotonic()
+                until = max(min(now + _LATE_S, late), now + _READ_S)
+                threading.Thread(
+                    target=_keep, args=(store, run, environment.world, until), name="syncline-store-of-failed-start"
+                ).start()
+        raise
+
+
+def _keep(store: Store, run: str, world: int, until: float) -> None:
+    with suppress(GroupError):
+        while not all_left(store, run, world) and time.monotonic() < until:
+            time.sleep(_POLL_S)
 
 
 def listen_address(environment: Environment, interface: str | None) -> str:

@@ -23,9 +23,8 @@ from .store import Store
 
 _POLL_S = 0.01
 _DIAL_S = 10.0
-_LAST_S = 2.0
 _COMPLETE_S = 30.0
-"""How long process 0 waits for the others to be through: after a fault, which they read, and when all went well."""
+"""How long process 0 waits for the others to be through, once all have come."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,6 @@ def call_roll(store: Store, run: str, secret: bytes, me: Member, timeout: float,
 
     ``hint`` tells where a rank was expected ("node 1"), for the error that names the missing. Raises RollCallError.
     """
-    store.add(f"{run}/came", 1)
     if store.add(f"{run}/claim/{me.index}", 1) > 1:
         other = store.get(f"{run}/member/{me.index}")
         who = f" by {_parse(other)[0].where}" if other else ""
@@ -155,29 +153,38 @@ def connect(
             if waiting and time.monotonic() > deadline:
                 names = ", ".join(roll.name(peer) for peer in sorted(waiting))
                 raise GroupError(f"no {purpose} connection within {timeout:.0f} s from {names}")
-    except BaseException as error:
+    except BaseException:
         for sock in found.values():
             sock.close()
-        if isinstance(error, GroupError) and not isinstance(error, RollCallError):
-            tell_failed(store, roll.run, str(error))
         raise
     return found
 
 
-def leave(store: Store, run: str, index: int, complete: bool) -> None:
-    """This process is through with the store, because the group is ``complete`` or because of a fault.
+def leave(store: Store, run: str, index: int, world: int) -> None:
+    """This process is through with the store, because its group is complete.
 
-    Process 0, with which the store may go, returns only when all that have come are through, or after a limit. Raises
-    RollCallError when another process finds a fault meanwhile and the group was thought complete.
+    Process 0, with which the store may go, returns only when all others are through, or after a limit. Raises
+    RollCallError when another process finds a fault meanwhile.
     """
     if index != 0:
         store.add(f"{run}/left", 1)
         return
-    deadline = time.monotonic() + (_COMPLETE_S if complete else _LAST_S)
-    while store.add(f"{run}/left", 0) < store.add(f"{run}/came", 0) - 1 and time.monotonic() < deadline:
-        if complete:
-            check_failed(store, run)
+    deadline = time.monotonic() + _COMPLETE_S
+    while not all_left(store, run, world) and time.monotonic() < deadline:
+        check_failed(store, run)
         time.sleep(_POLL_S)
+
+
+def give_up(store: Store, run: str, index: int, fault: str) -> None:
+    """This process could not join, for a ``fault`` that all others shall read, unless one is known already."""
+    tell_failed(store, run, fault)
+    if index != 0:
+        store.add(f"{run}/left", 1)
+
+
+def all_left(store: Store, run: str, world: int) -> bool:
+    """Whether no process but process 0 will ask the store for anything any more."""
+    return store.add(f"{run}/left", 0) >= world - 1
 
 
 def check_failed(store: Store, run: str) -> None:

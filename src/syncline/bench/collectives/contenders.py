@@ -150,20 +150,13 @@ class Syncline:
 
     def __init__(self, name: Name, number: int, seat: Seat, environment: Any) -> None:
         from ...connecting import connect_session
-        from ...launch.store import find_secret, listen_address
 
         run = f"{environment.run_id}/bench/{number}"
         self._kind = collective(seat.collective)
         self._seat = seat
         self._asked = name.strategy
         self._session = connect_session(
-            self._asked,
-            seat.rank,
-            seat.world,
-            seat.store,
-            run=run,
-            secret=find_secret(seat.store, run, environment, None),
-            address=listen_address(environment, os.environ.get("SYNCLINE_INTERFACE")),
+            self._asked, environment, seat.store, run, interface=os.environ.get("SYNCLINE_INTERFACE")
         )
         self._memory: Array = self._session.engine.allocate(4 * seat.elements, np.dtype(np.float32))
         self._array = self._memory
