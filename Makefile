@@ -1,6 +1,8 @@
 # Everything happens in .venv, which is made on first use. PYTHON chooses the interpreter it is made with.
 PYTHON ?= python3
 BIN := .venv/bin
+# Set to anything, it would make each of the many processes that are started compile all modules anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check bench clean distclean
@@ -15,7 +17,7 @@ demo: install ## Train on handwritten digits: one worker, ring, parameter server
 		--json demo/compare.json --report demo/compare.html
 
 test: install ## Run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
 check: install ## Run ruff and mypy
 	$(BIN)/ruff check

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -194,16 +195,24 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve(line: socket.socket, modules: Sequence[str]) -> list[Any] | None:
-    """Fork ranks until the other side hangs up; in a rank, return what it has to do."""
+    """Fork ranks until the other side hangs up; in a rank, return what it has to do.
+
+    What ranks need is loaded once, here.
+    """
     import torch
     import torch._dynamo  # which the first step of an optimizer loads
 
-    for kernels in ("onesided", "cast", "linear", "pairs", "selection", "signs", "stochastic", "ternary", "low_rank"):
-        importlib.import_module(f"syncline.kernels.{kernels}")  # loaded once, for all ranks
+    from syncline import registry
 
+    for kind in registry.KINDS:
+        registry.names(kind)
+    for kernels in ("onesided", "cast", "linear", "pairs", "selection", "signs", "stochastic", "ternary", "low_rank"):
+        importlib.import_module(f"syncline.kernels.{kernels}")
     for module in modules:
         importlib.import_module(module)
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a collection in a rank would otherwise touch, and so copy, every page with an object of the server's
     server = os.getpid()
     selector = selectors.DefaultSelector()
     selector.register(line, selectors.EVENT_READ)
