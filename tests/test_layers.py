@@ -28,10 +28,10 @@ LAYERS = (
     ("tickets", "compression"),
     ("updates",),
     ("session",),
-    ("tuning",),
+    ("tuning", "launch"),
     ("connecting",),
     ("frameworks", "workloads"),
-    ("launch", "report"),
+    ("report",),
     ("lab",),
     ("api",),
     ("",),  # the package itself: the public names

@@ -16,12 +16,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .codecs import Codec, Floats, State, Stochastic, codec_of, relay_of
+from .codecs.dense import Uncompressed
 from .errors import UsageError
 from .reducers import Part, Place, Reducer, pieces
 from .reducers.owners import collecting, share_out
@@ -37,6 +38,14 @@ AGAIN = -1
 """The rank in the states of owners: what they draw does not depend on who they are."""
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+
+class _Divided(NamedTuple):
+    """A bucket's parts, what has to be done for them, and whether for steps of a warm-up."""
+
+    parts: list[Part]
+    reducers: Sequence[Callable[[], Reducer]]
+    warming: bool
 
 
 class Compression:
@@ -67,8 +76,9 @@ class Compression:
         self._served, self._held, self._name = served, held, name
         self._clock = [0] * len(buckets)
         self._converted: dict[int, Floats] = {}
-        self._pieces: dict[int, tuple[list[Part], Sequence[Callable[[], Reducer]]]] = {}  # made with the first exchange
+        self._pieces: dict[int, _Divided] = {}  # made with the first exchange
         self._codecs = [codec_of(codec, spec) for spec in self._specs]
+        self._warmup = max((one.warmup for one in self._codecs), default=0)
         for layer in layers:
             if layer.spec.dtype not in _FLOATS:
                 raise UsageError(
@@ -76,7 +86,7 @@ class Compression:
                     f" {layer.spec.dtype}: freeze it, or use codec=none"
                 )
         self._states, self._again = [], []
-        for index, (one, feedback) in enumerate(self._codecs):
+        for index, (one, feedback, _) in enumerate(self._codecs):
             self._states.append(self._state(one, index, place.index, feedback))
             self._again.append(self._state(relay_of(one), index, AGAIN, feedback and not held))
         for bucket in buckets:
@@ -85,14 +95,14 @@ class Compression:
     @property
     def keeps(self) -> bool:
         """True when a resumed run would not go on with the same bits if it knew nothing of the steps before."""
-        drawn = any(isinstance(codec, Stochastic) and codec.stochastic for codec, _ in self._codecs)
-        return drawn or any(feedback for _, feedback in self._codecs) or any(state.memory for state in self._states)
+        drawn = any(isinstance(one.codec, Stochastic) and one.codec.stochastic for one in self._codecs)
+        return drawn or any(one.feedback for one in self._codecs) or any(state.memory for state in self._states)
 
     @property
     def forgets(self) -> bool:
         """True when servers that only sum keep residuals: they take part in no checkpoint."""
         elsewhere = self._served and not self._held and max(self.place.owners) >= self.place.workers
-        return elsewhere and any(feedback for _, feedback in self._codecs)
+        return elsewhere and any(one.feedback for one in self._codecs)
 
     @property
     def names(self) -> list[str]:
@@ -114,25 +124,30 @@ class Compression:
         array, working = self._arrays[number], self._working(number)
         if working is not array:
             np.copyto(working, array, casting="same_kind")
-        if number not in self._pieces:
-            self._pieces[number] = self._divided(self.parts(number, working))
-        parts, made = self._pieces[number]
+        step = self._clock[number]
+        warming = step < self._warmup
+        if number not in self._pieces or self._pieces[number].warming != warming:
+            self._pieces[number] = self._divided(self.parts(number, working, step), warming)
+        parts, made, _ = self._pieces[number]
         for part in parts:
-            part.state.step = self._clock[number]
+            part.state.step = step
         if not self._held:
             self.tell_step(number, parts)
         return made
 
-    def _divided(self, parts: list[Part]) -> tuple[list[Part], Sequence[Callable[[], Reducer]]]:
+    def _divided(self, parts: list[Part], warming: bool) -> _Divided:
         if self._held:
-            return parts, collecting(parts, self.place)
-        return parts, pieces(parts, self.place, served=self._served)
+            return _Divided(parts, collecting(parts, self.place), warming)
+        return _Divided(parts, pieces(parts, self.place, served=self._served), warming)
 
     def tell_step(self, number: int, parts: Sequence[Part]) -> None:
         """Let what owners encode of a bucket be of the step whose gradients it answers."""
-        answered = max(0, self._clock[number] - 1) if self._held else self._clock[number]  # there they have been added
         for part in parts:
-            part.again.step = answered
+            part.again.step = self.answered(number)
+
+    def answered(self, number: int) -> int:
+        """The step whose gradients owners answer; where they hold the weights, these have been added by then."""
+        return max(0, self._clock[number] - 1) if self._held else self._clock[number]
 
     def finish(self, number: int) -> None:
         """The reducers of a bucket are done."""
@@ -208,11 +223,12 @@ class Compression:
         state.world = self.place.workers
         return state
 
-    def parts(self, number: int, array: Array) -> list[Part]:
-        """The parts of a bucket, over an array of its size."""
+    def parts(self, number: int, array: Array, step: int | None = None) -> list[Part]:
+        """The parts of a bucket, over an array of its size, at a step; without one with the codecs of most."""
         found, at = [], 0
         for part in self._buckets[number].slices:
-            name, codec = self._specs[part.tensor].name, self._codecs[part.tensor][0]
+            name, one = self._specs[part.tensor].name, self._codecs[part.tensor]
+            codec = Uncompressed(one.codec.block) if step is not None and step < one.warmup else one.codec
             here = array[at : at + part.elements]
             found.append(Part(name, codec, here, self._states[part.tensor], self._again[part.tensor], part.start))
             at += part.elements
@@ -223,7 +239,7 @@ class Compression:
 
         Nor where a biased codec was told to do without feedback.
         """
-        codec, feedback = self._codecs[tensor]
+        codec, feedback, _ = self._codecs[tensor]
         return codec.contraction and (feedback or not codec.biased)
 
     def _owned(self) -> Iterator[Part]:
@@ -237,7 +253,7 @@ class Compression:
 
     def _check_cuts(self, bucket: Bucket) -> None:
         for part in bucket.slices:
-            codec, spec = self._codecs[part.tensor][0], self._specs[part.tensor]
+            codec, spec = self._codecs[part.tensor].codec, self._specs[part.tensor]
             whole = part.start == 0 and part.stop == spec.elements
             unit = codec.block
             aligned = unit and part.start % unit == 0 and (part.stop % unit == 0 or part.stop == spec.elements)

@@ -402,6 +402,19 @@ def _staleness_needs_weights_on_servers(strategy: Strategy) -> Fault | None:
     return reason, [{"architecture": server}, {"sync": BSP}]
 
 
+def _servers_that_sum_count_no_steps(strategy: Strategy) -> Fault | None:
+    if strategy.codec == AUTO or not strategy.servers or strategy.server_holds_weights:
+        return None
+    codec = strategy.codec_object()
+    if not isinstance(codec, Wraps) or not codec.warmup:
+        return None
+    reason = "servers that only sum do not know whether a resumed run still warms up"
+    return reason, [
+        {"architecture": _with(strategy.architecture, update="server")},
+        {"codec": _with(strategy.codec, warmup=0)},
+    ]
+
+
 def _feedback_needs_a_contraction(strategy: Strategy) -> Fault | None:
     if strategy.codec.name != "feedback":
         return None
@@ -424,6 +437,7 @@ RULES: tuple[Callable[[Strategy], Fault | None], ...] = (
     _memory_needs_feedback,
     _rounds_need_sums,
     _staleness_needs_weights_on_servers,
+    _servers_that_sum_count_no_steps,
     _feedback_needs_a_contraction,
 )
 """What cannot be combined. A rule is a function of the whole strategy; parts know nothing of each other."""

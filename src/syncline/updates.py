@@ -58,7 +58,7 @@ class Updates:
 
     def pieces(self, number: int) -> Sequence[Callable[[], Reducer]]:
         """The reducers of a bucket, whose owned weights have been updated."""
-        shares, place = self._shares(number), self._compression.place
+        shares, place = self._shares(number, self._compression.answered(number)), self._compression.place
         if place.owner >= 0:
             shares[place.owner] = [
                 replace(part, held=held) for part, held in zip(shares[place.owner], self._held[number], strict=True)
@@ -66,6 +66,6 @@ class Updates:
         self._compression.tell_step(number, [part for share in shares for part in share])
         return pulled.pieces(shares, place)
 
-    def _shares(self, number: int) -> list[list[Part]]:
-        parts = self._compression.parts(number, self._known[number])
+    def _shares(self, number: int, step: int | None = None) -> list[list[Part]]:
+        parts = self._compression.parts(number, self._known[number], step)
         return share_out(parts, len(self._compression.place.owners))

@@ -21,30 +21,30 @@ from syncline.types import Size, Spec
 @pytest.mark.parametrize(
     ("shape", "wanted"),
     [
-        ((1 << 20,), (Dense(), False)),  # a bias, however long
-        ((), (Dense(), False)),
-        ((32, 63), (Dense(), False)),
-        ((32, 64), (Threshold(ratio=0.01), True)),
-        ((64, 64, 3, 3), (Int8(), True)),
-        ((512, 512, 3, 3), (Threshold(ratio=0.01), True)),
-        ((4096, 4096), (Threshold(ratio=0.01), True)),
+        ((1 << 20,), (Dense(), False, 0)),  # a bias, however long
+        ((), (Dense(), False, 0)),
+        ((32, 63), (Dense(), False, 0)),
+        ((32, 64), (Threshold(ratio=0.01), True, 0)),
+        ((64, 64, 3, 3), (Int8(), True, 0)),
+        ((512, 512, 3, 3), (Threshold(ratio=0.01), True, 0)),
+        ((4096, 4096), (Threshold(ratio=0.01), True, 0)),
     ],
 )
-def test_kind_and_size_decide(shape: tuple[int, ...], wanted: tuple[object, bool]) -> None:
+def test_kind_and_size_decide(shape: tuple[int, ...], wanted: tuple[object, bool, int]) -> None:
     assert codec_of(Adaptive(), Spec("w", shape)) == wanted
 
 
 def test_the_limit_and_the_codec_can_be_given() -> None:
     codec = Adaptive(codec=TopK(ratio=0.5), small=Size(64))
-    assert codec_of(codec, Spec("w", (4, 4))) == (TopK(ratio=0.5), True)
-    assert codec_of(codec, Spec("w", (5, 3))) == (Dense(), False)
-    assert codec_of(Adaptive(codec=Dense()), Spec("w", (4096, 4096))) == (Dense(), False)
+    assert codec_of(codec, Spec("w", (4, 4))) == (TopK(ratio=0.5), True, 0)
+    assert codec_of(codec, Spec("w", (5, 3))) == (Dense(), False, 0)
+    assert codec_of(Adaptive(codec=Dense()), Spec("w", (4096, 4096))) == (Dense(), False, 0)
 
 
 @pytest.mark.parametrize("shape", [(100,), (100, 100), (64, 64, 3, 3)])
 def test_asked_itself_it_does_as_the_chosen_one(shape: tuple[int, ...]) -> None:
     spec = Spec("w", shape)
-    codec, (chosen, feedback) = Adaptive(), codec_of(Adaptive(), spec)
+    codec, (chosen, feedback, _) = Adaptive(), codec_of(Adaptive(), spec)
     assert codec.wire_bytes(spec) == chosen.wire_bytes(spec)
     x = np.random.default_rng(0).standard_normal(spec.elements, dtype=np.float32)
     mine, other = codec.init(spec, 0), chosen.init(spec, 0, feedback)

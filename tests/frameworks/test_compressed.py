@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from toy import batch, loss_of, mlp
@@ -51,6 +53,19 @@ def test_replicas_stay_equal(group: Any, text: str, architecture: str) -> None:
     assert all(other == one for other in others)
     if architecture == "ring":
         assert group(strategy, 3, trained)[0] == one
+
+
+@pytest.mark.parametrize("architecture", ["ring", "ps(servers=2)", "ps(servers=1, on=workers, update=worker)"])
+def test_nothing_is_compressed_while_it_warms_up(group: Any, architecture: str) -> None:
+    def weights(codec: str, steps: int) -> np.ndarray:
+        one, *_ = group(f"{architecture} codec={codec}", 3, functools.partial(trained, steps=steps))
+        return np.concatenate([np.frombuffer(found, np.float32) for found in one])
+
+    warmed = "feedback(onebit, warmup=3)"
+    np.testing.assert_allclose(weights(warmed, 3), weights("none", 3), rtol=1e-4, atol=1e-6)
+    assert np.abs(weights(warmed, 4) - weights("none", 4)).max() > 1e-3
+    with pytest.raises(UsageError, match="warmup=-1: choose a number of steps"):
+        Strategy.parse("codec=feedback(onebit, warmup=-1)")
 
 
 LEARNING = [
@@ -112,6 +127,8 @@ def test_the_strategy_says_what_really_happens() -> None:
     assert "what their update changes" in Strategy.parse("ps codec=int8").resolve(Group(2)).exchange
     with pytest.raises(StrategyError, match=r"servers do not make; the nearest.*'codec=feedback\(powersgd"):
         Strategy.parse("ps codec=powersgd(rank=2)")
+    with pytest.raises(StrategyError, match=r"still warms up; the nearest.*'ps\(servers=2\) codec=feedback\(onebit"):
+        Strategy.parse("ps(servers=2, update=worker) codec=feedback(onebit, warmup=9)")
     assert "what" not in Strategy.parse("ps(update=worker) codec=int8").resolve(Group(2)).exchange
 
 

@@ -32,6 +32,10 @@ def codec(text: str, feedback: bool | None = None) -> Codec:
     return build("codecs", read_part(f"feedback({text})")) if wanted and not text.startswith("feedback") else found
 
 
+MESSAGES = [text for text in TEXTS if codec(text).combine not in ("sum", "rounds") and "warmup" not in text]
+"""Those whose first step already has payloads in messages."""
+
+
 class Group:
     """The ranks of a run, with states that last over steps."""
 
@@ -149,7 +153,7 @@ def test_with_feedback_nothing_is_lost(text: str, workers: int) -> None:
     for layer, start in zip(
         group.layers, np.cumsum([0, *(layer.spec.elements for layer in group.layers)]), strict=False
     ):
-        inner, feedback = codec_of(chosen, layer.spec)
+        inner, feedback, _ = codec_of(chosen, layer.spec)
         # Additions of 16-bit numbers, and products of matrices, are rounded where no residual sees it.
         coarse = isinstance(inner, Sums) and inner.number in ("float16", "bfloat16")
         bound = 0.2 if coarse else 1e-2 if inner.combine == "rounds" else 1e-4
@@ -225,7 +229,7 @@ def test_another_number_of_workers_takes_all_that_was_kept(text: str) -> None:
     np.testing.assert_allclose(other.residuals(), first.residuals(), atol=1e-4)
 
 
-@pytest.mark.parametrize("text", [text for text in TEXTS if can_be_served(text)])
+@pytest.mark.parametrize("text", [text for text in TEXTS if can_be_served(text) and "warmup" not in text])
 def test_servers_learn_the_step_from_the_workers(text: str) -> None:
     """A server's count begins at 0 when a run is resumed; what is drawn for a step follows the workers'."""
     first, other = Group(codec(text, feedback=False), 2, servers=1), Group(codec(text, feedback=False), 2, servers=1)
@@ -259,7 +263,7 @@ def test_integer_and_complex_gradients_are_refused(text: str, dtype: str) -> Non
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-@pytest.mark.parametrize("text", [text for text in TEXTS if codec(text).combine not in ("sum", "rounds")])
+@pytest.mark.parametrize("text", MESSAGES)
 def test_an_altered_message_is_refused_or_does_no_harm(text: str, data: st.DataObject) -> None:
     """Cut short, or with other words: an error that names the sender, or other numbers; nothing else."""
     group = Group(codec(text), 2, shapes=[(300,), (20, 30)])
@@ -284,7 +288,7 @@ def test_an_altered_message_is_refused_or_does_no_harm(text: str, data: st.DataO
     assert re.search(r"rank [01]: .*'p[01]'", refused)
 
 
-@pytest.mark.parametrize("text", [text for text in TEXTS if codec(text).combine not in ("sum", "rounds")])
+@pytest.mark.parametrize("text", MESSAGES)
 def test_a_payload_of_another_codec_is_refused(text: str) -> None:
     group = Group(codec(text), 2, shapes=[(300, 40)])
 

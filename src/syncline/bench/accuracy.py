@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..codecs import Chooses
+from ..codecs import Chooses, Wraps
 from ..errors import DataError, UsageError
 from ..grammar import Part, read_part
 from ..parts import build
@@ -162,7 +162,7 @@ def strategy_of(way: Way) -> str:
     """The strategy's text, feedback given or refused in it."""
     name, feedback = way
     codec = read_part(name)
-    if feedback and not isinstance(build("codecs", codec), Chooses):
+    if feedback and not isinstance(build("codecs", codec), (Chooses, Wraps)):
         codec = Part("feedback", (("", codec),))
     return str(Strategy(architecture=Part("direct"), codec=codec))
 

@@ -189,9 +189,10 @@ class Chooses(Protocol):
 
 @runtime_checkable
 class Wraps(Protocol):
-    """A codec that stands around another one: error feedback."""
+    """A codec that stands around another one, error feedback; in the first ``warmup`` steps nothing is compressed."""
 
     codec: Codec
+    warmup: int
 
 
 @runtime_checkable
@@ -219,16 +220,25 @@ class Stochastic(Protocol):
         ...
 
 
-def codec_of(codec: Codec, spec: Spec) -> tuple[Codec, bool]:
-    """The codec that a tensor really gets, and whether with error feedback."""
-    feedback = False
+class Applied(NamedTuple):
+    """The codec that a tensor really gets, whether with error feedback, and for how many steps not yet."""
+
+    codec: Codec
+    feedback: bool
+    warmup: int
+
+
+def codec_of(codec: Codec, spec: Spec) -> Applied:
+    """What ``codec`` means for a tensor."""
+    found = Applied(codec, False, 0)
     while True:
-        if isinstance(codec, Chooses):  # first: what it chooses from may be called ``codec`` too
-            codec, feedback = codec.choose(spec), False
+        codec = found.codec
+        if isinstance(codec, Chooses):
+            found = Applied(codec.choose(spec), False, 0)
         elif isinstance(codec, Wraps):
-            codec, feedback = codec.codec, True
+            found = Applied(codec.codec, True, codec.warmup)
         else:
-            return codec, feedback
+            return found
 
 
 def fresh_state(spec: Spec, rank: int, feedback: bool, **memory: Any) -> State:

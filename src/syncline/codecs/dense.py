@@ -41,3 +41,10 @@ class Dense:
         """A copy back, or an addition."""
         check_words(payload, out.size)
         np.add(out, payload.view(np.float32), out=out) if add else np.copyto(out, payload.view(np.float32))
+
+
+@dataclass(frozen=True)
+class Uncompressed(Dense):
+    """What travels in the place of a codec's payloads before it begins: everything, cut where those are cut."""
+
+    block: int = 1  # type: ignore[misc]  # of one codec here, of the class there

@@ -9,6 +9,10 @@ Seide et al., "1-bit stochastic gradient descent and its application to data-par
 DNNs", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes",
 ICML 2019.
 
+``warmup`` is for the beginning, where gradients are large and change quickly, so that what comes late does harm: in so
+many steps nothing is compressed, and the residual stays zero. Tang et al., "1-bit Adam: communication efficient
+large-scale training with Adam's convergence speed", ICML 2021, have such a phase before one bit per element.
+
 The codec inside keeps the residual in the same pass over memory in which it encodes; here is only the composition.
 """
 
@@ -22,14 +26,17 @@ from ..types import Spec
 from . import Chooses, Codec, Combine, Encoded, Floats, Payload, State
 
 
-@register("codecs", "feedback", wraps="codec", examples=("feedback(int8)",))
+@register("codecs", "feedback", wraps="codec", examples=("feedback(int8)", "feedback(onebit, warmup=2)"))
 @dataclass(frozen=True)
 class Feedback:
     """Error feedback around another codec: what was not sent is added to the next gradient."""
 
     codec: Codec
+    warmup: int = 0
 
     def __post_init__(self) -> None:
+        if self.warmup < 0:
+            raise UsageError(f"warmup={self.warmup}: choose a number of steps, or 0 for no warm-up")
         if isinstance(self.codec, Feedback):
             raise UsageError("feedback(feedback(...)): error feedback around itself changes nothing; write it once")
         if isinstance(self.codec, Chooses):

@@ -87,10 +87,14 @@ def measure_codec(text: str, elements: int, repetitions: int = REPETITIONS) -> C
 
 
 def told(text: str) -> tuple[str, bool]:
-    """The codec of a text without the error feedback around it, and whether there was one; raises UsageError."""
+    """The codec of a text without the error feedback around it, and whether there was one; raises UsageError.
+
+    Error feedback with a warm-up stays in the text.
+    """
     part = bind("codecs", read_part(text))
-    if not isinstance(build("codecs", part), Wraps) or isinstance(build("codecs", part), Chooses):
-        return write("codecs", part), False
+    codec = build("codecs", part)
+    if not isinstance(codec, Wraps) or codec.warmup:
+        return write("codecs", part), isinstance(codec, Wraps)
     inner: Part = part[registry.get("codecs", part.name).capabilities["wraps"]]
     return write("codecs", inner), True
 
@@ -179,7 +183,7 @@ class Trial:
         if elements < 1:
             raise UsageError(f"elements has to be 1 or more, got {elements}")
         self.text = text
-        self._codec, chosen_feedback = codec_of(build("codecs", read_part(text)), _matrix(elements))
+        self._codec, chosen_feedback, _ = codec_of(build("codecs", read_part(text)), _matrix(elements))
         self.feedback = feedback or chosen_feedback
         in_rounds = isinstance(self._codec, Rounds)
         self._spec = _matrix(elements) if in_rounds else Spec("gradient", (elements,))

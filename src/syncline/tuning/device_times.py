@@ -67,7 +67,7 @@ def measure_on_gpu(codec: Codec, elements: int, repetitions: int = REPETITIONS) 
     if elements < 1 or repetitions < 1:
         raise UsageError(f"{elements} elements, {repetitions} repetitions: measure at least one")
     spec = Spec("gradient", (1, elements))
-    codec, feedback = codec_of(codec, spec)
+    codec, feedback, _ = codec_of(codec, spec)
     device = torch.device("cuda", torch.cuda.current_device())
     state: State = to_device(codec.init(spec, 0, feedback), device)
     x, out = torch.empty(elements, device=device), torch.zeros(elements, device=device)
