@@ -21,10 +21,18 @@ def failures(group: Group, *parts: str) -> None:
             assert part in rank.printed(), f"{part!r} is not in what this one printed: {rank}"
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("ring", 2), ("direct", 3), ("ring", 3), ("double_tree", 4)])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_collectives(pool: Pool, address: str, strategy: str, world: int, transport: str) -> None:
-    case = everyone(world, address, f"{strategy} transport={transport}")
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [
+        ("ring transport=shm", 2),
+        ("ring transport=tcp", 2),
+        ("direct transport=shm", 3),
+        ("ring transport=tcp", 3),
+        ("double_tree transport=tcp", 4),
+    ],
+)
+def test_collectives(pool: Pool, address: str, strategy: str, world: int) -> None:
+    case = everyone(world, address, strategy)
     with pool.start(bodies.collectives, case) as group:
         sent, received = zip(*group.results(), strict=True)
     assert sum(sent) >= sum(received) > 0  # the last acknowledgements may not have been read

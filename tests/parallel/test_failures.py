@@ -24,20 +24,22 @@ def group_of(processes: int, address: str, *case: Any) -> list[list[Any]]:
 
 
 CASES = [
-    (strategy, victim, number)
+    (f"{strategy} transport={transport}", victim, number)
     for strategy, victims in (("ring", [1]), (SERVED, [1, WORKERS]))
     for victim in victims
-    for number in (signal.SIGKILL, signal.SIGSTOP)
-] + [(f"{SERVED} codec=int8", victim, signal.SIGKILL) for victim in (1, WORKERS)]
+    for transport, number in (("shm", signal.SIGKILL), ("tcp", signal.SIGSTOP), ("tcp", signal.SIGKILL))
+] + [
+    (f"{SERVED} codec=int8 transport=tcp", 1, signal.SIGKILL),
+    (f"{SERVED} codec=int8 transport=shm", WORKERS, signal.SIGKILL),
+]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize(("strategy", "victim", "number"), CASES)
 def test_everyone_names_who_fails_in_mid_step(
-    pool: Pool, address: str, strategy: str, victim: int, number: signal.Signals, transport: str
+    pool: Pool, address: str, strategy: str, victim: int, number: signal.Signals
 ) -> None:
     """Three processes, so that somebody other than the victim's neighbours learns of it too."""
-    case = group_of(3, address, f"{strategy} transport={transport}", victim, number, 1.0)
+    case = group_of(3, address, strategy, victim, number, 1.0)
     with pool.start(bodies.train_until, case) as group:
         group.hear(2, among=range(WORKERS))
         if victim >= WORKERS:  # a server does not come by a place in the script

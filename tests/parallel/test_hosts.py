@@ -46,8 +46,11 @@ def test_two_levels_send_every_part_once_between_hosts(pool: Pool, address: str)
         assert nbytes / 2 <= across < nbytes / 2 * 1.02
 
 
-@pytest.mark.parametrize("strategy", ["ring", "direct", "hierarchical", "double_tree"])
-@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 1]], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "nodes"),
+    [("ring", [0, 0, 1, 1]), ("direct", [0, 1, 1]), ("hierarchical", [0, 0, 1, 1]), ("double_tree", [0, 1, 1])],
+    ids=str,
+)
 def test_collectives_over_both(pool: Pool, address: str, strategy: str, nodes: list[int]) -> None:
     case = everyone(len(nodes), address, nodes, "collectives", strategy)
     with pool.start(host_bodies.on_nodes, case) as group:

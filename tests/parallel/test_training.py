@@ -20,8 +20,7 @@ STRATEGIES = {  # and the processes that only serve
 }
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize(("workers", "transport"), [(2, "shm"), (3, "tcp"), (4, "shm"), (4, "tcp")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_processes_train_as_one(pool: Pool, address: str, strategy: str, workers: int, transport: str) -> None:
     processes = workers + STRATEGIES[strategy]
