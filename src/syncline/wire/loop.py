@@ -51,7 +51,7 @@ class Loop:
         try:
             done = link.flush()
         except OSError:
-            self._lose(fd)
+            self._hear_out(fd, link)
             return
         if not done:
             self._writing.add(fd)
@@ -80,11 +80,15 @@ class Loop:
                 if events & ~select.EPOLLOUT and not link.fill():
                     self._lose(fd)
                     continue
+            except OSError:
+                self._lose(fd)
+                continue
+            try:
                 if events & select.EPOLLOUT and link.flush():
                     self._writing.discard(fd)
                     self._epoll.modify(fd, select.EPOLLIN)
             except OSError:
-                self._lose(fd)
+                self._hear_out(fd, link)
 
     def wake(self) -> None:
         """Make ``turn`` in another thread return; nothing after ``close``, when the number may be another file's."""
@@ -102,6 +106,16 @@ class Loop:
             bell, self._bell = self._bell, -1
             if bell >= 0:
                 os.close(bell)
+
+    def _hear_out(self, fd: int, link: Link) -> None:
+        """The peer takes nothing any more; what it had sent before it went is still there to be read."""
+        before = -1
+        with contextlib.suppress(OSError):
+            while link.received_bytes != before:
+                before = link.received_bytes
+                if not link.fill():
+                    break
+        self._lose(fd)
 
     def _lose(self, fd: int) -> None:
         link = self._links.pop(fd, None)
