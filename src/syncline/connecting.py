@@ -18,7 +18,7 @@ from .errors import UsageError
 from .launch.environment import Environment
 from .launch.store import failing_together, find_secret, listen_address
 from .session import Session
-from .strategy import AUTO, Strategy
+from .strategy import Strategy
 from .transports import Place, Transport
 from .transports.auto import Auto
 from .transports.inproc import Hub
@@ -30,6 +30,7 @@ from .wire.listener import Listener
 from .wire.rollcall import Roll, call_roll, check_failed, connect, describe_self, leave
 from .wire.store import Store
 from .wire.watch import LIVENESS_S, Watcher
+from .words import AUTO
 
 
 def in_process(strategy: str, workers: int) -> list[Session]:

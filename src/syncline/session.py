@@ -31,13 +31,14 @@ from .errors import ClosedError, MismatchError, PeerError, PeerLeft, PeerTimeout
 from .plan import Plan
 from .program import Program, compile_program
 from .reducers import Place
-from .strategy import AUTO, NONE, Strategy
+from .strategy import Strategy
 from .tickets import ALLREDUCE, BARRIER, BROADCAST, CALLS, GATHER, STEP, TABLE, Meeting, Ticket, ticket_table
 from .transports import Transport
 from .types import Bucket, Group, Layer
 from .updates import Updates
 from .wire.rollcall import Roll
 from .wire.watch import Watcher
+from .words import AUTO, NONE
 
 log = logging.getLogger("syncline")
 
