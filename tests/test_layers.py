@@ -24,7 +24,7 @@ LAYERS = (
     ("combining",),
     ("strategy", "reducers"),
     ("exchange",),
-    ("reducing",),
+    ("reducing", "work"),
     ("engine", "predict.simulate"),
     ("tickets", "compression"),
     ("updates",),

@@ -26,7 +26,7 @@ from . import registry
 from .choice import Choice
 from .collectives import Collective
 from .compression import Compression, Saved
-from .engine import LIMIT_S, Engine, Work
+from .engine import LIMIT_S, Engine
 from .errors import ClosedError, MismatchError, PeerError, PeerLeft, PeerTimeout, SynclineError, UsageError
 from .plan import Plan
 from .program import Program, compile_program
@@ -39,6 +39,7 @@ from .updates import Updates
 from .wire.rollcall import Roll
 from .wire.watch import Watcher
 from .words import AUTO, NONE
+from .work import Work
 
 log = logging.getLogger("syncline")
 

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Protocol
 
 from ...compression import Compression
-from ...engine import Work
 from ...plan import Plan
 from ...program import Program, compile_program
 from ...session import WEIGHT_KEYS, Session
 from ...sync.server import Action, Apply, Measure, Release, Request, Server
 from ...updates import Updates
+from ...work import Work
 from .records import pack, unpack
 from .shard import Record, Shard
 from .storage import Storage
