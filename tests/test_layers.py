@@ -26,7 +26,7 @@ LAYERS = (
     ("exchange",),
     ("reducing", "work"),
     ("engine", "predict.simulate"),
-    ("tickets", "compression"),
+    ("tickets", "compression", "ending", "statistics"),
     ("updates",),
     ("session",),
     ("tuning", "launch"),

@@ -24,7 +24,8 @@ from .errors import ClosedError, NotBuiltError, PeerError, UsageError
 from .launch.environment import Environment, recognise
 from .launch.meeting import find_meeting_place
 from .launch.store import open_store
-from .session import Session, Stats
+from .session import Session
+from .statistics import Stats
 from .strategy import Strategy
 from .types import Group
 from .wire.store import Store

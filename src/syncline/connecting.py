@@ -42,7 +42,7 @@ def in_process(strategy: str, workers: int) -> list[Session]:
     hub = Hub(group.processes)
     sessions = [Session(chosen, group, index, hub.transport(index)) for index in range(group.processes)]
     for session in sessions:
-        session.neighbours = [other for other in sessions if other is not session]
+        session.ending.neighbours = [other.ending for other in sessions if other is not session]
     return sessions
 
 
@@ -84,8 +84,9 @@ def connect_session(
         local_rank=environment.local_rank,
         limit_s=limit_s,
     )
-    session.watcher = Watcher(formed.roll, formed.control, session.on_peer_failure, session.left, liveness_s)
-    session.watcher.start()
+    ending = session.ending
+    ending.watcher = Watcher(formed.roll, formed.control, session.on_peer_failure, ending.left, liveness_s)
+    ending.watcher.start()
     _tune(session, strategy)
     return session
 
