@@ -32,7 +32,7 @@ LAYERS = (
     ("tuning", "launch"),
     ("connecting",),
     ("frameworks", "workloads"),
-    ("report",),
+    ("report", "checkpoint"),
     ("lab",),
     ("api",),
     ("",),  # the package itself: the public names

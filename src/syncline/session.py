@@ -7,7 +7,6 @@ every collective is the identity. What a process says and hears of the end is in
 
 from __future__ import annotations
 
-import io
 import os
 import weakref
 import zlib
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from . import registry
 from .choice import Choice
 from .collectives import Collective
-from .compression import Compression, Saved
+from .compression import Compression
 from .ending import Ending
 from .engine import LIMIT_S, Engine
 from .errors import ClosedError, MismatchError, PeerError, PeerTimeout, UsageError
@@ -281,16 +280,6 @@ class Session:
     def pull(self, updates: Updates, number: int, key: int, label: str) -> Work:
         """Start to tell, or to hear, how a bucket's weights have been updated."""
         return self.engine.reduce(partial(updates.pieces, number), self.bucket_program, key, label)
-
-    def gather_saved(self, compression: Compression) -> list[Saved]:
-        """What every worker's codec has to keep in a checkpoint, in rank order; all workers call it."""
-        found = io.BytesIO()
-        np.savez(found, **compression.saved())  # type: ignore[arg-type]
-        ranks: list[Saved] = []
-        for data in self.gather(found.getvalue()):
-            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-                ranks.append({key: arrays[key] for key in arrays.files})
-        return ranks
 
     def _place(self) -> Place:
         """This process among those that reduce what is compressed: owners are the servers, or else all workers."""
