@@ -12,11 +12,12 @@ from syncline import registry
 from syncline.bench.contenders import contender_of
 from syncline.cli import cli
 from syncline.codecs import Codec
-from syncline.grammar import read_part
+from syncline.grammar import Part, read_part
 from syncline.parts import build
-from syncline.strategy import WORDS, Part, Strategy, vocabulary
+from syncline.strategy import Strategy
 from syncline.tuning.codec_times import every_codec
 from syncline.types import Spec
+from syncline.words import WORDS, vocabulary
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from syncline import registry
-from syncline.engine import Engine, Lane
+from syncline.engine import Engine
 from syncline.errors import ClosedError, PeerLost, PeerTimeout, SynclineError
 from syncline.program import Program, compile_program
 from syncline.transports.inproc import Hub
 from syncline.types import Group
+from syncline.work import Lane
 
 LIMIT_S = 30.0
 _RING = registry.get("algorithms", "ring").target(Group(2))

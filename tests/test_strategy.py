@@ -18,8 +18,9 @@ from syncline import registry
 from syncline.errors import NotBuiltError, StrategyError, UsageError
 from syncline.grammar import Part, read_part, read_value, write_value
 from syncline.plan import check
-from syncline.strategy import PLANNED, WORDS, Strategy, kind_of, vocabulary
+from syncline.strategy import Strategy
 from syncline.types import Group, Rate, Seconds, Size
+from syncline.words import PLANNED, WORDS, kind_of, vocabulary
 
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(10**12), 10**12),

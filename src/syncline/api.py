@@ -12,19 +12,19 @@ import os
 import sys
 import traceback
 import types
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from .choice import Choice
+from . import checkpoint
 from .connecting import connect_session
 from .errors import ClosedError, NotBuiltError, PeerError, UsageError
 from .launch.environment import Environment, recognise
 from .launch.meeting import find_meeting_place
 from .launch.store import open_store
-from .session import Session, Stats
+from .session import Session
+from .statistics import Stats
 from .strategy import Strategy
 from .types import Group
 from .wire.store import Store
@@ -280,25 +280,7 @@ def state_dict() -> dict[str, Any]:
     there are ranks times the model's. Where owners hold the weights, theirs are in it too: they know more than the
     workers have been told so far. Tensors and plain values, which ``torch.save`` takes.
     """
-    here = session()
-    found: dict[str, Any] = {
-        "strategy": str(here.strategy),
-        "algorithms": [] if here.choice is None else [list(row) for row in here.choice.table],
-        "world_size": here.world_size,
-        "steps": [made.replica.steps for made in _prepared],
-    }
-    kept = [made.replica.compression for made in _prepared]
-    if any(one is not None and one.keeps for one in kept):
-        import torch
-
-        found["codec"] = [
-            one and [{key: torch.from_numpy(array) for key, array in rank.items()} for rank in here.gather_saved(one)]
-            for one in kept
-        ]
-    clients = [made.client for made in _prepared]
-    if any(client is not None and client.keeps for client in clients):
-        found["weights"] = [client and client.owners_weights() for client in clients]
-    return found
+    return checkpoint.save(session(), _prepared)
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
@@ -309,40 +291,7 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     back is shared out where the number of workers is another one. A state without that warns: gradients of the last
     steps that had not been sent yet are lost.
     """
-    here = session()
-    if state["strategy"] != str(here.strategy) and here.resume_codec(state["strategy"]):
-        for made in _prepared:
-            made.replica.compress()
-    if state["strategy"] != str(here.strategy):
-        raise UsageError(f"this state is of a run with {state['strategy']!r}, this run has {str(here.strategy)!r}")
-    if len(state["steps"]) != len(_prepared):
-        raise UsageError(f"this state is of {len(state['steps'])} prepared models, this run has {len(_prepared)}")
-    nothing = [None] * len(_prepared)
-    kept, weights = state.get("codec") or nothing, state.get("weights") or nothing
-    for made, step, saved, owned in zip(_prepared, state["steps"], kept, weights, strict=True):
-        made.replica.steps = step
-        compression, client = made.replica.compression, made.client
-        if compression is None:
-            continue
-        compression.resume_at(step)
-        if saved is not None:
-            compression.load([{key: np.asarray(array) for key, array in rank.items()} for rank in saved])
-        if client is not None:
-            client.resume(step, owned or {})
-        if (saved is None and compression.keeps) or (owned is None and client is not None and client.keeps):
-            warnings.warn(
-                f"this state has nothing of codec={here.strategy.codec}: what it had not sent yet is lost, and training"
-                " does not go on with the same bits; save syncline.state_dict() of this strategy, called by all ranks",
-                stacklevel=2,
-            )
-        if compression.forgets:
-            warnings.warn(
-                "the residuals of servers that only sum are in no checkpoint, so that training does not go on with the"
-                " same bits: use ps(on=workers, update=worker) or ps(update=server)",
-                stacklevel=2,
-            )
-    if state.get("algorithms") and state["world_size"] == here.world_size:
-        here.resume_with(Choice.read(state["algorithms"]))
+    checkpoint.load(session(), _prepared, state)
 
 
 def shutdown() -> None:

@@ -391,7 +391,7 @@ def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | No
 @cli.command()
 def strategies() -> None:
     """List every word that a strategy may say."""
-    from .strategy import vocabulary
+    from .words import vocabulary
 
     words = vocabulary()
     for word in dict.fromkeys(item.word for item in words):

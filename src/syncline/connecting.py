@@ -18,7 +18,7 @@ from .errors import UsageError
 from .launch.environment import Environment
 from .launch.store import failing_together, find_secret, listen_address
 from .session import Session
-from .strategy import AUTO, Strategy
+from .strategy import Strategy
 from .transports import Place, Transport
 from .transports.auto import Auto
 from .transports.inproc import Hub
@@ -30,6 +30,7 @@ from .wire.listener import Listener
 from .wire.rollcall import Roll, call_roll, check_failed, connect, describe_self, leave
 from .wire.store import Store
 from .wire.watch import LIVENESS_S, Watcher
+from .words import AUTO
 
 
 def in_process(strategy: str, workers: int) -> list[Session]:
@@ -41,7 +42,7 @@ def in_process(strategy: str, workers: int) -> list[Session]:
     hub = Hub(group.processes)
     sessions = [Session(chosen, group, index, hub.transport(index)) for index in range(group.processes)]
     for session in sessions:
-        session.neighbours = [other for other in sessions if other is not session]
+        session.ending.neighbours = [other.ending for other in sessions if other is not session]
     return sessions
 
 
@@ -83,8 +84,9 @@ def connect_session(
         local_rank=environment.local_rank,
         limit_s=limit_s,
     )
-    session.watcher = Watcher(formed.roll, formed.control, session.on_peer_failure, session.left, liveness_s)
-    session.watcher.start()
+    ending = session.ending
+    ending.watcher = Watcher(formed.roll, formed.control, session.on_peer_failure, ending.left, liveness_s)
+    ending.watcher.start()
     _tune(session, strategy)
     return session
 

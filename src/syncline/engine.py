@@ -10,8 +10,7 @@ A fault while driving reaches every thread that waits, now or later, as the same
 time limit, and so has the progress of the whole: when nothing moves for ``limit_s`` although something is under way,
 that is a fault that names whom it waits for.
 
-Works of one *lane* start in the order in which they were handed over, at most ``in_flight`` of them at a time: ranks
-whose gradients become ready in different orders still serve the same buckets.
+What a work is, and in which order works start, is in ``work``.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from .program import Program
 from .reducers import Reducer, Room
 from .reducing import Reducing
 from .transports import Bytes, Handle, Transport
+from .work import Lane, Work
 
 LIMIT_S = 30 * 60.0
 """Default limit for progress."""
@@ -44,28 +44,6 @@ _FLUSH_S = 10.0
 _UNTIL_S = 0.1
 _DRAIN_S = 2.0
 _DRAIN_POLL_S = 0.01
-
-
-class Work:
-    """Something under way; ``result`` is set when it is done."""
-
-    __slots__ = ("callbacks", "done", "label", "result", "tolerant")
-
-    def __init__(self, label: str, tolerant: bool = False) -> None:
-        self.label = label
-        self.tolerant = tolerant
-        self.done = False
-        self.result: Any = None
-        self.callbacks: list[Callable[[], None]] = []
-
-
-class Lane:
-    """An ordered queue of works of which ``in_flight`` may be under way."""
-
-    def __init__(self, in_flight: int) -> None:
-        self.in_flight = in_flight
-        self.active = 0
-        self.waiting: deque[tuple[Work | None, Callable[[], None]]] = deque()
 
 
 class Engine:
@@ -190,11 +168,12 @@ class Engine:
             start()
 
         def enter() -> None:
-            if lane is None:
-                self._when_done(gate, begin)
+            if lane is not None:
+                lane.enter(gate, begin)
+            elif gate is not None:
+                gate.when_done(begin)
             else:
-                lane.waiting.append((gate, begin))
-                self._advance(lane)
+                begin()
 
         self._post(enter, work.tolerant, announce)
 
@@ -268,7 +247,7 @@ class Engine:
 
         def step() -> None:
             if waiting:
-                self._when_done(waiting.pop(), step)
+                waiting.pop().when_done(step)
             else:
                 call()
                 self._finish(work, None)
@@ -459,9 +438,7 @@ class Engine:
                         self._exchange.progress(0.0)
                     return
                 left = _POLL_S if deadline is None else min(_POLL_S, max(0.0, deadline - time.perf_counter()))
-                if self._reducing and any(
-                    one.open_another() for one in sorted(self._reducing.values(), key=Reducing.urgency)
-                ):
+                if self._reducing and self._open_another():
                     left = 0.0
                 if self._exchange.progress(left, spins) or not self._under_way:
                     moved = time.monotonic()
@@ -517,22 +494,6 @@ class Engine:
         text = f"nothing has moved for {self._limit_s:.0f} s, waiting for {peers}"
         return PeerTimeout(text, rank=next(iter(waiting)) if len(waiting) == 1 else -1)
 
-    def _when_done(self, gate: Work | None, start: Callable[[], None]) -> None:
-        if gate is None or gate.done:
-            start()
-        else:
-            gate.callbacks.append(start)
-
-    def _advance(self, lane: Lane) -> None:
-        while lane.waiting and lane.active < lane.in_flight:
-            gate, start = lane.waiting[0]
-            if gate is not None and not gate.done:
-                gate.callbacks.append(lambda: self._advance(lane))
-                return
-            lane.waiting.popleft()
-            lane.active += 1
-            start()
-
     def _arrived(self, work: Work, handle: Handle) -> None:
         if handle.error is not None:
             if work.tolerant and self._has_left(handle.peer):
@@ -548,9 +509,6 @@ class Engine:
             else:
                 self._under_way -= 1
             self._changed.notify_all()
-        callbacks, work.callbacks = work.callbacks, []
-        for callback in callbacks:
-            callback()
+        work.call_back()
         if lane is not None:
-            lane.active -= 1
-            self._advance(lane)
+            lane.leave()

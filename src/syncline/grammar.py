@@ -1,7 +1,7 @@
 """The text of parts and of their arguments: ``ps(servers=2)``, ``feedback(topk(ratio=0.01))``, ``4MiB``, ``5ms``.
 
 Owns how a part is written and read, and how one argument turns from text into a value of its annotated type and back.
-Does not know which parts exist, what they do or which can be combined: ``strategy`` does.
+Does not know which parts exist, what they do or which can be combined: ``words`` and ``combining`` do.
 
     words    = { part | key "=" part }
     part     = name [ "(" [ argument { "," argument } ] ")" ]

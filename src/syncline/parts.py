@@ -1,7 +1,7 @@
 """Parts in the light of the registry: their arguments typed and completed, called, and printed.
 
 Owns the way from a part's text to the registered function or class and back, for any kind. Does not know the words of
-a strategy or what can be combined: ``strategy`` does; ``grammar`` has the syntax.
+a strategy (``words``) or what can be combined (``combining``); ``grammar`` has the syntax.
 """
 
 from __future__ import annotations

@@ -2,20 +2,16 @@
 
 Every collective begins with an exchange of tickets (``tickets``). A session knows nothing of frameworks: it averages
 arrays. ``connecting`` makes sessions. A world of one worker and no server needs neither connections nor threads, and
-every collective is the identity.
+every collective is the identity. What a process says and hears of the end is in ``ending``.
 """
 
 from __future__ import annotations
 
-import io
-import logging
 import os
-import threading
-import time
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -25,27 +21,24 @@ from numpy.typing import NDArray
 from . import registry
 from .choice import Choice
 from .collectives import Collective
-from .compression import Compression, Saved
-from .engine import LIMIT_S, Engine, Work
-from .errors import ClosedError, MismatchError, PeerError, PeerLeft, PeerTimeout, SynclineError, UsageError
+from .compression import Compression
+from .ending import Ending
+from .engine import LIMIT_S, Engine
+from .errors import ClosedError, MismatchError, PeerError, PeerTimeout, UsageError
 from .plan import Plan
 from .program import Program, compile_program
 from .reducers import Place
-from .strategy import AUTO, NONE, Strategy
+from .statistics import Stats
+from .strategy import Strategy
 from .tickets import ALLREDUCE, BARRIER, BROADCAST, CALLS, GATHER, STEP, TABLE, Meeting, Ticket, ticket_table
 from .transports import Transport
 from .types import Bucket, Group, Layer
 from .updates import Updates
 from .wire.rollcall import Roll
-from .wire.watch import Watcher
-
-log = logging.getLogger("syncline")
+from .words import AUTO, NONE
+from .work import Work
 
 Array = NDArray[Any]
-
-VERDICT_S = 2.0
-"""How long a broken connection waits for the news of who really failed."""
-
 
 # Keys tell the messages of exchanges in flight apart; buckets have the lowest.
 BUCKET_KEYS = 1 << 20
@@ -55,34 +48,6 @@ WEIGHT_KEYS = 2 * BUCKET_KEYS
 _CALL_KEYS = 4 * BUCKET_KEYS
 _CALLS_IN_FLIGHT = 1 << 12
 _MESSAGE_TAGS = 1 << 63
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Totals since the start of the session.
-
-    ``blocked_s`` is the time the training thread was blocked in Syncline; bytes are per peer process, counted at the
-    transport with all headers; ``strategy`` is what really runs, ``transport`` what carries this process's messages
-    (``shm+tcp`` where some peers are on its host and others are not). Under ``architecture=auto`` that was measured,
-    ``algorithms`` gives what runs from which size in bytes on; it is empty where the strategy names the algorithm.
-    ``exchange`` says in words how gradients become one average, ``reason`` why ``codec=auto`` took its codec.
-    """
-
-    strategy: str
-    blocked_s: float = 0.0
-    bytes_sent: Mapping[int, int] = field(default_factory=dict)
-    bytes_received: Mapping[int, int] = field(default_factory=dict)
-    transport: str = ""
-    algorithms: Mapping[int, str] = field(default_factory=dict)
-    exchange: str = ""
-    reason: str = ""
-
-    @property
-    def chosen(self) -> str:
-        """The strategy with what was chosen by measuring beside it, for result rows."""
-        by_size = f", by size: {Choice(tuple(self.algorithms.items()))}" if self.algorithms else ""
-        why = f" ({self.reason})" if self.reason else ""
-        return f"{self.strategy}{by_size}{why}"
 
 
 class Session:
@@ -105,12 +70,9 @@ class Session:
         self.roll = roll
         self.choice: Choice | None = None
         self.chose_codec, self.reason = False, ""  # whether a codec was chosen by measuring, and why
-        self.watcher: Watcher | None = None
-        self.neighbours: Sequence[Session] = ()  # the other sessions of a group in one process
+        ending = self.ending = Ending(group, index, self.name)
         self._local_rank = local_rank
         self._pid = os.getpid()
-        self._left: set[int] = set()
-        self._all_left = threading.Event()
         self._calls = 0
         self._next_key = 0
         self._models: list[weakref.ref[Any]] = []
@@ -119,7 +81,7 @@ class Session:
         if transport is not None:
             limit = limit_s if self.is_worker else float("inf")
             self._engine = Engine(
-                transport, limit_s=limit, explain=self._explain, has_left=self._has_left, on_raise=self._came_back
+                transport, limit_s=limit, explain=ending.explain, has_left=ending.has_left, on_raise=ending.came_back
             )
 
     # Who we are.
@@ -319,16 +281,6 @@ class Session:
         """Start to tell, or to hear, how a bucket's weights have been updated."""
         return self.engine.reduce(partial(updates.pieces, number), self.bucket_program, key, label)
 
-    def gather_saved(self, compression: Compression) -> list[Saved]:
-        """What every worker's codec has to keep in a checkpoint, in rank order; all workers call it."""
-        found = io.BytesIO()
-        np.savez(found, **compression.saved())  # type: ignore[arg-type]
-        ranks: list[Saved] = []
-        for data in self.gather(found.getvalue()):
-            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-                ranks.append({key: arrays[key] for key in arrays.files})
-        return ranks
-
     def _place(self) -> Place:
         """This process among those that reduce what is compressed: owners are the servers, or else all workers."""
         workers, architecture = self.group.workers, self.strategy.architecture
@@ -412,43 +364,26 @@ class Session:
         blocked_s = self._engine.blocked_s
         return Stats(strategy, blocked_s, sent, received, transport.name, algorithms, exchange, self.reason)
 
-    def workers_left(self) -> bool:
-        """True when every worker has said goodbye."""
-        return self._all_left.is_set()
-
     def fail(self, error: Exception) -> None:
         """This process gives up: tell everyone and end the engine. In a forked child it is none of its business."""
         if self.forked:
             return
         if self._engine is not None:
             self._engine.fail(error)
-        self._tell(error)
+        self.ending.tell(error)
 
     def shutdown(self) -> None:
         """End this process's part: finish what is under way, say goodbye, free everything. May be called again."""
         if self._closed or self.forked:
             return
         if self._engine is not None:
-            self._engine.close(before_end=self._say_goodbye)
+            self._engine.close(before_end=self.ending.say_goodbye)
         self._closed = True
-        if self.watcher is not None:
-            self.watcher.came_back()
-            self.watcher.close()
-
-    def _came_back(self) -> None:
-        if self.watcher is not None and self.watcher.failure is not None:
-            self.watcher.came_back()
-
-    def _say_goodbye(self) -> None:
-        if self.watcher is not None and self.watcher.failure is None:
-            self.watcher.goodbye()
-        for peer in self.neighbours:
-            peer.left(self.index)
+        self.ending.close()
 
     def forget_in_child(self) -> None:
         """In a forked child: close the parent's descriptors without a word."""
-        if self.watcher is not None:
-            self.watcher.close_descriptors()
+        self.ending.forget_in_child()
         if self._engine is not None:
             self._engine.transport.close()
 
@@ -461,48 +396,9 @@ class Session:
         self.fail(error)
         return error
 
-    def left(self, index: int) -> None:
-        """A peer has said goodbye (called by the watcher)."""
-        self._left.add(index)
-        if all(worker in self._left for worker in range(self.group.workers) if worker != self.index):
-            self._all_left.set()
-
     def _call_key(self) -> int:
         self._next_key = (self._next_key + 1) % _CALLS_IN_FLIGHT
         return _CALL_KEYS + self._next_key
-
-    def _has_left(self, peer: int) -> bool:
-        """Whether a peer whose connection has closed had said goodbye; waits for that news a little."""
-        if self.watcher is None:
-            return peer in self._left
-        deadline = time.monotonic() + VERDICT_S
-        while time.monotonic() < deadline and self.watcher.failure is None:
-            if peer in self._left:
-                return True
-            time.sleep(0.005)
-        return False
-
-    def _explain(self, error: Exception) -> Exception:
-        """What the user sees of a fault in the progress thread: the first culprit, if it was somebody else."""
-        here = self.name(self.index)
-        if self.watcher is None:
-            return error
-        verdict = self.watcher.verdict(VERDICT_S) if isinstance(error, PeerError) else self.watcher.failure
-        if verdict is not None:
-            return type(verdict)(f"{here}: {error}: {verdict}", rank=verdict.rank, host=verdict.host)
-        if isinstance(error, PeerError) and error.rank in self.watcher.left:
-            why = (
-                "left the run (shutdown, or the end of its script) while others needed it; if ranks have different"
-                " numbers of batches, wrap the loop in `with syncline.join():`"
-            )
-            self.watcher.abort(why, error.rank)
-            return PeerLeft(f"{here}: {error}: {self.name(error.rank)} {why}", rank=error.rank, host=error.host)
-        explained: Exception = error
-        if not isinstance(error, SynclineError):
-            explained = SynclineError(f"{here}: {type(error).__name__} in the progress thread: {error}")
-            explained.__cause__ = error
-        self._tell(explained)
-        return explained
 
     def on_peer_failure(self, verdict: PeerError) -> None:
         """The watcher has found the first culprit: whoever waits here learns of it, with what it was waiting for."""
@@ -510,16 +406,6 @@ class Session:
         if engine is not None:
             doing = f"{self.name(self.index)}: during {engine.doing}: {verdict}"
             engine.fail(type(verdict)(doing, rank=verdict.rank, host=verdict.host))
-
-    def _tell(self, error: Exception) -> None:
-        """Tell everyone that this process ends with an error, and whose fault it is."""
-        if self.watcher is not None and self.watcher.failure is None:
-            blames_other = isinstance(error, PeerError) and error.rank not in (-1, self.index)
-            if blames_other:
-                assert isinstance(error, PeerError)
-                self.watcher.abort(f"is to blame for an error of {self.name(self.index)}: {error}", error.rank)
-            else:
-                self.watcher.abort(f"failed: {type(error).__name__}: {error}")
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,7 @@
 """A strategy: the five words that say how a group of workers trains together, as a value and as text.
 
-Owns which words exist, their defaults, how they are printed, and which combinations are possible. Does not know how
-any part works: names, arguments, types and capabilities come from the registry, the syntax from ``grammar``.
+Owns how a strategy is read and printed, its defaults, and what ``auto`` becomes. Does not know how any part works:
+what a word may be is in ``words``, what can be combined in ``combining``, the syntax in ``grammar``.
 
     ring
     ps(servers=2) schedule=wait_free transport=tcp
@@ -9,7 +9,7 @@ any part works: names, arguments, types and capabilities come from the registry,
 
 ``Strategy.parse(str(s)) == s`` for every strategy, and equal strategies have equal texts: arguments are completed with
 their defaults when a strategy is built, and left out again when it is printed. What a part declares in the registry
-and this file reads:
+for this file, ``words``, ``combining`` and ``parts``:
 
     goal="allreduce"        (algorithms, collectives) only these are architectures
     always_print=(names)    arguments that are printed even at their default
@@ -23,90 +23,47 @@ and this file reads:
 
 from __future__ import annotations
 
-import inspect
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from . import registry
-from .codecs import Chooses, NeedsFeedback, Wraps
-from .errors import NotBuiltError, StrategyError, UsageError
+from .codecs import Chooses
+from .combining import Combination, fault_of, nearest_that_works
+from .errors import StrategyError, UsageError
 from .grammar import Part, nearest, read_part, read_words
-from .parts import bind, build, signature, write
+from .parts import build, write
 from .types import Group
+from .words import AUTO, NONE, WORDS, belongs_to, bind_word, built_names, kind_of
 
 if TYPE_CHECKING:
     from .codecs import Codec
-    from .collectives import Collective
     from .plan import Plan
     from .schedules import Schedule
     from .sync import SyncMode
 
-__all__ = ["RULES", "WORDS", "Part", "Strategy", "Word", "vocabulary"]
+_DEFAULTS = {"sync": "bsp", "codec": "none", "schedule": "auto", "transport": "auto"}
 
-WORDS: Mapping[str, str] = {
-    "architecture": "algorithms",
-    "sync": "sync",
-    "codec": "codecs",
-    "schedule": "schedules",
-    "transport": "transports",
-}
-"""The words of a strategy in the order of printing, each with the registry's kind of its parts."""
-
-AUTO = Part("auto")
-"""Chosen later: by topology when the group is known, by measuring where the schedule or architecture can be tuned."""
-
-BSP, NONE = Part("bsp"), Part("none")
-
-_HAS_AUTO = ("architecture", "codec", "schedule", "transport")
-
-# fmt: off
-PLANNED: Mapping[str, tuple[str, ...]] = {
-    "architecture": (
-        "ring", "recursive_doubling", "halving_doubling", "tree", "double_tree", "hierarchical", "direct", "ps",
-        "native"
-    ),
-    "sync": (
-        "bsp", "ssp", "asp", "local", "post_local", "easgd", "diloco", "gossip"
-    ),
-    "codec": (
-        "none", "fp16", "bf16", "fp8", "int8", "int4", "qsgd", "natural", "ternary", "onebit", "sign", "topk",
-        "threshold", "randomk", "gtopk", "powersgd", "adaptive", "feedback", "auto"
-    ),
-    "schedule": (
-        "fifo", "wait_free", "fixed", "merged", "priority", "split", "delayed"
-    ),
-    "transport": (
-        "shm", "tcp", "inproc", "torch", "mpi", "zmq", "grpc", "ucx"
-    ),
-}
-# fmt: on
-"""The words of the whole grammar: those that the registry does not have are refused as not built yet."""
+_CARRIERS = {"owner": "direct", "gather": "direct", "merge": "tree"}
+"""What compressed gradients that no plan can sum travel by, whatever architecture was asked for; a server stays one."""
 
 
 @dataclass(frozen=True)
-class Strategy:
+class Strategy(Combination):
     """Architecture, sync mode, codec, schedule and transport; raises StrategyError when they cannot be combined.
 
     The parts may be given as ``Part`` or, for one without arguments, by name. Building a strategy checks every name
     and argument and the combination; NotBuiltError says that a word is part of the grammar but does not exist yet.
     """
 
-    architecture: Part = AUTO
-    sync: Part = BSP
-    codec: Part = NONE
-    schedule: Part = AUTO
-    transport: Part = AUTO
-
     def __post_init__(self) -> None:
         for word, part in self.parts():
-            object.__setattr__(self, word, _bind_word(word, part if isinstance(part, Part) else read_part(part)))
-        fault = self._fault()
+            object.__setattr__(self, word, bind_word(word, part if isinstance(part, Part) else read_part(part)))
+        fault = fault_of(self)
         if fault is not None:
-            nearest_one = self._nearest_that_works(fault)
-            advice = "" if nearest_one is None else f"; the nearest that works is {str(nearest_one)!r}"
+            found = nearest_that_works(Combination(**dict(self.parts())), fault)
+            advice = "" if found is None else f"; the nearest that works is {str(Strategy(**dict(found.parts())))!r}"
             raise StrategyError(fault[0] + advice)
 
     @classmethod
@@ -139,23 +96,6 @@ class Strategy:
         if _needs_feedback(self.codec):
             found.append("feedback=off")
         return " ".join(found) or "auto"
-
-    def parts(self) -> Iterator[tuple[str, Part]]:
-        """The five words with their parts, in the order of printing."""
-        for word in WORDS:
-            yield word, getattr(self, word)
-
-    @property
-    def servers(self) -> int:
-        """How many server processes of their own the strategy needs, beside the workers."""
-        if self.architecture.name != "ps" or self.architecture.arguments.get("on") == "workers":
-            return 0
-        return int(self.architecture["servers"])
-
-    @property
-    def server_holds_weights(self) -> bool:
-        """True when servers apply the update; False when every worker does."""
-        return self.architecture.name == "ps" and self.architecture.arguments.get("update") == "server"
 
     def resolve(self, group: Group, *, hosts: int = 1, inproc: bool = False) -> Strategy:
         """The same strategy with every ``auto`` replaced by what runs in that group when nothing is measured.
@@ -206,17 +146,9 @@ class Strategy:
         if self.collective is not None:
             raise UsageError(
                 f"{architecture.name} has no plan: what the library sends is its own affair; choose one of"
-                f" {', '.join(_built('architecture'))} to see, or run, a plan"
+                f" {', '.join(built_names('architecture'))} to see, or run, a plan"
             )
         return _planned(registry.get("algorithms", architecture.name).target, architecture.args, group)
-
-    @property
-    def collective(self) -> Collective | None:
-        """The collective of the message library that takes the place of a plan; None where there is a plan."""
-        if self.architecture.name not in registry.names("collectives"):
-            return None
-        found: Collective = build("collectives", self.architecture)
-        return found
 
     @property
     def exchange(self) -> str:
@@ -262,242 +194,10 @@ class Strategy:
             raise UsageError(f"the {word} of {str(self)!r} is auto: call resolve() first")
         return part
 
-    def _fault(self) -> Fault | None:
-        return next((fault for rule in RULES if (fault := rule(self)) is not None), None)
-
-    def _nearest_that_works(self, fault: Fault) -> Strategy | None:
-        """The first strategy without a fault that the remedies lead to, those with fewer changes first."""
-        todo = deque((self, changes) for changes in fault[1])
-        seen = {self}
-        while todo:
-            origin, changes = todo.popleft()
-            try:
-                changed = {word: _bind_word(word, part) for word, part in (dict(origin.parts()) | changes).items()}
-            except UsageError:
-                continue
-            candidate = object.__new__(Strategy)
-            for word, part in changed.items():
-                object.__setattr__(candidate, word, part)
-            if candidate in seen:
-                continue
-            seen.add(candidate)
-            found = candidate._fault()
-            if found is None:
-                return candidate
-            todo.extend((candidate, more) for more in found[1])
-        return None
-
 
 @lru_cache(maxsize=64)
 def _planned(algorithm: Callable[..., Plan], args: tuple[tuple[str, Any], ...], group: Group) -> Plan:
     return algorithm(group, **dict(args))
-
-
-@dataclass(frozen=True)
-class Word:
-    """One value that a word may take: ``text`` shows its arguments, ``summary`` is empty when it is not built yet."""
-
-    word: str
-    name: str
-    text: str
-    summary: str
-    built: bool
-
-
-def vocabulary() -> list[Word]:
-    """Everything that a strategy may say, built or not, in the order of printing."""
-    found = []
-    for word in WORDS:
-        if word in _HAS_AUTO:
-            found.append(Word(word, "auto", "auto", _AUTO_SUMMARY[word], True))
-        for name in _built(word):
-            entry = registry.get(kind_of(word, name), name)
-            found.append(Word(word, name, signature(entry), entry.summary, True))
-        found += [Word(word, name, name, "", False) for name in PLANNED[word] if name not in _built(word)]
-    return found
-
-
-_AUTO_SUMMARY = {
-    "architecture": "The fastest for each size of array, measured when the run starts.",
-    "codec": "None, bf16, or int8 or int4 with error feedback: the fastest, measured when the run starts.",
-    "schedule": "Starts as fixed.",
-    "transport": "shm among the processes of one host, tcp between hosts.",
-}
-
-_CARRIERS = {"owner": "direct", "gather": "direct", "merge": "tree"}
-"""What compressed gradients that no plan can sum travel by, whatever architecture was asked for; a server stays one."""
-
-_DEFAULTS = {"sync": "bsp", "codec": "none", "schedule": "auto", "transport": "auto"}
-
-# Rules -------------------------------------------------------------------------------------------------------------
-
-Fault = tuple[str, list[dict[str, Part]]]
-"""Why a combination is impossible, and changes that may mend it, the nearest first."""
-
-
-def _native_needs_its_library(strategy: Strategy) -> Fault | None:
-    if strategy.collective is None or strategy.transport == AUTO:
-        return None
-    if registry.get("transports", strategy.transport.name).capabilities.get("allreduce"):
-        return None
-    reason = f"native calls the library's own collective, and transport={strategy.transport.name} has none"
-    return reason, [{"transport": Part("torch")}, {"transport": Part("mpi")}, {"architecture": AUTO}]
-
-
-def _native_sends_what_it_is_given(strategy: Strategy) -> Fault | None:
-    if strategy.collective is None or strategy.codec in (NONE, AUTO):
-        return None
-    reason = f"native hands the gradients to a library that knows nothing of codec={strategy.codec.name}"
-    return reason, [{"architecture": AUTO}, {"codec": NONE}]
-
-
-def _nccl_knows_collectives_only(strategy: Strategy) -> Fault | None:
-    if strategy.transport.arguments.get("backend") != "nccl" or strategy.collective is not None:
-        return None
-    reason = "NCCL has no messages that are matched by tag, so no plan runs over it"
-    return reason, [{"architecture": Part("native")}, {"transport": _with(strategy.transport, backend="gloo")}]
-
-
-def _ps_needs_a_server(strategy: Strategy) -> Fault | None:
-    if strategy.architecture.name != "ps" or strategy.architecture["servers"] >= 1:
-        return None
-    reason = f"a parameter server needs at least one server, got servers={strategy.architecture['servers']}"
-    return reason, [{"architecture": _with(strategy.architecture, servers=1)}]
-
-
-def _weights_follow_updates(strategy: Strategy) -> Fault | None:
-    if not strategy.server_holds_weights or strategy.codec == AUTO:
-        return None
-    codec = strategy.codec_object()
-    inner = codec.codec if isinstance(codec, Wraps) else codec
-    if inner.contraction or not inner.biased:
-        return None
-    reason = f"codec={strategy.codec.name} does not say how large an update is, and ps(update=server) tells updates"
-    return reason, [{"architecture": _with(strategy.architecture, update="worker")}, {"codec": NONE}]
-
-
-def _memory_needs_feedback(strategy: Strategy) -> Fault | None:
-    if strategy.codec == AUTO:
-        return None
-    codec = strategy.codec_object()
-    if not isinstance(codec, NeedsFeedback) or not codec.needs_feedback:
-        return None
-    reason = f"codec={strategy.codec.name} accumulates what is not sent, which it cannot with feedback=off"
-    return reason, [{"codec": Part("feedback", (("", strategy.codec),))}]
-
-
-def _rounds_need_sums(strategy: Strategy) -> Fault | None:
-    if strategy.architecture.name != "ps" or strategy.codec == AUTO or strategy.codec_object().combine != "rounds":
-        return None
-    codec = write("codecs", strategy.codec)
-    reason = f"codec={codec} needs sums over the workers while it computes, which servers do not make"
-    return reason, [{"architecture": AUTO}, {"codec": NONE}]
-
-
-def _staleness_needs_weights_on_servers(strategy: Strategy) -> Fault | None:
-    if strategy.sync.name not in ("ssp", "asp") or strategy.server_holds_weights or strategy.architecture == AUTO:
-        return None
-    reason = f"sync={strategy.sync.name} lets workers run ahead of each other, so servers must hold the weights"
-    server = Part("ps") if strategy.architecture.name != "ps" else _with(strategy.architecture, update="server")
-    return reason, [{"architecture": server}, {"sync": BSP}]
-
-
-def _servers_that_sum_count_no_steps(strategy: Strategy) -> Fault | None:
-    if strategy.codec == AUTO or not strategy.servers or strategy.server_holds_weights:
-        return None
-    codec = strategy.codec_object()
-    if not isinstance(codec, Wraps) or not codec.warmup:
-        return None
-    reason = "servers that only sum do not know whether a resumed run still warms up"
-    return reason, [
-        {"architecture": _with(strategy.architecture, update="server")},
-        {"codec": _with(strategy.codec, warmup=0)},
-    ]
-
-
-def _feedback_needs_a_contraction(strategy: Strategy) -> Fault | None:
-    if strategy.codec.name != "feedback":
-        return None
-    inner = next(value for _, value in strategy.codec.args if isinstance(value, Part))
-    if build("codecs", inner).contraction:
-        return None
-    reason = (
-        f"error feedback around {inner.name} diverges: its error can be larger than the gradient, so that what is left"
-        " for the next step grows from step to step"
-    )
-    return reason, [{"codec": inner}]
-
-
-RULES: tuple[Callable[[Strategy], Fault | None], ...] = (
-    _native_needs_its_library,
-    _native_sends_what_it_is_given,
-    _nccl_knows_collectives_only,
-    _ps_needs_a_server,
-    _weights_follow_updates,
-    _memory_needs_feedback,
-    _rounds_need_sums,
-    _staleness_needs_weights_on_servers,
-    _servers_that_sum_count_no_steps,
-    _feedback_needs_a_contraction,
-)
-"""What cannot be combined. A rule is a function of the whole strategy; parts know nothing of each other."""
-
-
-def _with(part: Part, **changes: Any) -> Part:
-    return Part(part.name, tuple((part.arguments | changes).items()))
-
-
-# Words -------------------------------------------------------------------------------------------------------------
-
-
-def _built(word: str) -> tuple[str, ...]:
-    """The registered names that the word may take."""
-    kind = WORDS[word]
-    if kind != "algorithms":
-        return registry.names(kind)
-    return tuple(
-        entry.name
-        for kind in ("algorithms", "collectives")
-        for entry in registry.entries(kind)
-        if entry.capabilities.get("goal") == "allreduce"
-    )
-
-
-def kind_of(word: str, name: str) -> str:
-    """The registry's kind of a word's part: an architecture is an algorithm, or a collective of a library."""
-    return "collectives" if word == "architecture" and name in registry.names("collectives") else WORDS[word]
-
-
-def _bind_word(word: str, part: Part) -> Part:
-    """The bound part of a word, or an error that says what the word may be."""
-    if word in _HAS_AUTO and part.name == "auto":
-        if part.args:
-            raise StrategyError(f"{word}=auto takes no arguments")
-        return AUTO
-    _require_known(word, part)
-    kind, built = kind_of(word, part.name), _built(word)
-    bound = bind(kind, part)
-    entry = registry.get(kind, part.name)
-    if "check" in entry.capabilities:
-        entry.capabilities["check"](**bound.arguments)
-    elif inspect.isclass(entry.target) and kind != "transports":
-        build(kind, bound)  # its __post_init__ knows the ranges
-    assert part.name in built
-    return bound
-
-
-def _require_known(word: str, part: Part) -> None:
-    """Raise NotBuiltError or StrategyError unless the part, and those nested in it, have registered names."""
-    built = _built(word)
-    if part.name not in built:
-        if part.name in PLANNED[word]:
-            raise NotBuiltError(f"{word} {part.name!r} is not built yet; built are {', '.join(built)}")
-        hint = _belongs_to(part.name) or nearest(part.name, (*built, *PLANNED[word]))
-        raise StrategyError(f"unknown {word} {part.name!r}{hint or '; there are ' + ', '.join(built)}")
-    wraps = registry.get(kind_of(word, part.name), part.name).capabilities.get("wraps")
-    for name, value in part.args:
-        if wraps and name in ("", wraps):
-            _require_known(word, Part(value) if isinstance(value, str) else value)
 
 
 def _word(key: str, part: Part, position: int) -> str:
@@ -510,17 +210,9 @@ def _word(key: str, part: Part, position: int) -> str:
         raise StrategyError(f"unknown word {key!r}{nearest(key, WORDS) or '; there are ' + ', '.join(WORDS)}")
     if position > 0:
         raise StrategyError(
-            f"{part.name!r} has no key{_belongs_to(part.name) or ': only the architecture, first, has none'}"
+            f"{part.name!r} has no key{belongs_to(part.name) or ': only the architecture, first, has none'}"
         )
     return "architecture"
-
-
-def _belongs_to(name: str) -> str:
-    """A remedy for a name that is known under another word."""
-    for word in WORDS:
-        if word != "architecture" and name in (*_built(word), *PLANNED[word]) and name != "auto":
-            return f": it is a {word}, write {word}={name}"
-    return ": an architecture comes first" if name in (*_built("architecture"), *PLANNED["architecture"]) else ""
 
 
 def _on_or_off(part: Part) -> str:

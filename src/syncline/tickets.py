@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .engine import Work
+from .work import Work
 
 _TICKET = struct.Struct("<QQQdQ")
 TICKET_BYTES = _TICKET.size

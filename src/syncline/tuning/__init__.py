@@ -21,8 +21,9 @@ from ..choice import Choice, choose
 from ..errors import UsageError
 from ..plan import Plan
 from ..session import Session
-from ..strategy import AUTO, Strategy
+from ..strategy import Strategy
 from ..types import Group
+from ..words import AUTO
 from . import cache
 from .measuring import SIZES, Measuring
 

@@ -21,8 +21,9 @@ from ..choice import Choice
 from ..compression import Compression
 from ..grammar import read_part, write_value
 from ..session import Session
-from ..strategy import AUTO, Strategy
+from ..strategy import Strategy
 from ..types import Bucket, Layer, Size, Slice, Spec
+from ..words import AUTO
 
 log = logging.getLogger("syncline")
 

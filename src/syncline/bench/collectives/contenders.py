@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from ... import registry
 from ...compression import Compression
 from ...errors import UsageError
-from ...grammar import nearest, read_part
+from ...grammar import Part, nearest, read_part
 from ...plan import Plan
 from ...program import Program, compile_program
-from ...strategy import Part, Strategy
+from ...strategy import Strategy
 from ...types import Bucket, Group, Layer, Slice, Spec
 from ..peers import Contender, Seat
 from .kinds import Collective, collective

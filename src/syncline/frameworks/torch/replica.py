@@ -31,12 +31,12 @@ import torch
 
 from ...collectives import Collective
 from ...compression import Compression
-from ...engine import Lane, Work
 from ...errors import GradientError, UsageError
 from ...kernels import cpu
 from ...program import Program
 from ...session import MODEL_KEYS, Session
 from ...tickets import JOINED, STEP, Meeting
+from ...work import Lane, Work
 from .agreement import buffers_of, copy_from_worker, pack_bytes, tensors_of, unpack_bytes
 from .samples import Samples, Weight
 from .staging import Copier, device_of, staging_for

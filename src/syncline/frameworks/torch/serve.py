@@ -11,12 +11,12 @@ from functools import partial
 from typing import Protocol
 
 from ...compression import Compression
-from ...engine import Work
 from ...plan import Plan
 from ...program import Program, compile_program
 from ...session import WEIGHT_KEYS, Session
 from ...sync.server import Action, Apply, Measure, Release, Request, Server
 from ...updates import Updates
+from ...work import Work
 from .records import pack, unpack
 from .shard import Record, Shard
 from .storage import Storage
@@ -102,7 +102,7 @@ class ShardServer:
 
     def serve(self) -> None:
         """Return when every worker has left; raises the fault when there is one."""
-        engine, left = self._session.engine, self._session.workers_left
+        engine, left = self._session.engine, self._session.ending.workers_left
         while not left():
             engine.wait_any(self._requests.values(), until=left)
             for worker, work in list(self._requests.items()):
@@ -161,13 +161,13 @@ class ShardServer:
 
 def serve_plan(session: Session, program: Program, gradients: Storage, compression: Compression | None) -> None:
     """Take part in the workers' allreduce as a server that only sums, until they leave."""
-    while not session.workers_left():
+    while not session.ending.workers_left():
         if compression is None:
             works = receive_buckets(session, program, gradients)
         else:
             works = reduce_buckets(session, compression)
         for work in works:
-            session.engine.wait_any([work], until=session.workers_left)
+            session.engine.wait_any([work], until=session.ending.workers_left)
 
 
 def reduce_buckets(session: Session, compression: Compression) -> list[Work]:

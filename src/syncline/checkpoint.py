@@ -1,0 +1,97 @@
+"""What Syncline adds to a checkpoint, and how a resumed run takes it up.
+
+Owns the layout of the state: plain values and tensors, which ``torch.save`` takes. What a codec or an owner of weights
+has to remember is their own affair; who calls this, and for which models, is ``api``'s.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .choice import Choice
+from .compression import Compression, Saved
+from .errors import UsageError
+from .session import Session
+
+if TYPE_CHECKING:
+    from .frameworks.torch import Prepared
+
+
+def save(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
+    """The state of the run, its models in the order in which they were prepared; all workers call it."""
+    found: dict[str, Any] = {
+        "strategy": str(session.strategy),
+        "algorithms": [] if session.choice is None else [list(row) for row in session.choice.table],
+        "world_size": session.world_size,
+        "steps": [made.replica.steps for made in prepared],
+    }
+    kept = [made.replica.compression for made in prepared]
+    if any(one is not None and one.keeps for one in kept):
+        import torch
+
+        found["codec"] = [
+            one and [{key: torch.from_numpy(array) for key, array in rank.items()} for rank in _gathered(session, one)]
+            for one in kept
+        ]
+    clients = [made.client for made in prepared]
+    if any(client is not None and client.keeps for client in clients):
+        found["weights"] = [client and client.owners_weights() for client in clients]
+    return found
+
+
+def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any]) -> None:
+    """Take up what ``save`` gave; all workers call it.
+
+    Raises UsageError for the state of another strategy or other models. Warns of what it lacks, as if the caller's
+    caller did.
+    """
+    if state["strategy"] != str(session.strategy) and session.resume_codec(state["strategy"]):
+        for made in prepared:
+            made.replica.compress()
+    if state["strategy"] != str(session.strategy):
+        raise UsageError(f"this state is of a run with {state['strategy']!r}, this run has {str(session.strategy)!r}")
+    if len(state["steps"]) != len(prepared):
+        raise UsageError(f"this state is of {len(state['steps'])} prepared models, this run has {len(prepared)}")
+    nothing = [None] * len(prepared)
+    kept, weights = state.get("codec") or nothing, state.get("weights") or nothing
+    for made, step, saved, owned in zip(prepared, state["steps"], kept, weights, strict=True):
+        made.replica.steps = step
+        compression, client = made.replica.compression, made.client
+        if compression is None:
+            continue
+        compression.resume_at(step)
+        if saved is not None:
+            compression.load([{key: np.asarray(array) for key, array in rank.items()} for rank in saved])
+        if client is not None:
+            client.resume(step, owned or {})
+        if (saved is None and compression.keeps) or (owned is None and client is not None and client.keeps):
+            warnings.warn(
+                f"this state has nothing of codec={session.strategy.codec}: what it had not sent yet is lost, and"
+                " training does not go on with the same bits; save syncline.state_dict() of this strategy, called by"
+                " all ranks",
+                stacklevel=3,
+            )
+        if compression.forgets:
+            warnings.warn(
+                "the residuals of servers that only sum are in no checkpoint, so that training does not go on with the"
+                " same bits: use ps(on=workers, update=worker) or ps(update=server)",
+                stacklevel=3,
+            )
+    if state.get("algorithms") and state["world_size"] == session.world_size:
+        session.resume_with(Choice.read(state["algorithms"]))
+
+
+def _gathered(session: Session, compression: Compression) -> list[Saved]:
+    """What every worker's codec has to keep in a checkpoint, in rank order."""
+    found = io.BytesIO()
+    np.savez(found, **compression.saved())  # type: ignore[arg-type]
+    ranks: list[Saved] = []
+    for data in session.gather(found.getvalue()):
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            ranks.append({key: arrays[key] for key in arrays.files})
+    return ranks
