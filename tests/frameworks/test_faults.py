@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from toy import STRATEGIES, Here, alone, batch, close, loss_of, on_group, sgd, weights
 
 from syncline.errors import GradientError, PeerLost, SynclineError
+from syncline.transports import Handle
 from syncline.transports.inproc import InProc
 
 
@@ -70,8 +70,8 @@ def test_a_fault_in_the_progress_thread_names_rank_bucket_and_operation(
 
     def send(self: InProc, dst: int, tag: int, data: Any, priority: float = 0.0, owner: Any = None) -> Any:
         if self.rank == 1 and isinstance(owner, tuple) and owner[0].run.label.startswith("bucket"):
-            handle = plain(self, dst, tag, np.empty(0, np.uint8), priority, owner)
-            handle.error = PeerLost(f"the cable to rank {dst} is cut", rank=dst)
+            handle = Handle("send", dst, tag, data.nbytes, owner)
+            self._finish(handle, PeerLost(f"the cable to rank {dst} is cut", rank=dst))
             return handle
         return plain(self, dst, tag, data, priority, owner)
 
