@@ -28,7 +28,7 @@ def _write(indices, values, heads, halves, words, pairs, TILE: tl.constexpr):
     index = tl.load(indices + at, mask=here, other=0).to(tl.uint32, bitcast=True)
     tl.store(halves + at, (index & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True), mask=here)
     tl.store(words + at, tl.load(values + at, mask=here, other=0).to(tl.int32, bitcast=True), mask=here)
-    tl.atomic_add(heads + (index >> 16).to(tl.int64), 1, mask=here)
+    tl.atomic_add(heads + (index >> 16).to(tl.int64), 1, mask=here, sem="relaxed")
 
 
 def write_pairs(indices: torch.Tensor, values: torch.Tensor, elements: int, out: torch.Tensor) -> int:

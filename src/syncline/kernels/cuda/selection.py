@@ -89,7 +89,7 @@ def _histogram(
         size = _magnitude(_values(x, residual, velocity, momentum, scale, at, here, KEPT, MOVED))
         counted = here & ((size.to(tl.int64) >> (SHIFT + WIDTH)) == prefix)
         mine += tl.histogram((size >> SHIFT) & ((1 << WIDTH) - 1), 1 << WIDTH, counted)
-    tl.atomic_add(counts + tl.arange(0, 1 << WIDTH), mine, mask=mine > 0)
+    tl.atomic_add(counts + tl.arange(0, 1 << WIDTH), mine, mask=mine > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["rank"])
