@@ -39,10 +39,20 @@ CODECS = [
     "onebit",
     "sign",
     "sign(vote=on)",
+    "topk(ratio=0.01)",
+    "topk(ratio=0.3)",
+    "gtopk(ratio=1)",
+    "randomk(ratio=0.3)",
+    "threshold(ratio=0.01)",
+    "threshold(ratio=0.3, momentum=0.9)",
 ]
+PAIRS = ("gather", "merge")
 GUARD = 33
 TILE = 1024
 """Elements that a program casts to 16 bits: where codecs know blocks of two, what can go wrong is at its borders."""
+
+CHOSEN_FROM = 2048
+"""Elements that a program chooses from, where the block is the tensor."""
 
 over_codecs = pytest.mark.parametrize("text", CODECS)
 # The interpreter takes milliseconds for each operation on vectors, and numpy tells it of infinities that are meant.
@@ -73,16 +83,22 @@ def gradient(kind: str, size: int, seed: int) -> Floats:
     return made.astype(np.float32)
 
 
+def span(codec: Codec) -> int:
+    """Elements at whose multiples something might go wrong."""
+    return codec.block if codec.block > 2 else TILE if codec.block else CHOSEN_FROM
+
+
 @st.composite
-def inputs(draw: st.DrawFn, block: int) -> tuple[Floats, Floats, int]:
+def inputs(draw: st.DrawFn, codec: Codec) -> tuple[Floats, Floats, int]:
     """A gradient, a residual, and where in its tensor it starts: some of a block, one, or more."""
+    block = span(codec)
     size = draw(st.sampled_from([1, 2, 3, block // 2 + 1, block - 1, block, block + 1, 2 * block]))
     size = max(size, 1)
     kind = draw(st.sampled_from(["normal", "wide", "denormal", "ties", "sparse", "zeros", "huge"]))
     seed = draw(st.integers(0, 1000))
     x = gradient(kind, size, seed)
     residual = np.zeros(size, np.float32) if kind == "huge" else gradient(kind, size, seed + 1)
-    return x, residual, draw(st.integers(0, 2)) * block
+    return x, residual, draw(st.integers(0, 2)) * block if codec.block else 0
 
 
 class Both:
@@ -93,6 +109,8 @@ class Both:
         self.state = State(Spec("layer.weight", (start + len(x),)), rank=1, step=3)
         if residual is not None:
             self.state.residual = np.concatenate([np.zeros(start, np.float32), residual])
+        if "momentum" in text:
+            self.state.memory["velocity"] = gradient("ties", len(x), 9)
         self.on_device = to_device(self.state, DEVICE)
         self.start, self.size = start, len(x)
         room = self.codec.wire_bytes(Spec("", (len(x),)))[1] // 4
@@ -103,6 +121,14 @@ class Both:
         self.device = array(device)
         same(array(given), x)
         assert self.device_encoded.words == self.encoded.words
+        assert bool(self.device_encoded.finite) == self.encoded.finite
+
+    def remember_the_same(self) -> None:
+        there = to_host(self.on_device)
+        if self.state.residual is not None:
+            same(there.residual, self.state.residual)
+        for name, kept in self.state.memory.items():
+            same(there.memory[name], kept)
 
     def decoded(self, payload: Payload, onto: Floats | None = None) -> tuple[Floats, Floats]:
         """What both sides make of a payload, written, or added to an array."""
@@ -145,40 +171,44 @@ def alike(sides: tuple[Floats, Floats]) -> None:
 @few
 @given(data=st.data())
 def test_the_bits_are_those_of_the_host(text: str, data: st.DataObject) -> None:
-    block = built(text).block
-    x, residual, start = data.draw(inputs(block if block > 2 else TILE))
-    feedback = data.draw(st.booleans())
+    x, residual, start = data.draw(inputs(built(text)))
+    feedback = data.draw(st.booleans()) or "momentum" in text
     both = Both(text, x, residual if feedback else None, start)
-    assert bool(both.device_encoded.finite) == both.encoded.finite
     same(both.device, both.host)
-    if feedback:
-        same(to_host(both.on_device).residual, both.state.residual)
+    both.remember_the_same()
     alike(both.decoded(both.host[: both.encoded.words], residual if data.draw(st.booleans()) else None))
 
 
 @over_codecs
 @pytest.mark.parametrize("number", [np.nan, -np.inf])
 def test_what_is_not_finite_is_told_and_not_kept(text: str, number: float) -> None:
-    block = built(text).block
+    codec = built(text)
+    block = codec.block or CHOSEN_FROM
     x = gradient("normal", block + 1, 5)
     x[block // 3] = number
     both = Both(text, x, gradient("normal", block + 1, 6), 0)
     assert not both.device_encoded.finite
     assert not both.encoded.finite
-    same(to_host(both.on_device).residual, both.state.residual)
+    both.remember_the_same()
     mine, theirs = both.decoded(both.device[: both.encoded.words])
     alike((mine, theirs))
-    assert not np.isfinite(theirs[block // 3])
+    assert not np.isfinite(theirs if codec.combine == "sum" and not codec.block else theirs[block // 3]).all()
 
 
 @over_codecs
 def test_an_altered_payload_harms_nothing(text: str) -> None:
-    size = built(text).block + 5
-    both = Both(text, gradient("normal", size, 7), None, 0)
+    size = (built(text).block or CHOSEN_FROM) + 5
+    x = gradient("normal", size, 7)
+    both = Both(text, x, x if "momentum" in text else None, 0)
     payload = both.host[: both.encoded.words]
-    with np.errstate(all="ignore"):
-        alike(both.decoded(np.random.default_rng(8).integers(0, 1 << 32, len(payload), np.uint32)))
-    for wrong in (payload[:-1], np.append(payload, np.uint32(0))):
+    altered = np.random.default_rng(8).integers(0, 1 << 32, len(payload), np.uint32)
+    refused = [payload[:-1], np.append(payload, np.uint32(0))]
+    if both.codec.combine in PAIRS:
+        refused.append(altered)
+    else:
+        with np.errstate(all="ignore"):
+            alike(both.decoded(altered))
+    for wrong in refused:
         with pytest.raises(PayloadError):
             both.codec.decode(tensor(wrong), tensor(np.zeros(size, np.float32)), both.on_device)
 
@@ -188,6 +218,62 @@ def test_nothing_makes_an_empty_payload(text: str) -> None:
     both = Both(text, np.empty(0, np.float32), np.empty(0, np.float32), 0)
     assert both.device_encoded.words == 0
     assert bool(both.device_encoded.finite)
+
+
+def test_pairs_at_the_ends_of_stretches() -> None:
+    x, edges = np.zeros(131073, np.float32), [65535, 65536, 131071, 131072]
+    x[edges] = -3
+    both = Both("topk(ratio=0.00004)", x, None, 0)  # 5 elements, one of them a zero
+    same(both.device, both.host)
+    mine, theirs = both.decoded(both.host[: both.encoded.words])
+    same(mine, theirs)
+    assert np.flatnonzero(theirs).tolist() == edges
+
+
+@pytest.mark.parametrize("kind", ["normal", "largest last", "largest last, not finite", "nearly all zero"])
+@pytest.mark.parametrize("momentum", ["", ", momentum=0.5"])
+def test_a_sampled_threshold_chooses_the_same(kind: str, momentum: str) -> None:
+    """Where it was a good guess, where far too many reach it, and where too few do."""
+    x = gradient("normal", 3 * CHOSEN_FROM + 5, 11)
+    if kind.startswith("largest last"):
+        x = np.where(np.arange(len(x)) < len(x) - 10, np.sign(x), 100).astype(np.float32)
+    if kind.endswith("not finite"):
+        x[-5] = np.inf
+    if kind == "nearly all zero":
+        x[100:] = 0
+    both = Both(f"threshold(ratio=0.3{momentum})", x, np.zeros_like(x), 0)
+    same(both.device, both.host)
+    both.remember_the_same()
+
+
+@pytest.mark.parametrize(
+    ("place", "word", "says"),
+    [
+        (0, 0xFFFFFFFF, "more pairs than there are elements"),
+        (0, 5, "length"),
+        (1, 200 << 16 | 3, "element beyond the tensor's 100"),
+        (1, 3 << 16 | 4, "out of order"),
+        (1, 4 << 16 | 4, "out of order"),
+    ],
+)
+def test_altered_pairs_are_refused_before_anything_is_written(place: int, word: int, says: str) -> None:
+    both = Both("topk(ratio=0.04)", np.arange(100, dtype=np.float32), None, 0)
+    payload = both.host[: both.encoded.words].copy()
+    payload[place] = word
+    out = tensor(np.full(100, 7, np.float32))
+    with pytest.raises(PayloadError, match=says):
+        both.codec.decode(tensor(payload), out, both.on_device)
+    assert (out == 7).all()
+
+
+def test_what_needs_the_host_says_so() -> None:
+    x, state = tensor(np.ones(9, np.float32)), State(Spec("a", (9,)), 0)
+    payload = tensor(np.zeros(99, np.uint32))
+    with pytest.raises(UsageError, match="leave clip= away"):
+        built("threshold(ratio=0.5, clip=1)").encode(x, payload, state)
+    gtopk: Any = built("gtopk(ratio=0.5)")
+    with pytest.raises(UsageError, match="on the host"):
+        gtopk.merge(payload, payload, payload, state)
 
 
 def test_a_state_goes_to_the_device_and_back() -> None:

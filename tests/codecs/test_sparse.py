@@ -75,6 +75,19 @@ def test_the_largest_are_chosen_exactly(codec: Any, x: Floats, ratio: float, fee
         np.testing.assert_array_equal(state.residual, rest)
 
 
+def test_zeros_are_sent_without_their_sign() -> None:
+    """Whichever way they were found, so that a payload does not depend on it."""
+    from syncline.kernels.selection import select_exactly
+
+    x = np.array([-0.0, 5, -0.0, 0], np.float32)
+    wanted = np.array([0, 5, 0], np.float32)
+    chosen = choose_largest(Source(x, NONE, NONE), 3, 0)
+    indices, values = np.empty(4, np.uint32), np.empty(4, np.float32)
+    assert select_exactly(x, NONE, NONE, 0.0, 1.0, 0, 2, indices, values) == 3
+    for found in (chosen.values, values[:3]):
+        np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
+
+
 @laws
 @given(tensors(), st.integers(0, 2**32 - 1), st.data())
 def test_the_choice_does_not_depend_on_the_sample(x: Floats, seed: int, data: Any) -> None:

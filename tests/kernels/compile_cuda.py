@@ -19,11 +19,19 @@ from triton.compiler import ASTSource
 
 from syncline.codecs import Codec
 from syncline.grammar import read_part
-from syncline.kernels.cuda import blocks, cast
+from syncline.kernels.cuda import blocks, cast, pairs, selection
 from syncline.parts import build
 from syncline.types import Spec
 
-TYPES = {torch.float32: "*fp32", torch.int32: "*i32", torch.int16: "*i16"}
+TYPES = {
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.bool: "*i1",
+    float: "fp32",
+    int: "i32",
+}
 INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z]+\.[a-z0-9._:]+)", re.MULTILINE)
 
 
@@ -33,8 +41,8 @@ def compiled(kernel: Any, programs: int, warps: int, *arguments: Any, **constant
     aligned = {}
     for i, (name, argument) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
         tensor = isinstance(argument, torch.Tensor)
-        signature[name] = TYPES[argument.dtype] if tensor else "i32"
-        if tensor:
+        signature[name] = TYPES[argument.dtype if tensor else type(argument)]
+        if tensor or (not kernel.params[i].do_not_specialize and argument % 16 == 0):
             aligned[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, aligned)
     options = {"num_warps": triton.next_power_of_2(max(1, warps)), "enable_fp_fusion": False}
@@ -43,7 +51,7 @@ def compiled(kernel: Any, programs: int, warps: int, *arguments: Any, **constant
     print(json.dumps({"kernel": name, "programs": programs, "ptx": Counter(INSTRUCTION.findall(made.asm["ptx"]))}))
 
 
-blocks.launch = cast.launch = compiled
+blocks.launch = cast.launch = pairs.launch = selection.launch = compiled
 for current in sys.argv[1:]:
     codec: Codec = build("codecs", read_part(current))
     x = torch.zeros(2 * max(codec.block, 1024))

@@ -10,7 +10,11 @@ again on the host, and the other way round. On a device
     finite        ``Encoded.finite`` is a tensor of one element: asking whether it is true waits for the device,
                   everything else is only ordered in the device's current stream
 
-A NaN in a payload of 16-bit numbers, or a sign in a block that is not finite, may be another one than on the host.
+Two more things wait for the device, once each: encoding by ``threshold``, whose payloads have no fixed length, and
+decoding pairs of index and value, which are checked before anything is written.
+
+A NaN in a payload of 16-bit numbers or of pairs, or a sign in a block that is not finite, may be another one than on
+the host; so may the choice where more elements are NaN than pairs are sent.
 """
 
 from __future__ import annotations
@@ -27,12 +31,17 @@ from ..errors import UsageError
 from . import State
 
 
+def on_device(array: Any) -> bool:
+    """True for a torch tensor, of whatever device; False for a numpy array."""
+    return not isinstance(array, np.ndarray)
+
+
 def kernels_for(family: str, array: Any) -> Any:
     """The module ``kernels.<family>`` for a numpy array, that of ``kernels.cuda`` for a torch tensor.
 
     Raises UsageError where a family has no kernels for devices, or Triton is not installed.
     """
-    return _kernels(family, not isinstance(array, np.ndarray))
+    return _kernels(family, on_device(array))
 
 
 @cache
@@ -49,11 +58,29 @@ def _kernels(family: str, device: bool) -> Any:
 
 def halves(payload: Any) -> Any:
     """A payload as 16-bit words: uint16 of numpy, int16 of torch."""
-    if isinstance(payload, np.ndarray):
+    if not on_device(payload):
         return payload.view(np.uint16)
     import torch
 
     return payload.view(torch.int16)
+
+
+def floats(payload: Any) -> Any:
+    """A payload as numbers: float32 of numpy or torch."""
+    if not on_device(payload):
+        return payload.view(np.float32)
+    import torch
+
+    return payload.view(torch.float32)
+
+
+def room_for(words: int, like: Any) -> Any:
+    """An array of so many words, on the side of another one."""
+    if not on_device(like):
+        return np.empty(words, np.uint32)
+    import torch
+
+    return torch.empty(words, dtype=torch.int32, device=like.device)
 
 
 def to_device(state: State, device: Any) -> State:

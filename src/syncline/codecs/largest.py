@@ -6,6 +6,9 @@ among the k largest, the bound is the (e + 4 sqrt(e) + 4)-th largest of the samp
 that the guess hardly ever fails. Where it does, as with a tensor whose elements are nearly all the same, the digits of
 all elements are counted instead. Selecting again among what a sampled threshold let through is the "hierarchical"
 selection of Lin et al., "Deep gradient compression", ICLR 2018.
+
+On a GPU the digits are always counted where the choice has to be exact: memory is fast there, and the outcome of a
+guess would have to be waited for. The choice is the same.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import Floats
+from . import Encoded, Floats, Payload
 from .checks import no_residual
+from .device import kernels_for, on_device
 from .pairs import Indices
 
 _EXPECTED = 225
@@ -37,11 +41,23 @@ class Source(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Indices in increasing order, the values there, and whether all values of the tensor are finite."""
+    """Indices in increasing order, the values there, and whether all values of the tensor are finite.
+
+    On a device, tensors; the last one of one element.
+    """
 
     indices: Indices
     values: Floats
     finite: bool
+
+
+def encode_largest(source: Source, k: int, out: Payload, seed: int, exact: bool = True) -> Encoded:
+    """Write what ``choose_largest`` chooses to ``out`` as pairs, and keep the rest in the residual if there is one."""
+    chosen = choose_largest(source, k, seed, exact)
+    words = kernels_for("pairs", source.x).write_pairs(chosen.indices, chosen.values, len(source.x), out)
+    if len(source.residual):
+        kernels_for("selection", source.x).settle(*source, chosen.indices, chosen.finite)
+    return Encoded(words, chosen.finite)
 
 
 def choose_largest(source: Source, k: int, seed: int, exact: bool = True) -> Chosen:
@@ -51,6 +67,8 @@ def choose_largest(source: Source, k: int, seed: int, exact: bool = True) -> Cho
     or, where very many are equal, those at the tensor's start. Zeros are not chosen then. Of what is not finite
     something always is.
     """
+    if on_device(source.x):
+        return _chosen_on_device(source, k, seed, exact)
     from ..kernels.selection import BLOCK, NOT_FINITE, keep_largest, magnitudes, rank_largest, select
 
     bound, room = _guess(source, k, seed)
@@ -70,20 +88,37 @@ def choose_largest(source: Source, k: int, seed: int, exact: bool = True) -> Cho
     return Chosen(indices[:found], values[:found], finite)
 
 
-def _guess(source: Source, k: int, seed: int) -> tuple[int, int]:
-    """A magnitude above zero that a little more than ``k`` elements should reach, and how many may at most."""
-    from ..kernels.selection import rank_largest, sample
+def _chosen_on_device(source: Source, k: int, seed: int, exact: bool) -> Chosen:
+    kernels = kernels_for("selection", source.x)
+    if exact:
+        return Chosen(*kernels.choose_exactly(*source, k))
+    return Chosen(*kernels.choose_reaching(*source, k, *_sampling(len(source.x), k), seed))
 
-    elements = source.x.size
+
+def _sampling(elements: int, k: int) -> tuple[int, int, int]:
+    """How many elements to draw, the rank among them of the bound, and how many of all may reach it at most.
+
+    0 drawn, where the sample would be nearly the tensor: everything above zero may be collected then.
+    """
     drawn = min(-(-_EXPECTED * elements // max(k, 1)), _DRAWN)
     expected = drawn * k / max(elements, 1)
     rank = math.ceil(expected + 4 * math.sqrt(expected) + 4)
     if rank >= drawn or 4 * drawn >= elements:
-        return 1, elements
+        return 0, 0, elements
+    return drawn, rank, min(elements, math.ceil((rank + 6 * math.sqrt(rank)) * elements / drawn))
+
+
+def _guess(source: Source, k: int, seed: int) -> tuple[int, int]:
+    """A magnitude above zero that a little more than ``k`` elements should reach, and how many may at most."""
+    from ..kernels.selection import rank_largest, sample
+
+    drawn, rank, room = _sampling(source.x.size, k)
+    if not drawn:
+        return 1, room
     sizes = np.empty(drawn, np.int32)
     sample(*source, seed, sizes)
     bound, _ = rank_largest(sizes, rank)
-    return max(bound, 1), min(elements, math.ceil((rank + 6 * math.sqrt(rank)) * elements / drawn))
+    return max(bound, 1), room
 
 
 def _with_zeros(indices: Indices, values: Floats, k: int, finite: bool) -> Chosen:

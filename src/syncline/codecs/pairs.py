@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import Floats, Payload, PayloadError
+from .device import floats, kernels_for, room_for
 
 Indices = NDArray[np.uint32]
 
@@ -26,30 +27,34 @@ def read_pairs(payload: Payload, elements: int, fewest: int, most: int) -> tuple
 
     Raises PayloadError for a payload that cannot be one of that tensor with ``fewest`` to ``most`` pairs.
     """
-    from ..kernels.pairs import LENGTH, ORDER, RANGE, TOO_MANY, count_pairs, read_indices
-
-    pairs = count_pairs(payload, elements)
-    if pairs == LENGTH:
-        raise PayloadError(f"a payload of {4 * payload.size} bytes has not the length that its counts of pairs ask for")
-    if pairs == TOO_MANY:
-        raise PayloadError("a payload counts more pairs than there are elements")
+    kernels = kernels_for("pairs", payload)
+    pairs = _checked(kernels.count_pairs(payload, elements), payload, elements)
     if not fewest <= pairs <= most:
         expected = str(most) if fewest == most else f"{fewest} to {most}"
         raise PayloadError(f"a payload of {pairs} pairs came where {expected} were expected")
-    indices = np.empty(pairs, np.uint32)
-    found = read_indices(payload, elements, indices)
+    indices = room_for(pairs, payload)
+    _checked(kernels.read_indices(payload, elements, indices), payload, elements)
+    return indices, floats(payload[len(payload) - pairs :])
+
+
+def _checked(found: int, payload: Payload, elements: int) -> int:
+    """What a kernel found, unless that is a fault of the payload: then PayloadError is raised."""
+    from ..kernels.pairs import LENGTH, ORDER, RANGE, TOO_MANY
+
+    if found == LENGTH:
+        raise PayloadError(f"a payload of {4 * len(payload)} bytes has not the length that its counts of pairs ask for")
+    if found == TOO_MANY:
+        raise PayloadError("a payload counts more pairs than there are elements")
     if found == RANGE:
         raise PayloadError(f"a payload names an element beyond the tensor's {elements}")
     if found == ORDER:
         raise PayloadError("a payload names its elements out of order")
-    return indices, payload[payload.size - pairs :].view(np.float32)
+    return found
 
 
 def decode_pairs(payload: Payload, out: Floats, fewest: int, most: int, add: bool) -> None:
     """Add the values of a payload to ``out``, or make ``out`` what the payload says; raises PayloadError before."""
-    from ..kernels.selection import put
-
-    indices, values = read_pairs(payload, out.size, fewest, most)
+    indices, values = read_pairs(payload, len(out), fewest, most)
     if not add:
-        out.fill(0)
-    put(indices, values, out)
+        out[:] = 0
+    kernels_for("selection", payload).put(indices, values, out)

@@ -24,8 +24,9 @@ from ..registry import register
 from ..types import Spec
 from . import Combine, Encoded, Floats, Payload, State, fresh_state
 from .checks import check_words, no_residual
-from .largest import Source, choose_largest
-from .pairs import Indices, decode_pairs, pair_words, read_pairs
+from .device import floats, kernels_for, on_device
+from .largest import Source, encode_largest
+from .pairs import decode_pairs, pair_words, read_pairs
 
 
 def check_ratio(ratio: float) -> None:
@@ -64,20 +65,13 @@ class TopK:
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
         """One reading of x and the residual, and with feedback one writing of the residual."""
-        from ..kernels.pairs import write_pairs
-        from ..kernels.selection import settle
-
         residual = no_residual() if state.residual is None else state.residual
         source = Source(x, residual, no_residual())
-        chosen = choose_largest(source, share(self.ratio, x.size), state.seed())
-        words = write_pairs(chosen.indices, chosen.values, x.size, out)
-        if chosen.finite and residual.size:
-            settle(*source, chosen.indices)
-        return Encoded(words, chosen.finite)
+        return encode_largest(source, share(self.ratio, len(x)), out, state.seed())
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
         """The elements sent, and zeros."""
-        k = share(self.ratio, out.size)
+        k = share(self.ratio, len(out))
         decode_pairs(payload, out, k, k, add)
 
 
@@ -93,8 +87,10 @@ class GTopK(TopK):
 
         What is left over goes into the state's residual, if there is one, so that nothing is lost: over all ranks, the
         last payload and the residuals sum up to the inputs. It does not where the sum is not finite. Raises
-        PayloadError; then nothing has been changed.
+        PayloadError; then nothing has been changed. Raises UsageError for payloads on a device.
         """
+        if on_device(mine):
+            raise UsageError("gtopk merges payloads on the host: copy them there")
         from ..kernels.pairs import merge, write_pairs
         from ..kernels.selection import NOT_FINITE, keep_largest, magnitudes, put_others, rank_largest
 
@@ -116,7 +112,7 @@ class GTopK(TopK):
 @register("codecs", "randomk", examples=("randomk(ratio=0.01)", "randomk(ratio=0.3)"))
 @dataclass(frozen=True)
 class RandomK:
-    """A share of elements at random, the same ones on all ranks: only their values travel."""
+    """A share of elements at random, one of each of k strata, the same ones on all ranks: only their values travel."""
 
     ratio: float
     combine: ClassVar[Combine] = "sum"
@@ -139,34 +135,14 @@ class RandomK:
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
         """The values at this step's elements; all of them NaN where anything is not finite."""
-        from ..kernels.selection import NOT_FINITE, largest_magnitude, settle, take
-
         residual = no_residual() if state.residual is None else state.residual
-        indices = self._indices(x.size, state)
-        values = out[: indices.size].view(np.float32)
-        if largest_magnitude(x, residual) >= NOT_FINITE:
-            values.fill(np.nan)
-            return Encoded(indices.size, False)
-        values.fill(0)
-        take(indices, x, values)
-        if residual.size:
-            take(indices, residual, values)
-            settle(*Source(x, residual, no_residual()), indices)
-        return Encoded(indices.size, True)
+        k = share(self.ratio, len(x))
+        finite = kernels_for("selection", x).take_strata(x, residual, state.seed(shared=True), out[:k])
+        return Encoded(k, finite)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
         """The values at this step's elements, and zeros; ``state`` must be at the step of the encoding."""
-        from ..kernels.selection import put
-
-        check_words(payload, share(self.ratio, out.size))
+        check_words(payload, share(self.ratio, len(out)))
         if not add:
-            out.fill(0)
-        put(self._indices(out.size, state), payload.view(np.float32), out)
-
-    def _indices(self, elements: int, state: State) -> Indices:
-        """One element of each of k strata of equal size, drawn alike on all ranks."""
-        from ..kernels.selection import strata
-
-        indices = np.empty(share(self.ratio, elements), np.uint32)
-        strata(state.seed(shared=True), elements, indices)
-        return indices
+            out[:] = 0
+        kernels_for("selection", payload).put_strata(floats(payload), state.seed(shared=True), out)

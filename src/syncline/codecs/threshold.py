@@ -28,7 +28,8 @@ from ..registry import register
 from ..types import Spec
 from . import Combine, Encoded, Floats, Payload, State, fresh_state
 from .checks import no_residual
-from .largest import Source, choose_largest
+from .device import on_device
+from .largest import Source, encode_largest
 from .pairs import decode_pairs, pair_words
 from .sparse import check_ratio, share
 
@@ -96,23 +97,19 @@ class Threshold:
         return fresh_state(spec, rank, feedback, **{_VELOCITY: np.zeros(spec.elements, np.float32)})
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
-        """One reading of x and the memories, and with feedback one writing of them; clipping reads x once more."""
-        from ..kernels.pairs import write_pairs
-        from ..kernels.selection import settle
+        """One reading of x and the memories, and with feedback one writing of them; clipping reads x once more.
 
+        Raises UsageError for clipping on a device: the norm is a sum in an order that only a processor follows fast.
+        """
         residual = no_residual() if state.residual is None else state.residual
         velocity = state.memory[_VELOCITY] if self.momentum else no_residual()
         source = Source(x, residual, velocity, self.momentum, self._scale(x, state.world))
-        k = share(self.ratio_at(state.step), x.size)
-        chosen = choose_largest(source, k, state.seed(), exact=False)
-        words = write_pairs(chosen.indices, chosen.values, x.size, out)
-        if chosen.finite and residual.size:
-            settle(*source, chosen.indices)
-        return Encoded(words, chosen.finite)
+        k = share(self.ratio_at(state.step), len(x))
+        return encode_largest(source, k, out, state.seed(), exact=False)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
         """The elements sent, and zeros."""
-        decode_pairs(payload, out, 0, self._most(out.size), add)
+        decode_pairs(payload, out, 0, self._most(len(out)), add)
 
     def _most(self, elements: int) -> int:
         return share(self.ratio_at(0), elements)
@@ -121,6 +118,8 @@ class Threshold:
         """What clipping multiplies the gradient with; 1 for one that is not finite, which is found out later."""
         if not self.clip:
             return 1.0
+        if on_device(x):
+            raise UsageError(f"clip={self.clip}: norms are taken on the host; leave clip= away for tensors on a GPU")
         from ..kernels.selection import norm
 
         length = norm(x)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import float32, float64, int32, int64, njit, types, uint32, void
+from numba import boolean, float32, float64, int32, int64, njit, types, uint32, void
 
 from .compiled import compiled
 from .draws import below, draw, other_key
@@ -129,7 +129,10 @@ def select(x, residual, velocity, momentum, scale, bound, indices, values):
 
 @compiled(int64(float32[::1], float32[::1], float32[::1], float32, float32, int64, int64, uint32[::1], float32[::1]))
 def select_exactly(x, residual, velocity, momentum, scale, bound, ties, indices, values):
-    """As ``select``, but what is larger than ``bound`` and the first ``ties`` that equal it; needs one place more."""
+    """As ``select``, but what is larger than ``bound`` and the first ``ties`` that equal it; needs one place more.
+
+    Zeros lose their sign, as those of ``add_zeros`` have none.
+    """
     found = 0
     for i in range(x.size):
         value = _value(x, residual, velocity, i, momentum, scale)
@@ -137,7 +140,7 @@ def select_exactly(x, residual, velocity, momentum, scale, bound, ties, indices,
         equal = np.int64(size == bound) & np.int64(ties > 0)
         ties -= equal
         indices[found] = np.uint32(i)
-        values[found] = value
+        values[found] = value + np.float32(0)
         found += np.int64(size > bound) + equal
     return found
 
@@ -256,9 +259,14 @@ def _absorb(x, residual, velocity, momentum, scale):
             residual[i] = residual[i] + x[i] * scale
 
 
-@compiled(void(float32[::1], float32[::1], float32[::1], float32, float32, uint32[::1]))
-def settle(x, residual, velocity, momentum, scale, chosen):
-    """``residual`` becomes the values that ``select`` saw, and ``velocity`` what was added; both zero where chosen."""
+@compiled(void(float32[::1], float32[::1], float32[::1], float32, float32, uint32[::1], boolean))
+def settle(x, residual, velocity, momentum, scale, chosen, finite):
+    """``residual`` becomes the values that ``select`` saw, and ``velocity`` what was added; both zero where chosen.
+
+    Where not everything was ``finite`` they stay what they are.
+    """
+    if not finite:
+        return
     at = 0
     for start in range(0, x.size, BLOCK):
         stop = min(start + BLOCK, x.size)
@@ -305,3 +313,28 @@ def put(indices, values, out):
     """Add the values at the indices."""
     for j in range(indices.size):
         out[indices[j]] += values[j]
+
+
+def take_strata(x, residual, seed, out):
+    """One element at random of as many strata as ``out`` has words, NaNs where anything is not finite.
+
+    Returns whether all are. What is not taken stays in the residual, if there is one.
+    """
+    values, indices = out.view(np.float32), np.empty(out.size, np.uint32)
+    if largest_magnitude(x, residual) >= NOT_FINITE:
+        values.fill(np.nan)
+        return False
+    strata(seed, x.size, indices)
+    values.fill(0)
+    take(indices, x, values)
+    if residual.size:
+        take(indices, residual, values)
+        settle(x, residual, x[:0], 0.0, 1.0, indices, True)
+    return True
+
+
+def put_strata(values, seed, out):
+    """Add the values at one element of as many strata, those that ``take_strata`` takes."""
+    indices = np.empty(values.size, np.uint32)
+    strata(seed, out.size, indices)
+    put(indices, values, out)

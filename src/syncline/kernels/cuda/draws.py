@@ -1,4 +1,4 @@
-"""Random numbers for stochastic rounding on a GPU, those of ``kernels.draws``. All are uint32."""
+"""Random numbers on a GPU, those of ``kernels.draws``. All are uint32."""
 
 from __future__ import annotations
 
@@ -31,3 +31,9 @@ def other_key(key):
 def chance(bits):
     """A float32 in [0, 1), of the upper 24 of 32 random bits."""
     return (bits >> 8).to(tl.int32).to(tl.float32) * _UNIT
+
+
+@triton.jit
+def below(bits, limit):
+    """A whole number from 0 up to, not including, ``limit`` (int64), of 32 random bits; an int64."""
+    return ((bits.to(tl.uint64) * limit.to(tl.uint64)) >> 32).to(tl.int64)
