@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import registry
-from .codecs import NeedsFeedback, Wraps
+from .codecs import NeedsFeedback, Wraps, warmup_of
 from .errors import UsageError
 from .grammar import Part
 from .parts import build, write
@@ -163,8 +163,7 @@ def _staleness_needs_weights_on_servers(given: Combination) -> Fault | None:
 def _servers_that_sum_count_no_steps(given: Combination) -> Fault | None:
     if given.codec == AUTO or not given.servers or given.server_holds_weights:
         return None
-    codec = _codec_of(given)
-    if not isinstance(codec, Wraps) or not codec.warmup:
+    if not warmup_of(_codec_of(given)):
         return None
     reason = "servers that only sum do not know whether a resumed run still warms up"
     return reason, [

@@ -41,11 +41,11 @@ _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 class _Divided(NamedTuple):
-    """A bucket's parts, what has to be done for them, and whether for steps of a warm-up."""
+    """A bucket's parts, what has to be done for them, and of how many tensors the codec has not begun."""
 
     parts: list[Part]
     reducers: Sequence[Callable[[], Reducer]]
-    warming: bool
+    warming: int
 
 
 class Compression:
@@ -125,7 +125,7 @@ class Compression:
         if working is not array:
             np.copyto(working, array, casting="same_kind")
         step = self._clock[number]
-        warming = step < self._warmup
+        warming = sum(step < one.warmup for one in self._codecs) if step < self._warmup else 0
         if number not in self._pieces or self._pieces[number].warming != warming:
             self._pieces[number] = self._divided(self.parts(number, working, step), warming)
         parts, made, _ = self._pieces[number]
@@ -135,7 +135,7 @@ class Compression:
             self.tell_step(number, parts)
         return made
 
-    def _divided(self, parts: list[Part], warming: bool) -> _Divided:
+    def _divided(self, parts: list[Part], warming: int) -> _Divided:
         if self._held:
             return _Divided(parts, collecting(parts, self.place), warming)
         return _Divided(parts, pieces(parts, self.place, served=self._served), warming)

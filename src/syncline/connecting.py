@@ -65,12 +65,12 @@ def connect_session(
     the architecture open, the workers measure what to run at which size (``tuning``).
     """
     workers = environment.world - strategy.servers
-    if workers < 1:
-        raise UsageError(
-            f"{strategy} needs {strategy.servers} server processes and at least one worker, there are"
-            f" {environment.world} processes: start more (syncline run -n WORKERS --servers SERVERS)"
-        )
     with failing_together(store, run, environment, timeout):
+        if workers < 1:
+            raise UsageError(
+                f"{strategy} needs {strategy.servers} server processes and at least one worker, there are"
+                f" {environment.world} processes: start more (syncline run -n WORKERS --servers SERVERS)"
+            )
         key = find_secret(store, run, environment, secret, timeout)
         address = listen_address(environment, interface)
         formed = _form(strategy, environment, store, run, key, address, timeout)

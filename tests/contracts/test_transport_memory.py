@@ -15,10 +15,10 @@ from mpi_launch import LIBRARIES
 from syncline.transports.tcp import Tcp
 
 
-def settle() -> None:
-    """Wait for threads that end with their peers, and drop what they held."""
+def settle(before: set[threading.Thread]) -> None:
+    """Wait for threads that end with their peers, those of ``before`` aside, and drop what they held."""
     gc.collect()
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("syncline"):
             thread.join(LIMIT_S)
     gc.collect()
@@ -35,18 +35,19 @@ def test_nothing_is_left_behind(kind: str) -> None:
 
     if kind in LIBRARIES:
         pytest.skip("what is in the ranks' own processes is looked at in the next test")
+    others = set(threading.enumerate())  # of other tests, and what they do is not this one's affair
     with network(kind, 2):
         pass
-    settle()
+    settle(others)
     files, threads, shared = open_files(), threading.active_count(), shared_names()
     for _ in range(3):
         with network(kind, 3) as net:
             data = net.ends[0].allocate(200_000)
             net.wait(net.ends[1].recv(0, 0, np.zeros(200_000, np.uint8)), net.ends[0].send(1, 0, data))
             del data  # memory lives as long as somebody looks at it
-    settle()
-    assert open_files() == files
-    assert threading.active_count() == threads
+    settle(others)
+    assert open_files() <= files
+    assert threading.active_count() <= threads
     assert shared_names() <= shared
 
 

@@ -129,6 +129,11 @@ def test_the_strategy_says_what_really_happens() -> None:
         Strategy.parse("ps codec=powersgd(rank=2)")
     with pytest.raises(StrategyError, match=r"still warms up; the nearest.*'ps\(servers=2\) codec=feedback\(onebit"):
         Strategy.parse("ps(servers=2, update=worker) codec=feedback(onebit, warmup=9)")
+    with pytest.raises(StrategyError, match="still warms up"):
+        Strategy.parse("ps(servers=2, update=worker) codec=adaptive(feedback(onebit, warmup=9))")
+    for inner in ("momentum=0.9", "clip=1", "warmup=5"):
+        with pytest.raises(UsageError, match="would only begin afterwards"):
+            Strategy.parse(f"codec=feedback(threshold(ratio=0.01, {inner}), warmup=9)")
     assert "what" not in Strategy.parse("ps(update=worker) codec=int8").resolve(Group(2)).exchange
 
 

@@ -245,6 +245,14 @@ def test_process_0_does_not_wait_for_the_impossible() -> None:
         leave(store, RUN, 0, 3)
 
 
+def test_a_fault_is_seen_although_all_have_left() -> None:
+    store = MemoryStore()
+    give_up(store, RUN, 1, "rank 1 has burnt down")
+    for index in range(2):
+        with pytest.raises(RollCallError, match="burnt"):
+            leave(store, RUN, index, 2)
+
+
 def test_the_first_fault_is_the_one_that_all_read() -> None:
     store = MemoryStore()
     give_up(store, RUN, 1, "rank 1 has burnt down")

@@ -189,10 +189,16 @@ class Chooses(Protocol):
 
 @runtime_checkable
 class Wraps(Protocol):
-    """A codec that stands around another one, error feedback; in the first ``warmup`` steps nothing is compressed."""
+    """A codec that stands around another one: error feedback."""
 
     codec: Codec
-    warmup: int
+
+
+def warmup_of(codec: Codec) -> int:
+    """For how many steps at most a codec leaves tensors uncompressed: the ``warmup`` of the error feedback in it."""
+    if not isinstance(codec, Wraps):
+        return 0
+    return max(getattr(codec, "warmup", 0), warmup_of(codec.codec))
 
 
 @runtime_checkable
@@ -233,10 +239,10 @@ def codec_of(codec: Codec, spec: Spec) -> Applied:
     found = Applied(codec, False, 0)
     while True:
         codec = found.codec
-        if isinstance(codec, Chooses):
+        if isinstance(codec, Chooses):  # first: what it chooses from may be called ``codec`` too
             found = Applied(codec.choose(spec), False, 0)
         elif isinstance(codec, Wraps):
-            found = Applied(codec.codec, True, codec.warmup)
+            found = Applied(codec.codec, True, getattr(codec, "warmup", 0))
         else:
             return found
 

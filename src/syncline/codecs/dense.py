@@ -45,6 +45,6 @@ class Dense:
 
 @dataclass(frozen=True)
 class Uncompressed(Dense):
-    """What travels in the place of a codec's payloads before it begins: everything, cut where those are cut."""
+    """What travels in the place of a codec's payloads before it begins: all, as float32, cut where those are cut."""
 
     block: int = 1  # type: ignore[misc]  # of one codec here, of the class there

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from ..errors import UsageError
 from ..registry import register
 from ..types import Spec
-from . import Chooses, Codec, Combine, Encoded, Floats, Payload, State
+from . import Chooses, Codec, Combine, Encoded, Floats, Payload, State, relay_of
 
 
 @register("codecs", "feedback", wraps="codec", examples=("feedback(int8)", "feedback(onebit, warmup=2)"))
@@ -37,6 +37,11 @@ class Feedback:
     def __post_init__(self) -> None:
         if self.warmup < 0:
             raise UsageError(f"warmup={self.warmup}: choose a number of steps, or 0 for no warm-up")
+        if self.warmup and (relay_of(self.codec) != self.codec or getattr(self.codec, "warmup", 0)):
+            raise UsageError(
+                f"feedback({self.codec}, warmup={self.warmup}): momentum correction, clipping and a warm-up of the"
+                " codec itself would only begin afterwards; leave one of both away"
+            )
         if isinstance(self.codec, Feedback):
             raise UsageError("feedback(feedback(...)): error feedback around itself changes nothing; write it once")
         if isinstance(self.codec, Chooses):

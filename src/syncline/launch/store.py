@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import GroupError, UsageError
 from ..wire.listener import interface_address, local_address_towards
-from ..wire.rollcall import all_left, give_up, tell_failed
+from ..wire.rollcall import all_left, check_failed, give_up, tell_failed
 from ..wire.store import Store
 from .environment import Environment
 
@@ -117,6 +117,7 @@ def find_secret(
         store.set(key, secrets.token_bytes(32))
     deadline = time.monotonic() + timeout
     while (found := store.get(key)) is None:
+        check_failed(store, run)
         if time.monotonic() > deadline:
             raise GroupError(f"rank 0 has not come within {timeout:.0f} s; see what it printed")
         time.sleep(_POLL_S)
@@ -141,11 +142,12 @@ def failing_together(store: Store, run: str, environment: Environment, timeout: 
     late = time.monotonic() + timeout
     try:
         yield
-    except Exception as error:
-        rank = environment.rank
+    except BaseException as error:
+        rank, interrupted = environment.rank, not isinstance(error, Exception)
         with suppress(GroupError):  # the store may be what is gone
-            give_up(store, run, rank, f"rank {rank}: {error}")
-            if rank == 0 and not all_left(store, run, environment.world):
+            give_up(store, run, rank, f"rank {rank}: {type(error).__name__ if interrupted else error}")
+            serves = rank == 0 and not environment.agent_store
+            if serves and not interrupted and not all_left(store, run, environment.world):
                 now = time.monotonic()
                 until = max(min(now + _LATE_S, late), now + _READ_S)
                 threading.Thread(

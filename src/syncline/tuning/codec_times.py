@@ -18,7 +18,7 @@ from statistics import fmean, median
 import numpy as np
 
 from .. import registry
-from ..codecs import Chooses, Codec, Floats, NeedsFeedback, Rounds, Wraps, codec_of
+from ..codecs import Chooses, Codec, Floats, NeedsFeedback, Rounds, Wraps, codec_of, warmup_of
 from ..errors import UsageError
 from ..grammar import Part, read_part
 from ..parts import bind, build, write
@@ -92,9 +92,11 @@ def told(text: str) -> tuple[str, bool]:
     Error feedback with a warm-up stays in the text.
     """
     part = bind("codecs", read_part(text))
-    codec = build("codecs", part)
-    if not isinstance(codec, Wraps) or codec.warmup:
-        return write("codecs", part), isinstance(codec, Wraps)
+    codec: Codec = build("codecs", part)
+    if isinstance(codec, Chooses) or not isinstance(codec, Wraps):
+        return write("codecs", part), False
+    if warmup_of(codec):
+        return write("codecs", part), True
     inner: Part = part[registry.get("codecs", part.name).capabilities["wraps"]]
     return write("codecs", inner), True
 

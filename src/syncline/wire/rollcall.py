@@ -164,8 +164,9 @@ def leave(store: Store, run: str, index: int, world: int) -> None:
     """This process is through with the store, because its group is complete.
 
     Process 0, with which the store may go, returns only when all others are through, or after a limit. Raises
-    RollCallError when another process finds a fault meanwhile.
+    RollCallError when another process has found a fault.
     """
+    check_failed(store, run)
     if index != 0:
         store.add(f"{run}/left", 1)
         return
@@ -173,6 +174,7 @@ def leave(store: Store, run: str, index: int, world: int) -> None:
     while not all_left(store, run, world) and time.monotonic() < deadline:
         check_failed(store, run)
         time.sleep(_POLL_S)
+    check_failed(store, run)
 
 
 def give_up(store: Store, run: str, index: int, fault: str) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ... import registry
+from ...codecs import warmup_of
 from ...compression import Compression
 from ...errors import UsageError
 from ...grammar import Part, nearest, read_part
@@ -207,7 +208,10 @@ class Syncline:
         if self._compression is not None and self._compression.elements == self._array.size:
             return self._compression
         layer, whole = Layer(Spec("bench", (self._array.size,))), Bucket((Slice(0, 0, self._array.size),), "float32")
-        return self._session.compression([layer], [whole], [self._array])
+        found = self._session.compression([layer], [whole], [self._array])
+        if found is not None:
+            found.resume_at(warmup_of(self._runs.codec_object()))  # what is timed is the compressed exchange
+        return found
 
     @property
     def _runs(self) -> Strategy:
