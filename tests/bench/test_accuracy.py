@@ -129,6 +129,9 @@ def test_strategies_say_what_is_fed_back_and_can_be_built() -> None:
     assert accuracy.strategy_of(("int8", False)) == "direct codec=int8 feedback=off"
     assert accuracy.strategy_of(("int8", True)) == "direct codec=feedback(int8)"
     assert accuracy.strategy_of(("fp16", False)) == "direct codec=fp16"
+    warmed = "feedback(onebit, warmup=9)"
+    assert accuracy.ways_of([warmed])[1:] == ((warmed, True),)
+    assert accuracy.strategy_of((warmed, True)) == f"direct codec={warmed}"
 
 
 def test_named_codecs_come_after_dense_and_once() -> None:
