@@ -16,6 +16,7 @@ from syncline.errors import GroupError, HandshakeError, UsageError
 from syncline.wire import handshake
 from syncline.wire.handshake import run_id
 from syncline.wire.listener import Listener, dial, interface_address, local_address_towards
+from syncline.wire.refusals import IN_FULL
 
 LIMIT_S = 20.0
 RUN = run_id("a run")
@@ -141,6 +142,17 @@ def test_the_silent_are_refused_in_time(caplog: pytest.LogCaptureFixture) -> Non
         assert "fell silent during the handshake, after 1 of" in caplog.text
     finally:
         short.close()
+
+
+def test_a_thousand_strangers_do_not_fill_the_log(listener: Listener, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "syncline.wire"):
+        for _ in range(1000):
+            with knock((listener.address, listener.port)) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n")
+        good_peer(listener, (listener.address, listener.port))
+        listener.close()
+    assert len(caplog.records) < 3 * IN_FULL
+    assert "refused 1000 connections so far, the latest from 127.0.0.1:" in caplog.text
 
 
 def test_a_flood_of_strangers_pushes_out_strangers(listener: Listener) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from ..errors import GroupError, HandshakeError, UsageError
 from . import handshake
+from .refusals import Refusals
 
 log = logging.getLogger("syncline.wire")
 
@@ -64,6 +65,7 @@ class Listener:
         self._came = threading.Condition()
         self._ready: dict[tuple[int, str], socket.socket] = {}
         self._closing = False
+        self._refusals = Refusals(log)
         tcp = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         try:
             tcp.bind((address, 0))
@@ -104,6 +106,7 @@ class Listener:
         for sock in (self._doors.tcp, self._doors.unix, *left, *self._ready.values()):
             sock.close()
         self._ready.clear()
+        self._refusals.close()
 
     def _serve(self) -> None:
         callers = self._doors.callers
@@ -127,7 +130,7 @@ class Listener:
         except BlockingIOError:
             return
         except OSError as error:
-            log.warning("cannot accept a connection: %s", error)
+            self._refusals.add("somebody", f"cannot accept it: {error.strerror}")
             time.sleep(_PAUSE_S)  # out of descriptors: a while later some may be free
             return
         if len(self._doors.callers) >= _CALLERS:
@@ -176,7 +179,7 @@ class Listener:
             self._came.notify_all()
 
     def _refuse(self, caller: _Caller, why: str) -> None:
-        log.warning("refused a connection from %s: %s", caller.whence, why)
+        self._refusals.add(caller.whence, why)
         self._forget(caller)
         caller.sock.close()
 
