@@ -97,6 +97,49 @@ def test_what_makes_no_sense_is_refused(call: Callable[[], Any], text: str) -> N
         call()
 
 
+@pytest.mark.parametrize("call", [syncline.allreduce, syncline.broadcast], ids=lambda call: call.__name__)
+@pytest.mark.parametrize(
+    "view",
+    [lambda base: base, lambda base: base[1], lambda base: base.t(), lambda base: base[:, ::2], lambda base: base[:0]],
+    ids=["whole", "row", "transposed", "strided", "empty"],
+)
+def test_autograd_knows_of_the_write_as_of_torchs_own(call: Callable[[Any], Any], view: Callable[[Any], Any]) -> None:
+    """A backward pass that needs the old values is an error, not a wrong gradient."""
+    syncline.init()
+    base = torch.ones(4, 6)
+    weight = torch.ones((), requires_grad=True)
+    loss = (base * weight).sum()
+    call(view(base))
+    assert base._version == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_tensors_of_inference_have_no_version_and_lazily_conjugated_ones_have_the_right_values() -> None:
+    syncline.init()
+    with torch.inference_mode():
+        assert syncline.allreduce(torch.ones(3)).tolist() == [1, 1, 1]
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert syncline.broadcast(conjugate).tolist() == [1 - 2j]
+    assert syncline.allreduce(conjugate.imag).tolist() == [-2]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: torch.zeros(1).expand(3), r"expanded.*\.clone\(\)"),
+        (lambda: torch.zeros(3, device="meta"), "only dense tensors"),
+        (lambda: torch.eye(2).to_sparse(), "only dense tensors"),
+    ],
+)
+def test_tensors_that_cannot_be_written_are_refused_before_anything_travels(
+    make: Callable[[], torch.Tensor], text: str
+) -> None:
+    syncline.init()
+    with pytest.raises(UsageError, match=text):
+        syncline.broadcast(make())
+
+
 def test_a_state_of_another_strategy_is_refused() -> None:
     syncline.init("ring")
     state = syncline.state_dict()

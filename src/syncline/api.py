@@ -320,20 +320,24 @@ def _flat(tensor: Any) -> tuple[np.ndarray[Any, Any], Any]:
         return copy.reshape(-1), lambda: np.copyto(tensor, copy)
     import torch
 
-    from .frameworks.torch.storage import dtype_name
+    from .frameworks.torch.storage import as_bytes, dtype_name
     from .types import numpy_dtype
 
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"expected a torch tensor or a numpy array, got {type(tensor).__name__}")
-    if tensor.is_sparse:
-        raise NotBuiltError("only dense tensors can be exchanged so far")
-    dense = tensor.detach().cpu().contiguous()
-    array = dense.reshape(-1).view(torch.uint8).numpy().view(numpy_dtype(dtype_name(tensor.dtype)))
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise NotBuiltError("only dense tensors with memory of their own can be exchanged so far")
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise UsageError("this tensor is expanded, several of its elements are one in memory: give its .clone()")
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    array = as_bytes(dense).numpy().view(numpy_dtype(dtype_name(tensor.dtype)))
 
     def write_back() -> None:
         if tensor.device != dense.device or dense.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(dense)
+        else:  # autograd has to know of the write as of any in-place operation: a graph may have kept the old values
+            torch.autograd.graph.increment_version(tensor)
 
     return array, write_back
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy import STRATEGIES, Here, batch, fill, gradients, loss_of, on_group
+from toy import STAGED, STRATEGIES, Here, batch, fill, gradients, loss_of, on_group
 
 from syncline.errors import GradientError
 
@@ -89,3 +89,46 @@ def test_a_buffer_that_changes_its_size_is_an_error(group: Any) -> None:
 
     with pytest.raises(GradientError, match="a buffer of the model has another size"):
         on_group(group, "ring", 2, make, body)
+
+
+class Expanded(torch.nn.Module):
+    """Buffers of all kinds of strides, one element of memory for several of the tensor's among them."""
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+        self.register_buffer("one", torch.full((1,), float(index)).expand(3))
+        self.register_buffer("rows", (torch.arange(4.0) + index).expand(3, 2, 4))
+        self.register_buffer("columns", (torch.arange(6.0).view(2, 1, 3).transpose(0, 2) + index).expand(3, 5, 2))
+        self.register_buffer("single", torch.full((4, 2), float(index))[:1, 0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for buffer in (self.one[0], self.rows[0, 0], self.columns[:, 0], self.single):  # type: ignore[index]
+                buffer.add_(x.sum())  # type: ignore[operator]
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=2)", "ring" + STAGED])
+def test_expanded_buffers_travel_too_and_stay_expanded(group: Any, strategy: str) -> None:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = fill(Expanded(index).double())
+        # What ``double`` makes of an expanded buffer is expanded no more.
+        model.one, model.rows = torch.full((1,), float(index)).expand(3), torch.arange(4.0).add(index).expand(3, 2, 4)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        before = {name: buffer.clone() for name, buffer in here.model.named_buffers()}
+        assert before["one"].tolist() == [0.0] * 3
+        early, late = (here.model(here.share(batch(step))) for step in range(2))
+        for out in (early, late):
+            here.optimizer.zero_grad()
+            loss_of(out).backward()
+            here.optimizer.step()
+        assert here.model.one.stride() == (0,)  # type: ignore[union-attr, operator]
+        return {name: buffer.clone() for name, buffer in here.model.named_buffers()}
+
+    first, second = on_group(group, strategy, 2, make, body)
+    assert first["one"].tolist() != [0.0] * 3
+    assert all(torch.equal(second[name], value) for name, value in first.items())

@@ -15,6 +15,7 @@ import torch
 
 from ...errors import GradientError, MismatchError
 from ...session import BUCKET_KEYS, Session
+from .storage import as_bytes, distinct
 
 _PIECE_BYTES = 16 * 1024 * 1024
 _KEY = BUCKET_KEYS
@@ -29,7 +30,7 @@ def tensors_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def buffers_of(model: torch.nn.Module) -> list[Callable[[], torch.Tensor]]:
-    """Ways to get at every buffer, once each; modules may put new tensors in their place."""
+    """Ways to get at what every buffer has in memory, once each; modules may put new tensors in their place."""
     found: dict[int, Callable[[], torch.Tensor]] = {}
     for module in model.modules():
         for key, buffer in module._buffers.items():
@@ -42,7 +43,7 @@ def _buffer(module: torch.nn.Module, key: str) -> torch.Tensor:
     buffer = module._buffers[key]
     if buffer is None:
         raise GradientError(f"buffer {key!r} has been removed since syncline.prepare(): prepare the model again")
-    return buffer
+    return distinct(buffer)
 
 
 def check_same_model(session: Session, model: torch.nn.Module) -> None:
@@ -72,7 +73,7 @@ def check_same_model(session: Session, model: torch.nn.Module) -> None:
 
 def copy_from_worker(session: Session, tensors: Sequence[torch.Tensor], root: int = 0, everyone: bool = True) -> None:
     """Overwrite the tensors' values with worker ``root``'s, on all workers, or on servers too (from worker 0)."""
-    for piece in _pieces(tensors):
+    for piece in _pieces([distinct(tensor) for tensor in tensors]):
         packed = np.empty(sum(tensor.nbytes for tensor in piece), np.uint8)
         pack_bytes(piece, torch.from_numpy(packed))
         if everyone:
@@ -86,7 +87,7 @@ def pack_bytes(tensors: Sequence[torch.Tensor], into: torch.Tensor) -> None:
     """Copy tensors of any type one behind the other into bytes (a flat uint8 tensor, on whatever device)."""
     at = 0
     for tensor in tensors:
-        into[at : at + tensor.nbytes].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        into[at : at + tensor.nbytes].copy_(as_bytes(tensor.detach().contiguous()))
         at += tensor.nbytes
 
 
@@ -96,13 +97,13 @@ def unpack_bytes(packed: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         for tensor in tensors:
             raw = packed[at : at + tensor.nbytes]
+            # Past autograd (``data`` has a version of its own): a graph that still waits for its backward does not mind
+            # new batch statistics.
             if tensor.is_contiguous():
-                # Past autograd (``data`` has a version of its own): a graph that still waits for its backward does not
-                # mind new batch statistics.
-                tensor.data.view(-1).view(torch.uint8).copy_(raw)
+                as_bytes(tensor.data).copy_(raw)
             else:
                 # Through a fresh tensor: a piece may begin at an address that does not suit the element type.
-                tensor.copy_(raw.clone().view(tensor.dtype).view(tensor.shape))
+                tensor.data.copy_(raw.clone().view(tensor.dtype).view(tensor.shape))
             at += tensor.nbytes
 
 

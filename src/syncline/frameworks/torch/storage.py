@@ -42,6 +42,23 @@ def as_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(array.view(np.uint8)).view(dtype)
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as a flat tensor of bytes."""
+    # Not by ``view(-1)``: a single element counts as contiguous whatever its stride, and keeps it.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of an expanded tensor whose elements are different places in memory; any other tensor whole.
+
+    Ranks whose tensors have the same shape and strides have the same part.
+    """
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
 def view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A flat piece of memory seen with the shape and, where they are dense, the strides of a tensor."""
     if torch._debug_has_internal_overlap(like) != 0 or not _dense(like):
