@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,9 +66,9 @@ def test_a_bucket_is_exchanged_while_another_is_still_copied(group: Any) -> None
                 if self.downs == 2:
                     wait_for(self.rose)
 
-        def to_device(self, pair: Pair) -> None:
+        def to_device(self, pair: Pair, behind: Any) -> None:
             self.rose.set()
-            super().to_device(pair)
+            super().to_device(pair, behind)
 
     def body(session: Session) -> int:
         model = mlp()
@@ -79,6 +80,47 @@ def test_a_bucket_is_exchanged_while_another_is_still_copied(group: Any) -> None
         return copier.downs
 
     assert group("ring schedule=wait_free", 2, body) == [4, 4]
+
+
+class Lagging(HostCopier):
+    """A device that is behind: its training stream gets on when a copy waits for it, or else after all copies."""
+
+    def __init__(self) -> None:
+        self.ordered: list[Callable[[], None]] = []
+        super().__init__()
+
+    def mark(self) -> Any:
+        return SimpleNamespace(synchronize=self.catch_up)
+
+    def join(self) -> None:
+        super().join()
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        while self.ordered:
+            self.ordered.pop(0)()
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=1, on=workers)"])
+def test_weights_come_up_behind_what_still_reads_the_old_ones(group: Any, strategy: str) -> None:
+    """A forward pass that was ordered before ``step()`` runs on the device after the new weights have come."""
+
+    def body(session: Session) -> None:
+        copier = Lagging()
+        made = prepare(session, *sgd(), copier=copier if session.is_worker else None)
+        if made is None:
+            return
+        loss_of(made.model(batch(session.rank))).backward()
+        old = weights(made.model)
+        seen: list[dict[str, torch.Tensor]] = []
+        copier.ordered.append(lambda: seen.append(weights(made.model)))
+        made.optimizer.step()
+        made.replica.detach()
+        (read,) = seen
+        assert all(torch.equal(read[name], tensor) for name, tensor in old.items())
+        assert not any(torch.equal(tensor, old[name]) for name, tensor in weights(made.model).items())
+
+    group(strategy, 2, body)
 
 
 class Broken:
@@ -93,7 +135,9 @@ class Broken:
     def to_host(self, pair: Pair) -> Copy:  # noqa: ARG002
         return self
 
-    def to_device(self, pair: Pair) -> None: ...
+    def mark(self) -> None: ...
+
+    def to_device(self, pair: Pair, behind: None) -> None: ...
 
     def join(self) -> None: ...
 
@@ -198,6 +242,7 @@ class Streams:
         return SimpleNamespace(
             name=name,
             wait_stream=lambda other: self.said.append(f"{name} waits for {other.name}"),
+            wait_event=lambda event: self.said.append(f"{name} waits for the event on {event.stream}"),
             synchronize=lambda: self.said.append(f"host waits for {name}"),
         )
 
@@ -208,9 +253,15 @@ class Streams:
     def device(self, device: torch.device) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
         return contextlib.nullcontext()
 
-    def Event(self, blocking: bool) -> Any:
-        assert blocking
-        return SimpleNamespace(record=lambda stream: self.said.append(f"event on {stream.name}"))
+    def Event(self, blocking: bool = False) -> Any:
+        event = SimpleNamespace(stream=None)
+
+        def record(stream: Any) -> None:
+            event.stream = stream.name
+            self.said.append(f"event on {stream.name}{' to sleep for' * blocking}")
+
+        event.record = record
+        return event
 
     def cudart(self) -> Any:
         return SimpleNamespace(
@@ -229,15 +280,15 @@ def test_a_gpu_is_asked_to_copy_behind_the_gradient_and_before_the_optimizer(mon
     copier.to_host(pair)
     assert torch.equal(pair.host, torch.ones(4))
     pair.host[:] = 2
-    copier.to_device(pair)
+    copier.to_device(pair, copier.mark())
     assert torch.equal(pair.device, pair.host)
     copier.join()
     copier.synchronize()
     copier.unpin(pair.host)
     assert asked.said == [
         "pin 16",
-        *("down waits for training", "on down", "event on down"),
-        "on up",
+        *("down waits for training", "on down", "event on down to sleep for"),
+        *("event on training", "up waits for the event on training", "on up"),
         "training waits for up",
         *("host waits for down", "host waits for up"),
         "unpin",

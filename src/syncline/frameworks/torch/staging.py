@@ -10,8 +10,10 @@ of the transport that is pinned, so that the device can copy without the process
     stream up                                                                 mirror -> device
 
 A ``Copier`` knows the device, ``Staged`` the order. Copies of the two directions have a stream each, since devices have
-an engine for each. What the training thread does after ``join`` sees what has come back: on a GPU that is a dependency
-between streams and blocks nobody. ``InPlace`` is the way of models whose gradients lie in the transport's memory.
+an engine for each. A copy up overwrites what the training stream may still have to read (a step's kernels are ordered
+long before they run): it goes behind all that was ordered there before ``up`` was called. What the training thread does
+after ``join`` sees what has come back. On a GPU both are dependencies between streams and block nobody. ``InPlace`` is
+the way of models whose gradients lie in the transport's memory.
 
 The next copy down writes a mirror only after the training stream has passed ``join``, hence after the copy up has read
 it. Memory: a model's gradients once more on the host. Traffic: each byte once over the bus in each direction.
@@ -45,6 +47,10 @@ class Copy(Protocol):
         ...
 
 
+Mark = Any
+"""A point of the training stream, as a copier knows it."""
+
+
 class Copier(Protocol):
     """Copies between one device and host memory, in two streams of its own."""
 
@@ -62,8 +68,12 @@ class Copier(Protocol):
         """Copy down what the training stream has computed so far."""
         ...
 
-    def to_device(self, pair: Pair) -> None:
-        """Copy up, behind earlier copies up; called in any thread."""
+    def mark(self) -> Mark:
+        """This point of the training stream; called in the training thread."""
+        ...
+
+    def to_device(self, pair: Pair, behind: Mark) -> None:
+        """Copy up, behind earlier copies up and that point of the training stream; called in any thread."""
         ...
 
     def join(self) -> None:
@@ -94,7 +104,10 @@ class Staging(Protocol):
         ...
 
     def up(self, pair: Pair, exchange: Work, label: str) -> Work:
-        """Copy up when the exchange is done: the returned work is done when that has been ordered."""
+        """Copy up when the exchange is done: the returned work is done when that has been ordered.
+
+        What the training thread has computed with so far, in its own order, still sees the old values.
+        """
         ...
 
     def join(self) -> None:
@@ -167,7 +180,8 @@ class Staged:
 
     def up(self, pair: Pair, exchange: Work, label: str) -> Work:
         """Ordered by the progress thread as soon as the exchange is done."""
-        return self._engine.then(label, [exchange], lambda: self._copier.to_device(pair))
+        mark = self._copier.mark()
+        return self._engine.then(label, [exchange], lambda: self._copier.to_device(pair, mark))
 
     def join(self) -> None:
         """As the copier does it."""
@@ -232,8 +246,15 @@ class CudaCopier:
             done.record(self._down)
         return done
 
-    def to_device(self, pair: Pair) -> None:
+    def mark(self) -> Mark:
+        """An event on the current stream."""
+        reached: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        reached.record(torch.cuda.current_stream(self.device))
+        return reached
+
+    def to_device(self, pair: Pair, behind: Mark) -> None:
         """Order it and return."""
+        self._up.wait_event(behind)
         with torch.no_grad(), torch.cuda.stream(self._up):
             pair.device.copy_(pair.host, non_blocking=True)
 
@@ -259,9 +280,8 @@ class HostCopier:
     def __init__(self, before: Callable[[str], None] = lambda _: None) -> None:
         self.device = torch.device("cpu")
         self._before = before
-        self._orders: queue.SimpleQueue[tuple[str, torch.Tensor, torch.Tensor, _Done] | None] = queue.SimpleQueue()
-        self._last = _Done()
-        self._last.set()
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._last = _passed()
         self._ordering = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="syncline-copier", daemon=True)
         self._thread.start()
@@ -276,11 +296,15 @@ class HostCopier:
 
     def to_host(self, pair: Pair) -> Copy:
         """Queue it."""
-        return self._order("down", pair.device, pair.host)
+        return self._order("down", pair.device, pair.host, _passed())
 
-    def to_device(self, pair: Pair) -> None:
+    def mark(self) -> Mark:
+        """Passed: what a CPU was told to compute, it has."""
+        return _passed()
+
+    def to_device(self, pair: Pair, behind: Mark) -> None:
         """Queue it."""
-        self._order("up", pair.host, pair.device)
+        self._order("up", pair.host, pair.device, behind)
 
     def join(self) -> None:
         """A CPU has no streams: wait."""
@@ -295,17 +319,18 @@ class HostCopier:
         self._orders.put(None)
         self._thread.join(_END_S)
 
-    def _order(self, direction: str, source: torch.Tensor, target: torch.Tensor) -> _Done:
+    def _order(self, direction: str, source: torch.Tensor, target: torch.Tensor, behind: _Done) -> _Done:
         done = _Done()
         with self._ordering:  # copies up are ordered by another thread than copies down
             self._last = done
-            self._orders.put((direction, source, target, done))
+            self._orders.put((direction, source, target, behind, done))
         return done
 
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:
-            direction, source, target, done = order
+            direction, source, target, behind, done = order
             self._before(direction)
+            behind.synchronize()
             with torch.no_grad():
                 target.copy_(source)
             done.set()
@@ -317,6 +342,15 @@ class _Done(threading.Event):
     def synchronize(self) -> None:
         """Return when it is set."""
         self.wait()
+
+
+_Order = tuple[str, torch.Tensor, torch.Tensor, _Done, _Done]  # direction, source, target, what it is behind, its end
+
+
+def _passed() -> _Done:
+    found = _Done()
+    found.set()
+    return found
 
 
 def device_of(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
