@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from syncline import exchange as exchange_module
 from syncline import onesided, registry
 from syncline.errors import PeerLost, SynclineError
 from syncline.exchange import Exchange, Run
-from syncline.kernels.board import ASLEEP, SHORT, SLOTS
+from syncline.kernels.board import SLOTS
 from syncline.plan import Plan
 from syncline.program import compile_program
 from syncline.transports.shm import Shm
@@ -131,7 +130,7 @@ def test_runs_in_flight_may_start_in_another_order_on_every_rank(data: st.DataOb
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_more_runs_than_slots_wait_for_their_turn(world: int) -> None:
+def test_there_may_be_more_runs_than_slots_on_the_board(world: int) -> None:
     plan, count = plan_of("recursive_doubling", world), 3 * SLOTS
     with machine(world) as ends:
         exchanges = [Exchange(end) for end in ends]
@@ -143,24 +142,46 @@ def test_more_runs_than_slots_wait_for_their_turn(world: int) -> None:
     assert all((arrays[rank][key] == world * key).all() for rank in range(world) for key in range(count))
 
 
-def test_who_is_short_of_slots_is_rung_when_one_is_needed_no_more() -> None:
+@pytest.mark.parametrize("count", [SLOTS - 1, SLOTS, SLOTS + 1])
+def test_a_rank_that_has_started_everything_does_not_hold_up_one_that_begins_with_the_last(count: int) -> None:
+    """One run at a time, in the opposite order, and twice: nobody needs what only the end of another run sets free."""
     plan = plan_of("direct", 2)
-    for how, rung in ((SHORT, True), (ASLEEP, False)):
-        with machine(2) as ends:
-            exchanges = [Exchange(end) for end in ends]
-            runs = [run_of(plan, rank, np.ones(4)) for rank in range(2)]
-            for exchange, run in zip(exchanges, runs, strict=True):
-                exchange.start(run)
-            first = 0
-            while not (runs[0].done or runs[1].done):
-                first = 1 - first
-                exchanges[first].progress(0.0)
-            late = 1 if runs[0].done else 0
-            ends[1 - late].poll(0.0)
-            assert not runs[late].done
-            ends[1 - late].board[0] = how
-            turn([exchanges[late]], [runs[late]], anyone())
-            assert bool(select.select([ends[1 - late]._loop.bell], [], [], 0)[0]) is rung
+    with machine(2) as ends:
+        exchanges = [Exchange(end) for end in ends]
+        for _ in range(2):
+            early = [run_of(plan, 0, np.ones(3), key) for key in range(count)]
+            for run in early:
+                exchanges[0].start(run)
+            for key in reversed(range(count)):
+                late = run_of(plan, 1, np.ones(3), key)
+                exchanges[1].start(late)
+                turn(exchanges, [late, early[key]], anyone())
+                assert (early[key].array == 2).all()
+        used = exchanges[0]._onesided
+        assert used is not None
+        assert sum(len(table.users) for table in used._tables) <= max(SLOTS, 8 * count)
+
+
+def test_runs_are_found_in_whichever_table_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits is told apart from who has come, also where there was no room on the board."""
+    plan, count = plan_of("direct", 2), 2 * SLOTS
+    with machine(2) as ends:
+        exchanges = [Exchange(end) for end in ends]
+        for key in range(count):
+            exchanges[1].start(run_of(plan, 1, np.ones(3), key))
+        for _ in range(2 * count):  # a turn maps a segment
+            for exchange in exchanges:
+                exchange.progress(0.0)
+        here = exchanges[0]._onesided
+        assert here is not None
+        assert all(here._has_come(1, key + 1) for key in range(count))
+        assert not here._has_come(1, count + 1)
+        monkeypatch.setattr(ends[0], "maps", np.zeros_like(ends[0].maps))  # a table that has not been mapped here yet
+        kernel, members = here._kernel, ends[0].members
+        found = [kernel.find_slot(members, ends[0].maps, 1, key + 1) for key in range(count)]
+        assert kernel.UNSEEN in found
+        assert kernel.NOWHERE not in found
+        assert exchanges[0].waiting_for == {}
 
 
 def blocked(ends: list[Shm], array: Array, plan: Plan) -> Exchange:

@@ -10,6 +10,15 @@ Large arrays are cut into segments, which flow one after the other; chunks that 
 all-gather) are not cut, so that a rank's chunk of the whole array stays in one piece.
 
 Memory: scratch of a segment for algorithms that swap chunks (recursive doubling), and a segment for staged arrays.
+
+No deadlock between runs. What a run needs to begin (a slot, scratch, staging) is its own rank's, and is made when none
+is free: a run that has been started never waits for the end of another one of its rank, and what it waits for
+in others is that they have started the same run, or have got so far in it (``script``). So in whatever order ranks
+start runs, and however many of them, each ends once all who take part have started it; only what the callers
+themselves put one behind the other (a lane, a gate, a thread that waits) is an order, and that is the same on all
+ranks. A limit on slots would break this: a rank whose slots are all held by runs that its peers come to later
+could not start the one that they wait for now. Messages keep the same rule: a receive, once posted, waits for
+nothing but its sender, a large send for nothing but its receive, and scratch is made when none is free.
 """
 
 from __future__ import annotations
@@ -44,8 +53,12 @@ class Window(Protocol):
     gone: set[int]
     """Processes whose connections have closed."""
 
-    def board_of(self, peer: int) -> Words:
-        """The words of a process's board, empty while unknown and after the end; may be asked from any thread."""
+    def words_of(self, peer: int, segment: int) -> Words:
+        """A segment of a process, empty while unknown and after the end; may be asked from any thread."""
+        ...
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Zeroed shared memory, for good."""
         ...
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
@@ -91,12 +104,21 @@ class _Layout:
     """Runs that have ended: their tables are used again."""
 
 
+@dataclass(frozen=True)
+class _Table:
+    """A table of this rank's slots; per slot who uses it, or how many had to look at what was there."""
+
+    address: int
+    words: Words
+    users: list[_Run | int]
+
+
 class _Run:
-    """One run under way, or waiting for a slot; used again for the next one of its layout."""
+    """One run under way, or waiting to be; used again for the next one of its layout."""
 
     __slots__ = (
         "array", "before", "key", "label", "layout", "on_done", "peers", "room", "scratch", "slot", "staging", "state",
-        "tolerant",
+        "table", "tolerant",
     )  # fmt: skip
 
     def __init__(self, layout: _Layout, world: int) -> None:
@@ -106,6 +128,7 @@ class _Run:
         self.room = np.empty((2, world + layout.script.scratch + 1), np.int64)
         self.array: NDArray[Any] = self.state
         self.key = self.slot = self.before = -1
+        self.table: _Table | None = None
         self.label = ""
         self.tolerant = False
         self.on_done: Callable[[], None] = _nothing
@@ -139,12 +162,12 @@ class OneSided:
         self._generations: dict[int, int] = {}
         self._runs: list[_Run] = []
         self._waiting: deque[_Run] = deque()
-        self._slots: list[_Run | int] = [0] * board.SLOTS  # who uses it, or how many had to look at it
-        self._next_slot = 0
         self._introduced = False
         self._buffer = np.zeros(onesided.BUFFER_WORDS, np.int64)
         self._buffer[onesided.ONE] = 1
         self._board = int(window.members[window.rank, onesided.BOARD])
+        slots = window.board[board.BOARD_HEAD // 8 :]
+        self._tables = [_Table(self._board + board.BOARD_HEAD, slots, [0] * board.SLOTS)]
 
     def takes(self, plan: Plan, array: NDArray[Any]) -> bool:
         """Whether such a plan can be run here; the same on all ranks. Copies have no type."""
@@ -220,7 +243,7 @@ class OneSided:
 
     def sleep_soon(self) -> None:
         """Say that this process is about to sleep: whoever it waits for then rings its bell. ``advance`` once more."""
-        self._kernel.sleep_soon(self._board, board.SHORT if self._waiting else board.ASLEEP)
+        self._kernel.sleep_soon(self._board)
 
     def awake(self) -> None:
         """Say that it is awake."""
@@ -242,8 +265,17 @@ class OneSided:
 
     def _awaited(self, run: _Run) -> list[int]:
         wanted = int(run.state[self._kernel.ID])
-        absent = [peer for peer in run.layout.script.touches if wanted not in self._window.board_of(peer)[_IDS]]
+        absent = [peer for peer in run.layout.script.touches if not self._has_come(peer, wanted)]
         return absent or [int(run.state[self._kernel.WAITS_FOR])]
+
+    def _has_come(self, peer: int, wanted: int) -> bool:
+        """Whether a process has a slot for a run."""
+        shown = self._window.words_of(peer, 0)
+        tables = [
+            shown[_HEAD_WORDS:],
+            *(self._window.words_of(peer, int(number)) for number in shown[_TABLES] if number),
+        ]
+        return any(wanted in table[_IDS] for table in tables)
 
     def _strangers(self) -> set[int]:
         """The processes that have not shown their board or bell yet."""
@@ -293,35 +325,47 @@ class OneSided:
         return state
 
     def _admit(self) -> None:
-        """Give waiting runs a slot each, as long as there are free ones, once those they deal with can be rung."""
+        """Open waiting runs once those they deal with can be rung: a matter of the start alone."""
         strangers = set[int]() if self._introduced else self._strangers()
         self._introduced = not strangers
         for run in tuple(self._waiting):
             if strangers and not strangers.isdisjoint(_peers(run)):
                 continue
-            slot = self._free_slot()
-            if slot is None:
-                return
             self._waiting.remove(run)
-            self._open(run, slot)
+            self._open(run)
 
-    def _free_slot(self) -> int | None:
-        count = len(self._slots)
-        for i in range(count):
-            slot = (self._next_slot + i) % count
-            user = self._slots[slot]
-            if isinstance(user, _Run):
-                continue
-            done_with = (board.BOARD_HEAD + slot * board.SLOT_BYTES + board.SLOT_DONE_WITH) // 8
-            if user == 0 or self._window.board[done_with] >= user:
-                self._next_slot = slot + 1
-                return slot
-        return None
+    def _free_slot(self, wanted: int) -> tuple[_Table, int]:
+        """A slot where peers look for a run of that identity, in the first table that has a free one."""
+        sets, level = board.SLOTS // board.WAYS, 0
+        while True:
+            if level == len(self._tables):
+                self._add_table()
+            table, first = self._tables[level], self._kernel.first_slot(wanted, sets)
+            for slot in range(first, first + board.WAYS):
+                user = table.users[slot]
+                if isinstance(user, _Run):
+                    continue
+                if user == 0 or table.words[(slot * board.SLOT_BYTES + board.SLOT_DONE_WITH) // 8] >= user:
+                    return table, slot
+            sets, level = 2 * sets, level + 1
 
-    def _open(self, run: _Run, slot: int) -> None:
+    def _add_table(self) -> None:
+        """Make twice as many slots as the last table has, and say on the board where."""
+        further, slots = len(self._tables) - 1, 2 * len(self._tables[-1].users)
+        if further == board.MORE_TABLES:
+            raise SynclineError(f"{len(self._runs)} exchanges are under way at once, more than shared memory can show")
+        memory = self._window.allocate(slots * board.SLOT_BYTES)
+        place = self._window.find(address_of(memory), memory.nbytes)
+        assert place is not None
+        self._tables.append(_Table(address_of(memory), memory.view(np.int64), [0] * slots))
+        self._window.board[board.TABLES // 8 + further] = place[0]
+
+    def _open(self, run: _Run) -> None:
         """Fill in a run's state; the first ``advance`` fills in the slot and shows it to the others."""
         kernel, window, layout, state = self._kernel, self._window, run.layout, run.state
-        run.slot, self._slots[slot] = slot, run
+        identity = (self._next_generation(run.key) << _KEY_BITS | run.key) + 1
+        table, slot = self._free_slot(identity)
+        run.table, run.slot, table.users[slot] = table, slot, run
         state[:] = layout.state
         address = address_of(run.array)
         place = window.find(address, run.array.nbytes)
@@ -335,8 +379,7 @@ class OneSided:
         if layout.script.scratch:
             run.scratch = self._scratch.take(layout.script.scratch * layout.per_segment * layout.item)
             state[kernel.SCRATCH] = address_of(run.scratch)
-        state[kernel.ID] = (self._next_generation(run.key) << _KEY_BITS | run.key) + 1
-        state[kernel.OWN_SLOT] = self._board + board.BOARD_HEAD + slot * board.SLOT_BYTES
+        state[kernel.ID], state[kernel.OWN_SLOT] = identity, table.address + slot * board.SLOT_BYTES
         state[kernel.OWN_SEGMENT : kernel.STATE] = *place, address, stride
         self._runs.append(run)
 
@@ -348,7 +391,8 @@ class OneSided:
 
     def _finish(self, run: _Run) -> None:
         self._runs.remove(run)
-        self._slots[run.slot] = len(run.layout.script.touched_by)
+        assert run.table is not None
+        run.table.users[run.slot] = len(run.layout.script.touched_by)
         if run.staging is not None:
             self._window.free(run.staging)
             run.staging = None
@@ -394,8 +438,10 @@ _GENERATIONS = 0xFFFFFFFF
 _LAYOUTS = 1024
 """How many sizes of arrays are remembered."""
 
-_IDS = slice((board.BOARD_HEAD + board.SLOT_ID) // 8, None, board.SLOT_BYTES // 8)
-"""The identities of the runs on a board, among its words."""
+_HEAD_WORDS = board.BOARD_HEAD // 8
+_TABLES = slice(board.TABLES // 8, _HEAD_WORDS)
+_IDS = slice(board.SLOT_ID // 8, None, board.SLOT_BYTES // 8)
+"""The segments of further tables among the words of a board, and the identities of runs among those of a table."""
 
 
 def _tables(script: Script) -> tuple[Words, Words]:

@@ -4,6 +4,10 @@ Every rank has a *board* in shared memory: a word that says whether it sleeps, a
 slot tells where the rank's array of that run lies, and how many operations of its script it has done; it
 is kept until all ranks that look at it have said that they need it no more.
 
+There are always enough slots. Those on the board are the first table; the rank adds tables, each twice as large as the
+one before, in other segments, whose numbers the board names. A run may lie in ``WAYS`` slots of each table, which
+follow from its identity: whoever looks for a run that is not there looks at a few words only, however many there are.
+
 All words have 8 bytes; offsets are bytes.
 """
 
@@ -11,18 +15,23 @@ from __future__ import annotations
 
 from typing import Final
 
-# The first word: what has to ring this rank.
+# The first word: whether this rank has to be rung.
 AWAKE: Final = 0
 ASLEEP: Final = 1
-"""What it waits for."""
-SHORT: Final = 2
-"""That, and whoever needs one of its slots no more."""
 
-BOARD_HEAD: Final = 128
+TABLES: Final = 64
+"""The segment number of each further table, 0 while there is none (the board itself has that number)."""
+MORE_TABLES: Final = 24
+"""With all of them there are more slots than keys of runs."""
+BOARD_HEAD: Final = TABLES + 8 * MORE_TABLES
 
 SLOTS: Final = 64
+"""Slots on the board; table k has SLOTS << k."""
 SLOT_BYTES: Final = 128
 BOARD_BYTES: Final = BOARD_HEAD + SLOTS * SLOT_BYTES
+WAYS: Final = 8
+SPREAD: Final = 0x9E3779B97F4A7C15
+"""2**64 by the golden ratio: the highest bits of its products scatter numbers that follow each other (Knuth 6.4)."""
 
 # In a slot. The progress has a cache line of its own: others watch it.
 SLOT_ID: Final = 0

@@ -21,7 +21,7 @@ from .board import (
     ASLEEP,
     AWAKE,
     BOARD_HEAD,
-    SHORT,
+    MORE_TABLES,
     SLOT_BYTES,
     SLOT_DONE_WITH,
     SLOT_ID,
@@ -31,6 +31,9 @@ from .board import (
     SLOT_SEGMENT,
     SLOT_STRIDE,
     SLOTS,
+    SPREAD,
+    TABLES,
+    WAYS,
 )  # fmt: skip
 from .compiled import compiled
 from .native import add, fence, load, poll, read, sched_yield, store, write
@@ -90,42 +93,72 @@ UNMAPPED: Final = 2
 UNLIKE: Final = 3
 
 
+NOWHERE: Final = 0
+UNSEEN: Final = -1
+"""What ``find_slot`` returns for a run that has not come, or that may be in a table not mapped here yet."""
+
 _POLLIN = 1
+_FACTOR = np.uint64(SPREAD)
 
 _WORDS, _TABLE = int64[::1], int64[:, ::1]
 
 
 @njit(nogil=True)
-def _ring(members, buffer, ranks, first, last, least):
-    """Wake those of the ranks that sleep: all of them, or (``least`` is SHORT) those that are short of slots."""
+def _ring(members, buffer, ranks, first, last):
+    """Wake those of the ranks that sleep."""
     fence()
     for i in range(first, last):
         rank = ranks[i]
-        if load(members[rank, BOARD]) >= least:
+        if load(members[rank, BOARD]) == ASLEEP:
             write(np.int32(members[rank, BELL]), buffer + 8 * ONE, 8)
 
 
-@compiled(int64(int64, int64, int64))
-def find_slot(board, wanted, likely):
-    """The address of the slot of a run on a board, looking first where it most likely is; 0 when not there yet."""
-    for i in range(SLOTS):
-        slot = board + BOARD_HEAD + ((likely + i) % SLOTS) * SLOT_BYTES
+@compiled(int64(int64, int64))
+def first_slot(wanted, sets):
+    """The first of the slots where a run may lie in a table of so many sets of slots, a power of two."""
+    scattered = (np.uint64(wanted) * _FACTOR) >> np.uint64(32)
+    return int64(scattered & np.uint64(sets - 1)) * WAYS
+
+
+@njit(nogil=True)
+def _in_table(table, sets, wanted):
+    slot = table + first_slot(wanted, sets) * SLOT_BYTES
+    for _ in range(WAYS):
         if load(slot + SLOT_ID) == wanted:
             return slot
-    return 0
+        slot += SLOT_BYTES
+    return NOWHERE
+
+
+@compiled(int64(_TABLE, _TABLE, int64, int64))
+def find_slot(members, maps, rank, wanted):
+    """The address of the slot of a run of another rank; NOWHERE when not there yet, UNSEEN when not seen from here."""
+    board, sets = members[rank, BOARD], SLOTS // WAYS
+    found = _in_table(board + BOARD_HEAD, sets, wanted)
+    for table in range(MORE_TABLES):
+        if found != NOWHERE:
+            return found
+        segment = load(board + TABLES + 8 * table)
+        if segment == 0:
+            return NOWHERE
+        if segment >= maps.shape[1] or maps[rank, segment] == 0:
+            return UNSEEN
+        sets *= 2
+        found = _in_table(maps[rank, segment], sets, wanted)
+    return found
 
 
 @njit(nogil=True)
 def _resolve(rank, state, peers, members, maps):
     """Find a peer's slot and memory; DONE, BLOCKED, UNMAPPED or UNLIKE."""
     if peers[rank, SLOT] == 0:
-        board = members[rank, BOARD]
-        if board == 0:
+        if members[rank, BOARD] == 0:
             return UNMAPPED
-        own = (state[OWN_SLOT] - members[state[RANK], BOARD] - BOARD_HEAD) // SLOT_BYTES
-        slot = find_slot(board, state[ID], own)
-        if slot == 0:
+        slot = find_slot(members, maps, rank, state[ID])
+        if slot == NOWHERE:
             return BLOCKED
+        if slot == UNSEEN:
+            return UNMAPPED
         peers[rank, SLOT] = slot
     if peers[rank, BASE] == 0:
         slot = peers[rank, SLOT]
@@ -275,20 +308,19 @@ def advance(state, peers, members, maps, operations, operands, lengths, touched,
                 _stage(state, peers, room, True)
         state[AT] = operation + 1
         store(state[OWN_SLOT] + SLOT_PROGRESS, state[SEGMENT] * count + operation + 1)
-        _ring(members, state[BUFFER], operands, operations[operation, RING], operations[operation, RING + 1], ASLEEP)
+        _ring(members, state[BUFFER], operands, operations[operation, RING], operations[operation, RING + 1])
         if operation == count - 1:
             state[AT] = 0
             state[SEGMENT] += 1
     for rank in touched:
         add(peers[rank, SLOT] + SLOT_DONE_WITH, 1)
-    _ring(members, state[BUFFER], touched, 0, touched.size, SHORT)
     return DONE
 
 
-@compiled(void(int64, int64))
-def sleep_soon(board, how):
-    """Say that this rank is about to sleep (ASLEEP, or SHORT of slots); it has to look once more before it does."""
-    store(board, how)
+@compiled(void(int64))
+def sleep_soon(board):
+    """Say that this rank is about to sleep; it has to look once more before it does."""
+    store(board, ASLEEP)
     fence()
 
 

@@ -205,11 +205,9 @@ class Shm:
         """The memory that all processes have mapped, and its boards (``onesided.Window``)."""
         return self
 
-    def board_of(self, peer: int) -> Words:
-        """The words of a process's board, empty while unknown and after the end; may be asked from any thread."""
-        if peer == self.rank:
-            return self.board
-        memory = self._mapped.get((peer, _BOARD))
+    def words_of(self, peer: int, segment: int) -> Words:
+        """A segment of a peer, empty while unknown and after the end; may be asked from any thread."""
+        memory = self._mapped.get((peer, segment))
         return np.empty(0, np.int64) if memory is None else memory.view(np.int64)
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:

@@ -1,0 +1,158 @@
+"""Any number of buckets, on every transport and architecture: whole sessions, one past every limit that once was.
+
+A parameter server posts the next step's exchanges of all buckets before this step's weights have gone out, and ranks
+may complete buckets in different orders: no run may need something that only the end of another one sets free.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ends import network
+
+from syncline.frameworks.torch import Prepared, prepare
+from syncline.kernels.board import SLOTS
+from syncline.session import Session
+from syncline.strategy import Strategy
+from syncline.types import Group
+
+LIMIT_S = 60.0
+STEPS = 3
+COUNTS = [SLOTS - 1, SLOTS, SLOTS + 1, 200]
+STRATEGIES = ["ps(servers=1)", "ps(servers=2, on=workers)", "ps(servers=2, update=worker)", "ring", "direct", "tree"]
+CODECS = [
+    "ps(servers=1) codec=fp16",
+    "ps(servers=1) codec=topk(ratio=0.5)",
+    "ring codec=int8",
+    "ring codec=powersgd(rank=1)",
+]
+
+Body = Callable[[Session], Any]
+
+
+def on_sessions(kind: str, strategy: str, workers: int, body: Body) -> list[Any]:
+    """``body`` on every process of a group over a transport, each a thread; what the workers return."""
+    chosen = Strategy.parse(strategy).resolve(Group(workers), inproc=True)
+    group = Group(workers, chosen.servers)
+    found: dict[int, Any] = {}
+    with network(kind, group.processes) as net:
+        sessions = [Session(chosen, group, index, end) for index, end in enumerate(net.ends)]
+        for session in sessions:
+            session.ending.neighbours = [other.ending for other in sessions if other is not session]
+
+        def run(session: Session) -> None:
+            try:
+                found[session.index] = body(session)
+            except BaseException as error:
+                found[session.index] = error
+                for other in sessions:
+                    other.fail(error if isinstance(error, Exception) else RuntimeError(str(error)))
+            finally:
+                session.shutdown()
+
+        threads = [threading.Thread(target=run, args=(session,), daemon=True) for session in sessions]
+        for thread in threads:
+            thread.start()
+        for thread, session in zip(threads, sessions, strict=True):
+            thread.join(LIMIT_S)
+            if thread.is_alive():
+                hung = TimeoutError(f"{session.name(session.index)} hangs in {session.engine.doing}")
+                for other in sessions:
+                    other.fail(hung)
+                raise hung
+    for result in found.values():
+        if isinstance(result, BaseException):
+            raise result
+    return [found[worker] for worker in range(workers)]
+
+
+class Tiny(torch.nn.Module):
+    """One parameter of two elements per layer; in which order they are used differs from rank to rank."""
+
+    def __init__(self, layers: int, turn: int = 0) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.full((2,), 1.0 + index / layers) for index in range(layers))
+        self.register_buffer("seen", torch.zeros(2))
+        self._turn = turn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        order = [*self.weights[self._turn :], *self.weights[: self._turn]]
+        return sum((x * weight for weight in order), torch.zeros(()))
+
+
+def train(session: Session, layers: int, models: int = 1, shuffled: bool = False) -> Any:
+    """Some steps on as many models, the second of which accumulates two passes; the weights."""
+    made: list[Prepared] = []
+    for _ in range(models):
+        model = Tiny(layers, 7 * session.index if shuffled else 0)
+        one = prepare(session, model, torch.optim.SGD(model.parameters(), lr=0.01), weight=1)
+        if one is None:
+            return None
+        made.append(one)
+    for step in range(STEPS):
+        if step == 1:
+            for one in made:
+                with one.replica.no_sync():
+                    one.model(torch.ones(2)).sum().backward()
+        x = torch.full((2,), float(session.rank + 1))
+        sum((one.model(x).sum() for one in made), torch.zeros(())).backward()
+        for one in made:
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+    for one in made:
+        one.replica.detach()
+    return [weight.detach().clone() for one in made for weight in one.model.weights]
+
+
+def expected(workers: int, layers: int, models: int) -> list[torch.Tensor]:
+    """By hand: the gradient of a step is the mean of 1 to N, and one more where two passes were accumulated."""
+    change = 0.01 * (STEPS * (workers + 1) / 2 + 1)
+    return [torch.full((2,), 1.0 + index / layers - change) for _ in range(models) for index in range(layers)]
+
+
+def check(kind: str, strategy: str, workers: int, layers: int, models: int = 1, shuffled: bool = False) -> None:
+    for found in on_sessions(kind, strategy, workers, lambda session: train(session, layers, models, shuffled)):
+        assert all(map(torch.allclose, found, expected(workers, layers, models)))
+
+
+@pytest.mark.parametrize("layers", COUNTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_over_shared_memory(strategy: str, layers: int) -> None:
+    check("shm", f"{strategy} schedule=wait_free", 2, layers)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 5])
+@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+def test_at_other_world_sizes(strategy: str, workers: int) -> None:
+    if "on=workers" not in strategy or workers > 1:
+        check("shm", f"{strategy} schedule=wait_free", workers, SLOTS + 1)
+
+
+@pytest.mark.parametrize("kind", ["inproc", "tcp", "auto-near", "auto-far", "torch"])
+@pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=2, on=workers)", "ring"])
+def test_over_every_transport(kind: str, strategy: str) -> None:
+    check(kind, f"{strategy} schedule=wait_free", 3, 2 * SLOTS + 1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_may_complete_buckets_in_different_orders(strategy: str) -> None:
+    check("shm", f"{strategy} schedule=wait_free", 3, SLOTS + 1, shuffled=True)
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("strategy", ["ps(servers=2, on=workers)", "ring"])
+def test_two_models_at_once(kind: str, strategy: str) -> None:
+    check(kind, f"{strategy} schedule=wait_free", 2, SLOTS + 1, models=2)
+
+
+@pytest.mark.parametrize("strategy", CODECS)
+def test_compressed(strategy: str) -> None:
+    """What a codec loses is not the point: replicas are equal, and nobody waits for ever."""
+    combined = f"{strategy} schedule=wait_free"
+    first, *others = on_sessions("shm", combined, 2, lambda session: train(session, SLOTS + 1))
+    assert all(all(map(torch.equal, first, found)) for found in others)
