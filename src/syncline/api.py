@@ -295,15 +295,23 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
 
 
 def shutdown() -> None:
-    """End this process's part in the run. Called by itself at the end of the interpreter; may be called again."""
+    """End this process's part in the run. Called by itself at the end of the interpreter; may be called again.
+
+    Models and optimizers are the script's own again, and can be prepared in a later run. An optimizer whose state is
+    on servers gets it back here, and not at the end of the interpreter.
+    """
+    _end(fetch=True)
+
+
+def _end(fetch: bool = False) -> None:
     global _session
     if _session is None:
         return
+    error = sys.exc_info()[1]
     for made in _prepared:
-        made.replica.detach()
+        made.release(fetch and error is None)
     _prepared.clear()
     ending, _session = _session, None
-    error = sys.exc_info()[1]
     if isinstance(error, Exception) and not isinstance(error, PeerError):
         ending.fail(error)  # called while an exception passes through: the others shall read it, not a goodbye
     ending.shutdown()
@@ -346,7 +354,7 @@ def _watch_the_end() -> None:
     """Say goodbye at exit, tell the others of an exception, and let go in forked children."""
     if _inits > 1:
         return
-    atexit.register(shutdown)
+    atexit.register(_end)
     os.register_at_fork(after_in_child=_forget)
     previous = sys.excepthook
 

@@ -14,11 +14,12 @@ from ...program import compile_program
 from ...session import Session
 from ...updates import Updates
 from .agreement import check_same_model, copy_from_worker, tensors_of
+from .optimizer import give_back, put_together, take_over
 from .records import pack, unpack
 from .replica import Replica
 from .samples import Weight
 from .serve import Coded, Planned, ShardServer, Traffic, serve_plan
-from .served import Client, LocalOwners, Owners, RemoteOwners, take_over
+from .served import Client, LocalOwners, Owners, RemoteOwners
 from .shard import Shard, coded, planned, probe, records_of, whole_state
 from .staging import Copier
 from .storage import Storage, layers_of
@@ -32,6 +33,11 @@ class Prepared:
     optimizer: torch.optim.Optimizer
     replica: Replica
     client: Client | None
+
+    def release(self, fetch: bool = False) -> None:
+        """Make model and optimizer the user's own again; ``fetch``: owners may be asked for the optimizer's state."""
+        give_back(self.optimizer, fetch)
+        self.replica.detach()
 
 
 def prepare(
@@ -52,8 +58,9 @@ def prepare(
         raise UsageError(f"unused={unused!r}: choose 'error' or 'zeros'")
     _check_optimizer(model, optimizer)
     holds_weights = session.strategy.server_holds_weights
-    if holds_weights:
-        probe(optimizer)
+    if session.is_worker:
+        put_together(session, optimizer)
+    keeps_state = holds_weights and probe(optimizer)
     first_key = session.enter_model(model)
     check_same_model(session, model)
     copy_from_worker(session, [tensor.detach() for _, tensor in tensors_of(model)])
@@ -76,8 +83,12 @@ def prepare(
     owners: Owners = RemoteOwners(session)
     if session.group.servers == 0:
         owners = LocalOwners(session, _shard(session, optimizer, parameters, weights, replica.storage, push, updates))
-    client = Client(session, replica, weights, owners, compile_program(pull, session.index), updates)
+    pull_program = compile_program(pull, session.index)
+    client = Client(session, replica, weights, owners, pull_program, updates, keeps_state=keeps_state)
+    learnt = records_of(optimizer, parameters) if session.rank == 0 and session.group.servers else []
     take_over(optimizer, client)
+    if learnt:  # as the weights, also where a server's script has not loaded it, or another
+        owners.load(learnt)
     return Prepared(model, optimizer, replica, client)
 
 

@@ -38,6 +38,7 @@ from ...session import MODEL_KEYS, Session
 from ...tickets import JOINED, STEP, Meeting
 from ...work import Lane, Work
 from .agreement import buffers_of, copy_from_worker, pack_bytes, tensors_of, unpack_bytes
+from .copies import PlainCopies
 from .samples import Samples, Weight
 from .staging import Copier, device_of, staging_for
 from .storage import Pair, Storage, layers_of
@@ -166,6 +167,7 @@ class Replica:
         before = _eager(lambda _, arguments, keywords: self.before_forward(arguments, keywords))
         handles.append(self.model.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(self.model.register_forward_hook(_eager(lambda _, __, output: self.after_forward(output))))
+        handles.append(PlainCopies(self.model, handles))
         return handles
 
     def before_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:

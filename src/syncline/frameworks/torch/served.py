@@ -1,8 +1,9 @@
-"""The optimizer of a worker whose weights live on a parameter server: ``step()`` asks for the update and waits.
+"""A worker whose weights live on a parameter server: a step asks for the update and waits.
 
-During backward the gradients have been pushed bucket by bucket. ``step()`` commits them with the optimizer's group
+During backward the gradients have been pushed bucket by bucket. A step commits them with the optimizer's group
 values (learning rate and so on), the owners of each slice apply the real update, and the new weights are written
-straight into the parameters, which lie in contiguous storage like the gradients.
+straight into the parameters, which lie in contiguous storage like the gradients. The user's side of it, the optimizer
+object, is in ``optimizer``.
 
 Whatever the owners would not see is refused: gradients that were changed after they had been sent, a second exchange
 before the step. Clipping is ``syncline.clip_grad_norm_``, which the owners compute.
@@ -15,14 +16,12 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from ...errors import GradientError, NotBuiltError, UsageError
+from ...errors import GradientError, UsageError
 from ...program import Program
 from ...session import WEIGHT_KEYS, Session
 from ...tickets import COMMIT, NORM
@@ -30,7 +29,7 @@ from ...updates import Updates
 from .records import pack, unpack
 from .replica import Replica
 from .serve import REPLY_BYTES, REQUEST_BYTES
-from .shard import WEIGHTS, Piece, Record, Shard, in_memory_order, records_of, whole_state
+from .shard import WEIGHTS, Piece, Record, Shard, in_memory_order, whole_state
 from .storage import Storage
 
 Groups = list[dict[str, Any]]
@@ -38,6 +37,11 @@ Groups = list[dict[str, Any]]
 
 class Owners(Protocol):
     """The processes that hold and update the weights, as a worker sees them."""
+
+    count: int
+    """How many they are."""
+    answers_one: bool
+    """Whether one worker alone may ask for the state; otherwise all have to."""
 
     def squared_norm(self, clock: int) -> float:
         """The squared norm of all averaged gradients of step ``clock``."""
@@ -49,6 +53,10 @@ class Owners(Protocol):
 
     def state(self) -> list[Record]:
         """The optimizer's state from all owners."""
+        ...
+
+    def kept(self) -> list[Record] | None:
+        """The state of what this process owns itself, None when that is nothing; asks nobody."""
         ...
 
     def load(self, records: list[Record]) -> None:
@@ -67,8 +75,11 @@ class Owners(Protocol):
 class LocalOwners:
     """The workers own the slices: every call is collective, ``shard`` is this rank's (None when it owns nothing)."""
 
+    answers_one = False
+
     def __init__(self, session: Session, shard: Shard | None) -> None:
         self._session, self._shard = session, shard
+        self.count: int = session.strategy.architecture["servers"]
 
     def squared_norm(self, clock: int) -> float:
         """Summed in rank order, so that all ranks get the same bits."""
@@ -85,6 +96,10 @@ class LocalOwners:
     def state(self) -> list[Record]:
         """Collective."""
         return self._gathered([] if self._shard is None else self._shard.state())
+
+    def kept(self) -> list[Record] | None:
+        """This rank's shard's."""
+        return None if self._shard is None else self._shard.state()
 
     def load(self, records: list[Record]) -> None:
         """Collective in effect: every owner keeps what it owns."""
@@ -107,8 +122,11 @@ class LocalOwners:
 class RemoteOwners:
     """Server processes own the slices."""
 
+    answers_one = True
+
     def __init__(self, session: Session) -> None:
         self._session = session
+        self.count = session.group.servers
         self._servers = range(session.group.workers, session.group.processes)
 
     def squared_norm(self, clock: int) -> float:
@@ -122,6 +140,10 @@ class RemoteOwners:
     def state(self) -> list[Record]:
         """Any worker may ask, alone."""
         return self._fetch("state")
+
+    def kept(self) -> None:
+        """Nothing."""
+        return
 
     def load(self, records: list[Record]) -> None:
         """Any worker may load, alone; the last one counts."""
@@ -182,8 +204,11 @@ class Client:
         owners: Owners,
         pull: Program,
         updates: Updates | None = None,
+        *,
+        keeps_state: bool = True,
     ) -> None:
         self.session, self.replica, self.owners = session, replica, owners
+        self.keeps_state = keeps_state  # whether the optimizer has any
         self.parameters = [parameter for _, parameter in replica.named]
         self.scale = 1.0
         self.commits = 0  # the clock of this session's protocol; a resumed run begins at 0 again
@@ -288,84 +313,3 @@ class Client:
             "a second backward() before step(): the parameter server has the first one's gradients already; wrap all"
             " but the last in `with syncline.no_sync():`"
         )
-
-
-class Served:
-    """Mixed into the class of a user's optimizer by ``take_over``; the owners' optimizer does the work."""
-
-    _client: Client
-    param_groups: Groups
-    defaults: dict[str, Any]
-
-    _step_supports_amp_scaling = True  # GradScaler then comes to step() even when it would skip it
-
-    @torch.optim.Optimizer.profile_hook_step
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Commit the gradients of the last backward and wait for the new weights; the closure's loss."""
-        if hasattr(self, "grad_scale"):
-            raise self._client.replica.fault(
-                "GradScaler cannot unscale gradients that a parameter server holds: use ps(update=worker) or an"
-                " allreduce such as ring, or autocast to bfloat16 without a GradScaler"
-            )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._opt_called = True  # what learning-rate schedulers look at
-        self._client.step(group_values(self.param_groups))
-        return loss
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made before and after prepare find _opt_called kept
-
-    def state_dict(self) -> dict[str, Any]:
-        """As one process would give it: the owners' state put together."""
-        return self._whole().state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Send the state to the owners and take the group values."""
-        whole = self._whole(fetch=False)
-        whole.load_state_dict(dict(state))
-        for mine, loaded in zip(self.param_groups, whole.param_groups, strict=True):
-            mine.update({key: value for key, value in loaded.items() if key != "params"})
-        self._client.owners.load(records_of(whole, self._client.parameters))
-
-    def add_param_group(self, group: dict[str, Any]) -> None:  # noqa: ARG002
-        """Refused: what is served is fixed in ``prepare``."""
-        raise UsageError("add parameter groups before syncline.prepare(): the servers hold a fixed set of weights")
-
-    def _whole(self, fetch: bool = True) -> torch.optim.Optimizer:
-        """A plain optimizer of the user's class over the same parameters, with the owners' state."""
-        plain = type(self).__mro__[2]
-        whole: torch.optim.Optimizer = object.__new__(plain)
-        vars(whole).update({key: value for key, value in vars(self).items() if key not in ("_client", "step")})
-        whole.param_groups = [dict(group) for group in self.param_groups]
-        whole.state = defaultdict(dict)
-        if fetch:
-            whole.state.update(whole_state(self._client.owners.state(), self._client.parameters))
-        return whole
-
-
-def take_over(optimizer: torch.optim.Optimizer, client: Client) -> None:
-    """Make the user's optimizer object itself the served one: schedulers that hold it go on working."""
-    vars(optimizer).pop("step", None)  # a learning-rate scheduler's wrapper around the plain step
-    plain = type(optimizer)
-    optimizer.state.clear()
-    optimizer.__class__ = type(f"Served{plain.__name__}", (Served, plain), {})
-    optimizer._client = client  # type: ignore[attr-defined]
-
-
-def group_values(groups: Sequence[Mapping[str, Any]]) -> Groups:
-    """The values of an optimizer's groups without their tensors, as JSON can say them."""
-    return [{key: _plain(key, value) for key, value in group.items() if key != "params"} for group in groups]
-
-
-def _plain(key: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, (tuple, list)):
-        return [_plain(key, item) for item in value]
-    if isinstance(value, np.generic):
-        return value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise NotBuiltError(f"the optimizer's group value {key!r} is a {type(value).__name__}, which cannot be sent")

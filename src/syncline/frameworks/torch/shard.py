@@ -143,26 +143,27 @@ def on_slices(
     return clone
 
 
-def probe(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError unless the optimizer gives the same result on slices as on whole tensors.
+def probe(optimizer: torch.optim.Optimizer) -> bool:
+    """Raise UsageError unless the optimizer gives the same result on slices as on whole tensors; whether it has state.
 
     Three steps with the values of each parameter group, on a matrix and a vector of random numbers, once whole and
     once cut into flat slices.
     """
-    tried = []
+    tried, keeps_state = [], False
     for group in optimizer.param_groups:
         values = {key: value for key, value in group.items() if key not in ("params", "lr", "initial_lr", "names")}
         if values not in tried:
             tried.append(values)
             # The learning rate may be 0 now, under a warm-up, when every optimizer would look the same.
-            _probe_group(optimizer, {**group, "lr": 0.1} if "lr" in group else group)
+            keeps_state |= _probe_group(optimizer, {**group, "lr": 0.1} if "lr" in group else group)
+    return keeps_state
 
 
 _SHAPES = ((6, 4), (9,))
 _CUT = (Piece(0, 0, 5), Piece(0, 5, 24), Piece(1, 0, 4), Piece(1, 4, 9))
 
 
-def _probe_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+def _probe_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     name = type(optimizer).__name__
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
@@ -191,6 +192,7 @@ def _probe_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
         expected = whole[piece.tensor].detach().reshape(-1)[piece.start : piece.stop]
         if not torch.allclose(part.detach(), expected, rtol=1e-9, atol=1e-12):
             raise _refusal(name, "its update of an element depends on the rest of the tensor")
+    return any(a.state.values())
 
 
 def _state_like(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> dict[str, Any]:

@@ -1,0 +1,42 @@
+"""A copy of a prepared model is a plain model, and so is what a pickle of it becomes.
+
+Hooks are entries of a module's dictionaries, which copying and pickling take along: they would hold the whole run, and
+the forward passes of a copy would count as the original's. Python asks the object itself how to copy and pickle it,
+so the answer is put on this one model and leaves out hooks by their numbers; the model keeps its class.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+_ANSWER = "__reduce_ex__"
+
+
+class PlainCopies:
+    """As long as it is not removed, copies and pickles of ``model`` have none of the hooks with these handles."""
+
+    def __init__(self, model: torch.nn.Module, handles: Iterable[Any]) -> None:
+        self._model = model
+        self._ours = frozenset(handle.id for handle in handles)
+        vars(model)[_ANSWER] = self._reduce
+
+    def remove(self) -> None:
+        """End it; named as the handle of a hook has it."""
+        vars(self._model).pop(_ANSWER, None)
+
+    def _reduce(self, protocol: int) -> Any:
+        found = type(self._model).__reduce_ex__(self._model, protocol)
+        if len(found) > 2 and isinstance(found[2], dict):
+            return (*found[:2], self._without(found[2]), *found[3:])
+        return found  # of a class that says by itself what makes it up
+
+    def _without(self, state: dict[str, Any]) -> dict[str, Any]:
+        left = {key: value for key, value in state.items() if key != _ANSWER}
+        for key, value in left.items():
+            if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
+                left[key] = OrderedDict((number, hook) for number, hook in value.items() if number not in self._ours)
+        return left

@@ -1,0 +1,236 @@
+"""The user's optimizer object while others own the weights, and what becomes of it afterwards.
+
+The object stays the user's own, so that learning-rate schedulers which hold it go on working; its class changes. While
+the run lasts it is ``Served``: ``step()`` has the owners do the update, ``state_dict()`` puts their state together.
+A copy or a pickle of it is a plain optimizer with that state.
+
+At the end it gets its own class back, with the owners' state where one rank alone can ask for that. Where the workers
+own the weights, asking would be a collective call, which the end must not be. Each rank then keeps its own pieces and
+the optimizer is ``Parted``: it cannot be used by itself, but ``prepare`` in a later run gathers the pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from ...errors import NotBuiltError, SynclineError, UsageError
+from ...session import Session
+from .records import pack, unpack
+from .served import Client, Groups
+from .shard import Record, records_of, whole_state
+
+
+class Served:
+    """Mixed into the class of a user's optimizer by ``take_over``; the owners' optimizer does the work."""
+
+    _client: Client
+    param_groups: Groups
+    defaults: dict[str, Any]
+
+    _step_supports_amp_scaling = True  # GradScaler then comes to step() even when it would skip it
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Commit the gradients of the last backward and wait for the new weights; the closure's loss."""
+        if hasattr(self, "grad_scale"):
+            raise self._client.replica.fault(
+                "GradScaler cannot unscale gradients that a parameter server holds: use ps(update=worker) or an"
+                " allreduce such as ring, or autocast to bfloat16 without a GradScaler"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._opt_called = True  # what learning-rate schedulers look at
+        self._client.step(group_values(self.param_groups))
+        return loss
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made before and after prepare find _opt_called kept
+
+    @property
+    def state(self) -> NoReturn:
+        """Refused: an empty dictionary would be taken for the state."""
+        raise UsageError(
+            "the owners of the weights hold the optimizer's state: read it from optimizer.state_dict()['state'], change"
+            " it by optimizer.load_state_dict(), or use ps(update=worker)"
+        )
+
+    @state.setter
+    def state(self, value: object) -> None:
+        del value
+        _ = self.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As one process would give it: the owners' state put together."""
+        return self._whole().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Send the state to the owners and take the group values."""
+        whole = self._whole(fetch=False)
+        whole.load_state_dict(dict(state))
+        _take_values(self.param_groups, whole)
+        self._client.owners.load(records_of(whole, self._client.parameters))
+
+    def add_param_group(self, group: dict[str, Any]) -> None:  # noqa: ARG002
+        """Refused: what is served is fixed in ``prepare``."""
+        raise UsageError("add parameter groups before syncline.prepare(): the servers hold a fixed set of weights")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain optimizer with the owners' state: what pickles and copies are."""
+        whole = self._whole()
+        # Not by the way of objects of the same class, which this one is not.
+        return copyreg._reconstructor, (type(whole), object, None), *whole.__reduce_ex__(protocol)[2:]  # type: ignore[attr-defined]
+
+    def _whole(self, fetch: bool = True) -> torch.optim.Optimizer:
+        """A plain optimizer of the user's class over the same parameters, with the owners' state."""
+        whole = _plain_like(self)
+        if fetch:
+            whole.state.update(whole_state(self._client.owners.state(), self._client.parameters))
+        return whole
+
+
+class Parted:
+    """Mixed into the class of an optimizer whose state lies in pieces on several ranks after the end of a run."""
+
+    _pieces: list[Record] | None  # None on a rank that owned nothing
+    _owners: int
+    _parameters: Sequence[torch.nn.Parameter]
+    param_groups: Groups
+
+    def step(self, closure: Callable[[], Any] | None = None) -> NoReturn:  # noqa: ARG002
+        """Refused: it would go on without the state."""
+        raise _parted()
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    @property
+    def state(self) -> NoReturn:
+        """Refused."""
+        raise _parted()
+
+    def state_dict(self) -> NoReturn:
+        """Refused."""
+        raise _parted()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused."""
+        del protocol
+        raise _parted()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """With a whole state this is a plain optimizer again."""
+        whole = _plain_like(self)
+        whole.load_state_dict(dict(state))
+        _take_values(self.param_groups, whole)
+        _restore(self, whole.state)
+
+
+def take_over(optimizer: torch.optim.Optimizer, client: Client) -> None:
+    """Make the user's optimizer object itself the served one: schedulers that hold it go on working."""
+    del optimizer.state
+    optimizer._client = client  # type: ignore[attr-defined]
+    optimizer._hidden = vars(optimizer).pop("step", None)  # type: ignore[attr-defined]  # a scheduler's wrapper around the plain step
+    _mix_in(optimizer, Served)
+
+
+def give_back(optimizer: Any, fetch: bool) -> None:
+    """Make a served optimizer the user's own again, at the end; ``fetch`` says whether the owners may be asked.
+
+    Does nothing to one that is not served.
+    """
+    client = getattr(optimizer, "_client", None)
+    if client is None:
+        return
+    if fetch and client.owners.answers_one:
+        with contextlib.suppress(SynclineError):  # the end reports it; the state is then as if nobody had asked
+            _restore(optimizer, optimizer._whole().state)
+            return
+    pieces, kept = client.owners.kept(), client.keeps_state
+    _restore(optimizer, {})
+    if kept:
+        del optimizer.state
+        optimizer._pieces, optimizer._owners = pieces, client.owners.count
+        optimizer._parameters = client.parameters
+        optimizer._hidden = vars(optimizer).pop("step", None)
+        _mix_in(optimizer, Parted)
+
+
+def put_together(session: Session, optimizer: Any) -> None:
+    """Give a parted optimizer its whole state back, from the pieces of all workers; all of them call it.
+
+    Raises UsageError where an owner of the run before is no part of this one.
+    """
+    pieces = optimizer._pieces if isinstance(optimizer, Parted) else None
+    parts = session.gather(b"" if pieces is None else pack(pieces))
+    if not isinstance(optimizer, Parted):
+        return
+    found = [part for part in parts if part]
+    if len(found) != optimizer._owners:
+        raise _parted()
+    records = [record for part in found for record in unpack(part)]
+    _restore(optimizer, whole_state(records, optimizer._parameters))
+
+
+def _mix_in(optimizer: torch.optim.Optimizer, mixin: type) -> None:
+    plain = type(optimizer)
+    optimizer.__class__ = type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {})
+
+
+_OURS = ("_client", "_hidden", "_pieces", "_owners", "_parameters")
+
+
+def _restore(optimizer: Any, state: Mapping[Any, Any]) -> None:
+    """Give an optimizer that something was mixed into its own class and state again."""
+    optimizer.__class__ = type(optimizer).__mro__[2]
+    hidden = vars(optimizer).get("_hidden")
+    for name in _OURS:
+        vars(optimizer).pop(name, None)
+    if hidden is not None:
+        optimizer.step = hidden
+    optimizer.state = defaultdict(dict, state)
+
+
+def _plain_like(optimizer: Any) -> torch.optim.Optimizer:
+    """An optimizer without state of the user's class, over the same parameters, with the same values of its groups."""
+    whole: torch.optim.Optimizer = object.__new__(type(optimizer).__mro__[2])
+    vars(whole).update({key: value for key, value in vars(optimizer).items() if key not in _OURS})
+    whole.param_groups = [dict(group) for group in optimizer.param_groups]
+    whole.state = defaultdict(dict)
+    return whole
+
+
+def _take_values(groups: Groups, loaded: torch.optim.Optimizer) -> None:
+    for mine, other in zip(groups, loaded.param_groups, strict=True):
+        mine.update({key: value for key, value in other.items() if key != "params"})
+
+
+def _parted() -> UsageError:
+    return UsageError(
+        "the state of this optimizer stayed with the owners of its weights when their run ended: prepare it again with"
+        " the same ranks, where these were the owners, or load what optimizer.state_dict() gives before"
+        " syncline.shutdown()"
+    )
+
+
+def group_values(groups: Sequence[Mapping[str, Any]]) -> Groups:
+    """The values of an optimizer's groups without their tensors, as JSON can say them."""
+    return [{key: _plain(key, value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return [_plain(key, item) for item in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise NotBuiltError(f"the optimizer's group value {key!r} is a {type(value).__name__}, which cannot be sent")

@@ -1,0 +1,205 @@
+"""Models and optimizers outlive a run, and have copies and pickles: these are plain, and the run may come again."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_optimizer_state import making, same_state, train
+from toy import SERVED, STRATEGIES, Here, alone, batch, close, loss_of, mlp, on_group, weights
+
+from syncline.errors import UsageError
+from syncline.frameworks.torch import prepare
+from syncline.session import Session
+
+
+def saved_and_loaded(model: torch.nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "torch.save": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)"])
+def test_a_copy_of_a_prepared_model_is_plain(group: Any, strategy: str, how: str) -> None:
+    """It has the user's own hooks and none of ours, and its passes are no passes of the original."""
+    seen: list[object] = []
+
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, optimizer = making("sgd")(index)
+        if how == "deepcopy":
+            model.register_forward_hook(lambda *_: seen.append(1))
+        return model, optimizer
+
+    def body(here: Here) -> None:
+        before = mlp()
+        assert here.replica is not None
+        train(here, range(1))
+        twin = COPIES[how](here.model)
+        assert type(twin) is type(before)
+        assert vars(twin).keys() == vars(before).keys()
+        assert len(twin._forward_hooks) == (how == "deepcopy")
+        assert not twin._forward_pre_hooks
+        close(weights(twin), weights(here.model), 0)
+        steps = here.replica.steps
+        loss_of(twin(batch(7, 5 + here.rank))).backward()
+        loss_of(mlp().train()(batch(7))).backward()
+        assert here.replica.steps == steps
+        assert twin[0].weight.grad.data_ptr() != here.replica.storage.views[0].data_ptr()
+        outer = COPIES[how](torch.nn.ModuleDict({"inner": here.model}))
+        assert vars(outer["inner"]).keys() == vars(before).keys()
+        train(here, range(1, 2))
+
+    on_group(group, strategy, 2, make, body)
+
+
+def test_an_average_of_the_weights_follows_the_model(group: Any) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        average = torch.optim.swa_utils.AveragedModel(
+            here.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        for step in range(3):
+            train(here, range(step, step + 1))
+            average.update_parameters(here.model)
+            average(batch(step))
+        return weights(average.module)
+
+    for strategy in ("ring", "ps(servers=2)"):
+        wanted = alone(making("momentum"), body)
+        for found in on_group(group, strategy, 2, making("momentum"), body):
+            close(found, wanted)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_copy_of_an_optimizer_is_plain_and_has_the_whole_state(group: Any, strategy: str, how: str) -> None:
+    def body(here: Here) -> dict[str, Any]:
+        train(here, range(2))
+        twin = COPIES[how](here.optimizer)
+        assert type(twin) is torch.optim.Adam
+        train(here, range(2, 3))
+        return copy.deepcopy(twin.state_dict())
+
+    def plain(here: Here) -> dict[str, Any]:
+        train(here, range(2))
+        return copy.deepcopy(here.optimizer.state_dict())
+
+    wanted = alone(making("adam"), plain)
+    for found in on_group(group, strategy, 2, making("adam"), body):
+        same_state(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", SERVED)
+def test_the_state_is_not_read_where_it_is_not(group: Any, strategy: str) -> None:
+    def body(here: Here) -> None:
+        train(here, range(1))
+        parameter = next(here.model.parameters())
+        for use in (
+            lambda: here.optimizer.state[parameter],
+            lambda: here.optimizer.state.clear(),
+            lambda: setattr(here.optimizer, "state", {}),
+        ):
+            with pytest.raises(UsageError, match=r"optimizer.state_dict\(\)\['state'\]"):
+                use()
+
+    on_group(group, strategy, 2, making("adam"), body)
+
+
+class Kept:
+    """A model and an optimizer on every rank, and two runs with them."""
+
+    def __init__(self, make: Any, ranks: int) -> None:
+        self.made = [make(rank) for rank in range(ranks)]
+
+    def run(self, group: Any, strategy: str, workers: int, steps: range, fetch: bool = True) -> list[Any]:
+        """Prepare, train, and let go as ``shutdown`` does."""
+
+        def body(session: Session) -> dict[str, torch.Tensor] | None:
+            made = prepare(session, *self.made[session.index])
+            if made is None:
+                return None
+            here = Here(made.model, made.optimizer, session.rank, session.world_size)
+            train(here, steps)
+            made.release(fetch)
+            return weights(made.model)
+
+        return group(strategy, workers, body)[:workers]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("second", ["ring", "ps(servers=1)", "ps(servers=2, on=workers)"])
+@pytest.mark.parametrize("first", ["ring", "ps(servers=2)", "ps(servers=1, on=workers)", "ps(servers=2, on=workers)"])
+def test_a_run_after_a_run_goes_on_with_the_same_model_and_optimizer(group: Any, first: str, second: str) -> None:
+    """The scheduler, made before, is that of one worker; servers of the second run take rank 0's state."""
+    kept = Kept(making("adam"), 4)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for _, optimizer in kept.made]
+    kept.run(group, first, 2, range(3))
+    for scheduler in schedulers[:2]:
+        scheduler.step()
+    found = kept.run(group, second, 2, range(3, 5))
+
+    def at_once(here: Here) -> dict[str, torch.Tensor]:
+        train(here, range(3))
+        here.optimizer.param_groups[0]["lr"] *= 0.1
+        train(here, range(3, 5))
+        return weights(here.model)
+
+    wanted = alone(making("adam"), at_once)
+    for one in found:
+        close(one, wanted)
+
+
+def test_an_optimizer_whose_servers_have_gone_trains_on_alone(group: Any) -> None:
+    kept = Kept(making("adam"), 3)
+    kept.run(group, "ps(servers=1)", 2, range(3))
+
+    def at_once(here: Here) -> dict[str, torch.Tensor]:
+        train(here, range(5))
+        return weights(here.model)
+
+    for model, optimizer in kept.made[:2]:
+        train(Here(model, optimizer), range(3, 5))
+        close(weights(model), alone(making("adam"), at_once))
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=2, on=workers)"])
+def test_an_optimizer_whose_state_is_gone_says_so_until_it_gets_one(group: Any, strategy: str) -> None:
+    kept = Kept(making("adam"), 3)
+    kept.run(group, strategy, 2, range(2), fetch=False)
+    _, optimizer = kept.made[0]
+    for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.state, lambda: copy.deepcopy(optimizer)):
+        with pytest.raises(UsageError, match=r"stayed with the owners.*before syncline.shutdown\(\)"):
+            use()
+
+    def state(here: Here) -> dict[str, Any]:
+        train(here, range(2))
+        return copy.deepcopy(here.optimizer.state_dict())
+
+    wanted = alone(making("adam"), state)
+    optimizer.load_state_dict(wanted)
+    assert type(optimizer) is torch.optim.Adam
+    same_state(optimizer.state_dict(), wanted)
+
+
+def test_an_optimizer_without_state_is_plain_after_any_run(group: Any) -> None:
+    kept = Kept(making("sgd"), 2)
+    kept.run(group, "ps(servers=1, on=workers)", 2, range(2), fetch=False)
+    assert [type(optimizer) for _, optimizer in kept.made] == [torch.optim.SGD] * 2
+
+
+def test_an_owner_that_is_missing_in_the_next_run_is_an_error(group: Any) -> None:
+    kept = Kept(making("adam"), 3)
+    kept.run(group, "ps(servers=3, on=workers)", 3, range(2))
+    with pytest.raises(UsageError, match="stayed with the owners"):
+        kept.run(group, "ring", 2, range(2))
