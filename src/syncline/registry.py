@@ -7,7 +7,9 @@ A part registers itself with a decorator at the top of its own file::
 
 The registry finds the file because it lies in the folder of its kind, and third parties' parts through entry points
 of the group ``syncline.<kind>`` (the value is a module or the registered object in it). Nothing else has to be edited.
-Folders are imported when their kind is first asked for, never before, so that ``import syncline`` stays light.
+Folders are imported when their kind is first asked for, never before, so that ``import syncline`` stays light. A third
+party's part that cannot be loaded is left out, with a warning that names the package: it must not keep what does not
+need it from working. Whoever asks for it by name learns why it is not there.
 
 The words that a strategy text may use for a part's arguments are the keyword-only parameters of a function or of a
 class's constructor, or the fields of a dataclass, with their annotations (``Size``, ``Rate``, ``Seconds``, ``int``,
@@ -20,7 +22,9 @@ import dataclasses
 import importlib
 import importlib.metadata
 import inspect
+import logging
 import pkgutil
+import sys
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +32,8 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from .errors import UsageError
+
+log = logging.getLogger("syncline")
 
 KINDS = ("algorithms", "collectives", "codecs", "peers", "schedules", "sync", "transports", "workloads")
 _FOLDERS = {"peers": "bench.peers"}
@@ -65,6 +71,11 @@ class Entry:
         return _parameters(self.target)
 
     @property
+    def own(self) -> bool:
+        """True for what comes with Syncline, False for what another package brings."""
+        return self.target.__module__.partition(".")[0] == __package__
+
+    @property
     def summary(self) -> str:
         """The first sentence of the part's documentation."""
         return (inspect.getdoc(self.target) or "").split("\n\n")[0].replace("\n", " ")
@@ -72,6 +83,8 @@ class Entry:
 
 _entries: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
 _loaded: set[str] = set()
+_left_out: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
+"""Entry points that could not be loaded, by kind and name, and why."""
 
 
 def register(kind: str, name: str, **capabilities: Any) -> Callable[[Target], Target]:
@@ -84,7 +97,7 @@ def register(kind: str, name: str, **capabilities: Any) -> Callable[[Target], Ta
 
     def enter(target: Target) -> Target:
         known = _entries[kind].get(name)
-        if known is not None and known.target.__qualname__ != target.__qualname__:
+        if known is not None and not _same_source(known.target, target):
             raise UsageError(f"{kind} already has a {name!r}: {known.target.__module__}.{known.target.__qualname__}")
         _entries[kind][name] = Entry(kind, name, target, dict(capabilities))
         return target
@@ -104,9 +117,18 @@ def get(kind: str, name: str) -> Entry:
     try:
         return _entries[kind][name]
     except KeyError:
+        why = left_out(kind, name)
+        if why:
+            raise UsageError(why) from None
         near = get_close_matches(name, _entries[kind], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(names(kind))}"
         raise UsageError(f"unknown {_singular(kind)} {name!r}{hint}") from None
+
+
+def left_out(kind: str, name: str) -> str:
+    """Why an installed part of that name is not there; empty when none is missing."""
+    _load(kind)
+    return _left_out[kind].get(name, "")
 
 
 def entries(kind: str) -> tuple[Entry, ...]:
@@ -123,8 +145,42 @@ def _load(kind: str) -> None:
     package = importlib.import_module(f"{__package__}.{_FOLDERS.get(kind, kind)}")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
-    for point in importlib.metadata.entry_points(group=f"syncline.{kind}"):
+    # In one order on all hosts: of two packages that bring the same name, the same one has it everywhere.
+    points = importlib.metadata.entry_points(group=f"syncline.{kind}")
+    for point in sorted(points, key=lambda point: (_distribution(point), point.name, point.value)):
+        _load_foreign(kind, point)
+
+
+def _load_foreign(kind: str, point: importlib.metadata.EntryPoint) -> None:
+    """Load what another package brings, whole or not at all."""
+    before = {each: dict(found) for each, found in _entries.items()}
+    try:
         point.load()
+        for entry in [entry for name, entry in _entries[kind].items() if name not in before[kind]]:
+            entry.parameters  # noqa: B018 - raises where an annotation cannot be read
+    except (Exception, SystemExit) as error:  # whatever its code may raise
+        _entries.update(before)
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = (
+            f"{_singular(kind)} {point.name!r} of the package {_distribution(point)} cannot be loaded ({text}): mend,"
+            " upgrade or uninstall that package"
+        )
+        _left_out[kind][point.name] = why
+        log.warning("syncline: %s", why)
+
+
+def _distribution(point: importlib.metadata.EntryPoint) -> str:
+    """The package that an entry point comes from, with its version."""
+    return "without a name" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+
+
+def _same_source(known: Target, target: Target) -> bool:
+    """True for one object that is registered again: its module was reloaded, or runs as ``__main__`` too."""
+    modules = known.__module__, target.__module__
+    if known.__qualname__ != target.__qualname__:
+        return False
+    files = [getattr(sys.modules.get(module), "__file__", None) for module in modules]
+    return modules[0] == modules[1] or (files[0] is not None and files[0] == files[1])
 
 
 def _parameters(target: Callable[..., Any]) -> tuple[Parameter, ...]:

@@ -96,6 +96,9 @@ def _require_known(word: str, part: Part) -> None:
     """Raise NotBuiltError or StrategyError unless the part, and those nested in it, have registered names."""
     built = built_names(word)
     if part.name not in built:
+        for kind in ("algorithms", "collectives") if word == "architecture" else (WORDS[word],):
+            if why := registry.left_out(kind, part.name):
+                raise StrategyError(why)
         if part.name in PLANNED[word]:
             raise NotBuiltError(f"{word} {part.name!r} is not built yet; built are {', '.join(built)}")
         hint = belongs_to(part.name) or nearest(part.name, (*built, *PLANNED[word]))
