@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,28 @@ from typing import Any
 import pytest
 import tuning_bodies
 from pool import Pool
+
+from syncline.launch.local import launch
+from syncline.launch.placement import Placement
+
+LIMIT_S = 120.0
+EQUALS = """
+import numpy, syncline
+from syncline.algorithms.tree import tree
+from syncline.registry import register
+
+def named(name):
+    def equal(group):
+        return tree(group)
+    equal.__qualname__ = name
+    register("algorithms", name, goal="allreduce")(equal)
+
+for name in ("star", "palm", "teak", "mast"):
+    named(name)
+syncline.init("transport=tcp")
+syncline.allreduce(numpy.ones(100, numpy.float32))
+print(sorted(syncline.stats().algorithms.items()))
+"""
 
 Environ = dict[str, str]
 
@@ -115,3 +138,38 @@ def test_a_resumed_run_uses_the_recorded_table(pool: Pool, address: str, environ
         results = group.results()
     assert [(plan, table) for plan, table, _ in results] == [("double_tree", recorded)] * 3
     assert len({weights for *_, weights in results}) == 1
+
+
+def test_ranks_that_hash_differently_choose_from_the_same_plans(tmp_path: Path) -> None:
+    """Names of one length for one plan: what stays may not depend on the order of a set."""
+    script, printed = tmp_path / "script.py", []
+    script.write_text(EQUALS)
+    outcome = launch(
+        [sys.executable, str(script)],
+        3,
+        env={"SYNCLINE_TUNING": "fresh", "XDG_CACHE_HOME": str(tmp_path)},
+        on_output=lambda _, line: printed.append(line),
+        place=lambda rank: Placement(env={"PYTHONHASHSEED": str(rank)}),
+        timeout_s=LIMIT_S,
+    )
+    assert outcome.status == 0, printed
+    assert len(printed) == 3
+    assert len(set(printed)) == 1
+    assert not re.search("star|palm|teak|mast", printed[0])  # what comes with Syncline goes first
+
+
+@pytest.mark.parametrize("how", ["lacks", "another", "wrong"])
+def test_what_not_all_ranks_have_alike_is_left_out(
+    pool: Pool, addresses: Callable[[], str], environ: Environ, how: str
+) -> None:
+    """An algorithm of another package on some hosts, or in another version, or one that does not add up."""
+    for _ in range(2):  # measured, and as kept
+        address = addresses()
+        case = [[[rank, 3, address], how] for rank in range(3)]
+        with pool.start(tuning_bodies.foreign, case, environ) as group:
+            tables = group.results()
+            said = group.ranks[0].printed()
+        assert tables[0] == tables[1] == tables[2]
+        assert "theirs" not in str(tables)
+        assert "architecture=auto leaves out theirs: " in said
+        assert {"lacks": "rank 1 ", "another": "another algorithm", "wrong": "plan is wrong"}[how] in said

@@ -13,8 +13,10 @@ import torch
 from host_bodies import pretend
 
 import syncline
-from syncline import api
+from syncline import api, registry
+from syncline.plan import COPY, REDUCE, Plan
 from syncline.tuning import measuring
+from syncline.types import Group
 
 
 def starts(line: Connection, place: bodies.Place, nodes: list[int], strategy: str, budget_s: float) -> None:
@@ -67,3 +69,20 @@ def resumes(line: Connection, place: bodies.Place, recorded: list[Any]) -> None:
         optimizer.step()
         chosen = api.session().bucket_plan(4096).name
         line.send([chosen, syncline.state_dict()["algorithms"], float(next(model.parameters()).sum())])
+
+
+def foreign(line: Connection, place: bodies.Place, how: str) -> None:
+    """What was chosen where one more algorithm is installed, which rank 1 lacks, has another of, or which is wrong."""
+
+    def theirs(group: Group) -> Plan:
+        last = group.workers - 1
+        up = [(rank, rank, rank + 1, 0, 1, REDUCE) for rank in range(last)]
+        down = [(last + step, last - step, last - step - 1, 0, 1, COPY) for step in range(last)]
+        if how == "another" and place[0] == 1:
+            up = [(0, rank, last, 0, 1, REDUCE) for rank in range(last)]
+        return Plan.of("theirs", group, 1, up + (down[:-1] if how == "wrong" else down))
+
+    if how != "lacks" or place[0] != 1:
+        registry.register("algorithms", "theirs", goal="allreduce")(theirs)
+    with bodies.joined(place, "transport=tcp"):
+        line.send(sorted(syncline.stats().algorithms.items()))

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline import tuning
+from syncline import registry, tuning
+from syncline.algorithms.tree import tree
 from syncline.choice import choose
 from syncline.errors import UsageError
+from syncline.plan import Plan
 from syncline.session import Session
 from syncline.strategy import Strategy
 from syncline.tuning.measuring import HOPELESS, SIZES, Course, Measuring, plan_course
@@ -57,6 +59,23 @@ def test_candidates_differ_and_the_choice_by_topology_comes_first() -> None:
     assert set(names(4)) == {"direct", "tree", "ring", "double_tree", "halving_doubling", "recursive_doubling"}
     assert names(4, "auto", (0, 0, 1, 1), 2)[0] == "hierarchical"
     assert "ps" not in names(3)
+
+
+def test_of_equal_plans_the_one_that_comes_with_syncline_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_entries", {kind: dict(found) for kind, found in registry._entries.items()})
+
+    def broken(group: Group) -> Plan:
+        raise IndexError(group.workers)
+
+    def same(group: Group) -> Plan:
+        return tree(group)
+
+    for name, target in (("a", same), ("star", same), ("b", broken)):
+        registry.register("algorithms", name, goal="allreduce")(target)
+    group = Group(4)
+    found = list(tuning.candidates(Strategy.parse("transport=tcp").resolve(group), group))
+    assert "tree" in found
+    assert not {"a", "star", "b"} & set(found)
 
 
 def test_the_variable_is_held_to_its_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,13 +67,16 @@ def test_the_oldest_are_removed_and_nothing_else_stays(folder: Path, monkeypatch
 
 
 def test_every_fact_makes_another_key() -> None:
+    plans = {"ring": "d1", "tree": "d2"}
     keys = {
-        cache.key_of("shm", PLACES),
-        cache.key_of("tcp", PLACES),
-        cache.key_of("shm", PLACES[:1]),
-        cache.key_of("shm", [PLACES[0], ("other", "machine", 2)]),
-        cache.key_of("shm", [PLACES[0], ("host", "other", 2)]),
-        cache.key_of("shm", [PLACES[0], ("host", "machine", 4)]),
+        cache.key_of("shm", PLACES, plans),
+        cache.key_of("tcp", PLACES, plans),
+        cache.key_of("shm", PLACES[:1], plans),
+        cache.key_of("shm", [PLACES[0], ("other", "machine", 2)], plans),
+        cache.key_of("shm", [PLACES[0], ("host", "other", 2)], plans),
+        cache.key_of("shm", [PLACES[0], ("host", "machine", 4)], plans),
+        cache.key_of("shm", PLACES, {"ring": "d1"}),
+        cache.key_of("shm", PLACES, plans | {"tree": "d3"}),
     }
-    assert len(keys) == 6
-    assert cache.key_of("shm", list(PLACES)) in keys
+    assert len(keys) == 8
+    assert cache.key_of("shm", list(PLACES), dict(reversed(plans.items()))) in keys

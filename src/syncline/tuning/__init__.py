@@ -2,7 +2,8 @@
 
 Owns the course of it: which algorithms can be chosen, whether the table of an earlier run on the same machines still
 holds (``cache``), the measuring (``measuring``), and that all workers end with the same table. Every decision is made
-by rank 0 and told to all, for two ranks that run different plans would wait for each other forever.
+by rank 0 and told to all, for two ranks that run different plans would wait for each other forever; only what all ranks
+have, and have alike, is chosen from.
 
 ``SYNCLINE_TUNING`` is ``on`` (measure once per set of machines), ``fresh`` (measure anew) or ``off`` (the choice by
 topology alone, ``Strategy.resolve``); all ranks need the same.
@@ -10,16 +11,18 @@ topology alone, ``Strategy.resolve``); all ranks need the same.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+from collections.abc import Mapping
 
 import numpy as np
 
 from .. import registry
 from ..choice import Choice, choose
-from ..errors import UsageError
-from ..plan import Plan
+from ..errors import PlanError, UsageError
+from ..plan import Plan, check
 from ..session import Session
 from ..strategy import Strategy
 from ..types import Group
@@ -54,9 +57,10 @@ def tune(session: Session) -> None:
     Takes a few small collectives when rank 0 has the table of an earlier run, else about a second.
     """
     blocked_s = session.engine.blocked_s
-    kept = _kept(session) if session.rank == 0 and mode() != "fresh" else None
+    plans = _common(session, _plans(session.strategy, session.group))
+    kept = _kept(session, plans) if session.rank == 0 and mode() != "fresh" else None
     table = json.loads(session.tell_all(json.dumps([] if kept is None else kept.table).encode()))
-    choice = Choice.read(table) if table else _measure(session)
+    choice = Choice.read(table) if table else _measure(session, plans)
     session.run_by(choice)
     log.info("rank %d: architecture=auto runs %s", session.rank, choice)
     session.engine.blocked_s = blocked_s  # starting is no communication of the training
@@ -67,52 +71,94 @@ _ONE_PASS_BYTES = 1 << 20
 
 
 def candidates(strategy: Strategy, group: Group) -> dict[str, Plan]:
-    """The plans to choose from by name: the choice by topology first, then every allreduce that is not the same.
+    """The plans to choose from by name, no two the same; the choice by topology comes first.
 
     ``strategy`` is resolved. Algorithms that need arguments, or servers, have no plan for the group and are left out.
     """
-    found: dict[str, Plan] = {}
-    seen: set[bytes] = set()
-    # Of equal plans the plainer name stays: two levels on one node are a ring.
-    for name in dict.fromkeys([strategy.architecture.name, *sorted(_architectures(), key=len)]):
-        entry = registry.get("algorithms", name)
-        if any(parameter.required for parameter in entry.parameters):
-            continue
+    plans = _plans(strategy, group)
+    return {name: plans[name] for name in _distinct({name: _digest(plan) for name, plan in plans.items()})}
+
+
+def _plans(strategy: Strategy, group: Group) -> dict[str, Plan]:
+    """Every allreduce that can be planned: topology's choice, then what comes with Syncline, plainer names first."""
+    entries = [entry for entry in registry.entries("algorithms") if entry.capabilities.get("goal") == "allreduce"]
+    named = strategy.architecture.name
+    entries.sort(key=lambda entry: (entry.name != named, not entry.own, len(entry.name), entry.name))
+    found = {
+        entry.name: _plan(entry, group) for entry in entries if not any(each.required for each in entry.parameters)
+    }
+    return {name: plan for name, plan in found.items() if plan is not None}
+
+
+def _plan(entry: registry.Entry, group: Group) -> Plan | None:
+    """The plan of an algorithm, None where it has none for that group.
+
+    Nobody asked for those of other packages: they are proved before they may be chosen, and a fault leaves them out.
+    """
+    try:
+        plan: Plan = entry.target(group)
+    except UsageError:
+        return None
+    except Exception as error:
+        if entry.own:
+            raise
+        log.warning("architecture=auto leaves out %s: %s: %s", entry.name, type(error).__name__, error)
+        return None
+    if not entry.own:
         try:
-            plan: Plan = entry.target(group)
-        except UsageError:
-            continue
-        rows = plan.rows
-        same = np.array([plan.chunks]).tobytes() + rows[np.lexsort(rows.T[::-1])].tobytes()
-        if same not in seen:
-            seen.add(same)
-            found[name] = plan
-    return found
+            check(plan)
+        except PlanError as error:
+            log.warning("architecture=auto leaves out %s: its plan is wrong: %s", entry.name, error)
+            return None
+    return plan
 
 
-def _kept(session: Session) -> Choice | None:
-    """The table of an earlier run, when its algorithms still exist."""
-    kept = cache.read(_key(session))
-    return kept if kept is not None and kept.names <= _architectures() else None
+def _digest(plan: Plan) -> str:
+    """Equal for plans of the same transfers, in whatever order they are listed."""
+    rows = plan.rows
+    return hashlib.sha256(np.array([plan.chunks]).tobytes() + rows[np.lexsort(rows.T[::-1])].tobytes()).hexdigest()[:16]
 
 
-def _architectures() -> set[str]:
-    return {entry.name for entry in registry.entries("algorithms") if entry.capabilities.get("goal") == "allreduce"}
+def _distinct(digests: Mapping[str, str]) -> list[str]:
+    """Of equal plans the first name: two levels on one node are a ring."""
+    first: dict[str, str] = {}
+    for name, digest in digests.items():
+        first.setdefault(digest, name)
+    return list(first.values())
 
 
-def _measure(session: Session) -> Choice:
-    plans = candidates(session.strategy, session.group)
+def _common(session: Session, plans: Mapping[str, Plan]) -> dict[str, Plan]:
+    """The distinct plans that all ranks have, and have alike, in rank 0's order: hosts differ in what is installed."""
+    mine = json.dumps({name: _digest(plan) for name, plan in plans.items()}).encode()
+    first, *others = (json.loads(told) for told in session.gather(mine))
+    common = dict(first)
+    for rank, theirs in enumerate(others, 1):
+        for name in [name for name in common if theirs.get(name) != common[name]]:
+            del common[name]
+            if session.rank == 0:
+                why = "has another algorithm of that name" if name in theirs else "does not have it"
+                log.warning("architecture=auto leaves out %s: %s %s", name, session.name(rank), why)
+    return {name: plans[name] for name in _distinct(common)}
+
+
+def _kept(session: Session, plans: Mapping[str, Plan]) -> Choice | None:
+    """The table of an earlier run, when it names nothing else than can run here."""
+    kept = cache.read(_key(session, plans))
+    return kept if kept is not None and kept.names <= plans.keys() else None
+
+
+def _measure(session: Session, plans: Mapping[str, Plan]) -> Choice:
     times_s = Measuring(session, plans).times()
     choice = choose(SIZES, times_s)
     if session.strategy.transport.name == "shm":
         choice = choice.until(_ONE_PASS_BYTES, next(iter(times_s)))
     table = session.tell_all(json.dumps(choice.table).encode())  # rank 0's, whatever others would round to
     if session.rank == 0:
-        cache.write(_key(session), choice, SIZES, times_s)
+        cache.write(_key(session, plans), choice, SIZES, times_s)
     return Choice.read(json.loads(table))
 
 
-def _key(session: Session) -> str:
+def _key(session: Session, plans: Mapping[str, Plan]) -> str:
     assert session.roll is not None
     places = [(member.host, member.machine, member.cores) for member in session.roll.members]
-    return cache.key_of(str(session.strategy.transport), places)
+    return cache.key_of(str(session.strategy.transport), places, {name: _digest(plan) for name, plan in plans.items()})

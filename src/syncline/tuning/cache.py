@@ -1,9 +1,9 @@
 """Tables of algorithms kept between runs: one small JSON file per set of machines.
 
 They lie in ``$XDG_CACHE_HOME/syncline/tuning`` (``~/.cache``). A table holds for these processes on these hosts, since
-they were started, with these cores, this transport and this version of Syncline; anything else is another file. A file
-that cannot be read is as good as none, and a table that cannot be written is measured again: neither is worth ending a
-run for.
+they were started, with these cores, this transport, these algorithms to choose from and this version of Syncline;
+anything else is another file. A file that cannot be read is as good as none, and a table that cannot be written is
+measured again: neither is worth ending a run for.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ _MOST_FILES = 64
 """Machines start anew and labs come and go: the oldest tables are removed."""
 
 
-def key_of(transport: str, places: Sequence[tuple[str, str, int]]) -> str:
-    """The name of the table for processes in these places: the host, machine and number of cores of each."""
-    facts = [__version__, _source_digest(), transport, [list(place) for place in places]]
+def key_of(transport: str, places: Sequence[tuple[str, str, int]], plans: Mapping[str, str]) -> str:
+    """The name of the table for processes in these places: the host, machine and number of cores of each.
+
+    ``plans`` are the algorithms to choose from with a digest of each: one that is installed later is measured too.
+    """
+    facts = [__version__, _source_digest(), transport, [list(place) for place in places], sorted(plans.items())]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
