@@ -26,6 +26,8 @@ def test_peers_that_train_are_found_and_documented() -> None:
         ("ring transport=tcp", "ring transport=tcp"),
         ("schedule=wait_free", "schedule=wait_free"),
         ("", "auto"),
+        ("native", "native"),
+        ("native transport=torch", "native transport=torch"),
     ],
 )
 def test_every_contender_has_one_text(text: str, canonical: str) -> None:

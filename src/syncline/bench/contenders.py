@@ -38,7 +38,7 @@ def contender_of(text: str, workers: int, *, one_host: bool) -> Contender:
         raise StrategyError(f"{error}{_nearest_peer(text, str(error))}") from None
     # Some combinations are impossible only for a certain number of workers.
     group = Group(workers, strategy.servers, () if one_host else tuple(range(workers)))
-    strategy.resolve(group, hosts=1 if one_host else workers).plan(group)
+    strategy.resolve(group, hosts=1 if one_host else workers)
     return Contender(str(strategy), strategy.servers, strategy.transport.arguments.get("rate") or None)
 
 

@@ -14,6 +14,9 @@ be ``native``. Arrays lie in host memory here, so they are staged through the de
 
 A Gloo wait has no limit of its own here: the watcher of the session finds dead peers, and the engine's limit of
 progress finds everything else.
+
+**The end.** A thread that comes back from Gloo while the interpreter ends takes the whole process with it (SIGABRT), so
+none is left: peers have a moment to say that they end too, and then the connections are broken, which ends every wait.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import datetime
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,7 +38,7 @@ from numpy.typing import NDArray
 from ..errors import GroupError, PeerLost, UsageError
 from ..registry import register
 from . import Bytes, Handle, Place
-from .envelope import FRAME_BYTES, Enveloped, frame_bytes, is_last
+from .envelope import FRAME_BYTES, SLOTS, Enveloped, frame_bytes, is_last
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +49,14 @@ _FRAMES = 0
 
 _FOREVER = datetime.timedelta(days=365)
 _END_S = 1.0
+"""How long a rank that ends waits for the last frames of others, which may still need what it has sent."""
+
+_BREAK_S = 5.0
+"""How long threads may take to come back over broken connections: they only need the interpreter for a moment."""
+
+_BREAK = SLOTS + 1
+"""A tag on which nothing is ever sent."""
+
 _AHEAD = 4
 """Frames that a peer's reader may take before the progress thread looks at them."""
 
@@ -70,6 +81,7 @@ class Torch(Enveloped):
         self._collective: Any = GroupAllreduce(self._group) if backend == "gloo" else _nccl(place)
         self._events: deque[Event] = deque()
         self._waiters: dict[int, _Waiter] = {}
+        self._leaving: set[int] = set()  # peers that have said that they end
         self._spare: dict[int, SimpleQueue[Bytes | None]] = {peer: SimpleQueue() for peer in self._peers}
         self._readers: dict[int, threading.Thread] = {}
         for peer, spare in self._spare.items():
@@ -96,7 +108,7 @@ class Torch(Enveloped):
             return
 
         def failed(error: Exception) -> None:
-            self._finish(handle, _broken(min(self._gone, default=-1), error))
+            self._finish(handle, _broken(min(self._gone | self._leaving, default=-1), error))
 
         self._waiter(-1).add(wait, lambda: self._finish(handle), failed)
 
@@ -107,21 +119,20 @@ class Torch(Enveloped):
             self._events.popleft()()
 
     def _leave(self) -> None:
-        """End the threads that can be; one that waits for a peer ends with that peer, or with the process."""
+        """End all threads: by the last frames of the peers, or else by breaking the connections."""
         if self._forked:
             _immortal(self._group)  # its end would wait for threads that only the parent has
             _immortal(self._collective)
             return
-        deadline = time.monotonic() + _END_S
-        self._group = self._collective = None  # its connections close when the last of its threads has ended
-        for waiter in self._waiters.values():
-            waiter.end()
         for spare in self._spare.values():
             spare.put(None)
-        for peer in self._gone:
-            self._readers[peer].join(max(0.0, deadline - time.monotonic()))
         for waiter in self._waiters.values():
-            waiter.thread.join(max(0.0, deadline - time.monotonic()))
+            waiter.end()
+        threads = [*self._readers.values(), *(waiter.thread for waiter in self._waiters.values())]
+        if not _all_ended(threads, _END_S):
+            _break_connections(self._group, self._peers)
+            _all_ended(threads, _BREAK_S)
+        self._group = self._collective = None  # its connections close here
 
     def _send(self, peer: int, tag: int, data: Bytes, done: Callable[[], None]) -> None:
         def sent(_data: Bytes = data) -> None:  # Gloo reads the memory until then
@@ -156,6 +167,7 @@ class Torch(Enveloped):
 
     def _ended(self, peer: int, begun: int) -> None:
         ended = super()._ended
+        self._leaving.add(peer)
         if peer in self._waiters:  # bodies that the peer has asked for may just have left
             self._waiter(peer).add(lambda: None, lambda: ended(peer, begun), lambda _: None)
         else:
@@ -263,6 +275,25 @@ class StagedAllreduce:
             write_back()
 
         return wait
+
+
+def _all_ended(threads: Iterable[threading.Thread], within_s: float) -> bool:
+    """Wait for threads to end; whether all have."""
+    deadline = time.monotonic() + within_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
+
+
+def _break_connections(group: Any, peers: Iterable[int]) -> None:
+    """Let everything that waits in a Gloo group fail.
+
+    Its own ``abort`` and ``shutdown`` leave sends and receives waiting; a wait that runs out of time closes all
+    connections. Those to peers that have gone are closed already, and such a receive does not begin.
+    """
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            group.recv([_tensor(np.zeros(1, np.uint8))], peer, _BREAK).wait(datetime.timedelta(milliseconds=1))
 
 
 def _gloo(place: Place) -> Any:
@@ -375,7 +406,8 @@ def _summable(array: NDArray[Any]) -> tuple[torch.Tensor, Callable[[], None]]:
 
 
 def _broken(rank: int, error: Exception) -> PeerLost:
-    return PeerLost(f"the library's allreduce failed: {str(error).splitlines()[0]}", rank=rank)
+    who = "" if rank < 0 else f"rank {rank} has ended its part: "
+    return PeerLost(f"{who}the library's allreduce failed: {str(error).splitlines()[0]}", rank=rank)
 
 
 def _immortal(value: Any) -> None:
