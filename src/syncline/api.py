@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 import traceback
@@ -19,7 +20,8 @@ import numpy as np
 
 from . import checkpoint
 from .connecting import connect_session
-from .errors import ClosedError, NotBuiltError, PeerError, UsageError
+from .errors import ClosedError, NotBuiltError, PeerError, SynclineError, UsageError
+from .launch import attendance
 from .launch.environment import Environment, recognise
 from .launch.meeting import find_meeting_place
 from .launch.store import open_store
@@ -28,7 +30,7 @@ from .statistics import Stats
 from .strategy import Strategy
 from .types import Group
 from .wire.store import Store
-from .wire.watch import LIVENESS_S
+from .wire.watch import FAILED_STATUS, LIVENESS_S
 
 if TYPE_CHECKING:
     import torch
@@ -299,6 +301,8 @@ def shutdown() -> None:
 
     Models and optimizers are the script's own again, and can be prepared in a later run. An optimizer whose state is
     on servers gets it back here, and not at the end of the interpreter.
+
+    A failure of the run that no call has raised yet is raised here, when all is closed.
     """
     _end(fetch=True)
 
@@ -307,14 +311,39 @@ def _end(fetch: bool = False) -> None:
     global _session
     if _session is None:
         return
-    error = sys.exc_info()[1]
-    for made in _prepared:
-        made.release(fetch and error is None)
-    _prepared.clear()
-    ending, _session = _session, None
-    if isinstance(error, Exception) and not isinstance(error, PeerError):
-        ending.fail(error)  # called while an exception passes through: the others shall read it, not a goodbye
-    ending.shutdown()
+    ending, passing = _session, sys.exc_info()[1]
+    try:
+        for made in _prepared:
+            made.release(fetch and passing is None)
+    finally:
+        _prepared.clear()
+        _session = None
+        failure = _close(ending, sys.exc_info()[1])
+    if failure is not None and passing is None:
+        raise failure
+
+
+def _close(ending: Session, passing: BaseException | None) -> Exception | None:
+    """End a session while an exception passes through, or none does; the failure that nobody has seen yet."""
+    if isinstance(passing, Exception) and not isinstance(passing, PeerError):
+        ending.fail(passing)  # the others shall read it, not a goodbye
+    failure = ending.shutdown()
+    if not ending.forked:
+        attendance.leave()
+    return failure
+
+
+def _end_at_exit() -> None:
+    """The end of the interpreter, where an exception would be printed and the status would stay 0."""
+    try:
+        _end()
+    except SynclineError as error:
+        _print(f"syncline: ended: {error}\n")
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+                stream.flush()
+        os._exit(FAILED_STATUS)
 
 
 def _flat(tensor: Any) -> tuple[np.ndarray[Any, Any], Any]:
@@ -352,26 +381,27 @@ def _flat(tensor: Any) -> tuple[np.ndarray[Any, Any], Any]:
 
 def _watch_the_end() -> None:
     """Say goodbye at exit, tell the others of an exception, and let go in forked children."""
+    attendance.join()
     if _inits > 1:
         return
-    atexit.register(_end)
+    atexit.register(_end_at_exit)
     os.register_at_fork(after_in_child=_forget)
     previous = sys.excepthook
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if _session is None or _session.forked:
-            previous(kind, error, trace)
-            return
         if isinstance(error, PeerError):
             # Another process failed: its own message says why, and every rank's stack would bury it.
             _print(f"syncline: ended: {error}\n")
+        elif _session is None or _session.forked:
+            previous(kind, error, trace)
         elif isinstance(error, KeyboardInterrupt):
             _print(f"syncline: {_session.name(_session.index)}: interrupted\n")
         elif previous is sys.__excepthook__:
             _print("".join(traceback.format_exception(kind, error, trace)))  # in one piece, ranks print at once
         else:
             previous(kind, error, trace)
-        _session.fail(error if isinstance(error, Exception) else RuntimeError(kind.__name__))
+        if _session is not None and not _session.forked:
+            _session.fail(error if isinstance(error, Exception) else RuntimeError(kind.__name__))
 
     sys.excepthook = on_exception
 

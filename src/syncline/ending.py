@@ -30,6 +30,8 @@ class Ending:
         self.watcher: Watcher | None = None
         self.neighbours: Sequence[Ending] = ()  # of the other sessions of a group in one process
         self._group, self._index, self._name = group, index, name
+        self.known = False
+        """Whether the user's thread has seen what went wrong."""
         self._left: set[int] = set()
         self._all_left = threading.Event()
 
@@ -99,8 +101,17 @@ class Ending:
 
     def came_back(self) -> None:
         """An error is about to reach the user's thread: the process need not be ended for it."""
+        self.known = True
         if self.watcher is not None and self.watcher.failure is not None:
             self.watcher.came_back()
+
+    @property
+    def verdict(self) -> Exception | None:
+        """Who failed first, as far as is known here."""
+        failure = None if self.watcher is None else self.watcher.failure
+        if failure is None:
+            return None
+        return type(failure)(f"{self._name(self._index)}: at its end: {failure}", rank=failure.rank, host=failure.host)
 
     def close(self) -> None:
         """Watch no longer."""

@@ -349,8 +349,8 @@ class Engine:
             self._wanted.notify()
         self.transport.wake()  # whoever drives looks at it
 
-    def close(self, before_end: Callable[[], None] = lambda: None) -> None:
-        """Finish what is under way unless there was a fault, end the thread and close the transport.
+    def close(self, before_end: Callable[[], None] = lambda: None) -> Exception | None:
+        """Finish what is under way unless there was a fault, end the thread and close the transport; the fault.
 
         ``before_end`` is called while the connections still stand.
         """
@@ -364,7 +364,9 @@ class Engine:
             self._wanted.notify()
         self.transport.wake()
         self._thread.join(_FLUSH_S)
+        fault = self.error
         self.fail(ClosedError("this session has been shut down"))
+        return fault
 
     def _raised(self, error: Exception) -> Exception:
         """The fault is about to reach the user's thread."""

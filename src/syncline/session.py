@@ -371,15 +371,19 @@ class Session:
         if self._engine is not None:
             self._engine.fail(error)
         self.ending.tell(error)
+        self.ending.came_back()
 
-    def shutdown(self) -> None:
-        """End this process's part: finish what is under way, say goodbye, free everything. May be called again."""
+    def shutdown(self) -> Exception | None:
+        """End this process's part: finish what is under way, say goodbye, free everything. May be called again.
+
+        Returns the failure that ended the run, if no call has raised it and this process did not cause it.
+        """
         if self._closed or self.forked:
-            return
-        if self._engine is not None:
-            self._engine.close(before_end=self.ending.say_goodbye)
+            return None
+        fault = None if self._engine is None else self._engine.close(before_end=self.ending.say_goodbye)
         self._closed = True
         self.ending.close()
+        return None if self.ending.known else fault or self.ending.verdict
 
     def forget_in_child(self) -> None:
         """In a forked child: close the parent's descriptors without a word."""

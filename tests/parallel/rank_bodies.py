@@ -433,3 +433,19 @@ def survives(line: Connection, place: Place) -> None:
                 syncline.allreduce(np.ones(1000))
         except PeerError as error:
             line.send((error.rank, error.host))
+
+
+def loses_one_at_the_end(line: Connection, place: Place, how: str, explicit: bool) -> None:
+    """Rank 1 is gone after the last step; the others end as soon as they have heard of it, with and without a call."""
+    syncline.init("ring", rank=place[0], world_size=place[1], address=place[2], secret=SECRET)
+    syncline.barrier()
+    if place[0] == 1:
+        if how == "exit":
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    watcher = syncline.api.session().ending.watcher
+    assert watcher is not None
+    assert watcher.failed.wait(30)
+    if explicit:
+        syncline.shutdown()
+    line.send("ended well")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from typing import Any
 
 import pytest
@@ -103,3 +104,17 @@ def test_an_interrupted_rank_ends_the_others(pool: Pool, address: str) -> None:
             assert rank.status != 0
             assert "rank 2 (" in rank.printed()
             assert "Traceback" not in rank.printed()
+
+
+@pytest.mark.parametrize("explicit", [True, False], ids=["shutdown", "end of the script"])
+@pytest.mark.parametrize("how", ["killed", "exit"])
+def test_a_rank_that_is_lost_after_the_last_step_fails_the_others(
+    pool: Pool, address: str, how: str, explicit: bool
+) -> None:
+    with pool.start(bodies.loses_one_at_the_end, group_of(3, address, how, explicit)) as group:
+        group.end(LIMIT_S)
+        for rank in (group.ranks[0], group.ranks[2]):
+            assert rank.status == 1, rank
+            assert "syncline: ended: rank" in rank.printed(), rank
+            assert f"rank 1 ({socket.gethostname()}, pid {group.ranks[1].pid}) died" in rank.printed(), rank
+            assert "Traceback" not in rank.printed(), rank

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from syncline.errors import PeerError, PeerLost
+from syncline.wire import watch
 from syncline.wire.rollcall import Member, Roll
 from syncline.wire.watch import Watcher
 
@@ -177,6 +178,20 @@ def test_heartbeats_keep_a_peer_alive(table: Table) -> None:
     first = table.seat(0, members, {1: pairs[0, 1][0], 2: pairs[0, 2][0]}, BEATS_S)
     table.seat(1, members, {0: pairs[0, 1][1]}, BEATS_S)
     assert first.culprit() == 2
+
+
+@pytest.mark.parametrize("said", [b"", struct.pack("<BxH", 2, 0)], ids=["nothing", "goodbye"])
+def test_who_dies_while_this_process_ends_is_found(table: Table, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    monkeypatch.setattr(watch, "_LINGER_S", LIMIT_S)
+    seat, there = table.beside(member(1))
+    closer = threading.Thread(target=seat.watcher.close)
+    closer.start()
+    assert there.recv(4) == b""  # it ends
+    there.sendall(said)
+    there.close()
+    closer.join(LIMIT_S)
+    failure = seat.watcher.failure
+    assert failure is None if said else failure is not None and failure.rank == 1
 
 
 @pytest.fixture

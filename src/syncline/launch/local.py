@@ -30,6 +30,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from ..errors import UsageError
+from .attendance import VARIABLE as ATTENDANCE
+from .attendance import Attendance
 from .child import Child
 from .placement import Place, here
 
@@ -46,7 +48,7 @@ TIMED_OUT = 124
 """The exit status of a run that outlasted its time limit, as timeout(1) has it."""
 
 _READ_BYTES = 1 << 16
-_STALE = ("TORCHELASTIC_", "SYNCLINE_STORE_", "SYNCLINE_RUN_ID", "GROUP_RANK", "ROLE_")
+_STALE = ("TORCHELASTIC_", "SYNCLINE_STORE_", "SYNCLINE_RUN_ID", ATTENDANCE, "GROUP_RANK", "ROLE_")
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SYNCLINE_LAUNCHER", "SYNCLINE_SERVERS", *_STALE)
 
 Output = Callable[[int, str], None]
@@ -55,12 +57,16 @@ Output = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Ending:
-    """How one process ended: ``status`` as shells count; ``told`` when the launcher had told it to."""
+    """How one process ended: ``status`` as shells count; ``told`` when the launcher had told it to.
+
+    ``vanished`` is one that ended with status 0 in the middle of a run, which counts as 1.
+    """
 
     rank: int
     name: str
     status: int
     told: bool
+    vanished: bool = False
 
     @property
     def text(self) -> str:
@@ -72,6 +78,8 @@ class Ending:
         """The clause without its subject."""
         if self.told and self.status:
             return "was ended by the launcher"
+        if self.vanished:
+            return "ended with status 0 in the middle of the run, without syncline.shutdown() (os._exit?)"
         if self.status > 128:
             number = self.status - 128
             known = {item.value: item.name for item in signal.Signals}
@@ -141,6 +149,7 @@ class LocalRun:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ)
+        self._attendance = Attendance(self._processes)
         try:
             self._start()
         except BaseException:
@@ -213,7 +222,8 @@ class LocalRun:
                     "LOCAL_WORLD_SIZE": str(hosts[placement.host]),
                 }
                 local[placement.host] += 1
-                fds = self._pass_fds
+                own |= self._attendance.environ(rank)
+                fds = (*self._pass_fds, self._attendance.fd)
                 if rank == 0:
                     own["SYNCLINE_STORE_FD"] = str(store.fileno())
                     fds = (*fds, store.fileno())
@@ -254,7 +264,9 @@ class LocalRun:
         """A process has ended."""
         self._selector.unregister(child.pidfd)
         status = child.look() or 0
-        self._endings.append(Ending(child.rank, self._name(child.rank), status, self._told))
+        vanished = not status and self._attendance.present(child.rank)
+        status = 1 if vanished else status
+        self._endings.append(Ending(child.rank, self._name(child.rank), status, self._told, vanished))
         if status and self._failed is None and self._stopped is None:
             self._failed = status
             at = time.monotonic() + self._grace_s
@@ -322,6 +334,7 @@ class LocalRun:
         if self._reserved is not None:
             self._reserved.close()
         self._selector.close()
+        self._attendance.close()
         os.close(self._bell)
 
 

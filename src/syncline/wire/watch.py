@@ -38,7 +38,8 @@ _FRAME = struct.Struct("<BxH")
 _CULPRIT = struct.Struct("<I")
 _HEARTBEAT, _GOODBYE, _ABORT = 1, 2, 3
 _REASON_BYTES = 4000
-_EXIT_STATUS = 1
+FAILED_STATUS = 1
+"""The exit status of a process that is ended because of another one."""
 
 
 class Watcher:
@@ -66,7 +67,7 @@ class Watcher:
         self._closing = False
         self._linger_until = 0.0
         self._open = set(socks)
-        self._told_own = False
+        self._told = self._told_own = False  # whether this process has told of a failure, and of its own
         self._unsent: dict[int, bytes] = {}
         self._came_back = threading.Event()
         self._partial = dict.fromkeys(socks, b"")
@@ -102,6 +103,7 @@ class Watcher:
     def abort(self, reason: str, culprit: int | None = None) -> None:
         """Tell everyone that this run is over because of ``culprit``, by default this process."""
         index = self._roll.index if culprit is None else culprit
+        self._told = True
         self._told_own = self._told_own or index == self._roll.index
         self._tell_all(_ABORT, _CULPRIT.pack(index) + reason.encode(errors="replace")[:_REASON_BYTES])
 
@@ -231,7 +233,8 @@ class Watcher:
                 self._fail(peer, f"{state} for {silent:.0f} s (SIGSTOP, a debugger, or its machine hangs)")
 
     def _fail(self, culprit: int, reason: str) -> None:
-        if self.failure is not None or self._closing:
+        # Who has told of a failure hears its echo, and connections that close, until it has ended.
+        if self.failure is not None or (self._closing and self._told):
             return
         host = self._roll.members[culprit].host
         who = "this process, " if culprit == self._roll.index else ""
@@ -252,7 +255,7 @@ class Watcher:
         _print(text)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        os._exit(_EXIT_STATUS)
+        os._exit(FAILED_STATUS)
 
 
 def _print(text: str) -> None:
