@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from .errors import PeerError, PeerLeft, SynclineError
+from .errors import PeerError, PeerLeft, ProtocolError, SynclineError
 from .types import Group
 from .wire.watch import Watcher
 
@@ -74,6 +74,9 @@ class Ending:
             self.watcher.abort(why, error.rank)
             return PeerLeft(f"{here}: {error}: {self._name(error.rank)} {why}", rank=error.rank, host=error.host)
         explained: Exception = error
+        if isinstance(error, ProtocolError):
+            text = f"{here}: {error} (that is {self._name(error.rank)})"
+            explained = ProtocolError(text, rank=error.rank, host=error.host)
         if not isinstance(error, SynclineError):
             explained = SynclineError(f"{here}: {type(error).__name__} in the progress thread: {error}")
             explained.__cause__ = error

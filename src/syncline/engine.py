@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .collectives import Collective
-from .errors import ClosedError, PeerTimeout, SynclineError
+from .errors import ClosedError, PeerTimeout, ProtocolError, SynclineError
 from .exchange import SPINS, Array, Exchange, Run, labelled
 from .program import Program
 from .reducers import Reducer, Room
@@ -447,9 +447,10 @@ class Engine:
                 elif time.monotonic() - moved > self._limit_s:
                     raise self._stalled()
         except Exception as error:
-            shown = error
+            # Nonsense from a peer belongs to no message of ours: say at least what it came into.
+            shown = labelled(f"during {self.doing}", error) if isinstance(error, ProtocolError) else error
             with contextlib.suppress(Exception):  # an explanation that fails must not hide the fault
-                shown = self._explain(error)
+                shown = self._explain(shown)
             self.fail(shown)
 
     def _open_another(self) -> bool:

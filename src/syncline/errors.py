@@ -12,6 +12,7 @@
     ├── PeerError                      another process failed: names rank, host and operation
     │   ├── PeerLost                   it died, was stopped, or its machine is gone
     │   ├── PeerLeft                   it said goodbye while others still needed it
+    │   ├── ProtocolError              it sent what no process of this version sends
     │   └── PeerTimeout                it is alive, but an operation outlasted its time limit
     ├── MismatchError                  the ranks called different things at the same point
     ├── GradientError                  a gradient that cannot be exchanged: missing, sparse, changed
@@ -78,6 +79,10 @@ class PeerLost(PeerError):
 
 class PeerLeft(PeerError):
     """A peer ended its part of the run while others still needed it."""
+
+
+class ProtocolError(PeerError):
+    """A peer that has proved itself sent what this version never sends: another version, or a fault of its machine."""
 
 
 class PeerTimeout(PeerError):

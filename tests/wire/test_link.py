@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.wire.link import CONTROL, HEADER, Frame, Link
+from syncline.errors import ProtocolError
+from syncline.wire.link import CONTROL, Frame, Link, header
 
 
 class Received:
@@ -19,6 +23,7 @@ class Received:
 
     def __init__(self, ignored: int = 255) -> None:
         self.frames: list[tuple[Frame, bytes]] = []
+        self.fds: list[int] = []
         self._ignored = ignored
         self._body: memoryview | None = None
 
@@ -26,7 +31,9 @@ class Received:
         self._body = None if frame.kind == self._ignored else memoryview(bytearray(frame.size))
         return self._body
 
-    def arrival(self, link: Link, frame: Frame) -> None:  # noqa: ARG002
+    def arrival(self, link: Link, frame: Frame) -> None:
+        self.fds.extend(link.fds)
+        link.fds.clear()
         body = b"" if frame.size == 0 or self._body is None else bytes(self._body)
         self.frames.append((frame, body))
 
@@ -67,7 +74,7 @@ frames = st.lists(
 def test_any_split_of_the_stream_gives_the_same_frames(
     sent: list[tuple[int, int, int, bytes]], cuts: list[int]
 ) -> None:
-    stream = b"".join(HEADER.pack(kind, len(body), tag, argument) + body for kind, tag, argument, body in sent)
+    stream = b"".join(header(kind, len(body), tag, argument) + body for kind, tag, argument, body in sent)
     received = Received()
     with ends() as (raw, sock):
         link = Link(sock, 1, received.sink, received.arrival)
@@ -147,22 +154,61 @@ def test_descriptors_keep_their_order_beside_frames(carries: list[bool]) -> None
         for tag, carried in enumerate(carries):
             sender.push(2, tag, body=memoryview(b"b" * tag), fd=waiting.pop(0) if carried else None)
         pump(sender, receiver, received, len(carries))
-        theirs = list(receiver.fds)
-        assert [os.fstat(fd).st_ino for fd in theirs] == [os.fstat(fd).st_ino for fd in mine]
-        assert all(not os.get_inheritable(fd) for fd in theirs)
-        receiver.close()  # closes those that nobody took
-        for fd in theirs:
-            with pytest.raises(OSError, match="Bad file descriptor"):
-                os.fstat(fd)
-        for fd in mine:
+        assert [os.fstat(fd).st_ino for fd in received.fds] == [os.fstat(fd).st_ino for fd in mine]
+        assert all(not os.get_inheritable(fd) for fd in received.fds)
+        for fd in (*mine, *received.fds):
             os.close(fd)
+
+
+@pytest.mark.parametrize("stream", [header(1, 0, 0, 0), header(1, 9, 0, 0) + b"a"], ids=["whole", "begun"])
+@pytest.mark.parametrize("passed", [2, 30])
+def test_descriptors_that_nobody_asked_for_are_closed(stream: bytes, passed: int) -> None:
+    """Several at once, or beside frames whose owner takes none: none of them stays open."""
+    with ends() as (raw, sock):
+        link = Link(sock, 1, lambda *_: None, lambda *_: None)
+        files = open_files()
+        for count in (passed, 1, 1):
+            socket.send_fds(raw, [stream], [raw.fileno()] * count)
+        with pytest.raises(ProtocolError, match=r"rank 1 .* descriptor"):
+            link.fill()
+        link.close()
+        assert open_files() == files - 1  # the link's own socket
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_size_that_came_takes_no_memory() -> None:
+    """A body that nobody wants is read and forgotten, however large it says it is."""
+    with ends() as (raw, sock):
+        link = Link(sock, 1, lambda *_: None, lambda *_: None)
+        raw.sendall(header(1, (1 << 56) - 1, 0, 0) + bytes(100_000))
+        tracemalloc.start()
+        assert link.fill()
+        assert link.fill()
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+        tracemalloc.stop()
+        assert link.received_bytes == 100_024
+
+
+@pytest.mark.parametrize("size", [(1 << 32) - 1, 1 << 32, 5 << 30])
+def test_messages_of_4_gib_and_more_keep_their_size(size: int) -> None:
+    came: list[Frame] = []
+    with ends() as (a, b):
+        sender = Link(a, 1, lambda *_: None, lambda *_: None)
+        receiver = Link(b, 0, lambda _, frame: came.append(frame), lambda *_: None)
+        sender.push(1, 7, 8, memoryview(np.zeros(size, np.uint8)))  # pages that nobody touches take no memory
+        sender.flush()
+        assert receiver.fill()
+    assert came == [Frame(1, size, 7, 8)]
 
 
 def test_the_end_of_a_connection() -> None:
     received = Received()
     with ends() as (a, b):
         receiver = Link(b, 0, received.sink, received.arrival)
-        a.sendall(HEADER.pack(1, 100, 0, 0) + b"not all of it")
+        a.sendall(header(1, 100, 0, 0) + b"not all of it")
         a.close()
         assert not receiver.fill() or not receiver.fill()
         receiver.push(1, 0)

@@ -16,6 +16,9 @@ I/O: a library's part is five methods that move *frames* and *bodies*.
   frame tells in how many collectives the rank has been: others do not wait for it in a further one. A rank that dies
   says nothing: the watcher of the session finds out.
 
+What frames say is checked before it is believed; ``poll`` raises a ProtocolError that names the peer. A body that does
+not fit its receive ends that receive; one of up to 1 GiB is taken from the library and forgotten.
+
 Traffic of a message: its bytes and 24 of header; 24 more in either direction where bodies are asked for.
 """
 
@@ -33,8 +36,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ClosedError, PeerLost, UsageError
-from ..wire.matching import Matcher
+from ..errors import ClosedError, PeerLost, ProtocolError, UsageError
+from ..wire.link import broken
+from ..wire.matching import UNCLAIMED_BYTES, Matcher
 from ..wire.scratch import Scratch
 from . import INLINE_BYTES, Bytes, Handle
 
@@ -47,6 +51,9 @@ SLOTS = 32767
 """Bodies under way between two ranks have slots from 1 to this: the tags that MPI promises at least."""
 
 _WHOLE, _ANNOUNCED, _ASKED, _TURN, _END = range(1, 6)
+
+_MOST_TURNS = 1 << 16
+"""How many collectives rank 0 may be ahead."""
 
 
 @dataclass
@@ -105,6 +112,7 @@ class Enveloped(ABC):
         self._under_way: set[Handle] = set()
         self._completed: list[Handle] = []
         self._slots = dict.fromkeys(self._peers, 0)
+        self._bodies: set[tuple[int, int]] = set()  # (peer, slot) of bodies that have not left yet
         self._unasked: dict[tuple[int, int], tuple[Handle, Bytes]] = {}  # (peer, slot): bodies that wait to be asked
         self._order: deque[int] = deque()  # keys of collectives, as rank 0 starts them
         self._ready: dict[int, tuple[Handle, NDArray[Any]]] = {}  # collectives that this rank has come to
@@ -165,13 +173,27 @@ class Enveloped(ABC):
             self._tell(dst, _WHOLE, tag, data=data)
             self._finish(handle)
             return handle
-        slot = self._slots[dst] = self._slots[dst] % SLOTS + 1
+        slot = self._free_slot(dst)
+        if slot is None:
+            text = f"{SLOTS} large messages to rank {dst} are under way: use fewer and larger buckets"
+            self._finish(handle, UsageError(text))
+            return handle
+        self._bodies.add((dst, slot))
+        handle.note = slot
         self._tell(dst, _ANNOUNCED, tag, slot=slot, size=data.nbytes)
         if self.asks:
             self._unasked[dst, slot] = handle, data
         else:
             self._push(dst, slot, data, handle)
         return handle
+
+    def _free_slot(self, peer: int) -> int | None:
+        """The slot for the next body to that peer: the one used longest ago among those that are not in use."""
+        for _ in range(SLOTS):
+            slot = self._slots[peer] = self._slots[peer] % SLOTS + 1
+            if (peer, slot) not in self._bodies:
+                return slot
+        return None
 
     def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
         """Receive a body straight into ``into``; what came in a frame is copied."""
@@ -244,22 +266,36 @@ class Enveloped(ABC):
 
     def _came(self, peer: int, frame: Bytes, nbytes: int) -> None:
         """A frame has arrived in a buffer of ``scratch``, which is given back in time."""
-        kind, slot, tag, size = _HEADER.unpack_from(frame)
         self._received[peer] += nbytes
+        try:
+            self._understand(peer, frame, nbytes)
+        except ProtocolError:
+            self._lose(peer)
+            raise
+
+    def _understand(self, peer: int, frame: Bytes, nbytes: int) -> None:
+        """Act on a frame; raises ProtocolError for one that no rank of this version sends."""
+        if not HEADER_BYTES <= nbytes <= FRAME_BYTES:
+            raise broken(peer, f"a frame of {nbytes} bytes came")
+        kind, slot, tag, size = _HEADER.unpack_from(frame)
+        if size != nbytes - HEADER_BYTES if kind == _WHOLE else nbytes != HEADER_BYTES:
+            raise broken(peer, f"a frame of kind {kind} with {nbytes} bytes came, which says it has {size} more")
         if kind == _WHOLE:
             self._arrived(peer, tag, _Message(size, frame=frame))
             return
         self.scratch.give(frame)
-        if kind == _ANNOUNCED:
+        if kind == _ANNOUNCED and 1 <= slot <= SLOTS and size > INLINE_BYTES:
             self._arrived(peer, tag, _Message(size, slot=slot))
-        elif kind == _ASKED:
+        elif kind == _ASKED and (peer, slot) in self._unasked:
             handle, body = self._unasked.pop((peer, slot))
             self._push(peer, slot, body, handle)
-        elif kind == _TURN:
+        elif kind == _TURN and peer == 0 and len(self._order) < _MOST_TURNS:
             self._order.append(tag)
             self._take_turns()
-        else:
+        elif kind == _END:
             self._ended(peer, tag)
+        else:
+            raise broken(peer, f"a frame of kind {kind} came (slot {slot}, {size} bytes) that has no meaning now")
 
     def _ended(self, peer: int, begun: int) -> None:
         """A peer has said that it ends, after so many collectives; what it took before has to be noticed first."""
@@ -270,6 +306,7 @@ class Enveloped(ABC):
 
     def _pushed(self, handle: Handle) -> None:
         """A body has left."""
+        self._bodies.discard((handle.peer, handle.note))
         self._sent[handle.peer] += handle.nbytes
         self._finish(handle)
 
@@ -336,7 +373,8 @@ class Enveloped(ABC):
         return handle
 
     def _arrived(self, peer: int, tag: int, message: _Message) -> None:
-        receive = self._matcher.arrive(peer, tag, message)
+        kept = 0 if message.frame is None else message.frame.nbytes
+        receive = self._matcher.arrive(peer, tag, message, kept)
         if receive is not None:
             self._deliver(receive, message)
 
@@ -350,7 +388,8 @@ class Enveloped(ABC):
         else:
             handle.nbytes = message.size
         if message.frame is None:
-            self._fetch(receive, message, fits)
+            if fits or message.size <= UNCLAIMED_BYTES:
+                self._fetch(receive, message, fits)
         elif not fits or receive.into is not None:
             if fits and receive.into is not None:
                 receive.into[: message.size] = message.frame[HEADER_BYTES : HEADER_BYTES + message.size]

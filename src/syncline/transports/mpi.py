@@ -36,8 +36,9 @@ from numpy.typing import NDArray
 
 from ..errors import GroupError, UsageError
 from ..registry import register
+from ..wire.link import broken
 from . import Bytes, Handle, Place
-from .envelope import SLOTS, Enveloped
+from .envelope import FRAME_BYTES, SLOTS, Enveloped
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 _TAGS = SLOTS + 1
 """Tags of one transport: 0 for frames, then the slots of bodies. The next one has others, where MPI has so many: it
 must not take what an earlier one has left behind."""
+
+_PIECE_BYTES = 1 << 30
+"""Bodies travel in pieces of this: before MPI 4 a count is an int."""
 
 _EAGER_S = 50e-6
 _SHORTEST_S = 20e-6
@@ -166,12 +170,18 @@ class Mpi(Enveloped):
         self._isend(peer, 0, frame, lambda: None)
 
     def _push(self, peer: int, slot: int, body: Bytes, handle: Handle) -> None:
-        self._isend(peer, slot, body, lambda: self._pushed(handle))
+        pieces = _pieces(body)
+        ended = _countdown(len(pieces), lambda: self._pushed(handle))
+        for piece in pieces:
+            self._isend(peer, slot, piece, ended)
 
     def _pull(self, peer: int, slot: int, into: Bytes, done: Callable[[], None]) -> None:
-        request = self._comm.Irecv([into, self._mpi.BYTE], self._mpi_ranks[peer], self._first_tag + slot)
-        self._requests.append(request)
-        self._endings.append(done)
+        pieces = _pieces(into)
+        ended = _countdown(len(pieces), done)
+        for piece in pieces:
+            request = self._comm.Irecv([piece, self._mpi.BYTE], self._mpi_ranks[peer], self._first_tag + slot)
+            self._requests.append(request)
+            self._endings.append(ended)
 
     def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
         self._meetings.append(_Meeting(array, handle))
@@ -236,6 +246,9 @@ class Mpi(Enveloped):
         mpi, status = self._mpi, self._status
         while (message := self._comm.Improbe(mpi.ANY_SOURCE, self._first_tag, status)) is not None:
             peer, nbytes = self._index[status.Get_source()], status.Get_count(mpi.BYTE)
+            if nbytes > FRAME_BYTES:
+                self._lose(peer)
+                raise broken(peer, f"a frame of {nbytes} bytes came")
             frame = self.scratch.take(nbytes)
             self._incoming[peer].append((message.Irecv([frame[:nbytes], mpi.BYTE]), frame, nbytes))
         for peer, frames in self._incoming.items():
@@ -289,6 +302,24 @@ class Mpi(Enveloped):
             self._comm.Allreduce(mpi.IN_PLACE, array, mpi.SUM)
         else:
             raise UsageError(f"MPI cannot add elements of type {array.dtype}: use ring transport=mpi")
+
+
+def _pieces(body: Bytes) -> list[Bytes]:
+    """A body in pieces that every MPI can count; those of one tag keep their order."""
+    return [body[at : at + _PIECE_BYTES] for at in range(0, body.nbytes, _PIECE_BYTES)]
+
+
+def _countdown(number: int, done: Callable[[], None]) -> Callable[[], None]:
+    """What to call ``number`` times until ``done`` is called."""
+    left = number
+
+    def ended() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            done()
+
+    return ended
 
 
 _left_behind: list[tuple[list[Any], list[Any]]] = []

@@ -12,11 +12,18 @@ import fcntl
 import mmap
 import os
 from bisect import bisect_right
+from pathlib import Path
 
 import numpy as np
 
 from ..errors import SynclineError
 from . import Bytes
+
+MOST_SEGMENTS = 1 << 16
+"""A process may map about as many areas (vm.max_map_count); with as many its peers would have no room left."""
+
+
+_BLOCK_BYTES = 512
 
 
 class Segments:
@@ -34,7 +41,15 @@ class Segments:
         """A new segment: number, descriptor, memory."""
         size = max(nbytes, 1)
         number = len(self.fds)
-        fd = os.memfd_create(f"syncline-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        if number == MOST_SEGMENTS:
+            raise SynclineError(f"all {MOST_SEGMENTS} shared segments of this process are in use: use transport=tcp")
+        try:
+            fd = os.memfd_create(f"syncline-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise SynclineError(
+                f"no shared segment of {size} bytes ({error.strerror}): let the process open more files (ulimit -n),"
+                " use fewer and larger buckets, or transport=tcp"
+            ) from error
         try:
             os.posix_fallocate(fd, 0, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -83,10 +98,19 @@ class Segments:
 
 def map_segment(fd: int, nbytes: int) -> Bytes:
     """Map a peer's segment, to read and to write; raises OSError for one that could vanish while it is used."""
-    sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    if not sealed & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < nbytes:
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise OSError("shared memory that could vanish")
+    found = os.fstat(fd)
+    if min(found.st_size, found.st_blocks * _BLOCK_BYTES) < nbytes:  # in a hole, an access might find no memory
+        raise OSError(f"{nbytes} bytes of shared memory that are not there")
     return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+
+
+def check_bell(fd: int) -> None:
+    """Raise OSError unless a descriptor is an eventfd to which writing never waits."""
+    kind = str(Path(f"/proc/self/fd/{fd}").readlink())
+    if kind != "anon_inode:[eventfd]" or os.get_blocking(fd):
+        raise OSError(f"{kind}, where an eventfd that does not block was expected")
 
 
 def staging_size(nbytes: int) -> int:

@@ -9,6 +9,9 @@ Segments are anonymous and handed to the peers as descriptors (``segments``). Th
 board, and with it goes the descriptor of its bell: with those, plans run by one-sided access (``onesided``), and no
 message is sent at all.
 
+What peers send is checked before it is believed (``_check_frame``, ``map_segment``): a ProtocolError, which ``poll``
+raises, names the peer that refers to memory it has not shared, or shares memory that could vanish.
+
 Least memory traffic of a message of n bytes: n read, n written by the receiver.
 """
 
@@ -25,13 +28,16 @@ import numpy as np
 from ..errors import ClosedError, PeerLost, UsageError
 from ..kernels.board import BOARD_BYTES
 from ..registry import register
-from ..wire.link import CONTROL, Frame, Link
+from ..wire.link import CONTROL, Frame, Link, broken
 from ..wire.loop import Loop
 from ..wire.matching import Matcher
 from . import Bytes, Handle, Words
-from .segments import Segments, map_segment, staging_size
+from .segments import MOST_SEGMENTS, Segments, check_bell, map_segment, staging_size
 
 _DATA, _REFERENCE, _CONSUMED, _SEGMENT, _BELL = 1, 2, 3, 4, 5
+
+_REFERENCE_BYTES = 24
+"""A reference: segment, offset and number of bytes."""
 
 _BOARD = 0
 """The number of the segment that is a process's board."""
@@ -83,6 +89,7 @@ class Shm:
         self._loop = Loop(self._links.values(), self._lost)
         self._matcher: Matcher[_Receive, _Message] = Matcher()
         self._mapped: dict[tuple[int, int], Bytes] = {}  # (peer, segment number) -> its memory
+        self._segment_counts = dict.fromkeys(socks, 0)
         self._bodies: dict[int, Bytes] = {}  # the body a link is reading
         self._sending: dict[int, _Sending] = {}
         self._number = 0
@@ -253,18 +260,27 @@ class Shm:
         return handle
 
     def _sink(self, link: Link, frame: Frame) -> memoryview | None:
+        self._check_frame(link.peer, frame)
         body = np.empty(frame.size, np.uint8)
         self._bodies[link.peer] = body
         return memoryview(body)
 
+    def _check_frame(self, peer: int, frame: Frame) -> None:
+        """Raise ProtocolError unless a frame of that kind may have a body of that size."""
+        most = {_DATA: _IN_FRAME_BYTES, _REFERENCE: _REFERENCE_BYTES, _CONSUMED: 0, _SEGMENT: 0, _BELL: 0}
+        if frame.size > most.get(frame.kind, -1) or (frame.kind == _REFERENCE and frame.size < _REFERENCE_BYTES):
+            raise broken(peer, f"a frame of kind {frame.kind} with {frame.size} bytes came")
+
     def _arrival(self, link: Link, frame: Frame) -> None:
         body = self._bodies.pop(link.peer, None)
+        if body is None:
+            self._check_frame(link.peer, frame)
         if frame.kind == _SEGMENT:
             self._map(link, frame)
         elif frame.kind == _BELL:
-            self.members[link.peer, 1] = link.fds.popleft()
+            self._take_bell(link)
         elif frame.kind == _CONSUMED:
-            self._freed(frame.argument)
+            self._freed(link.peer, frame.argument)
         elif frame.kind == _DATA:
             self._arrived(frame, _Message(link.peer, np.empty(0, np.uint8) if body is None else body, None))
         else:
@@ -272,29 +288,55 @@ class Shm:
             segment, offset, nbytes = (int(value) for value in body.view(np.uint64))
             memory = self._mapped.get((link.peer, segment))
             if memory is None or offset + nbytes > memory.nbytes:
-                raise OSError(f"rank {link.peer} refers to memory it has not shared")
+                raise broken(link.peer, f"it refers to {nbytes} bytes of segment {segment}, which it has not shared")
             self._in_place[1, link.peer] += nbytes
             self._arrived(frame, _Message(link.peer, memory[offset : offset + nbytes], frame.argument))
 
     def _arrived(self, frame: Frame, message: _Message) -> None:
-        receive = self._matcher.arrive(message.src, frame.tag, message)
+        kept = message.data.nbytes if message.number is None else 0
+        receive = self._matcher.arrive(message.src, frame.tag, message, kept)
         if receive is not None:
             self._deliver(receive, message)
 
     def _map(self, link: Link, frame: Frame) -> None:
-        """A peer shares a segment (``argument`` bytes, number ``tag``)."""
-        fd = link.fds.popleft()
+        """A peer shares a segment (``argument`` bytes, number ``tag``): all that it has, in order."""
+        number = frame.tag
+        if number != self._segment_counts[link.peer] or number >= MOST_SEGMENTS:
+            raise broken(link.peer, f"it shares segment {number} after {self._segment_counts[link.peer]} others")
+        if number == _BOARD and frame.argument < BOARD_BYTES:
+            raise broken(link.peer, f"its board has {frame.argument} bytes, less than {BOARD_BYTES}")
+        fd = self._descriptor(link)
         try:
             memory = map_segment(fd, max(frame.argument, 1))
+        except OSError as error:
+            raise broken(link.peer, f"its segment {number} cannot be used: {error}") from error
         finally:
             os.close(fd)
-        number = frame.tag
+        self._segment_counts[link.peer] += 1
         self._mapped[link.peer, number] = memory
         if number >= self.maps.shape[1]:
             self.maps = np.pad(self.maps, ((0, 0), (0, max(number, self.maps.shape[1]))))
         self.maps[link.peer, number] = memory.ctypes.data
         if number == _BOARD:
             self.members[link.peer, 0] = memory.ctypes.data
+
+    def _take_bell(self, link: Link) -> None:
+        """A peer gives its bell, once."""
+        if self.members[link.peer, 1] >= 0:
+            raise broken(link.peer, "it gives its bell twice")
+        fd = self._descriptor(link)
+        try:
+            check_bell(fd)
+        except OSError as error:
+            os.close(fd)
+            raise broken(link.peer, f"what it gives for a bell is none: {error}") from error
+        self.members[link.peer, 1] = fd
+
+    def _descriptor(self, link: Link) -> int:
+        """The descriptor that came with the frame that is complete now."""
+        if not link.fds:
+            raise broken(link.peer, "a frame came without its descriptor")
+        return link.fds.popleft()
 
     def _deliver(self, receive: _Receive, message: _Message) -> None:
         handle, size = receive.handle, message.data.nbytes
@@ -317,8 +359,11 @@ class Shm:
             link.push(_CONSUMED, 0, message.number, priority=CONTROL)
             self._loop.write_soon(link)
 
-    def _freed(self, number: int) -> None:
-        sending = self._sending.pop(number)
+    def _freed(self, peer: int, number: int) -> None:
+        sending = self._sending.get(number)
+        if sending is None or sending.handle.peer != peer:
+            raise broken(peer, f"it has consumed message {number}, which it was not sent")
+        del self._sending[number]
         if sending.staging is not None:
             self._segments.free(sending.staging)
         self._finish(sending.handle)

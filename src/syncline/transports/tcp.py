@@ -6,6 +6,10 @@ time costs no round trip. Bodies are written from the sender's buffer and read i
 the kernel's two. Messages that cannot go into the caller's memory (``borrow``, or arrived before the receive) use
 scratch buffers that are kept and used again.
 
+What peers send is checked before it is believed: a large message without a credit, or more credits and unasked
+messages than a sound process has under way, is a ProtocolError that ``poll`` raises. A message that does not fit its
+receive is read and forgotten.
+
 Traffic of a message: its bytes and 24 of header, and 24 back for the credit of a large one.
 """
 
@@ -25,15 +29,18 @@ from ..kernels.cpu import add_all_into
 from ..registry import register
 from ..types import Rate, Seconds
 from ..wire.adding import Adding, can_add
-from ..wire.link import CONTROL, Frame, Link
+from ..wire.link import CONTROL, Frame, Link, broken
 from ..wire.loop import Loop
-from ..wire.matching import Matcher
+from ..wire.matching import UNCLAIMED_BYTES, Matcher
 from ..wire.scratch import Scratch
 from ..wire.shape import NO_DELAY, Shape
 from ..wire.shaped import Line, ShapedLoop
 from . import INLINE_BYTES, Bytes, Handle
 
 _DATA, _CREDIT = 1, 2
+
+_MOST_CREDITS = 1 << 18
+"""Credits of a peer for messages that this process has not begun to send: one for each large receive it has posted."""
 
 
 @dataclass
@@ -60,7 +67,7 @@ class _Reading:
 
     receive: _Receive | None
     data: Bytes | None
-    """None while it is being added."""
+    """None while it is being added, or forgotten because it does not fit."""
 
 
 @register("transports", "tcp", connection="tcp", one_host=False, check=Shape)
@@ -94,6 +101,7 @@ class Tcp:
         self._reading: dict[int, _Reading] = {}
         self._waiting: dict[tuple[int, int], deque[tuple[Handle, Bytes, float]]] = {}  # sends without credit
         self._credits: dict[tuple[int, int], int] = {}  # credits that came before their send
+        self._early = dict.fromkeys(socks, 0)  # how many of them there are of each peer
         self._offered: dict[tuple[int, int], int] = {}  # credits given out and not used yet
         self._wanted: dict[tuple[int, int], int] = {}  # large receives posted and not filled
         self._under_way: set[Handle] = set()
@@ -121,6 +129,7 @@ class Tcp:
             return handle
         if large:
             self._spend(self._credits, key)
+            self._early[dst] -= 1
         self._transmit(handle, data, priority)
         return handle
 
@@ -221,15 +230,20 @@ class Tcp:
 
     def _sink(self, link: Link, frame: Frame) -> memoryview | Adding | None:
         if frame.kind != _DATA:
-            return None
+            raise broken(link.peer, f"{frame.size} bytes came behind a frame of kind {frame.kind}, which has none")
+        if frame.size > INLINE_BYTES and (link.peer, frame.tag) not in self._offered:
+            raise broken(link.peer, f"a message of {frame.size} bytes came without being asked for")
         receive = self._matcher.take(link.peer, frame.tag)
-        if receive is not None and receive.adds is not None and INLINE_BYTES < frame.size <= receive.handle.nbytes:
+        if receive is not None and frame.size > receive.handle.nbytes:
+            self._reading[link.peer] = _Reading(receive, None)
+            return None
+        if receive is None and frame.size > UNCLAIMED_BYTES:
+            raise broken(link.peer, f"a message of {frame.size} bytes came for a receive that a smaller one had filled")
+        if receive is not None and receive.adds is not None and frame.size > INLINE_BYTES:
             self._reading[link.peer] = _Reading(receive, None)
             return Adding(receive.adds, frame.size, self.scratch)
-        if receive is not None and receive.into is not None and frame.size <= receive.handle.nbytes:
-            data = receive.into
-        else:
-            data = self.scratch.take(frame.size)
+        in_place = None if receive is None else receive.into
+        data = self.scratch.take(frame.size) if in_place is None else in_place
         self._reading[link.peer] = _Reading(receive, data)
         return memoryview(data[: frame.size])
 
@@ -238,6 +252,8 @@ class Tcp:
         if frame.kind == _CREDIT:
             self._credited(key)
             return
+        if frame.kind != _DATA:
+            raise broken(link.peer, f"a frame of unknown kind {frame.kind} came")
         if frame.size > INLINE_BYTES:
             self._spend(self._offered, key)
         if frame.size == 0:
@@ -248,13 +264,16 @@ class Tcp:
             return
         assert reading.data is not None
         # The receive may have been posted while the body was being read.
-        receive = self._matcher.arrive(*key, _Arrived(reading.data, frame.size))
+        receive = self._matcher.arrive(*key, _Arrived(reading.data, frame.size), reading.data.nbytes)
         if receive is not None:
             self._deliver(receive, reading.data, frame.size)
 
     def _credited(self, key: tuple[int, int]) -> None:
         waiting = self._waiting.get(key)
         if waiting is None:
+            self._early[key[0]] += 1
+            if self._early[key[0]] > _MOST_CREDITS:
+                raise broken(key[0], f"more than {_MOST_CREDITS} credits came for messages that it cannot expect")
             self._credits[key] = self._credits.get(key, 0) + 1
             return
         self._transmit(*waiting.popleft())
@@ -264,20 +283,22 @@ class Tcp:
             del self._waiting[key]
 
     def _deliver(self, receive: _Receive, data: Bytes | None, size: int) -> None:
-        """A whole message has come for a receive: in place, in scratch memory, or (None) it has been added."""
+        """A whole message has come: in place, in scratch memory, or (None) it has been added, or does not fit."""
         handle = receive.handle
         if handle.nbytes > INLINE_BYTES and (handle.peer, handle.tag) in self._wanted:
             self._spend(self._wanted, (handle.peer, handle.tag))
-        if data is None:
-            handle.nbytes = size
-            self._finish(handle)
-            return
         if size > handle.nbytes:
-            self.scratch.give(data)
+            if data is not None:
+                self.scratch.give(data)
             text = f"a message of {size} bytes from rank {handle.peer} does not fit a receive of {handle.nbytes}"
             self._finish(handle, UsageError(text))
             return
         handle.nbytes = size
+        if receive.adds is not None and size % receive.adds.itemsize:
+            raise broken(handle.peer, f"{size} bytes came to be added to elements of {receive.adds.itemsize}")
+        if data is None:
+            self._finish(handle)
+            return
         if receive.adds is not None:
             part = data[:size].view(receive.adds.dtype)
             add_all_into(receive.adds[: part.size], [part])

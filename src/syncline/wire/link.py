@@ -1,12 +1,15 @@
 """One framed, non-blocking stream connection to a peer, TCP or UNIX, with urgency and without copies of large bodies.
 
-A frame is a header of 24 bytes (kind, size of the body, tag, argument) and a body. Outgoing frames wait in a heap:
-the smallest priority goes first, equal ones in order; what has been handed to the kernel is finished first. Once
-frames differ in priority, what the kernel may hold unsent is bounded, or urgency would be lost in its buffers. Incoming
-bytes are read scattered: the rest of a body goes straight where its owner wants it, what follows into a small buffer.
+A frame is a header of 24 bytes (kind in 8 bits, size of the body in 56, tag, argument) and a body. Outgoing frames
+wait in a heap: the smallest priority goes first, equal ones in order; what has been handed to the kernel is finished
+first. Once frames differ in priority, what the kernel may hold unsent is bounded, or urgency would be lost in its
+buffers. Incoming bytes are read scattered: the rest of a body goes straight where its owner wants it, what follows into
+a small buffer.
 
 The link does not know what kinds of frames mean; its owner says where a body goes and is told when it is complete.
-UNIX links carry file descriptors beside frames.
+UNIX links carry file descriptors beside frames, one for a frame, which its owner takes when the frame is complete.
+
+A size that came is never memory: a body goes where the owner says, or is read and forgotten.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
-from ..errors import UsageError
+from ..errors import ProtocolError
 from .adding import Adding
 
-HEADER = struct.Struct("<BxxxIQQ")
-"""kind, body bytes' upper limit is 4 GiB (u32), tag, argument."""
+HEADER = struct.Struct("<QQQ")
+"""Kind (lowest 8 bits) and size of the body, tag, argument."""
 
 CONTROL = float("-inf")
 """The priority of frames that steer the flow: before everything else."""
@@ -36,7 +39,7 @@ _INBOX_BYTES = 16 * 1024
 _READ_BUDGET_BYTES = 2 * 1024 * 1024
 _BATCH_PARTS = 64
 _BATCH_BYTES = 256 * 1024
-_MAX_FDS = 8
+_FORGET_BYTES = 64 * 1024
 
 
 class Frame(NamedTuple):
@@ -53,6 +56,18 @@ Sink = Callable[["Link", Frame], "memoryview | Adding | None"]
 
 Arrival = Callable[["Link", Frame], None]
 """Called when a frame's body is complete."""
+
+
+def header(kind: int, size: int, tag: int, argument: int) -> bytes:
+    """A frame's header."""
+    return HEADER.pack(kind | size << 8, tag, argument)
+
+
+def broken(peer: int, what: str) -> ProtocolError:
+    """The error for a peer that does ``what`` no process of this version does."""
+    return ProtocolError(
+        f"rank {peer} broke the protocol: {what}; do all ranks run the same version on sound machines?", rank=peer
+    )
 
 
 class Link:
@@ -80,6 +95,7 @@ class Link:
         self._frame: Frame | None = None
         self._body: memoryview | None = None
         self._adding: Adding | None = None
+        self._forgetting = False
         self._got = 0
 
     @property
@@ -106,11 +122,9 @@ class Link:
     ) -> None:
         """Queue a frame; ``after`` is called once the kernel has all of it. ``fd`` is passed along (UNIX only)."""
         size = 0 if body is None else body.nbytes
-        if size >= 1 << 32:
-            raise UsageError(f"a message of {size} bytes is too large: send it in pieces of less than 4 GiB")
         if priority not in (CONTROL, 0.0) and not self._bounded:
             self._bound_unsent()
-        parts = [memoryview(HEADER.pack(kind, size, tag, argument))]
+        parts = [memoryview(header(kind, size, tag, argument))]
         if size and body is not None:
             parts.append(body)
         heapq.heappush(self._heap, (priority, next(self._serial), parts, after, fd))
@@ -171,7 +185,7 @@ class Link:
             going[0] = part[sent:], after
 
     def fill(self) -> bool:
-        """Read what has arrived, up to a budget; False when the peer has closed. Raises OSError."""
+        """Read what has arrived, up to a budget; False when the peer has closed. Raises OSError, ProtocolError."""
         budget = _READ_BUDGET_BYTES
         while budget > 0:
             space = self._inbox[self._have :]
@@ -196,11 +210,13 @@ class Link:
                 self._took(direct)
                 self._have += got - direct
                 if self._got < self._body_bytes():
+                    self._check_fds()
                     continue
                 self._complete()
             else:
                 self._have += got
             self._parse()
+            self._check_fds()
             if got < sum(view.nbytes for view in into):
                 return True
         return True
@@ -208,19 +224,28 @@ class Link:
     def _read(self, into: list[memoryview]) -> int:
         if not self.is_unix:
             return self.sock.recvmsg_into(into)[0]
-        room = socket.CMSG_SPACE(4 * _MAX_FDS)
-        got, ancillary, _, _ = self.sock.recvmsg_into(into, room, socket.MSG_CMSG_CLOEXEC)
+        room = socket.CMSG_LEN(4)  # of several descriptors in one call the kernel keeps the first, and says so
+        got, ancillary, flags, _ = self.sock.recvmsg_into(into, room, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 found = array.array("i")
                 found.frombytes(data[: len(data) - len(data) % found.itemsize])
                 self.fds.extend(found)
+        if flags & socket.MSG_CTRUNC:
+            raise broken(self.peer, "descriptors that it passed were lost (or this process has no more: ulimit -n)")
         return got
+
+    def _check_fds(self) -> None:
+        """A descriptor comes with the first byte of its frame: one may wait here, for a frame that has begun."""
+        if self.fds and (len(self.fds) > 1 or not (self._have or self._frame)):
+            raise broken(self.peer, "it passed a descriptor beside a frame that takes none")
 
     def _rest(self) -> memoryview | None:
         """Where more of the body goes; a piece of it where it is added."""
         if self._adding is not None:
             return self._adding.room()
+        if self._forgetting:
+            return memoryview(bytearray(min(_FORGET_BYTES, self._body_bytes() - self._got)))
         return None if self._body is None else self._body[self._got :]
 
     def _took(self, nbytes: int) -> None:
@@ -235,9 +260,10 @@ class Link:
         """Take whole headers, and the beginnings of bodies, out of the inbox."""
         at = 0
         while self._have - at >= HEADER.size:
-            kind, size, tag, argument = HEADER.unpack_from(self._inbox, at)
+            first, tag, argument = HEADER.unpack_from(self._inbox, at)
             at += HEADER.size
-            self._frame = Frame(kind, size, tag, argument)
+            size = first >> 8
+            self._frame = Frame(first & 0xFF, size, tag, argument)
             if size:
                 self._got = min(size, self._have - at)
                 self._begin(self._sink(self, self._frame), self._inbox[at : at + self._got])
@@ -256,8 +282,11 @@ class Link:
             self._adding = body
             body.feed(come)
             return
-        self._body = memoryview(bytearray(self._body_bytes())) if body is None else body
-        self._body[: come.nbytes] = come
+        if body is None:
+            self._forgetting = True
+            return
+        self._body = body
+        body[: come.nbytes] = come
 
     def _complete(self) -> None:
         frame = self._frame
@@ -265,6 +294,7 @@ class Link:
         if self._adding is not None:
             self._adding.close()
         self._frame = self._body = self._adding = None
+        self._forgetting = False
         self._got = 0
         self._arrival(self, frame)
 

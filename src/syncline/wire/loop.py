@@ -11,11 +11,15 @@ import select
 import threading
 from collections.abc import Callable, Iterable
 
+from ..errors import ProtocolError
 from .link import Link
 
 
 class Loop:
-    """Drives links; ``on_lost(peer)`` is called once for each that ends."""
+    """Drives links; ``on_lost(peer)`` is called once for each that ends.
+
+    ``turn`` and ``write`` raise ProtocolError when a peer breaks the protocol; its link has then ended.
+    """
 
     def __init__(self, links: Iterable[Link], on_lost: Callable[[int], None]) -> None:
         self._on_lost = on_lost
@@ -76,12 +80,7 @@ class Loop:
             link = self._links.get(fd)
             if link is None:
                 continue
-            try:
-                if events & ~select.EPOLLOUT and not link.fill():
-                    self._lose(fd)
-                    continue
-            except OSError:
-                self._lose(fd)
+            if events & ~select.EPOLLOUT and not self._fill(fd, link):
                 continue
             try:
                 if events & select.EPOLLOUT and link.flush():
@@ -110,12 +109,24 @@ class Loop:
     def _hear_out(self, fd: int, link: Link) -> None:
         """The peer takes nothing any more; what it had sent before it went is still there to be read."""
         before = -1
-        with contextlib.suppress(OSError):
-            while link.received_bytes != before:
-                before = link.received_bytes
-                if not link.fill():
-                    break
+        while link.received_bytes != before:
+            before = link.received_bytes
+            if not self._fill(fd, link):
+                return
         self._lose(fd)
+
+    def _fill(self, fd: int, link: Link) -> bool:
+        """Read what has come; False when the link has ended with that."""
+        try:
+            if link.fill():
+                return True
+        except OSError:
+            pass
+        except ProtocolError:
+            self._lose(fd)
+            raise
+        self._lose(fd)
+        return False
 
     def _lose(self, fd: int) -> None:
         link = self._links.pop(fd, None)

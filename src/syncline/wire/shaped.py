@@ -163,8 +163,7 @@ class ShapedLoop(Loop):
         """Let the links see what has been delayed enough."""
         for fd, line in list(self._lines.items()):
             while fd in self._links and line.incoming.due_at <= self._clock():
-                if not self._links[fd].fill():
-                    self._lose(fd)
+                self._fill(fd, self._links[fd])
 
     def _push(self) -> None:
         """Write, the most urgent first and equals in turns, what the port lets out."""
