@@ -25,6 +25,7 @@ from .transports.inproc import Hub
 from .tuning import codec_choice
 from .types import Group
 from .version import __version__
+from .wire import watch
 from .wire.handshake import run_id
 from .wire.listener import Listener
 from .wire.rollcall import Roll, call_roll, check_failed, connect, describe_self, leave
@@ -114,6 +115,7 @@ def _form(
         workers = processes - strategy.servers
         chosen = strategy.resolve(Group(workers, strategy.servers, roll.nodes[:workers]), hosts=roll.hosts)
         carried = _carried(chosen, roll)
+        watch.prepare(roll)
         control = connect(store, roll, listener, "control", (), timeout)
         for sock in control.values():
             undo.callback(sock.close)

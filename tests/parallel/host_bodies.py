@@ -25,7 +25,7 @@ def pretend(node: int) -> None:
 
     def describe(index: int, world: int, listener: Listener, terms: dict[str, str]) -> Member:
         me = describe_self(index, world, listener, terms)
-        return replace(me, host=f"host{node}", machine=f"{me.machine} {node}")
+        return replace(me, host=f"host{node}", machine=f"{me.machine} {node}", pid_space=f"{me.pid_space} {node}")
 
     connecting.describe_self = describe
 
@@ -71,3 +71,24 @@ def dies(line: Connection, place: bodies.Place, nodes: list[int], victim: int) -
                 os.kill(os.getpid(), 9)
             syncline.allreduce(np.ones(300_000, np.float32))
     line.send("never")
+
+
+def holds_the_interpreter(line: Connection, place: bodies.Place, liveness: float) -> None:
+    """Rank 1 is in a call that keeps the interpreter lock for longer than the liveness limit."""
+    pretend(place[0])
+    with bodies.joined(place, "ring", liveness=liveness):
+        syncline.barrier()
+        if place[0] == 1:
+            ctypes.PyDLL(None).usleep(int(1.75e6 * liveness))
+        syncline.barrier()
+    line.send("met")
+
+
+def loses_its_cable(line: Connection, place: bodies.Place, namespaces: list[str], liveness: float) -> None:
+    """Exchanges something again and again, from another network namespace of the same machine."""
+    enter(namespaces[place[0]])
+    with bodies.joined(place, "ring", liveness=liveness):
+        syncline.barrier()
+        line.send("running")
+        while True:
+            syncline.allreduce(np.ones(1000))

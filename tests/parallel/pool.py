@@ -206,7 +206,18 @@ def serve(line: socket.socket, modules: Sequence[str]) -> list[Any] | None:
 
     for kind in registry.KINDS:
         registry.names(kind)
-    for kernels in ("onesided", "cast", "linear", "pairs", "selection", "signs", "stochastic", "ternary", "low_rank"):
+    for kernels in (
+        "beats",
+        "onesided",
+        "cast",
+        "linear",
+        "pairs",
+        "selection",
+        "signs",
+        "stochastic",
+        "ternary",
+        "low_rank",
+    ):
         importlib.import_module(f"syncline.kernels.{kernels}")
     for module in modules:
         importlib.import_module(module)

@@ -122,3 +122,20 @@ def test_hosts_that_share_nothing_but_a_cable(pool: Pool, namespaces: list[str])
     with pool.start(host_bodies.what_runs, case) as group:
         found = group.results()
     assert {(strategy, transport) for strategy, transport, _ in found} == {("hierarchical schedule=fixed", "shm+tcp")}
+
+
+def test_a_dead_link_is_found_although_each_end_sees_the_other_ones_pid(pool: Pool, namespaces: list[str]) -> None:
+    case = everyone(2, "10.231.0.1:29400", namespaces, 2.0)
+    with pool.start(host_bodies.loses_its_cable, case) as group:
+        group.hear(1)
+        ip("-n", namespaces[0], "link", "set", "eth0", "down")
+        group.end()
+        for rank in group.ranks:
+            assert rank.status == 1, rank
+            assert f"rank {1 - rank.index} (" in rank.printed(), rank
+            assert "the link to it is dead" in rank.printed(), rank
+
+
+def test_a_rank_whose_interpreter_is_busy_for_longer_than_the_limit_is_alive(pool: Pool, address: str) -> None:
+    with pool.start(host_bodies.holds_the_interpreter, everyone(2, address, 2.0)) as group:
+        assert group.results() == ["met", "met"]

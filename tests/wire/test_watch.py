@@ -79,8 +79,8 @@ class Table:
         return self.seat(0, [member(0), other], {1: here}, liveness_s), there
 
 
-def member(index: int, pid: int | None = None, pid_space: str = "here") -> Member:
-    return Member(index, 9, f"host{index}", "machine", pid or os.getpid(), pid_space, "127.0.0.1", 1, "", {})
+def member(index: int, pid: int | None = None, pid_space: str = "here", machine: str = "machine") -> Member:
+    return Member(index, 9, f"host{index}", machine, pid or os.getpid(), pid_space, "127.0.0.1", 1, "", {})
 
 
 @pytest.fixture
@@ -162,8 +162,17 @@ def test_frames_may_come_in_pieces(table: Table) -> None:
     assert "in pieces" in str(seat.watcher.failure)
 
 
-def test_a_peer_of_another_machine_that_is_silent_is_lost(table: Table) -> None:
-    seat, there = table.beside(member(1, pid_space="elsewhere"), SHORT_S)
+@pytest.mark.parametrize(
+    ("pid_space", "machine", "seen"),
+    [("here", "machine", True), ("elsewhere", "machine", False), ("here", "another network", False), ("", "", False)],
+)
+def test_proc_is_enough_only_without_a_link_between(pid_space: str, machine: str, seen: bool) -> None:
+    assert watch.sees(member(0), member(1, pid_space=pid_space, machine=machine)) is seen
+
+
+@pytest.mark.parametrize("place", [{"pid_space": "elsewhere"}, {"machine": "another network"}], ids=str)
+def test_a_peer_of_another_machine_that_is_silent_is_lost(table: Table, place: dict[str, str]) -> None:
+    seat, there = table.beside(member(1, **place), SHORT_S)  # type: ignore[arg-type]
     assert seat.culprit() == 1
     assert "no sign of life" in str(seat.watcher.failure)
     there.setblocking(False)

@@ -20,6 +20,9 @@ write = types.ExternalFunction("write", types.intp(types.int32, types.intp, type
 read = types.ExternalFunction("read", types.intp(types.int32, types.intp, types.intp))
 """read(2); the buffer is given as an address."""
 
+send = types.ExternalFunction("send", types.intp(types.int32, types.intp, types.uintp, types.int32))
+"""send(2); the buffer is given as an address."""
+
 poll = types.ExternalFunction("poll", types.int32(types.intp, types.uintp, types.int32))
 """poll(2); the array of descriptors is given as an address, the limit in milliseconds."""
 

@@ -1,8 +1,11 @@
 """The watcher: one control connection per pair of processes and a thread that notices who fails first.
 
 * A peer that dies closes its control connection without a goodbye: it is the culprit.
-* A peer on this machine that is stopped (SIGSTOP) is seen in /proc; one on another machine by missing heartbeats.
-  Within a machine a busy interpreter is therefore never taken for a dead one.
+* A peer of this machine and network namespace that is stopped (SIGSTOP) is seen in /proc. From all others heartbeats
+  are expected (``beats``): they stay away when the peer is stopped, when its machine hangs, and when the link to it is
+  dead, also where both ends see each other's pids (network namespaces, containers with the host's pids). Seen is
+  what lasts longer than the liveness limit, at the next look, which comes once a second or four times within the limit.
+  A busy interpreter is never taken for a dead one.
 * Whoever finds a culprit, or raises itself, tells everyone: an abort message carries the *first* culprit, so nobody
   blames a neighbour that merely left because of it.
 
@@ -13,6 +16,7 @@ because it sits in a data loader that waits for a dead process, the process ends
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import selectors
 import socket
@@ -24,7 +28,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..errors import PeerError, PeerLost
-from .rollcall import Roll
+from .beats import Beats
+from .rollcall import Member, Roll
 
 LIVENESS_S = 8.0
 """Default limit after which a peer that gives no sign of life is lost."""
@@ -40,6 +45,17 @@ _HEARTBEAT, _GOODBYE, _ABORT = 1, 2, 3
 _REASON_BYTES = 4000
 FAILED_STATUS = 1
 """The exit status of a process that is ended because of another one."""
+
+
+def sees(one: Member, other: Member) -> bool:
+    """Whether /proc shows a process all that can befall another one: no link between them could fail."""
+    return (one.machine, one.pid_space) == (other.machine, other.pid_space)
+
+
+def prepare(roll: Roll) -> None:
+    """Load what watching this group needs; before the connections stand, for then peers begin to judge by the beats."""
+    if not all(sees(roll.members[roll.index], member) for member in roll.members):
+        importlib.import_module("syncline.kernels.beats")
 
 
 class Watcher:
@@ -75,8 +91,11 @@ class Watcher:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ)
-        mine = roll.members[roll.index].pid_space
-        self._local = {peer: roll.members[peer].pid for peer in socks if roll.members[peer].pid_space == mine}
+        me = roll.members[roll.index]
+        self._local = {peer: roll.members[peer].pid for peer in socks if sees(me, roll.members[peer])}
+        self._tick_s = min(1.0, liveness_s / 4)
+        far = {peer: sock for peer, sock in socks.items() if peer not in self._local}
+        self._beats = Beats(far, _FRAME.pack(_HEARTBEAT, 0), self._tick_s) if far else None
         for peer, sock in self._socks.items():
             sock.setblocking(False)
             if sock.family != socket.AF_UNIX:
@@ -89,6 +108,8 @@ class Watcher:
 
     def start(self) -> None:
         """Begin to watch: apart from construction, so that whoever hears of a failure knows this watcher already."""
+        if self._beats is not None:
+            self._beats.start()
         self._thread.start()
 
     def verdict(self, timeout: float) -> PeerError | None:
@@ -119,6 +140,7 @@ class Watcher:
         """
         if self._closing:
             return
+        self._end_beats()
         for sock in self._socks.values():
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
@@ -133,7 +155,7 @@ class Watcher:
         """In a forked child: let go of the parent's connections without a word."""
         for sock in self._socks.values():
             sock.close()
-        for fd in (self._bell, self._launcher):
+        for fd in (self._bell, self._launcher, None if self._beats is None else self._beats.bell):
             if fd is not None:
                 with contextlib.suppress(OSError):
                     os.close(fd)
@@ -141,8 +163,15 @@ class Watcher:
             self._selector.close()
 
     def _tell_all(self, kind: int, text: bytes = b"") -> None:
+        self._end_beats()
         for peer in list(self._socks):
             self._tell(peer, kind, text)
+
+    def _end_beats(self) -> None:
+        """From now on words are written here, behind what a beat has begun."""
+        with self._lock:
+            if self._beats is not None:
+                self._unsent.update(self._beats.end())
 
     def _tell(self, peer: int, kind: int, text: bytes = b"") -> None:
         sock = self._socks.get(peer)
@@ -150,16 +179,12 @@ class Watcher:
             return
         # A control buffer that is full belongs to a peer that has not read for long; its silence is found elsewhere.
         with self._lock, contextlib.suppress(OSError):
-            rest = self._unsent.get(peer, b"")
-            if kind == _HEARTBEAT and rest:
-                return
-            rest += _FRAME.pack(kind, len(text)) + text
+            rest = self._unsent.get(peer, b"") + _FRAME.pack(kind, len(text)) + text
             self._unsent[peer] = rest  # what is not taken now goes before the next word
             self._unsent[peer] = rest[sock.send(rest, socket.MSG_NOSIGNAL) :]
 
     def _watch(self) -> None:
-        tick = min(1.0, self._liveness_s / 4)
-        last = time.monotonic()
+        tick, last = self._tick_s, time.monotonic()
         try:
             while not self._closing or self._lingering():
                 for key, _ in self._selector.select(_LINGER_S if self._closing else tick):
@@ -175,6 +200,7 @@ class Watcher:
                     last = now
                     self._look(now)
         finally:
+            self._end_beats()  # before a descriptor becomes another file's
             self._selector.close()
             for sock in self._socks.values():
                 sock.close()
@@ -218,19 +244,18 @@ class Watcher:
                 self._fail(culprit, reason)
 
     def _look(self, now: float) -> None:
-        """Send heartbeats abroad and look at everyone's state."""
+        """Look at everyone's state."""
         for peer in self._socks:
             if peer in self.left:
                 continue
-            if peer in self._local:
-                if not _is_stopped(self._local[peer]):
-                    self._heard[peer] = now
-            else:
-                self._tell(peer, _HEARTBEAT)
+            if peer in self._local and not _is_stopped(self._local[peer]):
+                self._heard[peer] = now
             silent = now - self._heard[peer]
             if silent > self._liveness_s:
-                state = "is stopped" if peer in self._local else "has given no sign of life"
-                self._fail(peer, f"{state} for {silent:.0f} s (SIGSTOP, a debugger, or its machine hangs)")
+                state, why = "has given no sign of life", "SIGSTOP, its machine hangs, or the link to it is dead"
+                if peer in self._local:
+                    state, why = "is stopped", "SIGSTOP, or a debugger"
+                self._fail(peer, f"{state} for {silent:.0f} s ({why})")
 
     def _fail(self, culprit: int, reason: str) -> None:
         # Who has told of a failure hears its echo, and connections that close, until it has ended.
