@@ -13,8 +13,8 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -161,24 +161,36 @@ def world_size() -> int:
 
 
 def prepare(
-    model: Model, optimizer: torch.optim.Optimizer, *, unused: str = "error", weight: Any = "batch"
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    *,
+    unused: Literal["error", "zeros"] = "error",
+    weight: float | Literal["batch"] | Callable[..., float] = 1,
+    ignore: Iterable[str] = (),
+    broadcast_buffers: bool = True,
 ) -> tuple[Model, torch.optim.Optimizer]:
     """Make a model and its optimizer part of the run; both are returned, the training loop stays as it is.
 
     All ranks start from rank 0's values. From now on ``backward()`` ends with averaged gradients; under a parameter
     server ``optimizer.step()`` fetches the new weights. ``unused`` says what happens to parameters without a gradient:
-    ``"error"`` names them, ``"zeros"`` counts them as zero. ``weight`` is how much a batch counts in the mean: its size
-    (``"batch"``, the first dimension of the first tensor given to the model), a number, or a function of the model's
-    arguments.
+    ``"error"`` names them, ``"zeros"`` counts them as zero.
+
+    ``weight`` is how much a rank counts in the mean: a number, the same in every exchange, or, for losses that are
+    means over batches whose sizes differ between ranks, ``"batch"`` (each batch counts by the first dimension of the
+    first tensor given to the model) or a function of the model's arguments that gives what each batch counts.
+
+    Parameters and buffers that ``ignore`` names stay each rank's own; with ``broadcast_buffers=False`` all buffers do.
 
     A server process does not return from here: it serves until the workers have left, and ends with status 0.
     """
     here = session()
-    if here.alone:
-        return model, optimizer
     from .frameworks import torch as adapter
 
-    made = adapter.prepare(here, model, optimizer, unused=unused, weight=weight)
+    names = [ignore] if isinstance(ignore, str) else ignore
+    options = adapter.Options(unused, weight, frozenset(names), broadcast_buffers)
+    if here.alone:
+        return model, optimizer
+    made = adapter.prepare(here, model, optimizer, options)
     if made is None:
         shutdown()
         sys.exit(0)

@@ -83,7 +83,7 @@ class Pretender:
     def world_size(self) -> int:
         return 2
 
-    def prepare(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+    def prepare(self, model: Any, optimizer: Any, *, weight: Any) -> tuple[Any, Any]:  # noqa: ARG002
         def count(*_: Any) -> None:
             self.blocked_s += 1e-3
             self.bytes_sent = {1: self.bytes_sent[1] + 1000}

@@ -89,7 +89,7 @@ def test_what_is_learnt_is_what_the_gradients_say(group: Any, text: str, archite
         model = torch.nn.Module()
         model.w = torch.nn.Parameter(torch.zeros(30, 20))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        if prepare(session, model, optimizer, weight=1) is None:
+        if prepare(session, model, optimizer) is None:
             return None
         for _ in range(200):
             optimizer.zero_grad()

@@ -51,6 +51,7 @@ def test_a_backward_that_fails_after_its_exchange_began_cannot_be_caught(group: 
     """The other ranks wait for buckets that never come; going on would train on half an exchange."""
 
     def body(here: Here) -> None:
+        loss_of(here.model(here.share(batch(0)))).backward()  # nothing of the first one is sent before its end
         if here.rank == 1:
             here.model[0].weight.register_hook(lambda _: (_ for _ in ()).throw(Broken("in a hook")))  # type: ignore[index, union-attr]
             with pytest.raises(Broken):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from syncline.frameworks.torch import prepare
+from syncline.frameworks.torch import Options, prepare
 from syncline.frameworks.torch.replica import Replica
 from syncline.frameworks.torch.served import Client
 from syncline.frameworks.torch.staging import HostCopier
@@ -101,12 +101,16 @@ def alone(make: Make, body: Callable[[Here], Any]) -> Any:
 
 
 def on_group(group: Any, strategy: str, workers: int, make: Make, body: Callable[[Here], Any], **options: Any) -> Any:
-    """The body on every worker of a group; results in rank order."""
+    """The body on every worker of a group; results in rank order.
+
+    Ranks count by their batches unless ``options`` say otherwise: most laws are about the union of batches.
+    """
+    options.setdefault("weight", "batch")
     staged = strategy.endswith(STAGED)
 
     def run(session: Session) -> Any:
         copier = HostCopier() if staged and session.is_worker else None
-        made = prepare(session, *make(session.index), copier=copier, **options)
+        made = prepare(session, *make(session.index), Options(**options), copier=copier)
         if made is None:
             return None
         here = Here(made.model, made.optimizer, session.rank, session.world_size, session, made.replica, made.client)

@@ -126,7 +126,7 @@ def wire_bits(line: Connection, place: Place, cases: list[tuple[str, int]]) -> N
             model = torch.nn.Module()
             model.register_parameter("w", torch.nn.Parameter(torch.zeros(elements)))
             model.forward = lambda x, w=model.w: (w * x).sum()  # type: ignore[method-assign]
-            syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), weight=1)
+            syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
             draw = torch.Generator().manual_seed(syncline.rank())
             gradient = torch.randn(elements, generator=draw)
             syncline.barrier()

@@ -54,7 +54,7 @@ class Side(Protocol):
 
     def rank(self) -> int: ...  # noqa: D102
     def world_size(self) -> int: ...  # noqa: D102
-    def prepare(self, model: Any, optimizer: Any) -> tuple[Any, Any]: ...  # noqa: D102
+    def prepare(self, model: Any, optimizer: Any, *, weight: Any) -> tuple[Any, Any]: ...  # noqa: D102
     def stats(self) -> Counters: ...  # noqa: D102
     def barrier(self) -> None: ...  # noqa: D102
     def shutdown(self) -> None: ...  # noqa: D102
@@ -77,7 +77,7 @@ class _Alone:
     def world_size(self) -> int:
         return 1
 
-    def prepare(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+    def prepare(self, model: Any, optimizer: Any, *, weight: Any) -> tuple[Any, Any]:  # noqa: ARG002
         return model, optimizer
 
     def stats(self) -> Counters:
@@ -106,7 +106,7 @@ def train(job: Job, side: Side, sender: Sender) -> None:
     """Train to the end of the job and send one result."""
     workload = load(job.workload)
     bare = workload.model(job.seed)
-    model, optimizer = side.prepare(bare, workload.optimizer(bare))
+    model, optimizer = side.prepare(bare, workload.optimizer(bare), weight=workload.weight)
     rank, world = side.rank(), side.world_size()
     # Replicas start equal; what is random during training (dropout) differs between them, as it would in one big batch.
     torch.manual_seed(job.seed * 65_537 + rank)

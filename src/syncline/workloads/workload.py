@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +65,8 @@ class Workload:
     result does not depend on their number, and of each worker otherwise. ``epochs`` is a sensible length of training.
     ``build`` makes the model from torch's random state; callers use ``model(seed)``. ``schedule(optimizer, steps)``
     returns a learning-rate scheduler that is stepped once after every optimizer step, or None. ``trace`` is what a
-    replayed model takes its times from, None for one that computes.
+    replayed model takes its times from, None for one that computes. ``weight`` is how ranks are weighed, as
+    ``syncline.prepare`` takes it: losses here are means over batches, whose sizes may differ by one sample.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Workload:
     optimizer: Callable[[nn.Module], Optimizer]
     schedule: Callable[[Optimizer, int], LRScheduler | None]
     trace: Trace | None = None
+    weight: Literal["batch"] = "batch"
 
     def model(self, seed: int) -> nn.Module:
         """The model on the CPU, the same for the same seed; the caller's random state stays as it was."""

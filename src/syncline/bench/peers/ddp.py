@@ -76,8 +76,8 @@ class Member:
         """The number of workers."""
         return int(self._dist.get_world_size())
 
-    def prepare(self, model: Any, optimizer: Any) -> tuple[DistributedDataParallel, Any]:
-        """The model wrapped; the optimizer holds its parameters already."""
+    def prepare(self, model: Any, optimizer: Any, *, weight: Any) -> tuple[DistributedDataParallel, Any]:  # noqa: ARG002
+        """The model wrapped; the optimizer holds its parameters already. Ranks weigh alike here, whatever is asked."""
         from torch.nn.parallel import DistributedDataParallel
 
         # torch counts megabytes of 1024 * 1024 bytes.

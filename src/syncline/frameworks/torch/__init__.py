@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .options import Options
 from .prepare import Prepared, prepare
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Options", "Prepared", "prepare"]

@@ -7,13 +7,12 @@ parameter that differs is named. Values travel in pieces, so that the extra memo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from ...errors import GradientError, MismatchError
+from ...errors import MismatchError
 from ...session import BUCKET_KEYS, Session
 from .storage import as_bytes, distinct
 
@@ -21,38 +20,21 @@ _PIECE_BYTES = 16 * 1024 * 1024
 _KEY = BUCKET_KEYS
 
 
-def tensors_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer once, in order, by name."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        found.setdefault(id(tensor), (name, tensor))
-    return list(found.values())
-
-
-def buffers_of(model: torch.nn.Module) -> list[Callable[[], torch.Tensor]]:
-    """Ways to get at what every buffer has in memory, once each; modules may put new tensors in their place."""
-    found: dict[int, Callable[[], torch.Tensor]] = {}
-    for module in model.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                found.setdefault(id(buffer), partial(_buffer, module, key))
-    return list(found.values())
-
-
-def _buffer(module: torch.nn.Module, key: str) -> torch.Tensor:
-    buffer = module._buffers[key]
-    if buffer is None:
-        raise GradientError(f"buffer {key!r} has been removed since syncline.prepare(): prepare the model again")
-    return distinct(buffer)
-
-
-def check_same_model(session: Session, model: torch.nn.Module) -> None:
-    """Raise MismatchError on the process whose model differs from worker 0's, naming the first difference."""
+def check_same_model(session: Session, tensors: Sequence[tuple[str, torch.Tensor]], options: Sequence[object]) -> None:
+    """Raise MismatchError on the process whose model or options differ from worker 0's, naming the first difference."""
     mine = [
         [name, list(tensor.shape), str(tensor.dtype), list(tensor.stride()), tensor.requires_grad]
-        for name, tensor in tensors_of(model)
+        for name, tensor in tensors
     ]
-    theirs = json.loads(_from_worker_0(session, json.dumps(mine).encode()))
+    others, theirs = json.loads(_from_worker_0(session, json.dumps([options, mine]).encode()))
+    for here, there in zip(options, others, strict=True):
+        if here != there:
+            error = MismatchError(
+                f"{session.name(session.index)} has called syncline.prepare() with {here}, rank 0 with {there}: give"
+                " the same on all ranks"
+            )
+            session.fail(error)
+            raise error
     for here, there in zip(mine, theirs, strict=False):
         if here != there:
             error = MismatchError(

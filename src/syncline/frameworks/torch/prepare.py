@@ -8,21 +8,21 @@ from functools import partial
 import torch
 
 from ...algorithms.ps import push_and_pull
-from ...errors import UsageError
 from ...plan import Plan
 from ...program import compile_program
 from ...session import Session
 from ...updates import Updates
-from .agreement import check_same_model, copy_from_worker, tensors_of
+from .agreement import check_same_model, copy_from_worker
 from .optimizer import give_back, put_together, take_over
+from .options import Named, Options, Selection
 from .records import pack, unpack
 from .replica import Replica
-from .samples import Weight
 from .serve import Coded, Planned, ShardServer, Traffic, serve_plan
 from .served import Client, LocalOwners, Owners, RemoteOwners
 from .shard import Shard, coded, planned, probe, records_of, whole_state
 from .staging import Copier
 from .storage import Storage, layers_of
+from .supported import check_only_ours, check_optimizer, check_served
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,8 @@ def prepare(
     session: Session,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
+    options: Options = Options(),  # noqa: B008 - a frozen value
     *,
-    unused: str = "error",
-    weight: Weight = "batch",
     copier: Copier | None = None,
 ) -> Prepared | None:
     """Check that all processes have the same model, start them from rank 0's values, and attach.
@@ -54,20 +53,22 @@ def prepare(
     On a server this serves until the workers have left and returns None. ``copier`` stands in for what copies between
     the model's device and the host.
     """
-    if unused not in ("error", "zeros"):
-        raise UsageError(f"unused={unused!r}: choose 'error' or 'zeros'")
-    _check_optimizer(model, optimizer)
+    check_only_ours(model)
+    check_optimizer(model, optimizer)
+    selection = Selection(model, options)
     holds_weights = session.strategy.server_holds_weights
+    if holds_weights:
+        check_served(optimizer, selection)
     if session.is_worker:
         put_together(session, optimizer)
     keeps_state = holds_weights and probe(optimizer)
     first_key = session.enter_model(model)
-    check_same_model(session, model)
-    copy_from_worker(session, [tensor.detach() for _, tensor in tensors_of(model)])
+    check_same_model(session, selection.tensors(), options.agreed)
+    copy_from_worker(session, [tensor.detach() for _, tensor in selection.tensors()])
     if not session.is_worker:
-        _serve(session, model, optimizer, holds_weights)
+        _serve(session, selection.trained(), optimizer, holds_weights)
         return None
-    attach = partial(Replica, session, model, unused=unused, weight=weight, first_key=first_key, copier=copier)
+    attach = partial(Replica, session, model, options=options, first_key=first_key, copier=copier)
     if not holds_weights:
         replica = attach(session.bucket_program)
         replica.on_joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])
@@ -97,8 +98,7 @@ def _halves(session: Session) -> tuple[Plan, Plan]:
     return push_and_pull(session.group, servers=arguments["servers"], on=arguments["on"])
 
 
-def _serve(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, holds_weights: bool) -> None:
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer, holds_weights: bool) -> None:
     layers = layers_of(named)
     buckets = session.strategy.schedule_object().buckets(layers)
     gradients = Storage(named, buckets, session.engine.allocate)
@@ -161,14 +161,3 @@ def _move_into(weights: Storage, parameters: list[torch.nn.Parameter]) -> None:
         for dtype, flat in weights.flat.items():
             if flat is not weights.resident[dtype]:
                 flat.copy_(weights.resident[dtype])
-
-
-def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    known = {id(parameter) for parameter in model.parameters()}
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            if id(tensor) not in known:
-                raise UsageError(
-                    f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is not a parameter of the model:"
-                    " give syncline.prepare() the model and the optimizer made from its parameters"
-                )

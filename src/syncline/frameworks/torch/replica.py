@@ -6,21 +6,24 @@ When the last gradient of a bucket is there the bucket goes to the engine, in th
 at the end of backward waits for all of them, so that what follows ``backward()`` (clipping, GradScaler, the step) sees
 averaged gradients.
 
-The mean is over samples: rank i's gradient counts with w_i / sum of w, w_i being the size of its batches since the last
-exchange (``samples``). Gradients are divided by the number of ranks on their way into the bucket; only when a ticket
-shows that weights differ does the progress thread correct a bucket by w_i N / sum of w before it goes. The ticket goes
-with the first gradient, unless further forward passes may still add to the weight.
+Gradients are divided by the number of ranks on their way into the bucket. Where ranks do not count alike (``samples``:
+rank i counts w_i / sum of w; one without batches left counts nothing), a ticket shows it, and the progress thread
+corrects a bucket by w_i N / sum of w before it goes. The ticket goes with the first gradient, unless the pass may
+still add to the weight.
+
+A re-entrant checkpoint may produce a gradient several times in one backward pass (``backward``). Whether a model has
+some shows in its first pass, which is therefore *held*: gradients are moved, but nothing is scaled or sent before the
+pass ends. So is every later one if there were some.
 
 A backward pass that makes no gradients of parameters (``torch.autograd.grad``) is none of ours.
 
 Where the model lives on a GPU, buckets are staged through pinned memory of the transport on their way (``staging``).
 
-Buffers (batch statistics) of rank 0 are copied to all ranks with every exchange, as DistributedDataParallel does.
+Buffers (batch statistics) of rank 0 are copied to all ranks with every exchange.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ...collectives import Collective
 from ...compression import Compression
@@ -37,21 +41,22 @@ from ...program import Program
 from ...session import MODEL_KEYS, Session
 from ...tickets import JOINED, STEP, Meeting
 from ...work import Lane, Work
-from .agreement import buffers_of, copy_from_worker, pack_bytes, tensors_of, unpack_bytes
+from .agreement import copy_from_worker, pack_bytes, unpack_bytes
+from .backward import Backward
+from .batch_norm import synchronise, unsynchronised
 from .copies import PlainCopies
-from .samples import Samples, Weight
+from .eager import eager
+from .options import Options, Selection
+from .samples import Counting, Fixed, Samples
 from .staging import Copier, device_of, staging_for
 from .storage import Pair, Storage, layers_of
+from .supported import check_only_ours, check_parameters
 
 
 class Replica:
     """The hooks of one model. ``program`` gives this rank's part in the exchange of a bucket by its bytes.
 
     ``first_key`` begins the range of keys that tell this model's exchanges from those of others.
-
-    ``unused`` says what happens to parameters that get no gradient in a backward pass: an ``"error"`` that names them,
-    or ``"zeros"``. ``weight`` is ``"batch"`` (the first dimension of the first tensor given to the model), a number,
-    or a function of the model's arguments.
     """
 
     def __init__(
@@ -59,15 +64,15 @@ class Replica:
         session: Session,
         model: torch.nn.Module,
         program: Callable[[int], Program | Collective],
+        options: Options,
         *,
-        unused: str,
-        weight: Weight,
         first_key: int = 0,
         copier: Copier | None = None,
     ) -> None:
         self.session, self.model = session, model
-        self.named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        _check_supported(model, self.named)
+        self.selection = Selection(model, options)
+        self.named = self.selection.trained()
+        check_parameters(model, self.named)
         schedule = session.strategy.schedule_object()
         self.layers = layers_of(self.named)
         buckets = schedule.buckets(self.layers)
@@ -84,24 +89,33 @@ class Replica:
         self.steps = 0
         self.exchanged = False  # True between the end of an exchange and the next backward
         self._program = program
-        self._unused = unused
-        self._samples = Samples(weight, self._came_through_output)
+        self._unused = options.unused
+        self._backward = Backward(self._end_backward, self._given_up)
+        self._samples: Samples | None = None
+        self._counting: Counting
+        if isinstance(options.weight, (int, float)):
+            self._counting = Fixed(options.weight)
+        else:
+            self._counting = self._samples = Samples(options.weight, self._came_through_output)
         self._schedule = schedule
         self._lane = Lane(schedule.in_flight)
         self._of_tensor: list[list[int]] = [[] for _ in self.named]
         for number, bucket in enumerate(self.storage.buckets):
             for part in bucket.slices:
                 self._of_tensor[part.tensor].append(number)
-        self._buffers = buffers_of(model)
+        self._buffers = list(self.selection.buffers().values())
         size = sum(buffer().nbytes for buffer in self._buffers)
         self._packed = self.staging.allocate(size, np.dtype(np.uint8))
         packed, device = torch.from_numpy(self._packed), self.staging.device
         self._packed_pair = Pair(packed if device is None else torch.zeros_like(packed, device=device), packed)
+        self._share = 1.0 / session.world_size
         self._synchronising = True
-        self._running = False  # inside a backward pass
-        self._touched = False  # ... that has made a gradient
+        self._looked_through = False
+        self._held = True  # nothing of a backward pass is sent before it ends
+        self._touched = False  # the present backward pass has made a gradient
         self._meeting: Meeting | None = None
         self._fired = [False] * len(self.named)
+        self._versions = [0] * len(self.named)
         self._pending: list[int] = []
         self._next = 0
         self._works: list[Work] = []
@@ -145,7 +159,7 @@ class Replica:
         longest = steps.index(max(steps))
         if min(steps) < max(steps):
             with torch.no_grad():
-                tensors = [tensor.detach() for _, tensor in tensors_of(self.model)]
+                tensors = [tensor.detach() for _, tensor in self.selection.tensors()]
                 copy_from_worker(self.session, tensors, root=longest, everyone=False)
             if self.on_joined is not None:
                 self.on_joined(longest)
@@ -162,42 +176,71 @@ class Replica:
     def _attach(self) -> list[Any]:
         handles: list[Any] = []
         for index, (_, parameter) in enumerate(self.named):
-            hook = _eager(partial(self.on_gradient, index))
+            hook = eager(partial(self.on_gradient, index))
             handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        before = _eager(lambda _, arguments, keywords: self.before_forward(arguments, keywords))
+            _put_first(handles[-1].id, parameter._post_accumulate_grad_hooks)
+        before = eager(lambda _, arguments, keywords: self.before_forward(arguments, keywords))
         handles.append(self.model.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(self.model.register_forward_hook(_eager(lambda _, __, output: self.after_forward(output))))
-        handles.append(PlainCopies(self.model, handles))
-        return handles
+        if self._samples is not None:
+            after = eager(lambda _, __, output: self.after_forward(output))
+            handles.append(self.model.register_forward_hook(after))
+        return [*handles, PlainCopies(self.model, handles), *synchronise(self.model, self.session)]
 
     def before_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """A forward pass begins."""
+        self._check_only_ours()
         if torch.is_grad_enabled():
-            if self._running and torch._C._current_graph_task_id() == -1:
-                self._recover()
-            self._samples.before_forward(arguments, keywords)
+            if self._backward.running and torch._C._current_graph_task_id() == -1:
+                self._backward.give_up()
+            if self._samples is not None:
+                self._samples.before_forward(arguments, keywords)
+
+    def _check_only_ours(self) -> None:
+        """Raise GradientError where DistributedDataParallel has been put around, or into, the model."""
+        around = DistributedDataParallel._active_ddp_module
+        if around is not None and any(parameter is self.named[0][1] for parameter in around.parameters()):
+            raise self.fault(
+                "this model has been given to syncline.prepare() and then to DistributedDataParallel (as Accelerate and"
+                " Trainers do by themselves), and both would average its gradients: leave one of them out"
+            )
+        if not self._looked_through:
+            self._looked_through = True
+            try:
+                check_only_ours(self.model)
+            except UsageError as error:
+                raise self.fault(str(error)) from None
+            if unsynchronised(self.model):
+                raise self.fault(
+                    "this model was converted to SyncBatchNorm after syncline.prepare(): do that before it"
+                )
 
     def after_forward(self, output: Any) -> None:
-        """When backward comes through this output, its samples count and the end of backward is ours."""
-        if torch.is_grad_enabled():
+        """When backward comes through this output, its samples count."""
+        if torch.is_grad_enabled() and self._samples is not None:
             self._samples.after_forward(output)
 
     def on_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """A parameter's gradient is complete."""
-        self._begin()
+        """A parameter's gradient is complete, or, in a pass that is held, some of it."""
+        self._enter()
         self._touched = True
-        if not self._synchronising:
+        if not self._synchronises or parameter.grad is None:  # an autograd function may give None
             return
-        if self._fired[index]:
+        if self._fired[index] and not self._held:
             raise self.fault(
-                f"the gradient of {self.named[index][0]!r} was changed after it was sent: it is produced twice in one"
-                " backward pass (a shared parameter under re-entrant checkpointing?); use use_reentrant=False"
+                f"the gradient of {self.named[index][0]!r} was produced again after it had been sent: this backward"
+                " pass has re-entrant checkpoints, the first one had none; use use_reentrant=False, or checkpoint from"
+                " the first step on"
             )
+        self._move(index, parameter, 1.0 if self._held else self._share)
+        self._versions[index] = parameter._version
+        if self._fired[index]:
+            return
         self._fired[index] = True
-        self._move(index, parameter)
         for number in self._of_tensor[index]:
             self._pending[number] -= 1
-        if self._meeting is None and self._samples.complete:
+        if self._held:
+            return
+        if self._meeting is None and self._counting.complete:
             self._meeting = self._meet()
         if self._meeting is not None and self._schedule.release == "ready":
             self._submit_ready()
@@ -205,45 +248,45 @@ class Replica:
     # One backward pass.
 
     def _came_through_output(self) -> None:
-        """The first sign of a backward pass, before any gradient: its end is then the end of the outermost pass."""
-        if not self._handles:
-            return
-        if self._meeting is not None:
-            raise self.fault(
-                "backward came through an output of the model after this rank's weight had been told to the others;"
-                " give syncline.prepare() a fixed weight=, such as weight=1"
-            )
-        self._begin()
+        """The first sign of a backward pass, before any gradient."""
+        if self._handles:
+            self._enter()
 
-    def _begin(self) -> None:
-        if not self._running:
+    def _enter(self) -> None:
+        if not self._backward.running:
             self.session.check_usable()
-            self._running = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            # Set by scripts on the model, where they would set it on DistributedDataParallel's wrapper.
+            self._synchronises = self._synchronising and getattr(self.model, "require_backward_grad_sync", True)
+        self._backward.enter()
 
-    def _recover(self) -> None:
+    def _given_up(self) -> None:
         """The last backward pass ended with an exception that the script has caught."""
         if self.session.engine.error is not None:
             raise self.session.engine.error
-        if self._meeting is not None or any(self._fired):
+        if self._meeting is not None or (any(self._fired) and not self._held):
             raise self.fault(
                 "the last backward pass ended with an exception after its exchange had begun; the other ranks wait for"
                 " the rest of it: end the script instead of catching the exception"
             )
-        self._running = self._touched = False
-        self._samples.drop()
+        self._counting.drop()
+        self._forget()
 
     def _reset(self) -> None:
-        self._running = self._touched = False
+        """The exchange is over."""
+        self._backward.leave()
+        self._counting.reset()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._touched = False
         self._meeting = None
         self._fired = [False] * len(self.named)
         self._pending = [len(bucket.slices) for bucket in self.storage.buckets]
         self._next = 0
         self._works = []
-        self._samples.reset()
 
-    def _move(self, index: int, parameter: torch.Tensor) -> None:
-        """Put a gradient, divided by the number of ranks, where it belongs in its bucket."""
+    def _move(self, index: int, parameter: torch.Tensor, share: float) -> None:
+        """Put ``share`` of a gradient where it belongs in its bucket."""
         gradient, view = parameter.grad, self.storage.views[index]
         assert gradient is not None
         if gradient.is_sparse:
@@ -255,19 +298,18 @@ class Replica:
                 f"the gradient of {name!r} can itself be differentiated (create_graph=True), which an exchange would"
                 " lose: use torch.autograd.grad() for inner derivatives and a plain backward() for the last one"
             )
-        share = 1.0 / self.session.world_size
         with torch.no_grad():
-            if gradient.data_ptr() == view.data_ptr():
-                view.mul_(share)
-            else:
+            if gradient.data_ptr() != view.data_ptr():
                 torch.mul(gradient, share, out=view)
                 parameter.grad = view
+            elif share != 1.0:
+                view.mul_(share)
 
     def _meet(self) -> Meeting:
         if self.exchanged and self.on_second_backward is not None:
             self.on_second_backward()
         self._check_trained()
-        meeting = self.session.meet(STEP, self.first_key, weight=self._samples.weight)
+        meeting = self.session.meet(STEP, self.first_key, weight=self._counting.weight)
         self._start_buffers(meeting)
         return meeting
 
@@ -314,14 +356,19 @@ class Replica:
 
     def _end_backward(self) -> None:
         """At the end of backward: nothing may be missing, everything has to arrive."""
-        if not (self._touched and self._synchronising):
+        held, self._held = self._held, self._backward.nested
+        if not (self._touched and self._synchronises):
             if self._touched:
-                self._samples.keep()
+                self._counting.keep()
             else:
-                self._samples.drop()
-            self._running = self._touched = False
+                self._counting.drop()
+            self._backward.leave()
+            self._touched = False
             return
         try:
+            self._check_untouched()
+            if held:
+                self._share_out()
             if self._meeting is None:
                 self._meeting = self._meet()
             missing = [index for index, fired in enumerate(self._fired) if not fired]
@@ -338,6 +385,24 @@ class Replica:
         if self.on_exchanged is not None:
             self.on_exchanged()
 
+    def _share_out(self) -> None:
+        """Divide the gradients of a pass that was held by the number of ranks."""
+        with torch.no_grad():
+            for fired, view in zip(self._fired, self.storage.views, strict=True):
+                if fired:
+                    view.mul_(self._share)
+
+    def _check_untouched(self) -> None:
+        """Raise GradientError where a parameter or its gradient was changed since the gradient came."""
+        for index, (name, parameter) in enumerate(self.named):
+            if not self._fired[index]:
+                continue
+            if parameter.grad is None or parameter._version != self._versions[index]:
+                raise self.fault(
+                    f"{name!r} was changed, or lost its gradient, during backward, before gradients are averaged: make"
+                    " optimizer steps after backward(), not in hooks of parameters"
+                )
+
     def _fill(self, missing: list[int]) -> None:
         if self._unused != "zeros":
             names = ", ".join(repr(self.named[index][0]) for index in missing[:8])
@@ -353,7 +418,7 @@ class Replica:
                 view.zero_()
                 parameter.grad = view
             else:
-                self._move(index, parameter)
+                self._move(index, parameter, self._share)
             for number in self._of_tensor[index]:
                 self._pending[number] -= 1
 
@@ -386,7 +451,7 @@ class Replica:
         changed = [
             name
             for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad != (id(parameter) in self._trained)
+            if parameter.requires_grad != (id(parameter) in self._trained) and not self.selection.ignores(parameter)
         ]
         if changed:
             raise self.fault(
@@ -401,27 +466,10 @@ class Replica:
         return error
 
 
-def _eager(hook: Callable[..., None]) -> Callable[..., None]:
-    """A hook that torch.compile neither inlines nor compiles; the compiler is not loaded for that."""
-    disabled: list[Callable[..., None]] = []
+def _put_first(key: int, hooks: dict[int, Any]) -> None:
+    """Let a hook be called before those that were there: they may take away what it looks at.
 
-    def call(*arguments: Any) -> None:
-        if not disabled and "torch._dynamo" in sys.modules:
-            disabled.append(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
-        (disabled[0] if disabled else hook)(*arguments)
-
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return call
-
-
-def _check_supported(model: torch.nn.Module, named: list[tuple[str, torch.nn.Parameter]]) -> None:
-    if not named:
-        raise UsageError("this model has no parameter that requires a gradient: there is nothing to exchange")
-    for name, parameter in named:
-        if parameter.is_sparse:
-            raise UsageError(f"parameter {name!r} is sparse, which cannot be exchanged")
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
-            raise UsageError(
-                f"module {name!r} makes sparse gradients, which cannot be exchanged: build it with sparse=False"
-            )
+    Autograd goes by the order of insertion, whatever order an OrderedDict says it has.
+    """
+    for other in [other for other in hooks if other != key]:
+        hooks[other] = hooks.pop(other)

@@ -1,8 +1,11 @@
-"""How many samples the gradients since the last exchange come from: the weight of a rank in the mean.
+"""How much a rank counts in the mean of an exchange.
 
-A forward pass notes the size of its batch; the pass counts when a backward pass comes through one of its outputs (or,
-where outputs cannot be watched, with the next gradient). Several forward passes in one backward, and several backward
-passes before one exchange, add up. Forward passes that no backward follows do not count.
+As a rule every rank counts alike, or with a number of its own (``Fixed``). Where the loss is a mean over a batch whose
+size differs between ranks, ``Samples`` counts what the gradients come from: a forward pass notes the weight of its
+batch; the pass counts when a backward pass first comes through one of its outputs (or, where outputs cannot be watched,
+with the next gradient). Several forward passes in one backward, and several backward passes before one exchange,
+add up. Forward passes that no backward follows do not count, nor do those that an earlier backward came through
+already, as in truncated backpropagation, unless there is nothing else that a backward comes through.
 
 Owns the counting only: nothing here knows of buckets, sessions or other ranks.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -21,49 +24,92 @@ from ...errors import UsageError
 Weight = Callable[..., float] | float | Literal["batch"]
 
 
+class Counting(Protocol):
+    """The weight of one rank and model, exchange by exchange."""
+
+    @property
+    def complete(self) -> bool:
+        """False while the present backward pass may still change the weight."""
+        ...
+
+    @property
+    def weight(self) -> float:
+        """The weight since the last exchange, the present backward pass included."""
+        ...
+
+    def keep(self) -> None:
+        """The present backward pass made gradients that wait for an exchange."""
+        ...
+
+    def drop(self) -> None:
+        """The present backward pass made no gradients."""
+        ...
+
+    def reset(self) -> None:
+        """The gradients were exchanged."""
+        ...
+
+
+class Fixed:
+    """The same weight in every exchange, whatever it is made of."""
+
+    complete = True
+
+    def __init__(self, weight: float) -> None:
+        self.weight = checked(weight, "")
+
+    def keep(self) -> None:
+        """Nothing is counted."""
+
+    drop = reset = keep
+
+
 class _Pass:
-    """A forward pass. Kept alive by the hooks on its outputs alone, that is as long as its graph exists."""
+    """A forward pass. Kept alive by the hooks on its outputs, that is as long as its graph exists."""
 
-    __slots__ = ("__weakref__", "samples", "task")
+    __slots__ = ("__weakref__", "task", "weight")
 
-    def __init__(self, samples: float) -> None:
-        self.samples = samples
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
         self.task = -1  # the last backward pass that came through
 
 
 class Samples:
-    """The count of one model. ``on_backward`` is called when a backward pass first comes through a forward pass."""
+    """The count of one model. ``on_backward`` is called when a backward pass comes through a forward pass.
 
-    def __init__(self, weight: Weight, on_backward: Callable[[], None]) -> None:
-        self._weight, self._on_backward = weight, on_backward
+    ``weight`` is ``"batch"``, the first dimension of the first tensor given to the model, or a function of the
+    model's arguments.
+    """
+
+    def __init__(self, weight: Callable[..., float] | Literal["batch"], on_backward: Callable[[], None]) -> None:
+        self._weigh = _batch_size if weight == "batch" else weight
+        self._on_backward = on_backward
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()  # forward passes without a backward so far
         self._forward = 0.0
         self._unwatched: list[float] = []  # forward passes whose outputs hide their tensors
-        self._now: list[float] = []  # what the present backward pass came through
-        self._kept: list[float] = []  # what earlier ones since the last exchange did
+        self._new: list[_Pass] = []  # what the present backward pass is the first to come through
+        self._again: list[_Pass] = []  # what else it came through
+        self._kept: list[float] = []  # what earlier ones since the last exchange counted
 
     def before_forward(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """Note how many samples this forward pass has; raises UsageError for a ``weight`` that is no weight."""
-        if self._weight == "batch":
-            tensor = next(tensors_in((arguments, keywords)), None)
-            self._forward = 1.0 if tensor is None or tensor.dim() == 0 else float(tensor.shape[0])
-            return
-        given = self._weight(*arguments, **keywords) if callable(self._weight) else self._weight
-        self._forward = float(given)
-        if not 0 <= self._forward < math.inf:
-            raise UsageError(f"weight= gave {self._forward} for this batch: weights are finite numbers from 0 up")
+        """Note the weight of this forward pass; raises UsageError for one that is none."""
+        self._forward = checked(self._weigh(*arguments, **keywords), " for this batch")
 
     def after_forward(self, output: Any) -> None:
-        """Watch the outputs for a backward pass."""
+        """Watch the outputs for a backward pass.
+
+        Those that are leaves (a model may return one of its parameters) outlive the pass and are none of its results.
+        """
         found = list(tensors_in(output))
-        if not found:
-            self._unwatched.append(self._forward)
+        watched = [tensor for tensor in found if tensor.grad_fn is not None]
+        if not watched:
+            if not found or any(tensor.requires_grad for tensor in found):
+                self._unwatched.append(self._forward)
             return
         made = _Pass(self._forward)
-        for tensor in found:
-            if tensor.requires_grad:
-                self._open.add(made)
-                tensor.register_hook(lambda _: self._came_through(made))  # type: ignore[no-untyped-call]
+        self._open.add(made)
+        for tensor in watched:
+            tensor.register_hook(lambda _: self._came_through(made))  # type: ignore[no-untyped-call]
 
     @property
     def complete(self) -> bool:
@@ -73,30 +119,51 @@ class Samples:
     @property
     def weight(self) -> float:
         """The weight since the last exchange, the present backward pass included; 1 when nothing could be counted."""
-        counted = [*self._kept, *self._now, *self._unwatched]
+        counted = [*self._kept, *self._now(), *self._unwatched]
         return sum(counted) if counted else 1.0
 
     def keep(self) -> None:
         """The present backward pass made gradients that wait for an exchange."""
-        self._kept += [*self._now, *self._unwatched]
-        self._now, self._unwatched = [], []
+        self._kept += [*self._now(), *self._unwatched]
+        self._unwatched = []
+        self._new, self._again = [], []
 
     def drop(self) -> None:
-        """The present backward pass made no gradients."""
-        self._now = []
+        """The present backward pass made no gradients: what it came through may still be counted."""
+        self._open.update(self._new)
+        self._new, self._again = [], []
 
     def reset(self) -> None:
         """The gradients were exchanged."""
-        self._kept, self._now, self._unwatched = [], [], []
+        self._kept, self._new, self._again, self._unwatched = [], [], [], []
+
+    def _now(self) -> list[float]:
+        return [made.weight for made in self._new or self._again]
 
     def _came_through(self, forward: _Pass) -> None:
         task = torch._C._current_graph_task_id()
         if forward.task == task:
             return
         forward.task = task
-        self._open.discard(forward)
         self._on_backward()
-        self._now.append(forward.samples)
+        if forward in self._open:
+            self._open.discard(forward)
+            self._new.append(forward)
+        elif forward not in self._new and forward not in self._again:
+            self._again.append(forward)
+
+
+def checked(weight: float, of_what: str) -> float:
+    """A weight as a number; raises UsageError for one that is none."""
+    found = float(weight)
+    if not 0 <= found < math.inf:
+        raise UsageError(f"weight= gave {found}{of_what}: weights are finite numbers from 0 up")
+    return found
+
+
+def _batch_size(*arguments: Any, **keywords: Any) -> float:
+    tensor = next(tensors_in((arguments, keywords)), None)
+    return 1.0 if tensor is None or tensor.dim() == 0 else float(tensor.shape[0])
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -1,0 +1,75 @@
+"""What models and optimizers can be prepared; what cannot is refused here, by name and with the remedy."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ...errors import UsageError
+from .options import Named, Selection
+
+_EITHER = "give it either to Syncline or to that; leave the other out"
+
+
+def check_only_ours(model: torch.nn.Module) -> None:
+    """Raise UsageError where somebody else averages or shards the parameters already."""
+    for name, module in model.named_modules():
+        where = f"module {name!r}" if name else "the model"
+        if isinstance(module, DistributedDataParallel):
+            raise UsageError(
+                f"{where} is wrapped in DistributedDataParallel, which averages its gradients itself: {_EITHER}"
+                " (ddp.module is the plain model)"
+            )
+        sharded = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+        if sharded is not None and isinstance(module, sharded):
+            raise UsageError(f"{where} is sharded by FullyShardedDataParallel: {_EITHER}")
+    tensor_type = _loaded("torch.distributed.tensor", "DTensor")
+    for name, parameter in model.named_parameters():
+        if tensor_type is not None and isinstance(parameter, tensor_type):
+            raise UsageError(f"parameter {name!r} is a DTensor, distributed by torch (fully_shard?): {_EITHER}")
+
+
+def check_parameters(model: torch.nn.Module, named: Named) -> None:
+    """Raise UsageError where there is nothing to exchange, or something sparse."""
+    if not named:
+        raise UsageError("this model has no parameter that requires a gradient: there is nothing to exchange")
+    for name, parameter in named:
+        if parameter.is_sparse:
+            raise UsageError(f"parameter {name!r} is sparse, which cannot be exchanged")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            raise UsageError(
+                f"module {name!r} makes sparse gradients, which cannot be exchanged: build it with sparse=False"
+            )
+
+
+def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError where the optimizer holds what is no parameter of the model."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            if id(tensor) not in known:
+                raise UsageError(
+                    f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is not a parameter of the model:"
+                    " give syncline.prepare() the model and the optimizer made from its parameters"
+                )
+
+
+def check_served(optimizer: torch.optim.Optimizer, selection: Selection) -> None:
+    """Raise UsageError where servers would have to update what they do not hold."""
+    for name, parameter in selection.model.named_parameters():
+        if selection.ignores(parameter) and any(
+            parameter is held for group in optimizer.param_groups for held in group["params"]
+        ):
+            raise UsageError(
+                f"parameter {name!r} is ignored, and the optimizer, which runs on the parameter server, updates it:"
+                " give it an optimizer of its own, or use ps(update=worker) or an allreduce such as ring"
+            )
+
+
+def _loaded(module: str, name: str) -> type | None:
+    """A class of a module of torch's, if a script has loaded it: loading it would cost time and memory."""
+    found: type | None = getattr(sys.modules.get(module), name, None)
+    return found
