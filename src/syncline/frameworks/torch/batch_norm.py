@@ -58,7 +58,7 @@ class Synchronised:
 
     def remove(self) -> None:
         """Make it torch's again."""
-        del vars(self._module)["_session"]
+        vars(self._module).pop("_session", None)
         self._module.__class__ = torch.nn.SyncBatchNorm
 
 
