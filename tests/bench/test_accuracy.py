@@ -183,7 +183,7 @@ def test_the_tables_have_every_row_and_fit(width: int) -> None:
     failed = run_of("int8(block=64)", 1, None, True, error="rank 1 died\nin a second line")
     found = replace(result_of(*runs, failed), workload="cifar10:/home/somebody/data")
     out = io.StringIO()
-    Console(file=out, width=width).print(accuracy_table.render(found))
+    Console(file=out, width=width).print(accuracy_table.render(found, width))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert sum("98.77 - 98.77" in line for line in lines) == len(runs) // 2
@@ -197,7 +197,7 @@ def test_the_tables_have_every_row_and_fit(width: int) -> None:
     assert "Failed: `int8(block=64)` with feedback: seed 1: rank 1 died." in page
     assert page.startswith("cifar10, 4 workers, seeds 0, 1; 12 epochs, 276 iterations of 64 images.")
     assert "somebody" not in page
-    assert "no rows" in str(accuracy_table.render(result_of()))
+    assert "no rows" in str(accuracy_table.render(result_of(), 80))
 
 
 def test_dense_comes_first_and_every_training_is_kept(trained: Trained, tmp_path: Path) -> None:

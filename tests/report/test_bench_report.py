@@ -109,3 +109,12 @@ def test_goals_say_yes_no_or_nothing() -> None:
 )
 def test_sizes_of_a_bench_are_decimal(nbytes: int, text: str) -> None:
     assert units.decimal_size(nbytes) == text
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e308, 5e-324], ids=str)
+def test_a_number_that_has_gone_wrong_keeps_nobody_from_reading_the_page(result: BenchResult, bad: float) -> None:
+    numbers = ("median_s", "p99_s", "algbw_bytes_per_s", "busbw_bytes_per_s", "cpu_s_per_gb", "limit_s", "of_limit")
+    rows = (replace(result.rows[0], **dict.fromkeys(numbers, bad)), *result.rows[1:])
+    found = replace(result, rows=rows)
+    assert bench_page.render(found, ()).count("<svg") == bench_page.render(result, ()).count("<svg")
+    assert max(map(len, shown(found, 100).splitlines())) <= 100

@@ -178,3 +178,18 @@ def test_figures_at_the_end_of_bars_stand_inside_the_chart() -> None:
     (chart,) = charts.all_charts(Result("m", 1, {}, None, "digits", (row,)))
     assert ">1.00 s<" in chart.svg
     assert [key.label for key in chart.keys] == ["forward", "rest"]
+
+
+BAD = (float("inf"), -float("inf"), float("nan"), 1e308, -1e308, 5e-324, 1e30)
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_a_number_that_has_gone_wrong_keeps_nobody_from_reading_the_page(mixed: Result, bad: float) -> None:
+    """In any field of one row, and in all at once: a training that diverges measures such numbers."""
+    row = mixed.rows[1]
+    numbers = [item.name for item in dataclasses.fields(row) if isinstance(getattr(row, item.name), float)]
+    point = dataclasses.replace(row.curve[-1], seconds=bad, loss=bad, accuracy=bad, test_loss=bad)
+    curve = (*row.curve, dataclasses.replace(point, seconds=1.0), point)
+    broken = dataclasses.replace(row, **dict.fromkeys(numbers, bad), curve=curve, traffic=((bad, 1.0),) * 2)
+    reader = read(page.render(dataclasses.replace(mixed, rows=(mixed.rows[0], broken, *mixed.rows[2:]))))
+    assert reader.tags["svg"] == read(page.render(mixed)).tags["svg"]

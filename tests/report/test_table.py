@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from syncline.report import table
+from syncline.report.breaking import broken
 from syncline.report.rows import Result
 
 
@@ -32,6 +36,40 @@ def test_other_widths_lose_no_row(mixed: Result, width: int) -> None:
     text = shown(mixed, width)
     assert "failed" in text
     assert max(map(len, text.splitlines())) <= width
+
+
+LONG = "ps(servers=2, on=workers) codec=feedback(topk(ratio=0.01), warmup=500) transport=tcp(rate=1Gbit, delay=5ms)"
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_word_is_broken_and_no_number_cut_at_usual_widths(mixed: Result, width: int) -> None:
+    names = ("single", "halving_doubling transport=tcp", LONG)
+    rows = tuple(dataclasses.replace(mixed.rows[1], strategy=name, images_per_s=123_456.0) for name in names)
+    text = shown(dataclasses.replace(mixed, rows=rows), width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    for piece in re.findall(r"[^\s(,]+[(,]?", " ".join(names)):
+        assert piece in text
+    assert "123,000" in text
+    assert ("No room for" in text) == (width < 80)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e308, -1e308, 5e-324])
+def test_numbers_that_have_gone_wrong_fit_their_columns(mixed: Result, bad: float) -> None:
+    row = mixed.rows[1]
+    numbers = [item.name for item in dataclasses.fields(row) if isinstance(getattr(row, item.name), float)]
+    rows = (mixed.rows[0], dataclasses.replace(row, **dict.fromkeys(numbers, bad)))
+    assert max(map(len, shown(dataclasses.replace(mixed, rows=rows), 100).splitlines())) <= 100
+
+
+@given(st.text("ab=_(,) ", max_size=60), st.integers(1, 20))
+def test_a_broken_text_fits_and_loses_nothing(text: str, width: int) -> None:
+    lines = broken(text, width).split("\n")
+    assert max(map(len, lines)) <= width
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+    if len(text) <= width and not re.search(r"^ |  | $", text):
+        assert lines == [text]
 
 
 def test_strategy_texts_are_not_read_as_markup(mixed: Result) -> None:

@@ -108,7 +108,7 @@ def run(
         interrupted = True
         console.print("interrupted: the trainings so far are kept")
     result = keeper.result
-    console.print(accuracy_table.render(result))
+    console.print(accuracy_table.render(result, console.width))
     if markdown is not None and result.runs:
         replace_text(markdown, accuracy_table.markdown(result))
     if interrupted:

@@ -1,4 +1,4 @@
-"""Rows of ``syncline accuracy`` as a table for the terminal, in 80 columns, and as one in Markdown.
+"""Rows of ``syncline accuracy`` as a table for the terminal and as one in Markdown.
 
 Owns the columns, the same in both. A row that failed keeps its place, and its error stands below the table in full.
 """
@@ -12,8 +12,11 @@ from rich.text import Text
 
 from . import units
 from .accuracy_rows import AccuracyResult, AccuracyRow
+from .breaking import broken
 
 _HEADS = ("acc %", "range", "below", "bytes", "of dense")
+_NAME_LEAST = 10
+_FEEDBACK_WIDTH = 5
 _LEGEND = (
     "fb: with error feedback. acc: test accuracy, median over the seeds; range: lowest and highest. below: percentage "
     "points below dense. bytes: sent per worker and iteration."
@@ -24,21 +27,29 @@ _MARKDOWN_HEAD = (
 )
 
 
-def render(result: AccuracyResult) -> RenderableType:
+def render(result: AccuracyResult, width: int) -> RenderableType:
     """The table with its legend, then what failed."""
     if not result.runs:
         return Text("no rows")
+    figures = [_cells(row) for row in result.rows]
+    taken = sum(
+        max(len(head), *map(len, column)) + 1 for head, column in zip(_HEADS, zip(*figures, strict=True), strict=True)
+    )
+    name = max(_NAME_LEAST, min(width - taken - 5, max(len(row.codec) for row in result.rows)))
     table = Table(
         title=title_of(result), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
-    table.add_column("codec", overflow="fold", min_width=10)
+    table.add_column("codec", overflow="fold", min_width=name)
     table.add_column("fb", no_wrap=True)
     for head in _HEADS:
         table.add_column(head, justify="right", no_wrap=True)
     for row in result.rows:
         style = "red" if row.error is not None else ""
         table.add_row(
-            Text(row.codec), "yes" if row.feedback else "", *(Text(cell) for cell in _cells(row)), style=style
+            Text(broken(row.codec, name)),
+            "yes" if row.feedback else "",
+            *(Text(cell) for cell in _cells(row)),
+            style=style,
         )
     failed = [Text(f"{row.codec}{_fb(row)}, {row.error}", style="red") for row in result.rows if row.error is not None]
     return Group(table, Text(_LEGEND, style="dim"), *failed)

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from . import svg, units
 from .bench_rows import BenchResult, Measured, places
 from .bench_table import title
-from .charts import RC, Chart, Key, Style, line_styles, new_figure
+from .charts import RC, Chart, Key, Style, drawable, line_styles, new_figure
 
 _TIME = (
     "Median seconds of one collective, of its slowest rank, against the size of the array. Lower is faster; the "
@@ -39,7 +39,7 @@ def all_charts(result: BenchResult) -> tuple[Chart, ...]:
     styles = contender_styles(result)
     found: list[Chart | None] = []
     with mpl.rc_context(RC):  # type: ignore[arg-type]
-        for rows in places(result.rows):
+        for rows in places(tuple(drawable(row) for row in result.rows)):
             name = title(rows, result.cores)
             found.append(_curves(rows, styles, f"Time: {name}", _TIME, _milliseconds, "milliseconds", limits=True))
             found.append(_curves(rows, styles, f"Bus bandwidth: {name}", _BANDWIDTH, _gigabytes, "GB/s", limits=False))

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from . import units
 from .bench_rows import BenchResult, Measured, places
+from .breaking import broken
 
 PEERS = ("gloo:native", "mpi:native", "openmpi:native", "mpich:native", "mpi:ring", "openmpi:ring", "mpich:ring")
 """Contenders that all others are held against, in the order of the columns."""
@@ -120,9 +121,10 @@ def _columns(rows: Sequence[Measured], width: int) -> list[_Column]:
 
         return cell
 
+    name = max(10, *(min(16, len(row.contender)) for row in rows))
     found = [
         _Column("bytes", 8, lambda row: units.decimal_size(row.bytes), 0),
-        _Column("contender", max(10, *(min(16, len(row.contender)) for row in rows)), lambda row: row.contender, 0),
+        _Column("contender", name, lambda row: broken(row.contender, name), 0),
         _Column("median", 7, lambda row: "failed" if row.error is not None else figures(row)[0], 0),
         _Column("p99", 7, figure(1), 5),
         _Column("busbw", 10, figure(2), 3),

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import cycle
+from typing import Any, TypeVar
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -21,11 +22,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator, NullFormatter, PercentFormatter
 
 from . import svg, units
+from .bench_rows import Measured
 from .rows import BASELINE, Point, Result, Row
 
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777")
 _DASHES = ("6 2", "2 2", "8 2 2 2", "10 3", "4 1 1 1")
 _WIDTH_IN = 4.6
+_LEAST, _MOST = 1e-30, 1e30
+"""Numbers that an axis can show, in whatever unit."""
+
+Drawn = TypeVar("Drawn", Row, Point, Measured)
+
 RC = {
     "axes.axisbelow": True,
     "axes.edgecolor": svg.INK,
@@ -114,8 +121,27 @@ def line_styles(count: int, width: float = 1.6) -> tuple[Style, ...]:
     return tuple(Style(color, dash, width) for color, dash, _ in pairs)
 
 
+def drawable(row: Drawn) -> Drawn:
+    """A row, or a point of a curve, without the numbers that no axis can show: None in their place.
+
+    A training that diverges measures infinities and what is next to them; the table and the page's text have those.
+    """
+    return replace(row, **{item.name: _finite(getattr(row, item.name)) for item in fields(row)})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_finite(item) or 0.0 if isinstance(item, float) else _finite(item) for item in value)
+    if isinstance(value, Point):
+        return drawable(value)
+    if isinstance(value, float) and value != 0 and not _LEAST < abs(value) < _MOST:  # false for not-a-number
+        return None
+    return value
+
+
 def all_charts(result: Result) -> tuple[Chart, ...]:
     """Every chart that the rows have data for, in reading order."""
+    result = replace(result, rows=tuple(drawable(row) for row in result.rows))
     makers: tuple[Callable[[Result], list[Chart]], ...] = (_curves, _stages, _wire, _traffic)
     with mpl.rc_context(RC):  # type: ignore[arg-type]
         return tuple(chart for make in makers for chart in make(result))
@@ -160,13 +186,13 @@ def _curve(
     title: str,
     caption: str,
     xlabel: str,
-    values: Callable[[Point], tuple[float, float | None]],
+    values: Callable[[Point], tuple[float | None, float | None]],
     share: bool = False,
 ) -> Chart | None:
     figure, axes = new_figure(2.9)
     keys, lows, highs = [], [], []
     for row, style in zip(result.rows, styles(result.rows), strict=True):
-        points = [(x, y) for x, y in map(values, row.curve) if y is not None]
+        points = [(x, y) for x, y in map(values, row.curve) if x is not None and y is not None]
         if not points:
             continue
         pattern = (0, tuple(float(part) for part in style.dash.split())) if style.dash else "-"

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from ..predict.compression import ANY_LINK_BIT_PER_S
 from . import units
+from .breaking import broken
 from .codec_rows import CodecResult, CodecRow
 
 _GAP = 2
@@ -56,13 +57,13 @@ def render(result: CodecResult, width: int) -> RenderableType:
             break
         columns.remove(last)
     table = Table(title=_title(result), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("codec", overflow="fold", min_width=min(name, 10))
+    table.add_column("codec", overflow="fold", min_width=name)
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for row in result.rows:
         cells = [Text(column.cell(row)) for column in columns]
-        table.add_row(Text(row.codec), *cells, Text(verdict_of(row)))
+        table.add_row(Text(broken(row.codec, name)), *cells, Text(verdict_of(row)))
     return Group(table, Text(_legend(result), style="dim"))
 
 

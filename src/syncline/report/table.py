@@ -1,47 +1,118 @@
-"""Result rows as one table for the terminal, in 80 columns.
+"""Result rows as one table for the terminal.
 
-Owns which columns matter at a glance: the single worker stands in the first row, every strategy beside it on the same
-work. Replayed layers learn nothing: where other rows have their accuracy, theirs have the share of the bound. The whole
-split of an iteration into stages is in the JSON and on the page. A row that failed keeps its place, and its error
-stands below the table in full.
+Owns which columns matter at a glance, and which go first where there is no room for all: the single worker stands in
+the first row, every strategy beside it on the same work. Replayed layers learn nothing: where other rows have their
+accuracy, theirs have the share of the bound. The whole split of an iteration into stages is in the JSON and on the
+page. A row that failed keeps its place, and its error stands below the table in full.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from . import units
+from .breaking import broken, widest_piece
 from .rows import Result, Row
 
-_COLUMNS = ("W", "{score}", "img/s", "eff %", "iter ms", "comm ms", "sent", "equal")
-_ACCURACY, _BOUND = "acc %", "bnd %"
-LEGEND = (
-    "W: workers. {score} eff: scaling efficiency, img/s against W times the single worker's. comm: time "
-    "per iteration that the training thread was blocked in communication. sent: bytes on the wire per worker and "
-    "iteration. equal: replicas agree bit for bit."
+_GAP = 2
+_NAME_MOST = 17
+"""For wider parts of a strategy's text no column is given up."""
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    cell: Callable[[Row], Text]
+    means: str
+    rank: int
+    """The greatest goes first when there is no room; 0 stays."""
+
+    def width(self, rows: Sequence[Row]) -> int:
+        return max(len(self.title), *(len(_cell(self, row)) for row in rows)) if rows else len(self.title)
+
+
+_ACCURACY = _Column("acc %", lambda row: Text(units.percent(row.accuracy, 2, "")), "acc: test accuracy.", 0)
+_BOUND = _Column(
+    "bnd %",
+    lambda row: Text(units.percent(row.of_bound, 2, "")),
+    "bnd: the bound, what no iteration can be shorter than without compression, against the iteration.",
+    0,
 )
-_MEANS = {
-    _ACCURACY: "acc: test accuracy.",
-    _BOUND: "bnd: the bound, what no iteration can be shorter than without compression, against the iteration.",
-}
+_COLUMNS = (
+    _Column("W", lambda row: Text(str(row.workers)), "W: workers.", 1),
+    _ACCURACY,
+    _Column("img/s", lambda row: Text(units.rate(row.images_per_s)), "", 0),
+    _Column(
+        "eff %",
+        lambda row: Text(units.percent(row.scaling_efficiency, 0, "")),
+        "eff: scaling efficiency, img/s against W times the single worker's.",
+        5,
+    ),
+    _Column("iter ms", lambda row: Text(units.milliseconds(row.iteration_s)), "", 4),
+    _Column(
+        "comm ms",
+        lambda row: Text(units.milliseconds(row.exposed_comm_s)),
+        "comm: time per iteration that the training thread was blocked in communication.",
+        2,
+    ),
+    _Column(
+        "sent",
+        lambda row: Text(units.size(row.bytes_sent_per_step)),
+        "sent: bytes on the wire per worker and iteration.",
+        3,
+    ),
+    _Column("equal", lambda row: _verdict(row.replicas_equal), "equal: replicas agree bit for bit.", 0),
+)
 
 
 def render(result: Result) -> RenderableType:
     """The table of all rows with its legend, then what failed and what to keep in mind."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
-    table.add_column("strategy", overflow="fold", ratio=1, min_width=8)
-    score = _BOUND if result.replayed else _ACCURACY
-    for title in _COLUMNS:
-        table.add_column(title.format(score=score), justify="right", no_wrap=True)
-    for row in result.rows:
-        table.add_row(Text(row.strategy), *_cells(row, row.of_bound if score == _BOUND else row.accuracy))
-    parts: list[RenderableType] = [table, Text(LEGEND.format(score=_MEANS[score]), style="dim")]
+    parts: list[RenderableType] = [_Fitted(result)]
     parts += [Text(f"{row.strategy}: {row.error}", style="red") for row in result.rows if row.error is not None]
     parts += [Text(line, style="dim") for line in remarks(result)]
     return Group(*parts)
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """The table and its legend, as wide as the console that prints them."""
+
+    result: Result
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = self.result.rows
+        every = [_BOUND if column is _ACCURACY and self.result.replayed else column for column in _COLUMNS]
+        columns, name = _fitting(every, rows, options.max_width)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
+        table.add_column("strategy", overflow="fold", width=name)
+        for column in columns:
+            table.add_column(column.title, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(Text(broken(row.strategy, name)), *(_cell(column, row) for column in columns))
+        yield table
+        yield Text(" ".join(column.means for column in columns if column.means), style="dim")
+        left_out = ", ".join(column.title for column in every if column not in columns)
+        if left_out:
+            yield Text(f"No room for {left_out}: a wider terminal shows them, and --json has them.", style="dim")
+
+
+def _fitting(columns: Sequence[_Column], rows: Sequence[Row], width: int) -> tuple[list[_Column], int]:
+    """The columns that fit, and the width that is left for the strategy."""
+    texts = ["strategy", *(row.strategy for row in rows)]
+    least, most = max(min(_NAME_MOST, widest_piece(text)) for text in texts), max(map(len, texts))
+    found = list(columns)
+    while (left := width - 2 - sum(column.width(rows) + _GAP for column in found)) < least:
+        last = max(found, key=lambda column: column.rank)
+        if last.rank == 0:
+            break
+        found.remove(last)
+    return found, max(1, min(left, most))
 
 
 def remarks(result: Result) -> tuple[str, ...]:
@@ -69,19 +140,10 @@ def remarks(result: Result) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _cells(row: Row, score: float | None) -> tuple[Text, ...]:
-    if row.error is not None and row.iteration_s is None:
-        return (Text(str(row.workers)), Text("failed", style="red"), *(Text(units.MISSING) for _ in _COLUMNS[2:]))
-    return (
-        Text(str(row.workers)),
-        Text(units.percent(score, 2, "")),
-        Text(units.rate(row.images_per_s)),
-        Text(units.percent(row.scaling_efficiency, 0, "")),
-        Text(units.milliseconds(row.iteration_s)),
-        Text(units.milliseconds(row.exposed_comm_s)),
-        Text(units.size(row.bytes_sent_per_step)),
-        _verdict(row.replicas_equal),
-    )
+def _cell(column: _Column, row: Row) -> Text:
+    if row.error is not None and row.iteration_s is None and column.title != "W":
+        return Text("failed", style="red") if column in (_ACCURACY, _BOUND) else Text(units.MISSING)
+    return column.cell(row)
 
 
 def _verdict(equal: bool | None) -> Text:

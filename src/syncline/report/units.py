@@ -10,11 +10,16 @@ import math
 
 MISSING = "-"
 
+_LEAST, _MOST = 1e-9, 1e15
+"""What is written out lies between: no measurement is beyond, but a value that has gone wrong may be."""
+
 
 def significant(value: float, digits: int = 3) -> str:
-    """``value`` with that many significant digits, thousands separated, never in scientific notation."""
+    """``value`` with that many significant digits, thousands separated; in scientific notation only far out."""
     if value == 0 or not math.isfinite(value):
         return f"{value:.0f}"
+    if not _LEAST <= abs(value) < _MOST:
+        return f"{value:.{digits - 1}e}"
     decimals = digits - 1 - math.floor(math.log10(abs(value)))
     # Rounding may carry into one more digit (9.996 to 10.0): take the decimals of the rounded value.
     rounded = round(value, decimals)
@@ -74,9 +79,13 @@ def link_rate(bit_per_s: float) -> str:
 
 def percent(value: float | None, decimals: int = 0, sign: str = " %") -> str:
     """A share of 1 as per cent: ``98.06 %``."""
-    return MISSING if value is None else f"{value * 100:.{decimals}f}{sign}"
+    return MISSING if value is None else f"{_fixed(value * 100, decimals)}{sign}"
 
 
 def number(value: float | None, decimals: int = 4) -> str:
     """A plain number with fixed decimals, such as a loss."""
-    return MISSING if value is None else f"{value:.{decimals}f}"
+    return MISSING if value is None else _fixed(value, decimals)
+
+
+def _fixed(value: float, decimals: int) -> str:
+    return f"{value:.{decimals}f}" if abs(value) < _MOST or not math.isfinite(value) else significant(value)
