@@ -13,6 +13,7 @@ help: ## Show this list
 install: .venv/.installed ## Make .venv and install Syncline into it, for development
 
 demo: install ## Train on handwritten digits: one worker, ring, parameter server; a table and demo/compare.html
+	@mkdir -p demo
 	$(BIN)/syncline compare --workload digits --workers 4 --strategies "ring" "ps(servers=1)" \
 		--json demo/compare.json --report demo/compare.html
 
@@ -25,6 +26,7 @@ check: install ## Run ruff and mypy
 	$(BIN)/mypy
 
 bench: install ## Measure collectives beside Gloo and MPI, print the table of goals; rows and page in results/
+	@mkdir -p results
 	$(BIN)/syncline bench --goals --json results/bench.json --report results/bench.html
 
 clean: ## Remove caches and what builds leave behind

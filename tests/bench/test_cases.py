@@ -102,25 +102,35 @@ def test_an_unknown_strategy_names_the_nearest_one() -> None:
         plan(strategies=["rng"])
 
 
-def test_missing_folders_of_results_are_made(tmp_path: Path) -> None:
-    found = plan(json_path=tmp_path / "a" / "r.json", report_path=str(tmp_path / "b" / "r.html"))
-    assert (tmp_path / "a").is_dir()
-    assert (tmp_path / "b").is_dir()
-    assert found.json_path == tmp_path / "a" / "r.json"
-    assert not list((tmp_path / "a").iterdir())
+def test_nothing_is_left_where_results_will_go(tmp_path: Path) -> None:
+    found = plan(json_path=tmp_path / "r.json", report_path=str(tmp_path / "r.html"))
+    assert (found.json_path, found.report_path) == (tmp_path / "r.json", tmp_path / "r.html")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UsageError, match=r"there is no folder .*missing for r\.html: make it"):
+        plan(report_path=tmp_path / "missing" / "r.html")
+    assert not list(tmp_path.iterdir())
 
 
 def test_paths_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for path, words in ((tmp_path, "is a folder"), (tmp_path / "file" / "r.json", "cannot make the folder")):
+    for path, words in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "file" / "r.json", "there is no folder"),
+        (Path("/proc/r.html"), "cannot write /proc/r.html"),  # where root, too, has the permission but cannot
+        (tmp_path / ("long" * 70), "File name too long"),
+    ):
         with pytest.raises(UsageError, match=words):
             plan(json_path=path)
-    with pytest.raises(UsageError, match="the same file"):
+        with pytest.raises(UsageError, match=words):
+            plan(report_path=path)
+    with pytest.raises(UsageError, match=r"both name the file .*one: choose two"):
         plan(json_path=tmp_path / "one", report_path=tmp_path / "." / "one")
+    with pytest.raises(UsageError, match="both name standard output"):
+        plan(json_path="-", report_path="-")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_write_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(UsageError, match="cannot write into"):
+    with pytest.raises(UsageError, match="Permission denied"):
         plan(json_path=tmp_path / "r.json")

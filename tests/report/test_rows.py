@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.errors import DataError, UsageError
-from syncline.report.rows import Point, Result, Row, replace_text
+from syncline.errors import DataError
+from syncline.report.rows import Point, Result, Row
 
 TOP_KEYS = {"machine", "cores", "versions", "commit", "workload", "rows"}
 ROW_KEYS = {
@@ -99,15 +99,3 @@ def test_saving_replaces_the_file_in_one_piece(tmp_path: Path, mixed: Result) ->
     mixed.save(path)
     assert Result.from_json(path.read_text()) == mixed
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
-
-
-def test_a_file_that_cannot_be_written_keeps_what_was_there(tmp_path: Path) -> None:
-    target = tmp_path / "folder"
-    target.mkdir()
-    (target / "inside").write_text("kept")
-    with pytest.raises(UsageError, match="cannot write"):
-        replace_text(target, "text")
-    with pytest.raises(UsageError, match="choose another path"):
-        replace_text(tmp_path / "missing" / "file", "text")
-    assert (target / "inside").read_text() == "kept"
-    assert [file.name for file in tmp_path.iterdir()] == ["folder"]

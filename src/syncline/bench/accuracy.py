@@ -23,10 +23,11 @@ from ..grammar import Part, read_part
 from ..parts import build
 from ..report import accuracy_table
 from ..report.accuracy_rows import DENSE, AccuracyResult, AccuracyRun
-from ..report.rows import Row, replace_text
+from ..report.files import keep_text, replace_text
+from ..report.rows import Row
 from ..strategy import Strategy
 from ..tuning.codec_times import every_codec, told, ways
-from .cases import Case, Plan, plan_of, result_paths
+from .cases import Case, Plan, console_beside, plan_of, result_paths
 from .collectives.display import Display, Task
 from .compare import INTERRUPTED, SILENCE_LIMIT_S
 from .machine import describe, source_sha256
@@ -89,12 +90,9 @@ def run(
     ``resume_path`` the finished trainings of that file are kept, and those added that are asked for and not in it; it
     is written again unless ``json_path`` names another. Raises UsageError before any process starts.
     """
-    console = console or Console()
     request = request_of(workload, workers, seeds, texts, epochs, json_path or resume_path)
-    markdown, _ = result_paths(markdown_path, None)
-    target = request.plan.json_path
-    if markdown is not None and markdown == target:
-        raise UsageError(f"--markdown and the result file are both {target}: choose two")
+    target, markdown = result_paths(request.plan.json_path, markdown_path, second="--markdown")
+    console = console or console_beside(target, markdown)
     result = _origin(request)
     if resume_path is not None:
         result = resumed(result, resume_path)
@@ -109,6 +107,8 @@ def run(
         console.print("interrupted: the trainings so far are kept")
     result = keeper.result
     console.print(accuracy_table.render(result, console.width))
+    if target is not None and result.runs:
+        result.save(target)
     if markdown is not None and result.runs:
         replace_text(markdown, accuracy_table.markdown(result))
     if interrupted:
@@ -224,8 +224,7 @@ class _Keeper:
     def add(self, run: AccuracyRun) -> None:
         """Take over a training, and write it where a file is asked for."""
         self.result = self.result.with_run(run).arranged(self._order)
-        if self._path is not None:
-            self.result.save(self._path)
+        keep_text(self._path, self.result.to_json())
 
 
 class _Progress:

@@ -1,19 +1,21 @@
 """What a comparison will do, checked as a whole before any process starts.
 
 Owns the ``Plan`` of a comparison and every refusal of bad input: numbers, strategies, peers, workload, rate of a lab,
-paths, packages that a report needs. Starts nothing and writes nothing but the folders that the result files go to.
+paths, packages that a report needs. Starts nothing and leaves nothing behind.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from rich.console import Console
+
 from ..errors import UsageError
 from ..grammar import read_value
+from ..report.files import STANDARD_OUTPUT, checked
 from ..report.rows import BASELINE
 from ..types import Rate
 from ..workloads import Trace, Workload, load
@@ -131,27 +133,21 @@ def _case(
     return Case(contender.text, workers, contender.servers, total, iterations, contender.rate)
 
 
-def result_paths(json_path: str | Path | None, report_path: str | Path | None) -> tuple[Path | None, Path | None]:
-    """Where the result file and the page go; raises UsageError when one cannot be written or drawn."""
-    if report_path is not None:
+def result_paths(
+    json_path: str | Path | None, report_path: str | Path | None, *, second: str = "--report"
+) -> tuple[Path | None, Path | None]:
+    """Where the result file and the page, or what ``second`` asks for, go; UsageError when one cannot be written."""
+    if report_path is not None and second == "--report":
         missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
         if missing:
             raise UsageError(f"--report needs {' and '.join(missing)}: pip install 'syncline[report]'")
-    json_file, report_file = (None if path is None else Path(path).resolve() for path in (json_path, report_path))
+    json_file, report_file = checked(json_path), checked(report_path)
     if json_file is not None and json_file == report_file:
-        raise UsageError(f"--json and --report name the same file {json_file}: choose two")
-    for path in (json_file, report_file):
-        if path is not None:
-            _check_writable(path)
+        what = "standard output" if json_file == STANDARD_OUTPUT else f"the file {json_file}"
+        raise UsageError(f"--json and {second} both name {what}: choose two")
     return json_file, report_file
 
 
-def _check_writable(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make the folder {path.parent}: {error.strerror}; choose another path") from None
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder: name a file in it")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"cannot write into {path.parent}: choose another path")
+def console_beside(*paths: Path | None) -> Console:
+    """Where people read: standard output, unless that takes a result."""
+    return Console(stderr=STANDARD_OUTPUT in paths)

@@ -19,9 +19,10 @@ from rich.console import Console
 
 from ..errors import UsageError
 from ..report import table
-from ..report.rows import Result, replace_text
+from ..report.files import STANDARD_OUTPUT, keep_text, replace_text
+from ..report.rows import Result
 from .bound import bounded, link_bytes_per_s
-from .cases import Case, Plan, plan_of
+from .cases import Case, Plan, console_beside, plan_of
 from .machine import describe
 from .measure import scaled
 from .processes import measure
@@ -57,7 +58,8 @@ def run(
     limit = SILENCE_LIMIT_S if timeout is None else timeout
     if limit <= 0:
         raise UsageError(f"the time limit has to be more than 0 seconds, got {limit:g}")
-    return carry_out(plan, limit, console or Console(stderr=True), Console())
+    output = console_beside(plan.json_path, plan.report_path)
+    return carry_out(plan, limit, console or Console(stderr=True), output)
 
 
 def carry_out(plan: Plan, limit_s: float, progress: Console, output: Console) -> int:
@@ -71,11 +73,10 @@ def carry_out(plan: Plan, limit_s: float, progress: Console, output: Console) ->
                 row = measure(case, plan.workload, plan.seed, limit_s, display, site)
                 row = bounded(scaled(row, result.baseline), plan.trace, _link(case, site))
                 result = result.with_row(row)
-                _save(plan, result)
+                keep_text(plan.json_path, result.to_json())
     except KeyboardInterrupt:
         interrupted = True
         progress.print("interrupted: the rows so far are kept")
-    _save(plan, result)
     output.print(table.render(result))
     for row in result.rows:
         if "codec=auto" in row.strategy and row.chosen:
@@ -106,16 +107,13 @@ def _link(case: Case, site: Site) -> float | None:
     return link_bytes_per_s(site.goodput_bytes_per_s, site.rate, case.rate)
 
 
-def _save(plan: Plan, result: Result) -> None:
+def _publish(plan: Plan, result: Result, output: Console) -> None:
     if plan.json_path is not None:
         result.save(plan.json_path)
-
-
-def _publish(plan: Plan, result: Result, output: Console) -> None:
     if plan.report_path is not None:
         from ..report import page
 
         replace_text(plan.report_path, page.render(result))
     for name, path in (("results", plan.json_path), ("report", plan.report_path)):
-        if path is not None:
+        if path not in (None, STANDARD_OUTPUT):
             output.print(f"{name}: {path}", soft_wrap=True, markup=False, highlight=False)

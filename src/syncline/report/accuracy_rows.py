@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import median
 
 from ..errors import DataError
-from .rows import finite, known, replace_text
+from .files import replace_text
+from .rows import finite, known
 
 DENSE = ("none", False)
 """The codec, and whether with error feedback, that all others are compared with."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import DataError
-from .rows import finite, known, replace_text
+from .files import replace_text
+from .rows import finite, known
 
 
 @dataclass(frozen=True)

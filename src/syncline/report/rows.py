@@ -14,13 +14,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError, UsageError
+from ..errors import DataError
+from .files import replace_text
 
 STAGES = ("loading_s", "h2d_s", "forward_s", "backward_s", "update_s", "exposed_comm_s")
 """The parts of an iteration, in the order in which they happen; the last one overlaps none of the others."""
@@ -154,19 +154,6 @@ class Result:
     def save(self, path: Path) -> None:
         """Write the result file in one piece, so that a reader never sees half of it."""
         replace_text(path, self.to_json())
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` by renaming a finished file over it; raises UsageError where that is impossible."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        try:
-            part.write_text(text, encoding="utf-8")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another path") from None
 
 
 def _row(data: Mapping[str, Any]) -> Row:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ...report import codec_table
-from ..cases import result_paths
+from ..cases import console_beside, result_paths
 from ..collectives.display import Display
 from .run import WORKERS, contestants_of, measure, request_of
 
@@ -27,8 +27,8 @@ def run(
     Raises UsageError before anything is measured. An interrupt leaves no file, since medians of a run that was cut off
     would not be comparable.
     """
-    console = console or Console()
     target, _ = result_paths(json_path, None)
+    console = console or console_beside(target)
     request = request_of(texts, elements, repetitions, workers)
     count = contestants_of(request)
     with Display(console) as display, display.task("codecs", (repetitions + 1) * count) as task:

@@ -15,9 +15,9 @@ from rich.console import Console
 from ...errors import UsageError
 from ...report import bench_table, goal_table
 from ...report.bench_rows import BenchResult
-from ...report.rows import replace_text
+from ...report.files import keep_text, replace_text
 from ...types import Rate
-from ..cases import result_paths
+from ..cases import console_beside, result_paths
 from ..goals import judge
 from .display import Display
 from .request import Request, request_of
@@ -50,13 +50,15 @@ def run(
     those are taken over that are asked for, if it is of the same machine and code. Files are written after every size,
     the page at the end, and after an interrupt too. Raises UsageError before anything is measured.
     """
-    console = console or Console()
     target, report = result_paths(json_path or resume_path, report_path)
+    console = console or console_beside(target, report)
     keeper = _Keeper(_start(requests, json_path, resume_path, console), target)
     try:
         with Display(console) as display:
             measure(requests, keeper.result, keeper.save, display)
     finally:
+        if target is not None and keeper.result.rows:
+            keeper.result.save(target)
         verdicts = judge(keeper.result.rows) if goals else ()
         if report is not None:
             from ...report.bench_page import render  # matplotlib is only loaded for a page
@@ -77,8 +79,7 @@ class _Keeper:
     def save(self, result: BenchResult) -> None:
         """Take over new rows, and write them where a file is asked for."""
         self.result = result
-        if self._path is not None:
-            result.save(self._path)
+        keep_text(self._path, result.to_json())
 
 
 def _start(
