@@ -50,6 +50,25 @@ def test_a_file_that_makes_no_sense_is_as_good_as_none(
     assert cache.read("key") == CHOICE
 
 
+@pytest.mark.parametrize("where", [".", "..", "key.json"])
+@pytest.mark.parametrize("how", ["group", "link"])
+def test_what_others_could_have_written_is_as_good_as_none(
+    folder: Path, where: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.write("key", CHOICE, (1024, 1 << 20), TIMES)
+    spoilt = (folder / where).resolve()
+    if how == "group":
+        spoilt.chmod(0o770)
+    else:
+        spoilt.rename(spoilt.with_name("elsewhere"))
+        spoilt.symlink_to(spoilt.with_name("elsewhere"))
+    assert cache.read("key") is None
+    assert "ignoring" in caplog.text
+    assert str(spoilt) in caplog.text
+    cache.write("key", CHOICE, (1024, 1 << 20), TIMES)
+    assert (cache.read("key") == CHOICE) == (where == "key.json")  # a file is replaced, a folder is not
+
+
 def test_a_folder_that_cannot_be_made_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -2,8 +2,10 @@
 
 Numba keeps machine code beside a function's source and looks at that file alone, not at the functions compiled in from
 others. So the code is kept in a folder named after the text of all kernels: whoever changes one compiles anew. The
-folder is the user's cache (``XDG_CACHE_HOME``, ``~/.cache``), or a temporary one where that cannot be written;
-``NUMBA_CACHE_DIR`` overrides both. What is loaded from it is run: a temporary folder of somebody else is not used.
+folder is in the user's cache (``XDG_CACHE_HOME``, ``~/.cache``), or a temporary one where that cannot be written;
+``NUMBA_CACHE_DIR`` overrides both. What is loaded from it is run, and Numba unpickles it: a place where somebody else
+could have put something is not used (``private``), with one warning, and without a place every process compiles for
+itself.
 """
 
 from __future__ import annotations
@@ -11,19 +13,36 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
-import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import config, njit
+from numba.core.caching import _CacheLocator
+
+from .private import NotPrivateError, cache_home, check_contents, keep_private, path_of, private_folder
+
+log = logging.getLogger("syncline")
 
 _one_thread = threading.RLock()
 """Numba's setting is the process's."""
+
+
+class Place(NamedTuple):
+    """A folder for machine code: ``names``, one below the other, in ``root``."""
+
+    root: Path
+    names: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """The whole path."""
+        return self.root.joinpath(*self.names)
 
 
 def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -33,33 +52,35 @@ def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
-        before = config.CACHE_DIR
-        folder = before or _folder()
-        if folder is None:
-            return njit(signature, nogil=True)(function)
-        with _one_thread:
-            config.CACHE_DIR = folder
+        with _one_thread, contextlib.ExitStack() as stack:
+            place = _place()
             try:
-                with _alone(Path(folder)):
-                    return njit(signature, nogil=True, cache=True)(function)
-            finally:
-                config.CACHE_DIR = before
+                folder = None if place is None else stack.enter_context(private_folder(*_flat(place)))
+            except (OSError, NotPrivateError):  # it has changed since it was looked at
+                folder = None
+            if folder is None:
+                return njit(signature, nogil=True)(function)
+            stack.enter_context(_alone(folder))
+            stack.callback(setattr, config, "CACHE_DIR", config.CACHE_DIR)
+            config.CACHE_DIR = str(path_of(folder))
+            made = njit(signature, nogil=True, cache=True)(function)
+            if made.stats.cache_misses:
+                keep_private(folder)
+            return made
 
     return decorate
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _alone(folder: int) -> Iterator[None]:
     """One process compiles while the others of a run wait to load what it made."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    lock = os.open("lock", flags, 0o600, dir_fd=folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
-    except OSError:  # not writable: everybody compiles
-        yield
-        return
-    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def folder_name(sources: Path) -> str:
@@ -71,18 +92,45 @@ def folder_name(sources: Path) -> str:
 
 
 @lru_cache(maxsize=1)
-def _folder() -> str | None:
+def _place() -> Place | None:
     """Where machine code is kept; None when there is no place that only this user can write to."""
-    name = folder_name(Path(__file__).parent)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    for place in (Path(cache, "syncline"), Path(tempfile.gettempdir(), f"syncline-{os.getuid()}")):
-        folder = place / name
+    refused = []
+    for place in _places():
         try:
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.mkdir(exist_ok=True)
-            owned = place.stat().st_uid == os.getuid() and not place.stat().st_mode & stat.S_IWOTH
+            with private_folder(*_flat(place)) as folder:
+                if not os.access(path_of(folder), os.W_OK):
+                    continue
+                with _alone(folder):  # what another process has just made is its own before it lets go
+                    _check(folder, place)
+        except NotPrivateError as error:
+            refused.append(str(error))
         except OSError:
             continue
-        if owned and os.access(folder, os.W_OK):
-            return str(folder)
-    return None
+        else:
+            break
+    else:
+        place = None
+    if refused:
+        instead = "every process compiles for itself" if place is None else f"it is kept in {place.path}"
+        log.warning("machine code is not loaded from where others could have put it; %s. %s", instead, refused[0])
+    return place
+
+
+def _places() -> list[Place]:
+    if config.CACHE_DIR:
+        return [Place(Path(config.CACHE_DIR))]
+    name = folder_name(Path(__file__).parent)
+    temporary = Path(tempfile.gettempdir())
+    return [Place(cache_home(), ("syncline", name)), Place(temporary, (f"syncline-{os.getuid()}", name))]
+
+
+def _check(folder: int, place: Place) -> None:
+    """Raise NotPrivateError for anything that others could have written; NUMBA_CACHE_DIR has their code beside ours."""
+    ours = _CacheLocator.get_suitable_cache_subpath(__file__)
+    check_contents(folder, place.path, None if place.names else ours)
+    with private_folder(path_of(folder), ours):  # made here, or Numba would make it as the umask says
+        pass
+
+
+def _flat(place: Place) -> tuple[Any, ...]:
+    return place.root, *place.names

@@ -2,8 +2,9 @@
 
 They lie in ``$XDG_CACHE_HOME/syncline/tuning`` (``~/.cache``). A table holds for these processes on these hosts, since
 they were started, with these cores, this transport, these algorithms to choose from and this version of Syncline;
-anything else is another file. A file that cannot be read is as good as none, and a table that cannot be written is
-measured again: neither is worth ending a run for.
+anything else is another file. A file that cannot be read, or that another user could have written
+(``kernels.private``), is as good as none, and a table that cannot be written is measured again: neither is worth ending
+a run for.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
 
 from ..choice import Choice
 from ..errors import UsageError
+from ..kernels.private import NotPrivateError, cache_home, path_of, private_folder, read_file
 from ..version import __version__
 
 log = logging.getLogger("syncline")
+
+_FOLDERS = "syncline", "tuning"
 
 _MOST_FILES = 64
 """Machines start anew and labs come and go: the oldest tables are removed."""
@@ -39,12 +43,14 @@ def key_of(transport: str, places: Sequence[tuple[str, str, int]], plans: Mappin
 
 def read(key: str) -> Choice | None:
     """The table of that name, None when there is none that can be read."""
+    path = cache_home().joinpath(*_FOLDERS)
     try:
-        return Choice.read(json.loads(_path(key).read_bytes())["algorithms"])
+        with _folder() as folder:
+            return Choice.read(json.loads(read_file(folder, f"{key}.json", path))["algorithms"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, UsageError) as error:
-        log.warning("ignoring the measured algorithms in %s: %s", _path(key), error)
+    except (OSError, NotPrivateError, ValueError, KeyError, TypeError, UsageError, RecursionError) as error:
+        log.warning("ignoring the measured algorithms in %s: %s", path / f"{key}.json", error)
         return None
 
 
@@ -52,31 +58,28 @@ def write(key: str, choice: Choice, sizes: Sequence[int], times_s: Mapping[str, 
     """Keep a table, with the times that it follows from; the file is whole at every moment."""
     content = {"algorithms": choice.table, "sizes": list(sizes), "times_s": {k: list(v) for k, v in times_s.items()}}
     try:
-        _folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=_folder(), suffix=".new", delete=False) as file:
-            json.dump(content, file)
-        Path(file.name).replace(_path(key))
-        _remove_oldest()
-    except OSError as error:
+        with _folder() as opened:
+            folder = path_of(opened)
+            with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".new", delete=False) as file:
+                json.dump(content, file)
+            Path(file.name).replace(folder / f"{key}.json")
+            _remove_oldest(folder)
+    except (OSError, NotPrivateError) as error:
         log.info("the measured algorithms are not kept: %s", error)
 
 
-def _remove_oldest() -> None:
+def _remove_oldest(folder: Path) -> None:
     def written(path: Path) -> float:
         with contextlib.suppress(FileNotFoundError):  # another run tidies up too
             return path.stat().st_mtime
         return 0.0
 
-    for path in sorted(_folder().glob("*.json"), key=written)[:-_MOST_FILES]:
+    for path in sorted(folder.glob("*.json"), key=written)[:-_MOST_FILES]:
         path.unlink(missing_ok=True)
 
 
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "syncline" / "tuning"
-
-
-def _path(key: str) -> Path:
-    return _folder() / f"{key}.json"
+def _folder() -> AbstractContextManager[int]:
+    return private_folder(cache_home(), *_FOLDERS)
 
 
 @lru_cache(maxsize=1)
