@@ -181,13 +181,50 @@ def test_an_interrupt_ends_the_wait_and_the_engine(of: str) -> None:
             started.wait(LIMIT_S)
             os.kill(os.getpid(), signal.SIGINT)
 
-        while one._driven or not one.transport.idle:
+        while one._driver or not one.transport.idle:
             pass  # the first words of a transport: the progress thread says them
         work = one.exchange(program(0), np.ones(3), 0, "sum", before=started.set, announce=False)
         with pytest.raises(KeyboardInterrupt), thread(interrupt):
             one.wait(work, timeout=LIMIT_S)
         with pytest.raises(ClosedError, match="interrupted by KeyboardInterrupt"):
             one.wait()
+
+
+@pytest.mark.parametrize("any_of", [False, True], ids=["all", "any"])
+@pytest.mark.parametrize("how", [KeyboardInterrupt, TimeoutError])
+def test_an_interrupt_while_another_thread_drives_ends_the_engine_too(
+    monkeypatch: pytest.MonkeyPatch, kind: str, how: type[BaseException], any_of: bool
+) -> None:
+    """Ctrl-C, or an exception out of a handler for another signal: a script may catch both."""
+
+    def handle(number: int, frame: object) -> None:  # noqa: ARG001
+        raise how
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    told: list[Exception] = []
+    with engines(kind) as (one, _):
+        monkeypatch.setattr(one, "_explain", lambda error: told.append(error) or error)
+        asleep = threading.Event()
+        driving = threading.get_ident()
+        work = one.exchange(program(0), np.ones(3), 0, "sum")
+        while one._driver in (0, driving):
+            pass  # the progress thread takes it
+        monkeypatch.setattr(one._changed, "wait_for", lambda *_: (asleep.set(), threading.Event().wait(LIMIT_S)))
+        monkeypatch.setattr(one._changed, "wait", lambda *_: (asleep.set(), threading.Event().wait(LIMIT_S)))
+
+        def interrupt() -> None:
+            asleep.wait(LIMIT_S)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        wait = (lambda: one.wait_any([work], until=lambda: False)) if any_of else (lambda: one.wait(work))
+        with pytest.raises(how), thread(interrupt):
+            wait()
+        monkeypatch.undo()
+        for call in (lambda: one.wait(work), lambda: one.exchange(program(0), np.ones(3), 1, "next")):
+            with pytest.raises(ClosedError, match=f"interrupted by {how.__name__}"):
+                call()
+        assert [type(error) for error in told] == [ClosedError]  # and so the others learn of it
+    signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("world", [2, 3])

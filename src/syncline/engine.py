@@ -6,7 +6,9 @@ work that nobody waits for; a thread that would have to wait anyway drives itsel
 two hand-overs between threads. The time the training thread spends blocked here is counted: it is the exposed
 communication.
 
-A fault while driving reaches every thread that waits, now or later, as the same exception. Each wait has a
+A fault while driving reaches every thread that waits, now or later, as the same exception. So does an interrupt
+(Ctrl-C, an exception out of a signal handler) in a thread that drives or waits: a script that catches it and goes on
+would do so with a step missing, so every later call raises what happened. Each wait has a
 time limit, and so has the progress of the whole: when nothing moves for ``limit_s`` although something is under way,
 that is a fault that names whom it waits for.
 
@@ -46,6 +48,20 @@ _DRAIN_S = 2.0
 _DRAIN_POLL_S = 0.01
 
 
+class Uninterrupted:
+    """A context of what is whole or not at all: whatever ends it early is told to ``tell``. Used again and again."""
+
+    def __init__(self, tell: Callable[[BaseException], None]) -> None:
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._tell(error)
+
+
 class Engine:
     """What drives one transport; ``explain`` turns a fault into what the user shall see."""
 
@@ -68,12 +84,13 @@ class Engine:
         self._limit_s = limit_s
         self._explain = explain
         lock = threading.RLock()
+        self._uninterrupted = Uninterrupted(self.interrupted)
         self._changed = threading.Condition(lock)  # something is done: for those who wait for it
         self._wanted = threading.Condition(lock)  # something is to be done: for the progress thread
         self._inbox: deque[Callable[[], None]] = deque()
         self._under_way = 0  # works that the end waits for
         self._tolerated = 0  # works that nobody waits for
-        self._driven = False
+        self._driver = 0  # the thread that drives
         self._closing = False
         self._thread = threading.Thread(target=self._progress, name="syncline-progress", daemon=True)
         self._thread.start()
@@ -179,19 +196,11 @@ class Engine:
 
     def run(self, program: Program | Collective, array: Array, key: int, label: str) -> None:
         """Run a plan over ``array`` and return when it is done: ``exchange`` and ``wait`` with less in between."""
-        with self._changed:
-            free = not (self._driven or self._inbox or self._ending)
-            if free:
-                self._driven = True
-                self._under_way += 1
-        if not free:
-            self.wait(self.exchange(program, array, key, label, announce=False))
-            return
         work, begun = Work(label), time.perf_counter()
-
         try:
-            self._drive_here((work,), None, lambda: self._start(program, array, key, work))
-            if not work.done:  # the end came first: with it comes a fault
+            if not self._drive_here((work,), None, lambda: self._start(program, array, key, work)):
+                self._await((self.exchange(program, array, key, label, announce=False),), None)
+            elif not work.done:  # the end came first: with it comes a fault
                 self._await((work,), None)
         finally:
             self.blocked_s += time.perf_counter() - begun
@@ -235,7 +244,7 @@ class Engine:
         """A promised work is done; called from any thread. After a fault nobody minds."""
         with self._changed:
             self._inbox.append(lambda: self._finish(work, None))
-            if self._driven:
+            if self._driver:
                 self.transport.wake()
             else:
                 self._wanted.notify()
@@ -275,7 +284,8 @@ class Engine:
         begun = time.perf_counter()
         deadline = None if timeout is None else begun + timeout
         try:
-            came = self._drive_until(works, deadline) or self._await(works, deadline)
+            came = self._drive_here(works, deadline) and all(work.done for work in works)
+            came = came or self._await(works, deadline)
         finally:
             self.blocked_s += time.perf_counter() - begun
         if self.error is not None:
@@ -287,37 +297,36 @@ class Engine:
     def _await(self, works: Collection[Work], deadline: float | None) -> bool:
         """Wait for another thread to get the works done; False when the time is over first."""
         left = None if deadline is None else max(0.0, deadline - time.perf_counter())
-        with self._changed:
+        with self._uninterrupted, self._changed:
             return bool(self._changed.wait_for(lambda: self.error or all(work.done for work in works), left))
-
-    def _drive_until(self, works: Collection[Work], deadline: float | None) -> bool:
-        """Drive in this thread, when nobody does, until all works are done; False when they are not."""
-        with self._changed:
-            if self._driven or self._ending:
-                return False
-            self._driven = True
-        self._drive_here(works, deadline)
-        return all(work.done for work in works)
 
     def _drive_here(
         self, works: Collection[Work], deadline: float | None, first: Callable[[], None] | None = None
-    ) -> None:
-        """Drive in this thread, which has taken over, until all works are done or the time is over."""
+    ) -> bool:
+        """Drive in this thread until all works are done or the time is over; False, at once, where another one does.
+
+        ``first`` begins one more work, which nothing that was handed over before may stand behind.
+        """
 
         def enough() -> bool:
             return all(work.done for work in works) or (deadline is not None and time.perf_counter() >= deadline)
 
         try:
-            self._drive(enough, deadline, first, _SPINS_HERE)
-        except BaseException as error:  # an interrupt leaves the exchange in the middle of something
-            self.fail(ClosedError(f"the exchange was interrupted by {type(error).__name__}"))
-            raise
+            with self._uninterrupted:
+                with self._changed:
+                    if self._driver or self._ending or (first is not None and self._inbox):
+                        return False
+                    self._driver = threading.get_ident()
+                    self._under_way += first is not None
+                self._drive(enough, deadline, first, _SPINS_HERE)
+            return True
         finally:
-            self._hand_over()
+            if self._driver == threading.get_ident():
+                self._hand_over()
 
     def wait_any(self, works: Collection[Work], until: Callable[[], bool]) -> None:
         """Block until one of the works is done or ``until()`` holds (looked at often); raises the engine's fault."""
-        with self._changed:
+        with self._uninterrupted, self._changed:
             while not (self.error or until() or any(work.done for work in works)):
                 self._changed.wait(_UNTIL_S)
         if self.error is not None and not until():
@@ -348,6 +357,11 @@ class Engine:
             self._changed.notify_all()
             self._wanted.notify()
         self.transport.wake()  # whoever drives looks at it
+
+    def interrupted(self, error: BaseException) -> None:
+        """Something was left in the middle: from now on every call raises that, here, and the others are told."""
+        name = type(error).__name__
+        self.fail(self._explain(ClosedError(f"an exchange was interrupted by {name}: this session cannot go on")))
 
     def close(self, before_end: Callable[[], None] = lambda: None) -> Exception | None:
         """Finish what is under way unless there was a fault, end the thread and close the transport; the fault.
@@ -382,7 +396,7 @@ class Engine:
             else:
                 self._under_way += 1
             self._inbox.append(task)
-            if self._driven:
+            if self._driver:
                 self.transport.wake()
             elif announce:
                 self._wanted.notify()
@@ -393,10 +407,10 @@ class Engine:
         """The progress thread: drive whenever there is something to do and nobody does it."""
         while True:
             with self._changed:
-                self._wanted.wait_for(lambda: not self._driven and (self._ending or self._busy))
+                self._wanted.wait_for(lambda: not self._driver and (self._ending or self._busy))
                 if self._ending:
                     break
-                self._driven = True
+                self._driver = threading.get_ident()
             self._drive(lambda: False)
             self._hand_over()
         with contextlib.suppress(Exception):
@@ -413,7 +427,7 @@ class Engine:
 
     def _hand_over(self) -> None:
         with self._changed:
-            self._driven = False
+            self._driver = 0
             if self._busy or self._ending:
                 self._wanted.notify()
 

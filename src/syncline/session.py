@@ -23,8 +23,8 @@ from .choice import Choice
 from .collectives import Collective
 from .compression import Compression
 from .ending import Ending
-from .engine import LIMIT_S, Engine
-from .errors import ClosedError, MismatchError, PeerError, PeerTimeout, UsageError
+from .engine import LIMIT_S, Engine, Uninterrupted
+from .errors import ClosedError, MismatchError, PeerError, PeerTimeout, SynclineError, UsageError
 from .plan import Plan
 from .program import Program, compile_program
 from .reducers import Place
@@ -77,6 +77,7 @@ class Session:
         self._next_key = 0
         self._models: list[weakref.ref[Any]] = []
         self._closed = False
+        self._whole = Uninterrupted(self._interrupted)
         self._engine: Engine | None = None
         if transport is not None:
             limit = limit_s if self.is_worker else float("inf")
@@ -190,22 +191,28 @@ class Session:
             raise UsageError(f"allreduce cannot sum elements of type {array.dtype}")
         if average and array.dtype.kind in "iu":
             raise UsageError(f"the mean of {array.dtype} is not one: use op='sum'")
-        self.agree(ALLREDUCE, _fingerprint(array, average))
-        if self.world_size > 1:
-            self.run(self.allreduce_program(array.nbytes), array, "allreduce")
-        if average:
-            np.divide(array, array.dtype.type(self.world_size), out=array)
+        with self._whole:
+            self.agree(ALLREDUCE, _fingerprint(array, average))
+            if self.world_size > 1:
+                self.run(self.allreduce_program(array.nbytes), array, "allreduce")
+            if average:
+                np.divide(array, array.dtype.type(self.world_size), out=array)
 
     def broadcast(self, array: Array, root: int = 0) -> None:
         """Replace ``array`` on every worker by that of ``root``."""
         if not 0 <= root < self.world_size:
             raise UsageError(f"there is no rank {root} in a world of {self.world_size}")
-        self.agree(BROADCAST, _fingerprint(array, root))
-        if self.world_size > 1:
-            self.run(self.program("broadcast", root), array, "broadcast")
+        with self._whole:
+            self.agree(BROADCAST, _fingerprint(array, root))
+            if self.world_size > 1:
+                self.run(self.program("broadcast", root), array, "broadcast")
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every worker's bytes, in rank order, on every worker."""
+        with self._whole:
+            return self._gather(data)
+
+    def _gather(self, data: bytes) -> list[bytes]:
         self.agree(GATHER)
         if self.world_size == 1:
             return [data]
@@ -399,6 +406,11 @@ class Session:
         error = MismatchError(f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}; {hint}")
         self.fail(error)
         return error
+
+    def _interrupted(self, error: BaseException) -> None:
+        """A call of several exchanges was left between two of them, by a signal's exception rather than one of ours."""
+        if self._engine is not None and self._engine.error is None and not isinstance(error, SynclineError):
+            self._engine.interrupted(error)
 
     def _call_key(self) -> int:
         self._next_key = (self._next_key + 1) % _CALLS_IN_FLIGHT
