@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from pathlib import Path
@@ -170,6 +171,10 @@ def test_bench_refuses_what_makes_no_sense_in_one_line(option: str, value: str, 
         ("show rnig", "did you mean 'ring'"),
         ("show ps(server=1)", "did you mean 'servers'"),
         ("show ring --servers 2", "no argument 'servers'"),
+        ("show auto", "measured when a run starts"),
+        ("show transport=tcp", "auto has no plan of its own"),
+        ("show native", "native has no plan: what the library sends is its own affair; show one of direct, "),
+        ("show sync=async", "unknown sync 'async'; did you mean 'asp' (not built yet) or 'bsp'?"),
         ("show ring --nodes 2y4", "2x4"),
         ("show ring --nodes 2x4 --ranks 7", "disagree"),
         ("show ring --nodes 0x4", "2x4"),
@@ -197,6 +202,8 @@ def test_a_users_mistake_has_status_2_and_one_line(line: str, says: str) -> None
         ("show ps --servers 2 --ranks 3", (3, 2, ())),
         ("show ps(servers=2,on=workers) --ranks 3", (3, 0, ())),
         ("show broadcast --ranks 5", (5, 0, ())),
+        ("show reduce-scatter --ranks 3", (3, 0, ())),
+        ("show ring,transport=tcp --ranks 3", (3, 0, ())),
     ],
 )
 def test_show_draws_the_plan_for_the_group(
@@ -208,9 +215,9 @@ def test_show_draws_the_plan_for_the_group(
     from syncline import registry
     from syncline.types import Group
 
-    result = call(*line.split())
+    result = call(*(word.replace(",t", " t") for word in line.split()))
     assert result.exit_code == 0, result.output
-    name = line.split()[1].partition("(")[0]
+    name = line.split()[1].partition("(")[0].partition(",")[0].replace("-", "_")
     assert result.output.startswith(f"{name} of {group[0] + group[1]} in ")
     assert registry.get("algorithms", name).target(Group(*group)).steps if name != "ps" else True
 
@@ -221,6 +228,11 @@ def test_strategies_lists_every_word() -> None:
     for word in ("architecture", "sync", "codec", "schedule", "transport"):
         assert f"\n{word}\n" in f"\n{result.output}"
     assert "fixed(bucket=25MiB)" in result.output
+    for block in re.split(r"^(?=\w)", result.output, flags=re.MULTILINE)[1:]:
+        words = [line.strip() for line in block.splitlines() if re.match(r"  \S", line)]
+        *built, later = [*words, ""] if "not built yet" not in words[-1] else words
+        names = [word.partition("(")[0] for word in built] + later.removeprefix("not built yet: ").split(", ")
+        assert len(names) == len(set(names)), block
     assert "not built yet" in result.output
 
 

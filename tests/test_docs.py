@@ -12,6 +12,7 @@ from syncline import registry
 from syncline.bench.contenders import contender_of
 from syncline.cli import cli
 from syncline.codecs import Codec
+from syncline.errors import UsageError
 from syncline.grammar import Part, read_part
 from syncline.parts import build
 from syncline.strategy import Strategy
@@ -81,6 +82,21 @@ def test_the_table_of_strategies_in_the_readme_is_built() -> None:
                 Strategy.parse(value)
             else:
                 Strategy.parse(f"{word.strip('`')}{value}")
+
+
+def test_the_readme_says_which_words_need_arguments() -> None:
+    """A word of the table is what its bare name means, or is among those that mean nothing without arguments."""
+    text = (ROOT / "README.md").read_text()
+    (sentence,) = re.findall(r"Those of ((?:`\w+`(?:,| and)?\s+)+)have\s+none", text)
+    needy = set()
+    for word, values in re.findall(r"^\| (architecture|`\w+=`) \| (.*) \|$", text, re.MULTILINE):
+        for value in re.findall(r"`([^`]+)`", values):
+            key, name = "" if word == "architecture" else word.strip("`"), value.partition("(")[0]
+            try:
+                assert Strategy.parse(key + name) == Strategy.parse(key + value), value
+            except UsageError:
+                needy.add(name)
+    assert set(re.findall(r"`(\w+)`", sentence)) == needy
 
 
 def test_the_default_of_every_word_comes_first_in_the_readme() -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from syncline import registry
+from syncline import registry, words
 from syncline.errors import NotBuiltError, StrategyError, UsageError
 from syncline.grammar import Part, read_part, read_value, write_value
 from syncline.plan import check
@@ -479,3 +479,27 @@ def test_the_vocabulary_shows_arguments_and_what_is_missing() -> None:
     assert {"auto", "ring", "ps(servers=1, on=ranks, update=server)", "fixed(bucket=25MiB)"} <= texts
     assert all(item.summary for item in words if item.built)
     assert [item.word for item in words] == sorted((item.word for item in words), key=list(WORDS).index)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("sync=async", r"did you mean 'asp' \(not built yet\) or 'bsp'\?"),
+        ("sync=synchronous", r"did you mean 'bsp'\?"),
+        ("reduce-scatter", "it is a plan for reduce-scatter, and gradients need an allreduce, such as ring"),
+        ("all_gather", "syncline bench --collective all-gather measures it"),
+        ("nccl", r"did you mean 'native transport=torch\(backend=nccl\)'\?"),
+        ("codec=float16", r"did you mean 'fp16'\?"),
+        ("transport=gloo", r"did you mean 'torch'\?"),
+    ],
+)
+def test_what_others_call_it_is_understood(text: str, says: str) -> None:
+    with pytest.raises(StrategyError, match=says):
+        Strategy.parse(text)
+
+
+def test_what_others_call_it_leads_to_words_of_the_grammar() -> None:
+    for word, names in words._ELSEWHERE.items():
+        for found in (each for all_found in names.values() for each in all_found):
+            assert found.partition("(")[0].split()[0] in (*words.PLANNED[word], *words.built_names(word), "auto")
+        assert not set(names) & {*words.PLANNED[word], *words.built_names(word)}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from .grammar import Part
     from .types import Group
 
 INTERRUPTED = 130
@@ -374,13 +375,10 @@ def lab(
 @click.option("--servers", type=click.IntRange(min=1), help="Short for ps(servers=...).")
 def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | None) -> None:
     """Draw the plan of ALGORITHM, such as ring, "ps(servers=2)" or broadcast."""
-    from . import registry
-    from .grammar import read_part
     from .parts import bind, build
     from .report.draw import draw_plan
 
-    part = read_part(algorithm)
-    registry.get("algorithms", part.name)
+    part = _planned(algorithm)
     if servers is not None:
         part = type(part)(part.name, (*part.args, ("servers", servers)))
     part = bind("algorithms", part)
@@ -402,6 +400,31 @@ def strategies() -> None:
         later = [item.text for item in words if item.word == word and not item.built]
         if later:
             click.echo(f"  not built yet: {', '.join(later)}")
+
+
+def _planned(text: str) -> Part:
+    """The algorithm that a text names, or the architecture of a whole strategy; UsageError when it has no plan."""
+    from . import registry
+    from .errors import UsageError
+    from .grammar import read_words
+    from .strategy import Strategy
+    from .words import built_names
+
+    words = read_words(text)
+    part = words[0][1] if len(words) == 1 and not words[0][0] else Strategy.parse(text).architecture
+    names = ", ".join(name for name in built_names("architecture") if name not in registry.names("collectives"))
+    if part.name == "auto":
+        raise UsageError(
+            "auto has no plan of its own: which algorithm runs at which size is measured when a run starts, and"
+            f" syncline.stats().algorithms says it; show one of {names}"
+        )
+    if part.name in registry.names("collectives"):
+        raise UsageError(f"{part.name} has no plan: what the library sends is its own affair; show one of {names}")
+    plain = part.name.replace("-", "_")  # as bench --collective writes them
+    if part.name not in registry.names("algorithms") and plain in registry.names("algorithms"):
+        part = type(part)(plain, part.args)
+    registry.get("algorithms", part.name)
+    return part
 
 
 def _group(ranks: int | None, nodes: str | None, servers: int) -> Group:

@@ -56,6 +56,28 @@ PLANNED: Mapping[str, tuple[str, ...]] = {
 """The words of the whole grammar: those that the registry does not have are refused as not built yet."""
 
 
+_ELSEWHERE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "architecture": {
+        "allreduce": ("ring", "auto"), "nccl": ("native transport=torch(backend=nccl)",), "ddp": ("auto",),
+        "gloo": ("native transport=torch",), "mpi": ("native transport=mpi", "ring transport=mpi"),
+        "parameter_server": ("ps",), "rabenseifner": ("halving_doubling",),
+    },
+    "sync": {
+        "async": ("asp", "bsp"), "asynchronous": ("asp", "bsp"), "sync": ("bsp",), "synchronous": ("bsp",),
+        "stale": ("ssp", "bsp"), "local_sgd": ("local",),
+    },
+    "codec": {
+        "float32": ("none",), "fp32": ("none",), "float16": ("fp16",), "half": ("fp16",), "bfloat16": ("bf16",),
+        "1bit": ("onebit",), "signsgd": ("sign",), "terngrad": ("ternary",), "dgc": ("threshold",),
+    },
+    "schedule": {"bucket": ("fixed",), "layerwise": ("wait_free",), "wfbp": ("wait_free",)},
+    "transport": {
+        "gloo": ("torch",), "nccl": ("torch(backend=nccl)",), "socket": ("tcp",), "shared_memory": ("shm",),
+    },
+}  # fmt: skip
+"""What other libraries and papers call a word's values, and what it is here, the nearest first."""
+
+
 def kind_of(word: str, name: str) -> str:
     """The registry's kind of a word's part: an architecture is an algorithm, or a collective of a library."""
     return "collectives" if word == "architecture" and name in registry.names("collectives") else WORDS[word]
@@ -101,12 +123,27 @@ def _require_known(word: str, part: Part) -> None:
                 raise StrategyError(why)
         if part.name in PLANNED[word]:
             raise NotBuiltError(f"{word} {part.name!r} is not built yet; built are {', '.join(built)}")
-        hint = belongs_to(part.name) or nearest(part.name, (*built, *PLANNED[word]))
+        hint = _called_here(word, part.name) or belongs_to(part.name) or nearest(part.name, (*built, *PLANNED[word]))
         raise StrategyError(f"unknown {word} {part.name!r}{hint or '; there are ' + ', '.join(built)}")
     wraps = registry.get(kind_of(word, part.name), part.name).capabilities.get("wraps")
     for name, value in part.args:
         if wraps and name in ("", wraps):
             _require_known(word, Part(value) if isinstance(value, str) else value)
+
+
+def _called_here(word: str, name: str) -> str:
+    """A remedy for a name that is in use elsewhere, or for a collective that is no architecture."""
+    plain = name.lower().replace("-", "_")
+    if word == "architecture" and plain in registry.names("algorithms"):
+        goal = registry.get("algorithms", plain).capabilities["goal"].replace("_", "-")
+        return (
+            f": it is a plan for {goal}, and gradients need an allreduce, such as ring; syncline show {plain} draws it,"
+            f" syncline bench --collective {goal} measures it"
+        )
+    found = _ELSEWHERE[word].get(plain, ())
+    there = (*built_names(word), "auto")
+    shown = [f"{each!r}" + ("" if each.partition("(")[0].split()[0] in there else " (not built yet)") for each in found]
+    return f"; did you mean {' or '.join(shown)}?" if shown else ""
 
 
 def belongs_to(name: str) -> str:
@@ -137,7 +174,8 @@ def vocabulary() -> list[Word]:
         for name in built_names(word):
             entry = registry.get(kind_of(word, name), name)
             found.append(Word(word, name, signature(entry), entry.summary, True))
-        found += [Word(word, name, name, "", False) for name in PLANNED[word] if name not in built_names(word)]
+        known = {item.name for item in found if item.word == word}
+        found += [Word(word, name, name, "", False) for name in PLANNED[word] if name not in known]
     return found
 
 
