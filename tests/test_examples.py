@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -29,8 +30,8 @@ def output_of(*command: str) -> str:
     return done.stdout
 
 
-def launched(script: str, *options: str) -> str:
-    return output_of("-m", "syncline", "run", "-n", "2", *options, str(EXAMPLES / script))
+def launched(script: str, *options: str, arguments: Sequence[str] = ()) -> str:
+    return output_of("-m", "syncline", "run", "-n", "2", *options, str(EXAMPLES / script), *arguments)
 
 
 def test_training_script() -> None:
@@ -52,10 +53,30 @@ def test_own_algorithm() -> None:
     assert float(printed.split()[-1]) < 1e-12
 
 
+def test_own_codec() -> None:
+    strategy, _, right = launched("own_codec.py").strip().partition(": ")
+    assert "codec=feedback(upper)" in strategy
+    assert float(right.partition("%")[0]) > 80
+
+
+def test_checkpoint(tmp_path: Path) -> None:
+    """A run that is resumed ends with the weights of one that was not interrupted."""
+    whole = launched("checkpoint.py", arguments=[str(tmp_path)])
+    assert {path.name for path in tmp_path.iterdir()} == {f"epoch-{number}.pt" for number in range(4)}
+    for number in (2, 3):
+        (tmp_path / f"epoch-{number}.pt").unlink()
+    resumed = launched("checkpoint.py", arguments=[str(tmp_path)])
+    assert whole.startswith("from epoch 0 to 4: ")
+    assert resumed.startswith("from epoch 2 to 4: ")
+    assert whole.partition(": ")[2] == resumed.partition(": ")[2]
+
+
 def test_no_example_is_forgotten() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "train.py",
         "own_strategy.py",
         "own_algorithm.py",
+        "own_codec.py",
+        "checkpoint.py",
         "spawn.py",
     }
