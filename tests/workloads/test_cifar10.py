@@ -1,11 +1,14 @@
 """CIFAR-10 from files: both published forms, folders and archives, and everything that can be wrong with them."""
 
+import contextlib
 import gzip
 import io
 import pickle
+import pickletools
 import struct
 import tarfile
 import tempfile
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +21,10 @@ from hypothesis import strategies as st
 
 from syncline.errors import DataError
 from syncline.workloads import load
-from syncline.workloads.cifar10_reader import PARTS, read
+from syncline.workloads.cifar10_reader import PARTS, _python, read
 
 IMAGES = 4
+ALL_CODES = [code.code.encode("latin1") for code in pickletools.opcodes]
 FOLDERS = {"binary": "cifar-10-batches-bin", "python": "cifar-10-batches-py", "python2": "cifar-10-batches-py"}
 
 Files = dict[str, bytes]
@@ -233,6 +237,72 @@ def test_known_names_do_no_harm_either(tmp_path, data):
     with pytest.raises(DataError, match="test_batch"):
         read(as_folder(tmp_path, files("python") | {"cifar-10-batches-py/test_batch": data}))
     assert read(as_folder(tmp_path, files("python")))[1][1].size == IMAGES
+
+
+HUGE = (1 << 26).to_bytes(4, "little")
+VAST = (1 << 62).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"Nr" + HUGE + b".",  # the memo's index, binary
+        b"Np67108864\n.",  # and in digits
+        b"Nj" + HUGE + b".",
+        b"Ng67108864\n.",
+        *(code + VAST + b"abc." for code in (b"\x8e", b"\x96", b"\x8d", b"\x95")),  # bytes, text, frame
+        *(code + b"\xff\xff\xff\x7fabc." for code in (b"B", b"T", b"X", b"\x8b")),
+        b"I" + b"9" * 100_000 + b"\n.",
+        b"}" * 3_000_000 + b".",
+        b"N2" + b"\x86" * 3_000_000 + b".",
+        b"(" * 3_000_000 + b".",
+    ],
+    ids=lambda data: repr(data[:3]),
+)
+def test_no_number_in_a_pickle_decides_how_much_memory_is_taken(tmp_path, data):
+    tracemalloc.start()
+    with pytest.raises(DataError, match="test_batch"):
+        read(as_folder(tmp_path, files("python") | {"cifar-10-batches-py/test_batch": data}))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 60e6
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+def test_a_long_header_in_an_archive_is_not_read(tmp_path, kind):
+    member = tarfile.TarInfo("long")
+    member.type, member.size = kind, 200 * 2**20
+    path = tmp_path / "bomb.tar.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(member.tobuf(tarfile.USTAR_FORMAT) + bytes(2**20))
+    tracemalloc.start()
+    with pytest.raises(DataError, match="a header of 209715200 bytes"):
+        read(path)
+    assert tracemalloc.get_traced_memory()[1] < 20e6
+    tracemalloc.stop()
+
+
+def test_members_without_end_are_not_all_read(tmp_path):
+    path = tmp_path / "members.tar.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(tarfile.TarInfo("x").tobuf() * 10_001)
+    with pytest.raises(DataError, match="more than 10000 members"):
+        read(path)
+
+
+@pytest.mark.parametrize("limit", ["GREATEST_FILE_BYTES", "_GREATEST_BYTES"])
+def test_files_larger_than_any_of_cifar_are_not_read_whole(tmp_path, limit, monkeypatch):
+    monkeypatch.setattr(f"syncline.workloads.cifar10_reader.{limit}", 10_000)
+    for written in (as_folder(tmp_path, files("binary")), as_zip(tmp_path, files("binary"))):
+        with pytest.raises(DataError, match="more than 10000 bytes: not CIFAR-10"):
+            read(written)
+
+
+@given(st.lists(st.sampled_from(ALL_CODES) | st.binary(max_size=9), max_size=40).map(b"".join))
+@settings(max_examples=300, deadline=None)
+def test_any_pickle_is_a_dataset_or_an_error(data):
+    with contextlib.suppress(DataError):
+        _python("test_batch", data)
 
 
 @pytest.mark.parametrize("writer", [as_tar("w:gz"), as_zip])

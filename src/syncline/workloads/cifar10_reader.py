@@ -7,9 +7,10 @@ pixel bytes (red, green, blue planes of 32x32). Python form: the same names with
 
 Archives are read in memory and never unpacked, so names that leave the folder, links and the like have no effect.
 Pickles go through ``_Restricted``, which knows three names and answers them with inert stand-ins: no code that a file
-names is ever called, numpy's own reconstruction included. Checked are: that all files are there, whole records or the
-shapes that the file itself claims, labels 0 to 9, the checksums inside archives, and, for files of the python form
-with the published number of images, the published MD5 sums. The binary form has no published sums for single files:
+names is ever called, numpy's own reconstruction included. No number in a file decides how much memory is taken: files,
+headers, members and operations are bounded, and the memo is a dictionary. Checked are: that all files are there, whole
+records or the shapes that the file itself claims, labels 0 to 9, the checksums inside archives, and, for files of the
+python form with the published number of images, the published MD5 sums. The binary form has none for single files:
 changed pixels are not noticed there.
 """
 
@@ -17,12 +18,13 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import pickle
 import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +37,15 @@ Labels = NDArray[np.int64]
 RECORD_BYTES = 3073
 PIXEL_BYTES = 3072
 GREATEST_FILE_BYTES = 512 * 2**20
-"""Larger members of an archive are refused before they fill the memory (the published files have 31 MB)."""
+"""Larger files are refused before they fill the memory (the published ones have 31 MB)."""
+_GREATEST_BYTES = 4 * GREATEST_FILE_BYTES
+"""All files of all forms together."""
+_GREATEST_HEADER_BYTES = 2**20
+"""Headers of tar archives that have a length of their own: long names, and what POSIX added."""
+_MOST_MEMBERS = 10_000
+_OPERATIONS = 100_000
+_BYTES_PER_OPERATION = 64
+"""An image has 3072 bytes and a few operations; a pickle of operations alone would become many times as large."""
 
 PARTS = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
 _FOLDERS = {".bin": "cifar-10-batches-bin", "": "cifar-10-batches-py"}
@@ -97,7 +107,7 @@ def _contents(path: Path) -> dict[str, bytes]:
     }
     try:
         if path.is_dir():
-            return {name: (path / name).read_bytes() for name in wanted if (path / name).is_file()}
+            return _collect(path, wanted, _files(path, wanted))
         if not path.exists():
             raise DataError(f"{path} does not exist: give the folder or archive that holds CIFAR-10")
         members = _zip_members(path) if zipfile.is_zipfile(path) else _tar_members(path)
@@ -115,7 +125,9 @@ def _contents(path: Path) -> dict[str, bytes]:
 
 def _collect(path: Path, wanted: set[str], members: Iterator[tuple[str, bytes | None]]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
-    for name, data in members:
+    for number, (name, data) in enumerate(members):
+        if number == _MOST_MEMBERS:
+            raise DataError(f"{path} has more than {_MOST_MEMBERS} members: not CIFAR-10")
         name = str(PurePosixPath(name))  # drops a leading ./ and keeps .. as it is
         if name not in wanted:
             continue
@@ -126,16 +138,52 @@ def _collect(path: Path, wanted: set[str], members: Iterator[tuple[str, bytes | 
         if name in found:
             raise DataError(f"{name} is twice in {path}: altered archive")
         found[name] = data
+        if sum(map(len, found.values())) > _GREATEST_BYTES:
+            raise DataError(f"the files in {path} have more than {_GREATEST_BYTES} bytes: not CIFAR-10")
     return found
 
 
+def _files(path: Path, wanted: set[str]) -> Iterator[tuple[str, bytes | None]]:
+    for name in sorted(wanted):
+        if (path / name).is_file():
+            with (path / name).open("rb") as file:
+                yield name, _bytes(file, os.fstat(file.fileno()).st_size)
+
+
+def _bytes(stream: IO[bytes], size: int) -> bytes:
+    """A file that is said to have that size, or the beginning of one that is too large; reading takes what it asks."""
+    return stream.read(min(size, GREATEST_FILE_BYTES) + 1)
+
+
+class _Member(tarfile.TarInfo):
+    """A member of a tar archive; a header that is longer than any should be is not read."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
+        """Read the fixed part of a header."""
+        member = super().frombuf(buf, encoding, errors)
+        if member.type in _HEADERS and member.size > _GREATEST_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {member.size} bytes")
+        return member
+
+
+_HEADERS = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+)
+
+
 def _tar_members(path: Path) -> Iterator[tuple[str, bytes | None]]:
-    with tarfile.open(path, "r:*") as archive:
+    with tarfile.open(path, "r:*", tarinfo=_Member) as archive:
         for member in archive:
             if PurePosixPath(member.name).stem not in PARTS:
+                yield member.name, None
                 continue
             stream = archive.extractfile(member) if member.isreg() else None
-            yield member.name, None if stream is None else stream.read(GREATEST_FILE_BYTES + 1)
+            yield member.name, None if stream is None else _bytes(stream, member.size)
         # The checksum of a compressed archive is behind its end mark, and is compared when it is reached.
         while archive.fileobj is not None and archive.fileobj.read(2**20):
             pass
@@ -145,10 +193,11 @@ def _zip_members(path: Path) -> Iterator[tuple[str, bytes | None]]:
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             if PurePosixPath(member.filename).stem not in PARTS or member.is_dir():
+                yield member.filename, None
                 continue
             kind = member.external_attr >> 28  # the file type of Unix, 0 when written elsewhere
             with archive.open(member) as stream:
-                yield member.filename, stream.read(GREATEST_FILE_BYTES + 1) if kind in (0, 0o10) else None
+                yield member.filename, _bytes(stream, member.file_size) if kind in (0, 0o10) else None
 
 
 # What the bytes mean ---------------------------------------------------------------------------------------------
@@ -196,7 +245,7 @@ def _checked(name: str, pixels: Pixels, labels: Labels) -> tuple[Pixels, Labels]
 
 def _unpickle(part: str, data: bytes) -> Any:
     try:
-        return _Restricted(io.BytesIO(data), encoding="bytes").load()
+        return _Restricted(data).load()
     except Exception as fault:  # broken pickles raise nearly anything
         reason = str(fault) or type(fault).__name__
         raise DataError(f"{part} is truncated or altered: {reason}, found {len(data)} bytes") from fault
@@ -245,8 +294,30 @@ def _latin1(text: object, encoding: object) -> bytes:
     return text.encode("latin1")
 
 
-class _Restricted(pickle.Unpickler):
-    """An unpickler that finds stand-ins for numpy's array, its type and latin1, and nothing else."""
+class _Counted(dict[int, Any]):
+    """What an unpickler does at each operation, for so many of them."""
+
+    def __init__(self, operations: Mapping[int, Any], most: int) -> None:
+        super().__init__(operations)
+        self._left = most
+
+    def __getitem__(self, operation: int) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise pickle.UnpicklingError("it has more operations than pixels need")
+        return super().__getitem__(operation)
+
+
+class _Restricted(pickle._Unpickler):
+    """An unpickler that finds stand-ins for numpy's array, its type and latin1, and nothing else.
+
+    It is the one written in Python: the other takes memory for its memo as an index in the file says.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data), encoding="bytes")
+        most = _OPERATIONS + len(data) // _BYTES_PER_OPERATION
+        self.dispatch = _Counted(pickle._Unpickler.dispatch, most)  # type: ignore[misc]  # in place of the class's own
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in; UnpicklingError for every other name."""

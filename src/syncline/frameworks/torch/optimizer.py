@@ -171,10 +171,10 @@ def put_together(session: Session, optimizer: Any) -> None:
     parts = session.gather(b"" if pieces is None else pack(pieces))
     if not isinstance(optimizer, Parted):
         return
-    found = [part for part in parts if part]
+    found = [(rank, part) for rank, part in enumerate(parts) if part]
     if len(found) != optimizer._owners:
         raise _parted()
-    records = [record for part in found for record in unpack(part)]
+    records = [record for rank, part in found for record in unpack(part, session.name(rank), rank)]
     _restore(optimizer, whole_state(records, optimizer._parameters))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...compression import Compression
 from ...plan import Plan
@@ -17,6 +17,7 @@ from ...session import WEIGHT_KEYS, Session
 from ...sync.server import Action, Apply, Measure, Release, Request, Server
 from ...updates import Updates
 from ...work import Work
+from .messages import check_fields, nonsense, read_message, receive_body, send_body
 from .records import pack, unpack
 from .shard import Record, Shard
 from .storage import Storage
@@ -26,6 +27,16 @@ REQUEST_BYTES = 1 << 20
 
 REPLY_BYTES = 1 << 10
 """The longest answer of a server."""
+
+_FIELDS: dict[str, dict[str, type]] = {
+    "state": {},
+    "weights": {},
+    "load": {"size": int},
+    "resume": {"size": int, "step": int},
+    "norm": {"clock": int},
+    "commit": {"clock": int, "values": dict},
+}
+"""What each kind of request has to say."""
 
 
 class Traffic(Protocol):
@@ -107,26 +118,41 @@ class ShardServer:
             engine.wait_any(self._requests.values(), until=left)
             for worker, work in list(self._requests.items()):
                 if work.done:
-                    self._answer(worker, json.loads(work.result))
+                    self._answer(worker, self._read(worker, work.result))
                     self._requests[worker] = self._listen(worker)
 
-    def _answer(self, worker: int, message: dict[str, object]) -> None:
+    def _read(self, worker: int, data: bytes) -> dict[str, Any]:
+        """A worker's request, checked."""
+        label = f"a request of rank {worker}"
+        message = read_message(self._session, worker, label, data, {"kind": str})
+        fields = _FIELDS.get(message["kind"])
+        if fields is None:
+            raise nonsense(self._session, worker, label, f"kind is {message['kind']!r:.100}")
+        check_fields(self._session, worker, label, message, fields)
+        if message["kind"] == "commit":
+            values = message["values"]
+            check_fields(self._session, worker, label, values, {"groups": list, "scale": float})
+            if not all(isinstance(group, dict) for group in values["groups"]):
+                raise nonsense(self._session, worker, label, "its groups are no groups")
+        return message
+
+    def _answer(self, worker: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind in ("state", "weights"):
             self._session.engine.wait(*self._pulls)
             body = pack(self._shard.state() if kind == "state" else self._shard.weights())
             self._reply(worker, {"size": len(body)})
-            self._session.send(worker, body, f"the owner's {kind}")
+            send_body(self._session, worker, body, f"the owner's {kind}")
         elif kind == "load":
             self._shard.load(self._body(worker, message))
             self._reply(worker, {})
         elif kind == "resume":
             self._session.engine.wait(*self._pulls)
             self._shard.load_weights(self._body(worker, message))
-            self._traffic.resume_at(int(str(message["step"])))
+            self._traffic.resume_at(message["step"])
             self._reply(worker, {})
         else:
-            request = Request(kind, worker, message["clock"], message.get("values", {}))  # type: ignore[arg-type]
+            request = Request(kind, worker, message["clock"], message.get("values", {}))
             for action in self._server.handle(request):
                 self._do(action)
 
@@ -146,11 +172,10 @@ class ShardServer:
             for worker in action.workers:
                 self._reply(worker, {})
 
-    def _body(self, worker: int, message: dict[str, object]) -> list[Record]:
+    def _body(self, worker: int, message: dict[str, Any]) -> list[Record]:
         """The records that follow a message."""
-        body = self._session.recv(worker, f"the body of a {message['kind']}", int(str(message["size"])))
-        self._session.engine.wait(body)
-        return unpack(body.result)
+        body = receive_body(self._session, worker, message["size"], f"the body of a {message['kind']}")
+        return unpack(body, self._session.name(worker), worker)
 
     def _listen(self, worker: int) -> Work:
         return self._session.recv(worker, f"a request of rank {worker}", REQUEST_BYTES, tolerant=True)

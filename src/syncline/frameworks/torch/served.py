@@ -26,6 +26,7 @@ from ...program import Program
 from ...session import WEIGHT_KEYS, Session
 from ...tickets import COMMIT, NORM
 from ...updates import Updates
+from .messages import read_message, receive_body, send_body
 from .records import pack, unpack
 from .replica import Replica
 from .serve import REPLY_BYTES, REQUEST_BYTES
@@ -33,6 +34,7 @@ from .shard import WEIGHTS, Piece, Record, Shard, in_memory_order, whole_state
 from .storage import Storage
 
 Groups = list[dict[str, Any]]
+NOTHING: Mapping[str, type] = {}
 
 
 class Owners(Protocol):
@@ -116,7 +118,8 @@ class LocalOwners:
             self._shard.load_weights(weights)
 
     def _gathered(self, records: list[Record]) -> list[Record]:
-        return [record for part in self._session.gather(pack(records)) for record in unpack(part)]
+        parts = self._session.gather(pack(records))
+        return [record for rank, part in enumerate(parts) for record in unpack(part, self._session.name(rank), rank)]
 
 
 class RemoteOwners:
@@ -131,7 +134,7 @@ class RemoteOwners:
 
     def squared_norm(self, clock: int) -> float:
         """Summed in server order."""
-        return sum(float(reply["squared"]) for reply in self._ask({"kind": "norm", "clock": clock}))
+        return sum(float(reply["squared"]) for reply in self._ask({"kind": "norm", "clock": clock}, {"squared": float}))
 
     def commit(self, clock: int, groups: Groups, scale: float) -> None:
         """Every server answers once it has applied the update."""
@@ -161,27 +164,30 @@ class RemoteOwners:
 
     def _fetch(self, kind: str) -> list[Record]:
         found: list[Record] = []
-        for server, reply in zip(self._servers, self._ask({"kind": kind}), strict=True):
-            body = self._session.recv(server, f"the owner's {kind}", int(reply["size"]))
-            self._session.engine.wait(body)
-            found += unpack(body.result)
+        for server, reply in zip(self._servers, self._ask({"kind": kind}, {"size": int}), strict=True):
+            body = receive_body(self._session, server, reply["size"], f"the owner's {kind}")
+            found += unpack(body, self._session.name(server), server)
         return found
 
     def _put(self, request: Mapping[str, Any], records: list[Record]) -> None:
         body, label = pack(records), f"the body of a {request['kind']}"
         for server in self._servers:
             self._send(server, {**request, "size": len(body)})
-            self._session.engine.wait(self._session.send(server, body, label))
+            send_body(self._session, server, body, label)
         for server in self._servers:
             self._session.engine.wait(self._session.recv(server, f"the answer to a {request['kind']}", REPLY_BYTES))
 
-    def _ask(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _ask(self, request: Mapping[str, Any], fields: Mapping[str, type] = NOTHING) -> list[dict[str, Any]]:
+        """Ask all servers; their answers, which have these fields."""
         label = f"the answer to a {request['kind']}"
         replies = [self._session.recv(server, label, REPLY_BYTES) for server in self._servers]
         for server in self._servers:
             self._send(server, request)
         self._session.engine.wait(*replies)
-        return [json.loads(reply.result) for reply in replies]
+        return [
+            read_message(self._session, server, label, reply.result, fields)
+            for server, reply in zip(self._servers, replies, strict=True)
+        ]
 
     def _send(self, server: int, request: Mapping[str, Any]) -> None:
         data = json.dumps(request).encode()

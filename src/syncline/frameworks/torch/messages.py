@@ -1,0 +1,74 @@
+"""What workers and servers tell each other besides gradients and weights: small JSON objects, and bodies of any size.
+
+Owns how they are checked when they come: whoever sends something that no process of this version sends is named, with
+the operation. A body travels in pieces: memory is taken as they come, whatever its size is said to be.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import ProtocolError
+from ...session import Session
+
+BODY_PIECE_BYTES = 64 * 1024 * 1024
+"""What a body is cut into."""
+
+_MOST_BODY_BYTES = 1 << 56
+
+
+def read_message(session: Session, source: int, label: str, data: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
+    """The JSON object that process ``source`` has sent, with at least these fields; raises ProtocolError."""
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise nonsense(session, source, label, f"no JSON ({error})") from error
+    if not isinstance(message, dict):
+        raise nonsense(session, source, label, f"a {type(message).__name__} in place of an object")
+    check_fields(session, source, label, message, fields)
+    return message
+
+
+def check_fields(
+    session: Session, source: int, label: str, message: Mapping[str, Any], fields: Mapping[str, type]
+) -> None:
+    """Raise ProtocolError unless an object has these fields, of these types; an int counts from 0."""
+    for name, kind in fields.items():
+        value = message.get(name)
+        kinds: Any = (int, float) if kind is float else kind
+        negative = kind is int and isinstance(value, int) and value < 0
+        if not isinstance(value, kinds) or isinstance(value, bool) or negative:
+            raise nonsense(session, source, label, f"{name} is {value!r:.100}")
+
+
+def nonsense(session: Session, source: int, label: str, why: str) -> ProtocolError:
+    """The error for what no process of this version sends."""
+    return ProtocolError(
+        f"{label} from {session.name(source)} makes no sense: {why}; do all processes run the same version on sound"
+        " machines?",
+        rank=source,
+        host="" if session.roll is None else session.roll.members[source].host,
+    )
+
+
+def send_body(session: Session, dst: int, body: bytes, label: str) -> None:
+    """Start sending a body of known size."""
+    for at in range(0, len(body), BODY_PIECE_BYTES):
+        session.send(dst, body[at : at + BODY_PIECE_BYTES], label)
+
+
+def receive_body(session: Session, src: int, size: int, label: str) -> bytes:
+    """Wait for a body of ``size`` bytes; memory is taken as its pieces come."""
+    if size > _MOST_BODY_BYTES:
+        raise nonsense(session, src, label, f"it has {size} bytes")
+    pieces = []
+    for at in range(0, size, BODY_PIECE_BYTES):
+        wanted = min(BODY_PIECE_BYTES, size - at)
+        piece = session.recv(src, label, wanted)
+        session.engine.wait(piece)
+        if len(piece.result) != wanted:
+            raise nonsense(session, src, label, f"a piece of {len(piece.result)} bytes in place of {wanted}")
+        pieces.append(piece.result)
+    return b"".join(pieces)
