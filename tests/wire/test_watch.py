@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from syncline.errors import PeerError, PeerLost
 from syncline.wire import watch
@@ -243,3 +245,50 @@ def test_nothing_is_left_behind() -> None:
         closer.join(LIMIT_S)
     assert open_files() == files
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        struct.pack("<BxH", 3, 0),
+        struct.pack("<BxH", 3, 3) + b"abc",
+        struct.pack("<BxHI", 3, 4, 2),
+        struct.pack("<BxHI", 3, 4, 2**32 - 1),
+        struct.pack("<BxH", 3, 65535) + bytes(65535),
+        struct.pack("<BxH", 2, 1) + b"x",
+        struct.pack("<BxH", 1, 65535) + bytes(65535),
+        struct.pack("<BxH", 0, 0),
+        struct.pack("<BxH", 200, 9) + b"whatever!",
+    ],
+    ids=lambda said: f"{said[0]}-{len(said)}",
+)
+def test_nonsense_is_the_fault_of_who_says_it(table: Table, said: bytes) -> None:
+    seat, there = table.beside(member(1))
+    there.sendall(said)
+    assert seat.culprit() == 1
+    assert "rank 1 (host1" in str(seat.failures[0])
+    assert "broke the protocol: a control message of kind" in str(seat.failures[0])
+
+
+def test_what_a_terminal_would_act_on_is_not_printed(table: Table, capfd: pytest.CaptureFixture[str]) -> None:
+    seat, there = table.beside(member(1))
+    reason = b"failed: \x1b[2J\x07 line\nline"
+    there.sendall(struct.pack("<BxHI", 3, 4 + len(reason), 1) + reason)
+    assert seat.culprit() == 1
+    assert "\x1b" not in str(seat.failures[0])
+    assert "\x1b" not in capfd.readouterr().err
+    assert str(seat.failures[0]).endswith(" line\nline")
+
+
+@given(said=st.binary(max_size=200))
+@settings(max_examples=60, deadline=None)
+def test_after_any_bytes_the_watcher_still_watches(said: bytes) -> None:
+    found = Table()
+    seat, there = found.beside(member(1))
+    try:
+        there.sendall(said)
+        there.close()
+        left = b"\x02" in said  # perhaps a goodbye
+        assert seat.failed.wait(SHORT_S if left else LIMIT_S) or seat.left.is_set()
+    finally:
+        seat.watcher.close()

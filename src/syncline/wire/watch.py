@@ -235,11 +235,21 @@ class Watcher:
                 self._fail(peer, "died: its connections closed without a goodbye")
 
     def _understand(self, peer: int, kind: int, text: bytes) -> None:
-        if kind == _GOODBYE:
+        sizes = {
+            _HEARTBEAT: range(1),
+            _GOODBYE: range(1),
+            _ABORT: range(_CULPRIT.size, _CULPRIT.size + _REASON_BYTES + 1),
+        }
+        culprit = _CULPRIT.unpack_from(text)[0] if len(text) >= _CULPRIT.size else 0
+        if len(text) not in sizes.get(kind, ()) or culprit >= len(self._roll.members):
+            self._fail(
+                peer, f"broke the protocol: a control message of kind {kind} with {len(text)} bytes came from it"
+            )
+        elif kind == _GOODBYE:
             self.left.add(peer)
             self._on_left(peer)
         elif kind == _ABORT:
-            (culprit,), reason = _CULPRIT.unpack_from(text), text[_CULPRIT.size :].decode(errors="ignore")
+            reason = _printable(text[_CULPRIT.size :].decode(errors="ignore"))
             if culprit != self._roll.index or not self._told_own:  # else our own news, come back
                 self._fail(culprit, reason)
 
@@ -281,6 +291,11 @@ class Watcher:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         os._exit(FAILED_STATUS)
+
+
+def _printable(text: str) -> str:
+    """Text of a peer without what a terminal would act on."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _print(text: str) -> None:
