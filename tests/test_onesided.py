@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from syncline.exchange import Exchange, Run
 from syncline.kernels.board import SLOTS
 from syncline.plan import Plan
 from syncline.program import compile_program
+from syncline.transports import segments
 from syncline.transports.shm import Shm
 from syncline.types import Group
 from test_exchange import Case, cases, check, chooser, drive, wanted
@@ -309,6 +311,25 @@ def test_memory_does_not_grow_with_the_number_of_runs_or_of_sizes(monkeypatch: p
             assert exchange.scratch.allocated_bytes == 4096
             assert exchange._onesided is not None
             assert len(exchange._onesided._layouts) == 8
+
+
+def test_gathered_tables_of_any_size_leave_little_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not cut, so that each is staged as a whole."""
+    monkeypatch.setattr(segments, "IDLE_BYTES", 1 << 20)
+    plan = plan_of("direct_all_gather", 2)
+    with machine(2) as ends:
+        exchanges = [Exchange(end) for end in ends]
+        for size in range(1, 14):
+            tables = [np.zeros((2, size << 18), np.uint8) for _ in range(2)]
+            for rank, table in enumerate(tables):
+                table[rank] = rank + size
+            runs = [run_of(plan, rank, table.reshape(-1)) for rank, table in enumerate(tables)]
+            for exchange, run in zip(exchanges, runs, strict=True):
+                exchange.start(run)
+            turn(exchanges, runs, anyone())
+            assert all((table == [[size], [size + 1]]).all() for table in tables)
+        for end in ends:
+            assert sum(512 * os.fstat(fd).st_blocks for fd in end._segments.fds) < 2 << 20
 
 
 def test_threads_that_sleep_while_they_wait_are_always_rung() -> None:

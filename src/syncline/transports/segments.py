@@ -3,6 +3,10 @@
 Segments are memfd: there are no names in /dev/shm that could be left behind or run into its size limit. They are
 allocated when made and sealed against shrinking, so that no access can fault; a machine without the memory gives a
 clear error instead. How descriptors reach the peers is the transport's business.
+
+Segments stay mapped, since peers know their numbers, but idle staging buffers hold little memory: what lies idle
+beyond ``IDLE_BYTES`` is given back to the kernel, the longest idle first, and allocated again when it is needed. Many
+small staging buffers share a segment, for each costs a descriptor here and a mapping at every peer.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import fcntl
 import mmap
 import os
 from bisect import bisect_right
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +30,12 @@ MOST_SEGMENTS = 1 << 16
 
 _BLOCK_BYTES = 512
 
+IDLE_BYTES = 256 * 1024 * 1024
+"""Memory of idle staging buffers that a process keeps."""
+
+_ARENA_BYTES = 1024 * 1024
+"""The largest segment that several staging buffers share."""
+
 
 class Segments:
     """This process's own shared memory: segments by address, and staging buffers that are used again."""
@@ -35,7 +46,13 @@ class Segments:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._numbers: list[int] = []
+        self.known = MOST_SEGMENTS
+        """How many segments, the first ones, all peers have mapped: only those may have holes."""
+        self._maps: list[mmap.mmap] = []
         self._free: dict[int, list[Bytes]] = {}
+        self._made: Counter[int] = Counter()  # staging buffers by size
+        self._idle: dict[int, int] = {}  # address -> bytes of those that are free and hold memory, longest idle first
+        self._idle_bytes = 0
 
     def create(self, nbytes: int) -> tuple[int, int, Bytes]:
         """A new segment: number, descriptor, memory."""
@@ -53,21 +70,18 @@ class Segments:
         try:
             os.posix_fallocate(fd, 0, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            memory = np.frombuffer(mmap.mmap(fd, size), np.uint8)
+            mapped = mmap.mmap(fd, size)
         except OSError as error:
             os.close(fd)
-            if error.errno in (errno.ENOMEM, errno.ENOSPC):
-                raise SynclineError(
-                    f"no memory for a shared segment of {size} bytes ({error.strerror}): use fewer ranks on this"
-                    " machine, a smaller model, or transport=tcp"
-                ) from error
-            raise
+            raise _explained(error, size) from error
+        memory = np.frombuffer(mapped, np.uint8)
         start = memory.ctypes.data
         at = bisect_right(self._starts, start)
         self._starts.insert(at, start)
         self._ends.insert(at, start + size)
         self._numbers.insert(at, number)
         self.fds.append(fd)
+        self._maps.append(mapped)
         self._memory.append(memory)
         return number, fd, memory[:nbytes]
 
@@ -79,13 +93,60 @@ class Segments:
         return self._numbers[at], address - self._starts[at]
 
     def staging(self, nbytes: int) -> Bytes | None:
-        """A free staging buffer of at least that size, or None when a new one is needed."""
+        """A free staging buffer of at least that size, or None when a segment has to be cut into new ones."""
         free = self._free.get(staging_size(nbytes))
-        return free.pop() if free else None
+        if not free:
+            return None
+        staging = free.pop()  # the one used last: it holds memory if any of its size does
+        idle = self._idle.pop(staging.ctypes.data, 0)
+        self._idle_bytes -= idle
+        if not idle:
+            number, offset = self._place(staging.ctypes.data, staging.nbytes)
+            try:
+                os.posix_fallocate(self.fds[number], offset, staging.nbytes)
+            except OSError as error:
+                free.append(staging)
+                raise _explained(error, staging.nbytes) from error
+        return staging
+
+    def segment_for(self, nbytes: int) -> int:
+        """The size of a segment for new staging buffers of at least ``nbytes``: as many small ones as there are."""
+        size = staging_size(nbytes)
+        return size * max(1, min(self._made[size], _ARENA_BYTES // size))
+
+    def cut(self, segment: Bytes, nbytes: int) -> Bytes:
+        """Make staging buffers of a new segment: one to be used, the others free."""
+        size = staging_size(nbytes)
+        first, *others = (segment[at : at + size] for at in range(0, segment.nbytes, size))
+        self._made[size] += 1 + len(others)
+        for other in others:
+            self.free(other)
+        return first
 
     def free(self, staging: Bytes) -> None:
         """Keep a staging buffer for the next message of its size."""
         self._free.setdefault(staging.nbytes, []).append(staging)
+        self._idle[staging.ctypes.data] = staging.nbytes
+        self._idle_bytes += staging.nbytes
+        if self._idle_bytes > IDLE_BYTES:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Let the kernel have the memory of what has lain idle longest."""
+        for address, nbytes in tuple(self._idle.items()):
+            number, offset = self._place(address, nbytes)
+            if number >= self.known:
+                continue
+            del self._idle[address]
+            self._idle_bytes -= nbytes
+            self._maps[number].madvise(mmap.MADV_REMOVE, offset, nbytes)
+            if self._idle_bytes <= IDLE_BYTES:
+                return
+
+    def _place(self, address: int, nbytes: int) -> tuple[int, int]:
+        place = self.find(address, nbytes)
+        assert place is not None
+        return place
 
     def close(self) -> None:
         """Close the descriptors; the memory goes with the last array that looks at it."""
@@ -93,7 +154,18 @@ class Segments:
             os.close(fd)
         self.fds.clear()
         self._memory.clear()
+        self._maps.clear()
+        self._free.clear()
         self._starts.clear()
+
+
+def _explained(error: OSError, nbytes: int) -> Exception:
+    if error.errno not in (errno.ENOMEM, errno.ENOSPC):
+        return error
+    return SynclineError(
+        f"no memory for a shared segment of {nbytes} bytes ({error.strerror}): use fewer ranks on this machine, a"
+        " smaller model, or transport=tcp"
+    )
 
 
 def map_segment(fd: int, nbytes: int) -> Bytes:

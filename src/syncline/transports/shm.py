@@ -32,9 +32,9 @@ from ..wire.link import CONTROL, Frame, Link, broken
 from ..wire.loop import Loop
 from ..wire.matching import Matcher
 from . import Bytes, Handle, Words
-from .segments import MOST_SEGMENTS, Segments, check_bell, map_segment, staging_size
+from .segments import MOST_SEGMENTS, Segments, check_bell, map_segment
 
-_DATA, _REFERENCE, _CONSUMED, _SEGMENT, _BELL = 1, 2, 3, 4, 5
+_DATA, _REFERENCE, _CONSUMED, _SEGMENT, _BELL, _MAPPED = 1, 2, 3, 4, 5, 6
 
 _REFERENCE_BYTES = 24
 """A reference: segment, offset and number of bytes."""
@@ -89,7 +89,9 @@ class Shm:
         self._loop = Loop(self._links.values(), self._lost)
         self._matcher: Matcher[_Receive, _Message] = Matcher()
         self._mapped: dict[tuple[int, int], Bytes] = {}  # (peer, segment number) -> its memory
-        self._segment_counts = dict.fromkeys(socks, 0)
+        self._segment_counts = dict.fromkeys(socks, 0)  # how many of each peer's segments are mapped here
+        self._mapped_there = dict.fromkeys(socks, 0)  # how many of this process's segments each peer has mapped
+        self._note_known()
         self._bodies: dict[int, Bytes] = {}  # the body a link is reading
         self._sending: dict[int, _Sending] = {}
         self._number = 0
@@ -224,7 +226,9 @@ class Shm:
     def staging(self, nbytes: int) -> Bytes:
         """Shared memory of at least that size, until ``free``."""
         found = self._segments.staging(nbytes)
-        return self.allocate(staging_size(nbytes)) if found is None else found
+        if found is None:
+            found = self._segments.cut(self.allocate(self._segments.segment_for(nbytes)), nbytes)
+        return found
 
     def free(self, staging: Bytes) -> None:
         """Keep staging memory for the next one of its size."""
@@ -267,7 +271,7 @@ class Shm:
 
     def _check_frame(self, peer: int, frame: Frame) -> None:
         """Raise ProtocolError unless a frame of that kind may have a body of that size."""
-        most = {_DATA: _IN_FRAME_BYTES, _REFERENCE: _REFERENCE_BYTES, _CONSUMED: 0, _SEGMENT: 0, _BELL: 0}
+        most = {_DATA: _IN_FRAME_BYTES, _REFERENCE: _REFERENCE_BYTES, _CONSUMED: 0, _SEGMENT: 0, _BELL: 0, _MAPPED: 0}
         if frame.size > most.get(frame.kind, -1) or (frame.kind == _REFERENCE and frame.size < _REFERENCE_BYTES):
             raise broken(peer, f"a frame of kind {frame.kind} with {frame.size} bytes came")
 
@@ -279,6 +283,8 @@ class Shm:
             self._map(link, frame)
         elif frame.kind == _BELL:
             self._take_bell(link)
+        elif frame.kind == _MAPPED:
+            self._mapped_by(link.peer, frame.argument)
         elif frame.kind == _CONSUMED:
             self._freed(link.peer, frame.argument)
         elif frame.kind == _DATA:
@@ -313,12 +319,24 @@ class Shm:
         finally:
             os.close(fd)
         self._segment_counts[link.peer] += 1
+        link.push(_MAPPED, 0, self._segment_counts[link.peer], priority=CONTROL)
+        self._loop.write_soon(link)
         self._mapped[link.peer, number] = memory
         if number >= self.maps.shape[1]:
             self.maps = np.pad(self.maps, ((0, 0), (0, max(number, self.maps.shape[1]))))
         self.maps[link.peer, number] = memory.ctypes.data
         if number == _BOARD:
             self.members[link.peer, 0] = memory.ctypes.data
+
+    def _mapped_by(self, peer: int, count: int) -> None:
+        """A peer has mapped so many of this process's segments."""
+        if count != self._mapped_there[peer] + 1 or count > len(self._segments.fds):
+            raise broken(peer, f"it has mapped {count} segments of {len(self._segments.fds)}")
+        self._mapped_there[peer] = count
+        self._note_known()
+
+    def _note_known(self) -> None:
+        self._segments.known = min(self._mapped_there.values(), default=MOST_SEGMENTS)
 
     def _take_bell(self, link: Link) -> None:
         """A peer gives its bell, once."""
@@ -370,6 +388,8 @@ class Shm:
 
     def _lost(self, peer: int) -> None:
         self.gone.add(peer)
+        self._mapped_there.pop(peer, None)
+        self._note_known()
         self._bodies.pop(peer, None)
         self._matcher.forget(peer)
         for number in [number for number, sending in self._sending.items() if sending.handle.peer == peer]:
