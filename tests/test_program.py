@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline import registry
+from syncline.algorithms.direct import direct_all_gather
 from syncline.algorithms.ps import ps, push_and_pull
 from syncline.errors import PlanError
 from syncline.plan import COPY, REDUCE, Plan
@@ -42,19 +44,31 @@ def programs(draw: Callable[..., int]) -> list[Program]:
 
 @given(programs())
 def test_every_transfer_is_one_send_and_one_receive_of_its_two_ranks(all_ranks: list[Program]) -> None:
-    sends, receives = {}, {}
+    """Which both ranks number alike: messages are matched by their two ends and that number."""
+    sends: dict[tuple[int, int, int], tuple[int, int]] = {}
+    receives: dict[tuple[int, int, int], tuple[int, int]] = {}
     for program in all_ranks:
-        assert [action.index for action in program.actions] == sorted(action.index for action in program.actions)
         for action in program.actions:
+            ends = (program.rank, action.peer) if action.kind == "send" else (action.peer, program.rank)
             table = sends if action.kind == "send" else receives
-            assert action.index not in table
-            table[action.index] = (program.rank, action.peer, action.lo, action.hi)
-    wanted = {
-        index: (transfer.src, transfer.dst, transfer.chunk, transfer.chunk + transfer.count)
-        for index, transfer in enumerate(all_ranks[0].plan)
-    }
+            assert (*ends, action.index) not in table
+            table[(*ends, action.index)] = action.lo, action.hi
+    wanted: dict[tuple[int, int, int], tuple[int, int]] = {}
+    among: Counter[tuple[int, int]] = Counter()
+    for transfer in all_ranks[0].plan:
+        ends = transfer.src, transfer.dst
+        wanted[(*ends, among[ends])] = transfer.chunk, transfer.chunk + transfer.count
+        among[ends] += 1
     assert sends == wanted
-    assert {index: (src, dst, lo, hi) for index, (dst, src, lo, hi) in receives.items()} == wanted
+    assert receives == wanted
+
+
+@pytest.mark.parametrize("world", [1024, 1025])
+def test_the_tickets_of_a_thousand_ranks_are_few_messages_of_each(world: int) -> None:
+    """The plan has N(N-1) rows, of which a rank looks at its own."""
+    program = compile_program(direct_all_gather(Group(world)), world - 1)
+    assert len(program.actions) == 2 * (world - 1)
+    assert {action.index for action in program.actions} == {0}
 
 
 @given(programs())

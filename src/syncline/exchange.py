@@ -161,8 +161,8 @@ class Exchange:
         array = run.array
         if array.ndim != 1 or not array.flags.c_contiguous:
             raise UsageError(f"{run.label}: an exchange needs a one-dimensional contiguous array")
-        if len(run.program.plan) > 1 << _INDEX_BITS:
-            raise UsageError(f"{run.label}: a plan of {len(run.program.plan)} transfers is too large to execute")
+        if len(run.program.actions) > 1 << _INDEX_BITS:
+            raise UsageError(f"{run.label}: a rank has {len(run.program.actions)} transfers, which is too many to run")
         if self._onesided is not None and self._onesided.takes(run.program.plan, array):
             on_done = partial(self._left_shared, run)
             self._under_way[run.key] = run

@@ -107,7 +107,8 @@ class Plan:
         rows = rows if rows.size else np.empty((0, len(_COLUMNS)), np.int32)
         if rows.ndim != 2 or rows.shape[1] != len(_COLUMNS) or rows.dtype.kind not in "iu":
             raise PlanError(f"{name}: a transfer is six whole numbers ({', '.join(_COLUMNS)})")
-        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        if np.any(rows[1:, 0] < rows[:-1, 0]):
+            rows = rows[np.argsort(rows[:, 0], kind="stable")]
         columns = dict(zip(_COLUMNS, rows.T, strict=True))
         everyone = tuple(range(group.workers)) if members is None else tuple(members)
         return cls(name, group.processes, chunks, everyone, goal, **columns, owners=tuple(owners), root=root)

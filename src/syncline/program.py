@@ -12,8 +12,11 @@ Only the nearest ones are kept; the others follow from them. Nothing here knows 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
 
 from .errors import PlanError
 from .plan import Plan
@@ -23,7 +26,7 @@ Kind = Literal["send", "copy", "reduce"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One send or receive of chunks ``lo`` to ``hi``; ``index`` is its row in the plan.
+    """One send or receive of chunks ``lo`` to ``hi``; ``index`` is its number among the messages of its two ends.
 
     ``swaps`` marks a receive into chunks that this rank sends in the same step: both ends would wait for each other if
     what arrives could only be taken once the own send is done.
@@ -59,7 +62,7 @@ class Program:
 
 
 def compile_program(plan: Plan, rank: int) -> Program:
-    """The program of ``rank``. Cost: linear in its chunks moved."""
+    """The program of ``rank``. Cost: linear in its chunks moved, and a look at the columns of the plan."""
     actions = _actions(plan, rank)
     before: list[set[int]] = [set() for _ in actions]
     writer: dict[int, int] = {}  # chunk -> the last receive into it
@@ -113,7 +116,12 @@ def _actions(plan: Plan, rank: int) -> list[Action]:
     """This rank's rows; the first reduction into an empty chunk of a rank that contributes nothing is a copy."""
     empty = set() if rank in plan.members or plan.goal == "all_gather" else set(range(plan.chunks))
     found = []
-    for index, transfer in enumerate(plan):
+    among: Counter[tuple[int, int]] = Counter()  # both ends count the same: messages need no other number
+    # A plan of all pairs has N^2 rows, of which a rank has 2N.
+    for row in np.flatnonzero((plan.src == rank) | (plan.dst == rank)).tolist():
+        transfer = plan[row]
+        index = among[transfer.src, transfer.dst]
+        among[transfer.src, transfer.dst] += 1
         lo, hi = transfer.chunk, transfer.chunk + transfer.count
         if transfer.src == rank:
             found.append(Action("send", transfer.dst, index, transfer.step, lo, hi))

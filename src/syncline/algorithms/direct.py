@@ -49,16 +49,23 @@ def direct_all_gather(group: Group) -> Plan:
 
 
 def _to_owners(workers: int) -> Column:
-    offset, rank = np.mgrid[1:workers, 0:workers]
-    owner = (rank + offset) % workers
+    rank, owner = _pairs(workers)
     return _rows(0, rank, owner, owner, REDUCE)
 
 
 def _from_owners(workers: int, step: int) -> Column:
-    offset, owner = np.mgrid[1:workers, 0:workers]
-    return _rows(step, owner, (owner + offset) % workers, owner, COPY)
+    owner, reader = _pairs(workers)
+    return _rows(step, owner, reader, owner, COPY)
+
+
+def _pairs(workers: int) -> tuple[Column, Column]:
+    """All pairs of different ranks, the k-th of a rank with the one k further on."""
+    offset, rank = np.arange(1, workers, dtype=np.int32)[:, None], np.arange(workers, dtype=np.int32)
+    return np.broadcast_to(rank, (workers - 1, workers)), (rank + offset) % np.int32(workers)
 
 
 def _rows(step: int, src: Column, dst: Column, chunk: Column, op: int) -> Column:
-    columns = (np.full_like(src, step), src, dst, chunk, np.ones_like(src), np.full_like(src, op))
-    return np.stack(columns, axis=-1).reshape(-1, 6).astype(np.int32)
+    rows = np.empty((*src.shape, 6), np.int32)  # filled in place: of a thousand ranks there are a million pairs
+    for column, values in enumerate((step, src, dst, chunk, 1, op)):
+        rows[..., column] = values
+    return rows.reshape(-1, 6)
