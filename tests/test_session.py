@@ -181,6 +181,16 @@ def test_a_barriers_time_limit_names_who_is_missing(group: Any) -> None:
         group("ring", 4, body)
 
 
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_several_that_outlast_the_limit_of_progress_are_all_named(timeout: float | None) -> None:
+    sessions = in_process("ring", 3)
+    sessions[0].engine._limit_s = 0.2
+    with pytest.raises(PeerTimeout, match=r"nothing has moved .* rank 1 \(barrier\), rank 2 \(barrier\)"):
+        sessions[0].barrier(timeout)
+    for session in sessions:
+        session.shutdown()
+
+
 def test_messages_between_any_two_processes_keep_their_order(group: Any) -> None:
     def body(session: Session) -> Any:
         peers = [index for index in range(session.group.processes) if index != session.index]

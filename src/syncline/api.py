@@ -22,14 +22,14 @@ from . import checkpoint
 from .connecting import connect_session
 from .errors import ClosedError, NotBuiltError, PeerError, SynclineError, UsageError
 from .launch import attendance
-from .launch.environment import Environment, recognise
-from .launch.meeting import find_meeting_place
-from .launch.store import open_store
+from .launch.environment import Environment
+from .launch.guard import end_with_launcher
+from .launch.meeting import MeetingPoint, secret_bytes
+from .launch.places import Variables
 from .session import Session
 from .statistics import Stats
 from .strategy import Strategy
 from .types import Group
-from .wire.store import Store
 from .wire.watch import FAILED_STATUS, LIVENESS_S
 
 if TYPE_CHECKING:
@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 
 _session: Session | None = None
 _prepared: list[Prepared] = []
-_stores: dict[tuple[str, int], Store] = {}
-_met: Environment | None = None
+_point: MeetingPoint | None = None
+_variables = Variables()
 _inits = 0
+_watching = False
 
 
 def init(
@@ -66,7 +67,8 @@ def init(
     processes themselves give ``rank`` (from 0, servers last), ``world_size`` (all processes, servers included) and
     ``address`` (``host:port`` of rank 0, where the processes meet). ``interface`` is the network interface, or
     address, to listen on; by default the one that reaches rank 0. ``secret`` keeps strangers out;
-    ``SYNCLINE_SECRET`` by default.
+    ``SYNCLINE_SECRET`` by default. Where the launcher counts servers in ``WORLD_SIZE`` (torchrun, ``env://``), it and
+    ``RANK``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` are the workers' from here on.
 
     Limits in seconds: ``timeout`` for all processes to come, ``liveness`` for a peer without a sign of life,
     ``progress`` for an operation that does not move.
@@ -74,21 +76,19 @@ def init(
     global _session, _inits
     if _session is not None:
         raise UsageError("syncline.init() was called before: call syncline.shutdown() first")
-    environment = recognise(rank=rank, world_size=world_size, address=address)
+    secret_bytes(secret)
+    environment = _variables.recognise(rank=rank, world_size=world_size, address=address)
     interface = interface or os.environ.get("SYNCLINE_INTERFACE")
     chosen = _choose(strategy, environment)
     if environment.world == 1 and chosen.servers == 0:
         group = Group(1)
         _session = Session(chosen.resolve(group), group, 0, None)
     else:
-        environment = _complete(environment, interface, timeout)
         run = f"{environment.run_id}/{environment.restart}/{_inits}"
-        store = _meeting_place(environment, timeout)
-        _inits += 1  # even if this one fails: what is written in the store about it must not end the next
+        _inits += 1  # even if this one fails: who comes late to it must not come to the next
         _session = connect_session(
             chosen,
-            environment,
-            store,
+            _meeting_point(environment),
             run,
             secret=secret,
             interface=interface,
@@ -96,25 +96,19 @@ def init(
             liveness_s=liveness,
             limit_s=progress,
         )
-    _watch_the_end()
+        _variables.count_workers(environment, chosen.servers)
+    _watch_the_end(environment)  # the first to be called at the end: what was loaded on the way ends after it
 
 
-def _complete(environment: Environment, interface: str | None, timeout: float) -> Environment:
-    """The environment with an address, found once per process: a later session meets where the first one did."""
-    global _met
-    if environment.address:
-        return environment
-    if _met is None:
-        _met = find_meeting_place(environment, interface, timeout)
-    return _met
-
-
-def _meeting_place(environment: Environment, timeout: float) -> Store:
-    """The run's store, opened once per process: rank 0 serves it to ranks that come later or again."""
-    where = environment.address, environment.port
-    if where not in _stores:
-        _stores[where] = open_store(environment, timeout)
-    return _stores[where]
+def _meeting_point(environment: Environment) -> MeetingPoint:
+    """Where this process meets the others: made once, since a later session meets where the first one did."""
+    global _point
+    if _point is not None and _point.asked != environment:
+        _point.close()
+        _point = None
+    if _point is None:
+        _point = MeetingPoint(environment)
+    return _point
 
 
 def _choose(strategy: str | None, environment: Environment) -> Strategy:
@@ -391,11 +385,14 @@ def _flat(tensor: Any) -> tuple[np.ndarray[Any, Any], Any]:
     return array, write_back
 
 
-def _watch_the_end() -> None:
-    """Say goodbye at exit, tell the others of an exception, and let go in forked children."""
+def _watch_the_end(environment: Environment) -> None:
+    """Say goodbye at exit, tell the others of an exception, let go in forked children, and end with the launcher."""
+    global _watching
     attendance.join()
-    if _inits > 1:
+    if _watching:
         return
+    _watching = True
+    end_with_launcher(environment)
     atexit.register(_end_at_exit)
     os.register_at_fork(after_in_child=_forget)
     previous = sys.excepthook

@@ -1,22 +1,23 @@
 """Making sessions: between the processes of a run, and between threads of one process.
 
-Between processes: roll call over the launcher's store, proved connections among all pairs, the transport that the
-strategy asks for, and the watcher over the control connections. Between threads there is nothing to prove or to watch.
+Between processes: the meeting, proved connections among all pairs, the transport that the strategy asks for, and the
+watcher over the control connections. Between threads there is nothing to prove or to watch.
 """
 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 
 from . import registry, tuning
 from .engine import LIMIT_S
 from .errors import UsageError
+from .launch.descriptors import make_room
 from .launch.environment import Environment
-from .launch.store import failing_together, find_secret, listen_address
+from .launch.meeting import CONNECT_S, Joined, MeetingPoint, listen_address
 from .session import Session
 from .strategy import Strategy
 from .transports import Place, Transport
@@ -28,8 +29,8 @@ from .version import __version__
 from .wire import watch
 from .wire.handshake import run_id
 from .wire.listener import Listener
-from .wire.rollcall import Roll, call_roll, check_failed, connect, describe_self, leave
-from .wire.store import Store
+from .wire.member import Roll
+from .wire.rollcall import connect, describe_self
 from .wire.watch import LIVENESS_S, Watcher
 from .words import AUTO
 
@@ -49,8 +50,7 @@ def in_process(strategy: str, workers: int) -> list[Session]:
 
 def connect_session(
     strategy: Strategy,
-    environment: Environment,
-    store: Store,
+    point: MeetingPoint,
     run: str,
     *,
     secret: str | bytes | None = None,
@@ -59,35 +59,23 @@ def connect_session(
     liveness_s: float = LIVENESS_S,
     limit_s: float = LIMIT_S,
 ) -> Session:
-    """Join the processes of a run: roll call, connections, watcher, engine.
+    """Join the processes of a run: meeting, connections, watcher, engine.
 
-    The processes of ``environment`` are workers first, then the strategy's servers; they meet in ``store`` under the
-    name ``run``. ``secret``, ``interface`` and ``timeout`` are those of ``syncline.init``. Where the strategy leaves
-    the architecture open, the workers measure what to run at which size (``tuning``).
+    The processes that meet at ``point`` under the name ``run`` are workers first, then the strategy's servers.
+    ``secret``, ``interface`` and ``timeout`` are those of ``syncline.init``. Where the strategy leaves the architecture
+    open, the workers measure what to run at which size (``tuning``).
     """
-    workers = environment.world - strategy.servers
-    with failing_together(store, run, environment, timeout):
+    with point.join(run, secret, interface, timeout) as joined:
+        environment = joined.environment
+        workers = environment.world - strategy.servers
         if workers < 1:
             raise UsageError(
                 f"{strategy} needs {strategy.servers} server processes and at least one worker, there are"
                 f" {environment.world} processes: start more (syncline run -n WORKERS --servers SERVERS)"
             )
-        key = find_secret(store, run, environment, secret, timeout)
-        address = listen_address(environment, interface)
-        formed = _form(strategy, environment, store, run, key, address, timeout)
-    group = Group(workers, strategy.servers, formed.roll.nodes[:workers])
-    session = Session(
-        formed.strategy,
-        group,
-        environment.rank,
-        formed.transport,
-        roll=formed.roll,
-        local_rank=environment.local_rank,
-        limit_s=limit_s,
-    )
-    ending = session.ending
-    ending.watcher = Watcher(formed.roll, formed.control, session.on_peer_failure, ending.left, liveness_s)
-    ending.watcher.start()
+        make_room(environment.world)
+        formed = _form(strategy, joined, run, listen_address(environment, interface), timeout)
+    session = _begin(formed, environment, workers, strategy.servers, liveness_s, limit_s)
     _tune(session, strategy)
     return session
 
@@ -102,36 +90,67 @@ class _Formed:
     transport: Transport
 
 
-def _form(
-    strategy: Strategy, environment: Environment, store: Store, run: str, key: bytes, address: str, timeout: float
-) -> _Formed:
+def _form(strategy: Strategy, joined: Joined, run: str, address: str, timeout: float) -> _Formed:
     """Roll call and connections; nothing stays open where they fail."""
-    index, processes = environment.rank, environment.world
-    listener = Listener(address, run_id(run), key, index)
+    client, index, processes = joined.client, joined.environment.rank, joined.environment.world
+    listener = Listener(address, run_id(run), joined.secret, index, processes)
     with closing(listener), ExitStack() as undo:
         terms = {"strategy": str(strategy), "version": __version__, tuning.VARIABLE: tuning.mode()}
-        me = describe_self(index, processes, listener, terms)
-        roll = call_roll(store, run, key, me, timeout, environment.where)
+        roll = client.call_roll(describe_self(index, processes, listener, terms), run, joined.secret)
+        # Whoever has come is here now: the connections get their time, however long the last one took to come.
+        deadline = max(client.deadline, time.monotonic() + CONNECT_S)
+        client.limit(deadline, max(timeout, CONNECT_S))
         workers = processes - strategy.servers
         chosen = strategy.resolve(Group(workers, strategy.servers, roll.nodes[:workers]), hosts=roll.hosts)
         carried = _carried(chosen, roll)
         watch.prepare(roll)
-        control = connect(store, roll, listener, "control", (), timeout)
+        control = connect(roll, listener, "control", (), deadline, client.check)
         for sock in control.values():
             undo.callback(sock.close)
         if [_connection(name) for name in carried] == ["own"]:
-            failed = partial(check_failed, store, run)
-            place = Place(index, processes, store, f"{run}/{chosen.transport.name}", address, timeout, failed)
+            left = max(0.0, deadline - time.monotonic())
+            place = Place(index, processes, client, chosen.transport.name, address, left, client.check)
             transport: Transport = registry.get("transports", chosen.transport.name).target(
                 place, **chosen.transport.arguments
             )
         else:
             unix = {peer for name, peers in carried.items() if _connection(name) == "unix" for peer in peers}
-            transport = _transport(chosen, index, carried, connect(store, roll, listener, "data", unix, timeout))
+            data = connect(roll, listener, "data", unix, deadline, client.check)
+            transport = _transport(chosen, index, carried, data)
         undo.callback(transport.close)
-        leave(store, run, index, processes)
+        client.through()
         undo.pop_all()
     return _Formed(roll, chosen, control, transport)
+
+
+def _begin(
+    formed: _Formed, environment: Environment, workers: int, servers: int, liveness_s: float, limit_s: float
+) -> Session:
+    """The session over what was formed, watched from now on; no connection stays open where that fails."""
+    group = Group(workers, servers, formed.roll.nodes[:workers])
+    with ExitStack() as undo:
+        for sock in formed.control.values():
+            undo.callback(sock.close)
+        unowned = undo.enter_context(ExitStack())
+        unowned.callback(formed.transport.close)
+        session = Session(
+            formed.strategy,
+            group,
+            environment.rank,
+            formed.transport,
+            roll=formed.roll,
+            local_rank=environment.local_rank,
+            limit_s=limit_s,
+        )
+        unowned.pop_all()  # the session closes it
+        undo.callback(session.shutdown)
+        ending = session.ending
+        watcher = Watcher(formed.roll, formed.control, session.on_peer_failure, ending.left, liveness_s)
+        undo.callback(watcher.close_descriptors)
+        ending.watcher = watcher  # before it starts: whoever hears of a failure knows it already
+        watcher.start()
+        undo.pop_all()
+    return session
 
 
 def _tune(session: Session, asked: Strategy) -> None:

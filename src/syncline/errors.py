@@ -9,6 +9,7 @@
     ├── GroupError                     the group could not be formed
     │   ├── RollCallError              ranks that did not come, came twice, or disagree
     │   └── HandshakeError             a connection that could not prove it belongs to the run
+    │       └── SecretError            whose other end holds another secret, or none
     ├── PeerError                      another process failed: names rank, host and operation
     │   ├── PeerLost                   it died, was stopped, or its machine is gone
     │   ├── PeerLeft                   it said goodbye while others still needed it
@@ -59,6 +60,10 @@ class RollCallError(GroupError):
 
 class HandshakeError(GroupError):
     """A connection could not prove that it belongs to this run."""
+
+
+class SecretError(HandshakeError):
+    """The other end of a connection holds another secret than this process, or none."""
 
 
 class PeerError(SynclineError):

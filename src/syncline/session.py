@@ -34,7 +34,7 @@ from .tickets import ALLREDUCE, BARRIER, BROADCAST, CALLS, GATHER, STEP, TABLE, 
 from .transports import Transport
 from .types import Bucket, Group, Layer
 from .updates import Updates
-from .wire.rollcall import Roll
+from .wire.member import Roll
 from .words import AUTO, NONE
 from .work import Work
 
@@ -165,9 +165,9 @@ class Session:
         if meeting.work is not None:
             try:
                 self.engine.wait(meeting.work, timeout=timeout)
-            except PeerTimeout as error:
-                if error.rank >= 0:
-                    raise
+            except PeerTimeout:
+                if timeout is None or self.engine.error is not None:
+                    raise  # the limit of progress, whose own error names them
                 missing = [rank for rank in meeting.missing() if rank in self.engine.awaited]
                 names = ", ".join(self.name(rank) for rank in missing)
                 late = PeerTimeout(

@@ -22,24 +22,22 @@ TORCHRUN = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 LOCAL = {
-    "RANK": "0",
-    "WORLD_SIZE": "3",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "3",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "4000",
+    "SYNCLINE_PROCESS": "2",
+    "SYNCLINE_PROCESSES": "3",
+    "SYNCLINE_MEETING_PORT": "5000",
     "SYNCLINE_LAUNCHER": "77",
     "SYNCLINE_RUN_ID": "ab",
     "SYNCLINE_SECRET": "0123",
     "SYNCLINE_SERVERS": "1",
-    "SYNCLINE_STORE_FD": "9",
+    "SYNCLINE_MEETING_FD": "9",
     "SYNCLINE_STRATEGY": "ps(servers=1)",
 }
-
-
-def test_the_local_launchers_store_has_a_port_of_its_own() -> None:
-    found = recognise(LOCAL | {"SYNCLINE_STORE_PORT": "5000"})
-    assert (found.address, found.port) == ("127.0.0.1", 5000)
 
 
 def test_torchrun() -> None:
@@ -50,22 +48,24 @@ def test_torchrun() -> None:
 
 
 def test_local_launcher() -> None:
+    """RANK and WORLD_SIZE are the script's, MASTER_PORT too: the processes have numbers and a port of their own."""
     found = recognise(LOCAL)
     assert found == Environment(
         "syncline",
-        0,
+        2,
         3,
-        0,
-        3,
+        1,
+        2,
         "127.0.0.1",
-        4000,
+        5000,
         "ab",
-        store_fd=9,
+        meeting_fd=9,
         servers=1,
         strategy="ps(servers=1)",
         secret=b"0123",
     )
     assert "0123" not in repr(found)
+    assert found.where(2) == ""  # the local numbers are the workers'
 
 
 def test_alone_without_a_launcher() -> None:

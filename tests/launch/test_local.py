@@ -62,17 +62,29 @@ def test_each_process_is_told_its_place(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of an outer run")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     lines = Lines()
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SYNCLINE_SERVERS"]
+    names = ["SYNCLINE_PROCESS", "SYNCLINE_PROCESSES", "MASTER_ADDR", "SYNCLINE_SERVERS"]
     names += ["SYNCLINE_LAUNCHER", "OMP_NUM_THREADS", "EXTRA", "TORCHELASTIC_RUN_ID"]
     show = f"import os; print([os.environ.get(name) for name in {names}], len(os.environ['SYNCLINE_SECRET']))"
     outcome = launch(python(show), 3, servers=1, env={"EXTRA": "x"}, on_output=lines)
     assert outcome.status == 0
     assert outcome.text == "all processes ended with status 0"
     me = str(os.getpid())
-    expected = [
-        (rank, f"{[str(rank), str(rank), '3', '3', '127.0.0.1', '1', me, '1', 'x', None]} 64") for rank in range(3)
-    ]
+    expected = [(rank, f"{[str(rank), '3', '127.0.0.1', '1', me, '1', 'x', None]} 64") for rank in range(3)]
     assert sorted(lines.seen) == expected
+
+
+def test_scripts_see_a_world_of_workers() -> None:
+    """A server sees the last worker's place, and no port for a group of which it would be one too many."""
+    lines = Lines()
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+    show = f"import os; print(*map(os.environ.get, {names}), os.environ['MASTER_PORT'].isdigit())"
+    assert launch(python(show), 4, servers=2, on_output=lines).status == 0
+    assert sorted(lines.seen) == [
+        (0, "0 2 0 2 True"),
+        (1, "1 2 1 2 True"),
+        (2, "1 2 1 2 False"),
+        (3, "1 2 1 2 False"),
+    ]
 
 
 def test_the_command_line_of_the_machine_decides_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +98,8 @@ def test_rank_zero_gets_the_listening_socket_and_no_other() -> None:
     lines = Lines()
     script = (
         "import os, socket\n"
-        "fd, port = os.environ.get('SYNCLINE_STORE_FD'), int(os.environ['SYNCLINE_STORE_PORT'])\n"
-        "if os.environ['RANK'] == '0':\n"
+        "fd, port = os.environ.get('SYNCLINE_MEETING_FD'), int(os.environ['SYNCLINE_MEETING_PORT'])\n"
+        "if os.environ['SYNCLINE_PROCESS'] == '0':\n"
         "    server = socket.socket(fileno=int(fd))\n"
         "    assert server.getsockname() == ('127.0.0.1', port)\n"
         "    print(server.accept()[0].recv(9).decode())\n"
@@ -97,6 +109,22 @@ def test_rank_zero_gets_the_listening_socket_and_no_other() -> None:
     )
     assert launch(python(script), 2, on_output=lines, timeout_s=LIMIT_S).status == 0
     assert lines.seen == [(0, "well met!")]
+
+
+def test_rank_zero_may_listen_again_on_the_port_of_the_meeting() -> None:
+    """A later start meets at the same port, which nobody else has been given meanwhile."""
+    lines = Lines()
+    script = (
+        "import os, socket\n"
+        "socket.socket(fileno=int(os.environ['SYNCLINE_MEETING_FD'])).close()\n"
+        "with socket.socket() as server:\n"
+        "    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
+        "    server.bind((os.environ['MASTER_ADDR'], int(os.environ['SYNCLINE_MEETING_PORT'])))\n"
+        "    server.listen()\n"
+        "print('listens')\n"
+    )
+    assert launch(python(script), 1, on_output=lines).status == 0
+    assert lines.seen == [(0, "listens")]
 
 
 def test_a_program_may_open_a_store_of_its_own_on_the_masters_port() -> None:
@@ -131,10 +159,13 @@ def test_rank_zeros_host_is_where_the_processes_meet() -> None:
     lines = Lines()
 
     def place(rank: int) -> Placement:
-        return Placement(bind=lambda: bind_here("127.0.0.7") if rank == 0 else pytest.fail("only rank 0 serves"))
+        def bind(port: int) -> socket.socket:
+            return bind_here("127.0.0.7", port) if rank == 0 else pytest.fail("only rank 0 serves")
+
+        return Placement(bind=bind)
 
     script = (
-        "import os, socket; print(os.environ['MASTER_ADDR']); fd = os.environ.get('SYNCLINE_STORE_FD');"
+        "import os, socket; print(os.environ['MASTER_ADDR']); fd = os.environ.get('SYNCLINE_MEETING_FD');"
         "fd and print(socket.socket(fileno=int(fd)).getsockname()[0])"
     )
     assert launch(python(script), 2, on_output=lines, place=place).status == 0
@@ -177,7 +208,7 @@ def test_the_first_failure_decides_the_status_and_is_named_first() -> None:
     lines = Lines()
     script = (
         "import os, signal, sys\n"
-        "rank = int(os.environ['RANK'])\n"
+        "rank = int(os.environ['SYNCLINE_PROCESS'])\n"
         "print('up', flush=True)\n"
         "if rank == 2: sys.stdin.read(); os._exit(7)\n"
         "signal.pause()\n"

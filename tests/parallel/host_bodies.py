@@ -15,7 +15,8 @@ import rank_bodies as bodies
 import syncline
 from syncline import connecting
 from syncline.wire.listener import Listener
-from syncline.wire.rollcall import Member, describe_self
+from syncline.wire.member import Member
+from syncline.wire.rollcall import describe_self
 
 _CLONE_NEWNET = 0x40000000
 

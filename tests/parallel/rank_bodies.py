@@ -21,7 +21,9 @@ import psutil
 import torch
 
 import syncline
-from syncline.errors import ClosedError, PeerError, SynclineError, UsageError
+from syncline import connecting
+from syncline.errors import ClosedError, GroupError, PeerError, SynclineError, UsageError
+from syncline.wire.watch import Watcher
 
 SECRET = "the secret of these tests"
 BATCH = 12
@@ -388,6 +390,35 @@ def starts(line: Connection, place: Place, options: dict[str, Any]) -> None:
         line.send((type(error).__name__, str(error)))
         return
     line.send("met")
+
+
+def raises_at_the_second_try(_line: Connection, place: Place, nowhere: str) -> None:
+    """A start that fails, one that does not, and then rank 1 raises."""
+    with suppress(GroupError):
+        syncline.init("ring", rank=1, world_size=2, address=nowhere, secret=SECRET, timeout=0.1)
+    assert not syncline.is_initialized()
+    with joined(place, "ring"):
+        syncline.barrier()
+        if place[0] == 1:
+            raise ValueError("the data of this rank are spoilt")
+        while True:
+            syncline.allreduce(np.ones(1000))
+
+
+def finds_no_room_to_watch(line: Connection, place: Place) -> None:
+    """The group stands, and the thread that is to watch it cannot be started."""
+    before = sockets()
+
+    class Unwatched(Watcher):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    connecting.Watcher = Unwatched
+    try:
+        with joined(place, "ring transport=tcp"):
+            pass
+    except RuntimeError as error:
+        line.send((str(error), len(sockets() - before)))
 
 
 def tells_its_ports(line: Connection, place: Place) -> None:

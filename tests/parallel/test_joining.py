@@ -36,20 +36,25 @@ def test_all_meet_without_a_secret_but_with_a_warning(pool: Pool, address: str) 
         assert "no secret is set" in group.ranks[0].printed()
 
 
-def test_a_wrong_secret_in_one_rank(pool: Pool, address: str) -> None:
-    said = start_all(pool, places(3, address), [{}, {}, {"secret": "a guess"}])
-    for kind, text in said:
-        assert kind == "RollCallError"
-        assert "has another secret" in text
-        assert "rank 2" in text
+@pytest.mark.parametrize(
+    ("secret", "own"),
+    [("a guess", "rank 2 has another secret than what answers"), (None, "rank 2 has no secret, rank 0 has one")],
+    ids=["another", "none"],
+)
+def test_a_rank_that_cannot_prove_itself(pool: Pool, address: str, secret: str | None, own: str) -> None:
+    """It learns it at once. Who cannot prove itself ends nothing: the others miss it, and say who was refused."""
+    limits = {"timeout": 1.0}
+    said = start_all(pool, places(3, address), [limits, limits, {"secret": secret, "timeout": 1000.0}])
+    assert [kind for kind, _ in said] == ["RollCallError", "RollCallError", "SecretError"]
+    assert own in said[2][1]
+    for _, text in said[:2]:
+        assert "1 of 3 processes have not come: rank 2 (one that claims to be it was refused at 127.0.0.1:" in text
 
 
-def test_no_secret_in_one_rank(pool: Pool, address: str) -> None:
-    """It does not wait for a key that nobody will write."""
-    said = start_all(pool, places(3, address), [{}, {}, {"secret": None}])
-    for kind, text in said:
-        assert kind in ("GroupError", "RollCallError")
-        assert "rank 2 has no secret, rank 0 has one" in text
+def test_an_empty_secret(pool: Pool, address: str) -> None:
+    ((kind, text),) = start_all(pool, [(0, 2, address)], [{"secret": ""}])
+    assert kind == "UsageError"
+    assert "secret= is empty" in text
 
 
 def test_world_sizes_that_disagree(pool: Pool, address: str) -> None:
@@ -106,7 +111,7 @@ def test_the_missing_are_named(pool: Pool, address: str) -> None:
 def test_without_rank_0_nobody_waits_for_ever(pool: Pool, address: str) -> None:
     ((kind, text),) = start_all(pool, [(1, 2, address)], [{"timeout": 1.0}])
     assert kind == "GroupError"
-    assert f"rank 1 cannot reach the store of rank 0 at {address} within 1 s" in text
+    assert f"rank 1 cannot reach the meeting of rank 0 at {address} within 1 s" in text
 
 
 def test_a_port_in_use(pool: Pool) -> None:
@@ -137,6 +142,21 @@ def test_wrong_arguments(
     ((kind, text),) = start_all(pool, [(index, world, where)], [options | {"timeout": 1.0}])
     assert kind in ("UsageError", "StrategyError")
     assert part in text
+
+
+def test_what_fails_after_a_second_try_is_told_as_after_a_first(
+    pool: Pool, addresses: Callable[[], str], address: str
+) -> None:
+    nowhere = addresses()
+    each = [[place, nowhere] for place in places(2, address)]
+    with pool.start(bodies.raises_at_the_second_try, each) as group:
+        assert group.end() == [1, 1]
+        assert "failed: ValueError: the data of this rank are spoilt" in group.ranks[0].printed()
+
+
+def test_a_group_that_cannot_be_watched_leaves_no_connection(pool: Pool, address: str) -> None:
+    with pool.start(bodies.finds_no_room_to_watch, [[place] for place in places(2, address)]) as group:
+        assert group.results() == [("can't start new thread", 0)] * 2
 
 
 def test_strangers_on_the_ports_do_not_disturb(pool: Pool, address: str) -> None:

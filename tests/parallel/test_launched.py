@@ -108,6 +108,38 @@ def test_torchrun() -> None:
     assert "no secret is set" in text
 
 
+def torchrun_command(*arguments: str) -> list[str]:
+    torchrun = shutil.which("torchrun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if torchrun is None:
+        pytest.skip("there is no torchrun")
+    return [torchrun, "--standalone", *arguments]
+
+
+def test_the_workers_of_a_killed_torchrun_end() -> None:
+    command = torchrun_command("--nproc-per-node", "2", str(HERE / "launched_script.py"), "none", "2.0")
+    with started(command) as process:
+        assert process.stdout is not None
+        pids: list[int] = []
+        while len(pids) < 2:
+            line = process.stdout.readline()
+            assert line, "ended too early"
+            pids += [int(line.rpartition(" ")[2])] if line.startswith("running as") else []
+        process.kill()
+        assert all(gone(pid) for pid in pids)
+        assert process.stdout.read().count("the launcher is gone") == 2
+
+
+@pytest.mark.parametrize("launcher", ["syncline", "torchrun"])
+def test_workers_have_a_world_and_a_group_of_torchs_to_themselves(launcher: str) -> None:
+    """Nobody waits for the server, neither in the script's numbers nor in its process group."""
+    command = [*RUN, "-n", "2", "--servers", "1"]
+    if launcher == "torchrun":
+        command = torchrun_command("--nproc-per-node", "3")
+    status, text = whole([*command, str(HERE / "grouped_script.py")])
+    assert status == 0, text
+    assert text.count("a group of 2 in a world of 2 of 2 workers") == 2, text
+
+
 def test_torch_multiprocessing() -> None:
     status, text = whole([sys.executable, str(EXAMPLES / "spawn.py")])
     assert status == 0, text

@@ -19,7 +19,6 @@ from syncline.wire.handshake import (
     hello,
     read_hello,
     run_id,
-    seal,
 )
 
 RUN = run_id("a run")
@@ -128,8 +127,3 @@ def test_a_truncated_answer_is_refused(length: int) -> None:
     said = hello(RUN, 1, 0, "data")
     with pytest.raises(HandshakeError):
         check_answer(SECRET, said, answer(SECRET, said)[:length])
-
-
-def test_a_seal_depends_on_secret_and_text() -> None:
-    assert seal(b"a", b"text") == seal(b"a", b"text")
-    assert len({seal(b"a", b"text"), seal(b"b", b"text"), seal(b"a", b"other")}) == 3

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.errors import GroupError, HandshakeError, UsageError
+from syncline.errors import GroupError, HandshakeError, SecretError, UsageError
 from syncline.wire import handshake
 from syncline.wire.handshake import run_id
 from syncline.wire.listener import Listener, dial, interface_address, local_address_towards
@@ -21,12 +21,13 @@ from syncline.wire.refusals import IN_FULL
 LIMIT_S = 20.0
 RUN = run_id("a run")
 SECRET = b"known to all ranks of the run"
+WORLD = 4
 Where = tuple[str, int] | str
 
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    found = Listener("127.0.0.1", RUN, SECRET, 0)
+    found = Listener("127.0.0.1", RUN, SECRET, 0, WORLD)
     yield found
     found.close()
 
@@ -134,7 +135,7 @@ def test_strangers_that_say_nothing_keep_nobody_waiting(listener: Listener, wher
 
 
 def test_the_silent_are_refused_in_time(caplog: pytest.LogCaptureFixture) -> None:
-    short = Listener("127.0.0.1", RUN, SECRET, 0, handshake_s=0.05)
+    short = Listener("127.0.0.1", RUN, SECRET, 0, WORLD, handshake_s=0.05)
     try:
         with knock((short.address, short.port)) as stranger:
             stranger.sendall(b"x")
@@ -167,9 +168,11 @@ def test_a_flood_of_strangers_pushes_out_strangers(listener: Listener) -> None:
 @pytest.mark.parametrize(
     ("changed", "logged"),
     [
-        ({"secret": b"another"}, "closed the connection"),
+        ({"secret": b"another"}, "which says that it is rank 1: it does not know this run's secret"),
         ({"run": run_id("another run")}, "another run"),
         ({"target": 5}, "it looks for rank 5, this is rank 0"),
+        ({"source": 4}, "rank 4 of 4 has nothing to connect for 'data'"),
+        ({"purpose": "meeting"}, "rank 1 of 4 has nothing to connect for 'meeting'"),
     ],
 )
 def test_a_peer_of_another_run_secret_or_rank_is_refused(
@@ -188,6 +191,41 @@ def test_a_dialler_that_does_not_know_the_secret_but_goes_on_is_refused(listener
         assert len(drain(liar)) <= handshake.ANSWER_BYTES  # no welcome
     assert listener.take(1, "data", 0) is None
     good_peer(listener, where)
+
+
+def test_who_holds_another_secret_learns_it(where: Where) -> None:
+    with pytest.raises(SecretError):
+        dial(where, RUN, b"another", 1, 0, "data", LIMIT_S)
+
+
+def test_a_port_where_nobody_listens_does_not_answer_itself() -> None:
+    """The kernel may give a caller the very port that it calls, and connect it to itself."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    class Same(socket.socket):
+        def connect(self, address: tuple[str, int]) -> None:  # type: ignore[override]
+            self.bind(address)
+            super().connect(address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("syncline.wire.listener.socket.socket", Same)
+        with pytest.raises(ConnectionRefusedError):
+            dial(("127.0.0.1", port), RUN, SECRET, 1, 0, "data", LIMIT_S)
+
+
+def test_several_peers_are_taken_at_once(listener: Listener, where: Where) -> None:
+    assert listener.take_some({1, 2, 3}, "data", 0.0) == {}
+    ends = [dial(where, RUN, SECRET, peer, 0, "data", LIMIT_S) for peer in (1, 3)]
+    found: dict[int, socket.socket] = {}
+    while len(found) < 2:
+        some = listener.take_some({1, 2, 3}, "data", LIMIT_S)
+        assert some
+        found |= some
+    assert sorted(found) == [1, 3]
+    for sock in (*ends, *found.values()):
+        sock.close()
 
 
 def test_a_second_connection_for_the_same_is_refused(listener: Listener, where: Where) -> None:
@@ -231,7 +269,7 @@ def test_a_dialler_does_not_trust_who_cannot_prove_itself(reply: bytes) -> None:
     with door, pytest.raises((HandshakeError, ConnectionError)):
         dial(where, RUN, SECRET, 1, 0, "data", LIMIT_S)
     thread.join(LIMIT_S)
-    assert heard[1] == b""  # no proof for an impostor
+    assert not heard[1].strip(b"\0")  # no proof for an impostor
 
 
 def test_a_dialler_does_not_wait_for_ever() -> None:
@@ -252,7 +290,7 @@ def test_nobody_there() -> None:
 
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(UsageError, match=r"cannot listen on 192\.0\.2\.1: .*interface="):
-        Listener("192.0.2.1", RUN, SECRET, 0)
+        Listener("192.0.2.1", RUN, SECRET, 0, WORLD)
 
 
 def test_interfaces_and_addresses() -> None:
@@ -271,7 +309,7 @@ def test_the_doors_close_with_all_that_nobody_took() -> None:
         return len(list(Path("/proc/self/fd").iterdir()))
 
     files, threads = open_files(), threading.active_count()
-    doors = Listener("127.0.0.1", RUN, SECRET, 0)
+    doors = Listener("127.0.0.1", RUN, SECRET, 0, WORLD)
     with dial(doors.unix, RUN, SECRET, 1, 0, "data", LIMIT_S) as there, knock((doors.address, doors.port)):
         doors.close()
         doors.close()

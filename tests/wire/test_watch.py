@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from syncline.errors import PeerError, PeerLost
 from syncline.wire import watch
-from syncline.wire.rollcall import Member, Roll
+from syncline.wire.member import Member, Roll
 from syncline.wire.watch import Watcher
 
 LIMIT_S = 20.0

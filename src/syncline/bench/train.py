@@ -16,7 +16,6 @@ iterations.
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..launch.environment import recognise
 from ..parts import build
 from ..report.rows import BASELINE
 from ..workloads import Workload, load
@@ -93,7 +93,7 @@ class _Alone:
 def main(text: str) -> None:
     """Run the job; a failure is told to the process that started this one, and raised."""
     job = Job.from_json(text)
-    with closing(Sender(job.report_fds[int(os.environ.get("RANK", "0"))])) as sender:
+    with closing(Sender(job.report_fds[recognise().rank])) as sender:
         try:
             torch.set_num_threads(1)
             train(job, _side(job.strategy), sender)

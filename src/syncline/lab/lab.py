@@ -95,9 +95,9 @@ class Lab:
         """
         return self._host(host).enter()
 
-    def bind(self, host: int) -> socket.socket:
-        """A TCP socket of this process on a free port of a host, bound and not listening."""
-        return within(self._host(host).pid, partial(bind_here, self.address(host)))
+    def bind(self, host: int, port: int = 0) -> socket.socket:
+        """A TCP socket of this process on a port of a host, by default a free one, bound and not listening."""
+        return within(self._host(host).pid, partial(bind_here, self.address(host), port))
 
     def environ(self) -> dict[str, str]:
         """What commands in the lab find in their environment: the interface that libraries are to use.

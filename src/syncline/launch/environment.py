@@ -25,11 +25,11 @@ Environ = Mapping[str, str]
 class Environment:
     """A process's place in its run; raises UsageError when the numbers contradict each other.
 
-    ``address`` and ``port`` say where rank 0's store listens, an empty address that the launcher has said nothing of it
-    (``meeting`` finds one); ``agent_store`` is True when the launcher itself serves
-    it, and ``store_fd`` is the listening socket that the launcher opened for rank 0. ``restart`` counts how often the
-    launcher has started the run again. ``secret`` is what the run's processes share, ``servers`` and ``strategy`` what
-    the launcher was told, both None when it was not.
+    ``address`` and ``port`` say where rank 0 serves the meeting, an empty address that the launcher has said nothing of
+    it (``address`` finds one), and with ``agent_store`` where the launcher's agent serves torch's store, in which rank
+    0 tells. ``meeting_fd`` is the listening socket that the launcher opened for rank 0. ``restart`` counts how often
+    the launcher has started the run again. ``secret`` is what the run's processes share, ``servers`` and ``strategy``
+    what the launcher was told, both None when it was not.
     """
 
     launcher: str
@@ -42,7 +42,7 @@ class Environment:
     run_id: str = ""
     restart: int = 0
     agent_store: bool = False
-    store_fd: int | None = None
+    meeting_fd: int | None = None
     servers: int | None = None
     strategy: str | None = None
     secret: bytes | None = field(default=None, repr=False)
@@ -63,7 +63,7 @@ class Environment:
 
     def where(self, rank: int) -> str:
         """Where a process was to run, as `` (node 1, local rank 3)``; empty when the launcher did not say."""
-        if not 1 < self.local_world < self.world or self.world % self.local_world:
+        if self.servers or not 1 < self.local_world < self.world or self.world % self.local_world:
             return ""
         node, local = divmod(rank, self.local_world)
         return f" (node {node}, local rank {local})"
@@ -120,16 +120,21 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _syncline(environ: Environ) -> Environment | None:
-    """``syncline run``: torchrun's variables, and the socket on which rank 0 is to serve the store.
+    """``syncline run``: which process this is, and the socket on which rank 0 is to serve the meeting.
 
-    The store has a port of its own, so that a program may open another one on MASTER_PORT, as torch.distributed does.
+    RANK and WORLD_SIZE are the workers', for the script. The meeting has a port of its own, so that a program may open
+    a store on MASTER_PORT, as torch.distributed does.
     """
     if "SYNCLINE_LAUNCHER" not in environ:
         return None
-    fd = _number(environ, "SYNCLINE_STORE_FD") if "SYNCLINE_STORE_FD" in environ else None
-    if environ.get("SYNCLINE_STORE_PORT"):
-        environ = {**environ, "MASTER_PORT": environ["SYNCLINE_STORE_PORT"]}
-    return _ranked(environ, "syncline", run_id=environ.get("SYNCLINE_RUN_ID", ""), store_fd=fd)
+    return _ranked(
+        environ,
+        "syncline",
+        names=("SYNCLINE_PROCESS", "SYNCLINE_PROCESSES"),
+        port="SYNCLINE_MEETING_PORT",
+        run_id=environ.get("SYNCLINE_RUN_ID", ""),
+        meeting_fd=_number(environ, "SYNCLINE_MEETING_FD") if "SYNCLINE_MEETING_FD" in environ else None,
+    )
 
 
 def _torchrun(environ: Environ) -> Environment | None:
@@ -244,30 +249,26 @@ def _ranked(
     environ: Environ,
     launcher: str,
     *,
-    run_id: str,
-    restart: int = 0,
-    agent_store: bool = False,
-    store_fd: int | None = None,
+    names: tuple[str, str] = ("RANK", "WORLD_SIZE"),
+    port: str = "MASTER_PORT",
+    **more: Any,
 ) -> Environment:
     """The variables that torchrun, ``syncline run`` and ``env://`` have in common."""
-    rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    rank, world = _number(environ, names[0]), _number(environ, names[1])
     alone = world == 1
     # Without local numbers (env://) nothing is known of the other processes' hosts: one process on this one.
     local_world = _number(environ, "LOCAL_WORLD_SIZE", 1 if "LOCAL_RANK" not in environ else world)
     return _placed(
         environ,
         launcher,
-        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        (*names, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         rank=rank,
         world=world,
         local_rank=_number(environ, "LOCAL_RANK", 0),
         local_world=local_world,
         address=environ.get("MASTER_ADDR", "127.0.0.1") if alone else _text(environ, "MASTER_ADDR"),
-        port=_number(environ, "MASTER_PORT", 0 if alone else None),
-        run_id=run_id,
-        restart=restart,
-        agent_store=agent_store,
-        store_fd=store_fd,
+        port=_number(environ, port, 0 if alone else None),
+        **more,
     )
 
 

@@ -4,10 +4,16 @@ Owns the order of an ending. When a process fails, the others get a grace in whi
 error, then SIGTERM, then SIGKILL; the status of the whole is that of the first to fail. An interrupt is passed on and
 followed by SIGKILL soon after. Does not know what the processes do.
 
-The processes find each other through a store that rank 0 serves. Its listening socket is opened here and handed to
+The processes find each other at a meeting that rank 0 serves. Its listening socket is opened here and handed to
 rank 0, so that no other process can take the port in between. A second port (MASTER_PORT) is kept free for a store
 that the command opens itself, as torch.distributed does. Everything runs in the caller's thread: one loop over the
 descriptors of processes, outputs and signals.
+
+What scripts read of ranks and world sizes (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE) counts workers only, or they
+would leave the servers' shares of the data to nobody. A server, which runs the script up to a certain point, sees the
+place of the last worker, on its host if there is one, so that it finds data and devices as a worker does. It has no
+place in process groups of the script's own: where these look for a port it has a sentence that says so, or they would
+wait for it for ever.
 
 A process starts on this machine as it is unless its ``Placement`` says otherwise. What a placement is made of, for
 instance a command that enters another network namespace, is not known here.
@@ -22,7 +28,7 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +40,7 @@ from .attendance import VARIABLE as ATTENDANCE
 from .attendance import Attendance
 from .child import Child
 from .placement import Place, here
+from .places import NO_GROUP, worker_places
 
 GRACE_S = 10.0
 """From the first failure until the other processes are told to end: they print what they know meanwhile."""
@@ -48,7 +55,10 @@ TIMED_OUT = 124
 """The exit status of a run that outlasted its time limit, as timeout(1) has it."""
 
 _READ_BYTES = 1 << 16
-_STALE = ("TORCHELASTIC_", "SYNCLINE_STORE_", "SYNCLINE_RUN_ID", ATTENDANCE, "GROUP_RANK", "ROLE_")
+_STALE = (
+    *("TORCHELASTIC_", "SYNCLINE_MEETING_", "SYNCLINE_PROCESS", "SYNCLINE_RUN_ID"),
+    *(ATTENDANCE, "GROUP_RANK", "ROLE_"),
+)
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SYNCLINE_LAUNCHER", "SYNCLINE_SERVERS", *_STALE)
 
 Output = Callable[[int, str], None]
@@ -139,7 +149,7 @@ class LocalRun:
         self._endings: list[Ending] = []
         self._partial: dict[int, bytes] = {}
         self._due: deque[tuple[float, int]] = deque()  # the signals to come: when, which
-        self._reserved: socket.socket | None = None  # holds MASTER_PORT for as long as the run lasts
+        self._reserved: list[socket.socket] = []  # hold the ports for as long as the run lasts
         self._failed: int | None = None
         self._stopped: int | None = None
         self._told = False
@@ -209,24 +219,22 @@ class LocalRun:
             for rank in range(self._processes):
                 self._start_one(rank, _inherited(_RANKS) | self._env, self._pass_fds)
             return
-        with self._placements[0].bind() as store:
-            store.listen(self._processes + 128)
-            self._reserved = self._placements[0].bind()
-            shared = _environ(self._processes, self._servers, store.getsockname(), self._reserved.getsockname()[1])
-            local: Counter[str] = Counter()
-            hosts = Counter(placement.host for placement in self._placements)
-            for rank, placement in enumerate(self._placements):
-                own = {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(local[placement.host]),
-                    "LOCAL_WORLD_SIZE": str(hosts[placement.host]),
-                }
-                local[placement.host] += 1
+        bind = self._placements[0].bind
+        self._reserved += [bind(0), bind(0)]
+        address, port = self._reserved[0].getsockname()[:2]
+        with bind(port) as door:
+            door.listen(2 * self._processes + 128)
+            shared = _environ(self._processes, self._servers, address, port)
+            seats = worker_places([placement.host for placement in self._placements], self._servers)
+            for rank, seat in enumerate(seats):
+                own = {"SYNCLINE_PROCESS": str(rank), **seat, "MASTER_PORT": str(self._reserved[1].getsockname()[1])}
                 own |= self._attendance.environ(rank)
                 fds = (*self._pass_fds, self._attendance.fd)
                 if rank == 0:
-                    own["SYNCLINE_STORE_FD"] = str(store.fileno())
-                    fds = (*fds, store.fileno())
+                    own["SYNCLINE_MEETING_FD"] = str(door.fileno())
+                    fds = (*fds, door.fileno())
+                if rank >= self._processes - self._servers:
+                    own["MASTER_PORT"] = NO_GROUP
                 self._start_one(rank, shared | self._env | own, fds)
 
     def _start_one(self, rank: int, environ: Mapping[str, str], fds: Sequence[int]) -> None:
@@ -331,8 +339,8 @@ class LocalRun:
                 child.signal(signal.SIGKILL)  # what the processes have started themselves
         for child in self._children:
             child.close()
-        if self._reserved is not None:
-            self._reserved.close()
+        for sock in self._reserved:
+            sock.close()
         self._selector.close()
         self._attendance.close()
         os.close(self._bell)
@@ -384,14 +392,13 @@ def _inherited(stale: tuple[str, ...] = _STALE) -> dict[str, str]:
     return inherited
 
 
-def _environ(processes: int, servers: int, store: tuple[str, int], free_port: int) -> dict[str, str]:
+def _environ(processes: int, servers: int, address: str, port: int) -> dict[str, str]:
     """What all processes of a run find in their environment, ranks apart."""
     return {
         **_inherited(),
-        "WORLD_SIZE": str(processes),
-        "MASTER_ADDR": store[0],
-        "MASTER_PORT": str(free_port),
-        "SYNCLINE_STORE_PORT": str(store[1]),
+        "MASTER_ADDR": address,
+        "SYNCLINE_MEETING_PORT": str(port),
+        "SYNCLINE_PROCESSES": str(processes),
         "SYNCLINE_LAUNCHER": str(os.getpid()),
         "SYNCLINE_RUN_ID": secrets.token_hex(8),
         "SYNCLINE_SECRET": secrets.token_hex(32),

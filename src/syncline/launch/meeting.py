@@ -1,69 +1,253 @@
-"""Where the processes of a run meet when their launcher has given them ranks but no address, as ``mpirun`` does.
+"""Where this process meets the others of its run, start after start: the place, the secret, the addresses.
 
-MPI knows the way to all of them: rank 0 opens a port and tells the others over MPI, with a secret made for the run.
-Without mpi4py, processes of one host meet at a port that follows from the job's name.
+Owns what differs between launchers. Rank 0 serves the meeting (``wire.meeting_server``) for as long as a start
+takes: at the address that all were told (``env://``, ``srun``, ``syncline run``, arguments), at one that it tells over
+MPI, or at one that it tells in torchrun's store. The port is free again when a start has ended.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
+import contextlib
+import errno
+import logging
+import os
 import secrets
 import socket
-from dataclasses import replace
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-from ..errors import GroupError, UsageError
-from ..wire.listener import interface_address, own_address
-from .environment import Environment, derived_port
+from ..errors import GroupError, HandshakeError, SecretError, UsageError
+from ..wire.doors import open_door
+from ..wire.handshake import run_id
+from ..wire.listener import dial, interface_address, local_address_towards
+from ..wire.meeting import Meeting
+from ..wire.meeting_client import MeetingClient
+from ..wire.meeting_server import PURPOSE, MeetingServer
+from . import agent_store
+from .address import find_address
+from .environment import Environment
+
+log = logging.getLogger("syncline")
+
+CONNECT_S = 30.0
+"""What making the connections may take at least, however late the last process has come."""
+
+_LATE_S = 5.0
+"""How long a rank 0 that could not join goes on telling why, where no launcher ends the others: processes that are
+started together come within the seconds that importing a framework takes. One that comes later finds nobody, which its
+own error says."""
+
+_ENDS_ALL = frozenset({"syncline", "torchrun", "mpirun"})
+"""Launchers that end all processes when one has ended with an error: nobody else is coming."""
+
+_KNOCK_S = 5.0
+_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 0.5
 
 
-def find_meeting_place(environment: Environment, interface: str | None, timeout: float) -> Environment:
-    """The environment with an address; unchanged when it has one. ``interface`` is the one that rank 0 shall use.
+@dataclass(frozen=True)
+class Joined:
+    """What a process has when it has come to the meeting: its connection, the secret, or a key in place of one."""
 
-    Called by all processes alike. Raises UsageError when there is no way to meet, GroupError after ``timeout`` seconds.
-    """
-    if environment.address or environment.world == 1:
-        return environment
-    one_host = environment.local_world == environment.world
-    if importlib.util.find_spec("mpi4py") is not None:
-        return _over_mpi(environment, interface, one_host, timeout)
-    if one_host and environment.run_id:
-        return replace(environment, address="127.0.0.1", port=derived_port(environment.run_id))
-    raise UsageError(
-        f"{environment.launcher} says that this is process {environment.rank} of {environment.world}, but not where"
-        " they meet: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port on all of them (mpirun -x, or"
-        " -genv), or install mpi4py for the MPI library of this mpirun"
+    client: MeetingClient
+    secret: bytes
+    environment: Environment
+
+
+class MeetingPoint:
+    """This process's way to the meetings of its run; one for all starts of a process."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.asked = environment
+        self._environment: Environment | None = environment if environment.address else None
+        self._kept: socket.socket | None = None  # keeps the port that MPI was told from being given to others
+        self._inherited = environment.meeting_fd
+        self._server: MeetingServer | None = None
+
+    def close(self) -> None:
+        """Serve no longer."""
+        self._end_last()
+        if self._kept is not None:
+            self._kept.close()
+
+    @contextmanager
+    def join(self, run: str, secret: str | bytes | None, interface: str | None, timeout: float) -> Iterator[Joined]:
+        """Come to the meeting of ``run``; what ends the block with an error ends it on every rank, with that text.
+
+        ``secret`` and ``interface`` are those of ``syncline.init``. Raises GroupError when rank 0 cannot be reached
+        within ``timeout`` seconds, UsageError when there is no way to meet.
+        """
+        deadline = time.monotonic() + timeout
+        if self._environment is None:
+            self._environment, self._kept = find_address(self.asked, interface, timeout)
+        environment = self._environment
+        given = secret_bytes(environment.secret if secret is None else secret)
+        self._end_last()
+        if environment.rank == 0:
+            client, given = self._serve(environment, run, given, interface, deadline)
+        else:
+            client, given = _call(environment, run, given, deadline)
+        client.limit(deadline, timeout)
+        try:
+            key = client.enter()
+            yield Joined(client, given or key, environment)
+        except BaseException as error:
+            interrupted = not isinstance(error, Exception)
+            rank = environment.rank
+            client.give_up(f"rank {rank}: {type(error).__name__ if interrupted else error}")
+            if self._server is not None:
+                alone = interrupted or environment.launcher in _ENDS_ALL
+                self._server.close(0.0 if alone else min(_LATE_S, max(0.0, deadline - time.monotonic())))
+            raise
+        finally:
+            client.close()
+        self._end_last()
+
+    def _serve(
+        self, environment: Environment, run: str, secret: bytes, interface: str | None, deadline: float
+    ) -> tuple[MeetingClient, bytes]:
+        """Rank 0's part: open the doors, say where they are, and come in."""
+        limit_s = max(0.0, deadline - time.monotonic())
+        doors = self._open(environment, interface)
+        here = doors[-1].getsockname()
+        key = b""
+        if not secret:
+            log.warning(
+                "no secret is set: whoever reaches rank 0's port, or torchrun's store, can join this run. Set"
+                " SYNCLINE_SECRET to the same random text on all hosts, or use init(secret=)"
+            )
+            key = secrets.token_bytes(32)
+        proof = secret
+        if environment.agent_store and key:
+            proof = key  # told in torchrun's store
+        meeting = Meeting(environment.world, key, environment.where)
+        server = self._server = MeetingServer(doors, run_id(run), proof, meeting, limit_s + 2 * CONNECT_S)
+        try:
+            where = f"{here[0]}:{here[1]}"
+            client = MeetingClient(server.adopt(0, f"serving at {where}"), where, environment.world)
+            if environment.agent_store:
+                told = agent_store.Told(str(here[0]), int(here[1]), key)
+                agent_store.tell(environment, run, told, limit_s)
+        except BaseException:
+            server.close()
+            raise
+        return client, secret
+
+    def _open(self, environment: Environment, interface: str | None) -> list[socket.socket]:
+        """The doors of the meeting: where rank 0's address says, and, as the last, on the interface asked for."""
+        if self._inherited is not None:
+            found, self._inherited = _inherited_door(self._inherited, environment.port), None
+            if found is not None:
+                return [found]
+        port = 0 if environment.agent_store else environment.port
+        if port == 0 and not environment.agent_store:
+            raise UsageError("rank 0 needs a port to meet at: give address=host:port, or MASTER_PORT")
+        addresses = [local_address_towards(environment.address, environment.port or 1)]
+        with contextlib.suppress(UsageError):  # one that there is not is told to all, at the first door
+            if interface and interface_address(interface) not in addresses:
+                addresses.append(interface_address(interface))
+        doors: list[socket.socket] = []
+        try:
+            for address in addresses:
+                try:
+                    doors.append(open_door(address, port, environment.world))
+                except OSError as error:
+                    if not doors or error.errno != errno.EADDRNOTAVAIL:  # such an address is told to all, too
+                        raise
+        except OSError as error:
+            for door in doors:
+                door.close()
+            raise GroupError(
+                f"rank 0 cannot listen on port {port} of {address}: {error.strerror}. Does another run use it, or"
+                " another process that says it is rank 0? Choose a free port (MASTER_PORT, or address=)"
+            ) from error
+        return doors
+
+    def _end_last(self) -> None:
+        """A start is over, or the next one begins after one that has failed."""
+        if self._server is not None:
+            self._server.close()
+            self._server.join()
+            self._server = None
+
+
+def secret_bytes(secret: str | bytes | None) -> bytes:
+    """A secret as bytes, empty where there is none; raises UsageError for one that is given and empty."""
+    if secret is None:
+        return b""
+    if not secret:
+        raise UsageError(
+            "secret= is empty, which proves nothing: give the same random text on all ranks (python -c 'import secrets;"
+            " print(secrets.token_hex(32))'), or leave it out"
+        )
+    return secret.encode() if isinstance(secret, str) else secret
+
+
+def listen_address(environment: Environment, interface: str | None) -> str:
+    """The address of the interface asked for, or the one from which rank 0's machine is reached."""
+    if interface:
+        return interface_address(interface)
+    return local_address_towards(environment.address, environment.port or 1)
+
+
+def _call(environment: Environment, run: str, secret: bytes, deadline: float) -> tuple[MeetingClient, bytes]:
+    """The other ranks' part: find out where the meeting is, and knock until it opens."""
+    limit_s = max(0.0, deadline - time.monotonic())
+    address, port, proof = environment.address, environment.port, secret
+    if environment.agent_store:
+        told = agent_store.hear(environment, run, limit_s)
+        if not secret and not told.key:
+            raise SecretError(_without(environment.rank))
+        address, port, proof = told.address, told.port, secret or told.key
+    rank, where = environment.rank, f"{address}:{port}"
+    pause, why = _PAUSE_S, "not tried"
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            sock = dial((address, port), run_id(run), proof, rank, 0, PURPOSE, max(0.1, min(_KNOCK_S, left)))
+            return MeetingClient(sock, where, environment.world), secret
+        except SecretError as error:
+            if not secret:
+                raise SecretError(_without(rank)) from error
+            raise SecretError(
+                f"rank {rank} has another secret than what answers at {where}, which should be rank 0: give all the"
+                " same SYNCLINE_SECRET or init(secret=)"
+            ) from error
+        except (HandshakeError, OSError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+        if time.monotonic() >= deadline:
+            raise GroupError(
+                f"rank {rank} cannot reach the meeting of rank 0 at {where} within {limit_s:.0f} s: {why}; is rank 0"
+                " running, and are address and port those of its machine?"
+            )
+        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _without(rank: int) -> str:
+    return (
+        f"rank {rank} has no secret, rank 0 has one: set SYNCLINE_SECRET to the same text on all hosts, or give all the"
+        " same init(secret=)"
     )
 
 
-def _over_mpi(environment: Environment, interface: str | None, one_host: bool, timeout: float) -> Environment:
-    from ..transports.mpi import share
-
-    told: dict[str, str | int] = {}
-    listening: int | None = None
-    if environment.rank == 0:
-        address = interface_address(interface) if interface else "127.0.0.1" if one_host else own_address()
-        listening, port = _listen(address)
-        told = {"address": address, "port": port, "run": secrets.token_hex(8), "secret": secrets.token_hex(32)}
-    rank, world = environment.rank, environment.world
-    data = share(json.dumps(told).encode(), rank=rank, world=world, timeout_s=timeout)
-    told = json.loads(data)
-    return replace(
-        environment,
-        address=str(told["address"]),
-        port=int(told["port"]),
-        run_id=environment.run_id or str(told["run"]),
-        store_fd=listening,
-        secret=environment.secret or str(told["secret"]).encode(),
-    )
-
-
-def _listen(address: str) -> tuple[int, int]:
-    """A listening socket, as a descriptor that the store takes over, and its port."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+def _inherited_door(fd: int, port: int) -> socket.socket | None:
+    """The listening socket that the launcher opened; None where the descriptor is another one by now."""
     try:
-        with socket.create_server((address, 0), family=family, backlog=1024) as door:
-            port = int(door.getsockname()[1])
-            return door.detach(), port
-    except OSError as error:
-        raise GroupError(f"rank 0 cannot listen on {address}: {error.strerror}; give another interface=") from error
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return None
+        door = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return None
+    try:
+        listening = door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if listening and door.family in (socket.AF_INET, socket.AF_INET6) and door.getsockname()[1] == port:
+            os.close(fd)
+            return door
+    except OSError:
+        pass
+    door.close()
+    return None

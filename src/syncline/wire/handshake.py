@@ -18,7 +18,7 @@ import secrets
 import struct
 from dataclasses import dataclass
 
-from ..errors import HandshakeError
+from ..errors import HandshakeError, SecretError
 
 MAGIC = b"SYNCLIN1"
 NONCE_BYTES = 24
@@ -74,22 +74,17 @@ def answer(secret: bytes, said: Hello) -> bytes:
 
 
 def check_answer(secret: bytes, said: Hello, reply: bytes) -> bytes:
-    """The dialler's check of the answer; returns its own proof, raises HandshakeError."""
+    """The dialler's check of the answer; returns its own proof, raises SecretError."""
     nonce, proof = reply[:NONCE_BYTES], reply[NONCE_BYTES:]
     if not hmac.compare_digest(proof, _mac(secret, b"listener", said, nonce)):
-        raise HandshakeError("it does not know this run's secret")
+        raise SecretError("it does not know this run's secret")
     return _mac(secret, b"dialler", said, nonce)
 
 
 def check_proof(secret: bytes, said: Hello, reply: bytes, proof: bytes) -> None:
-    """The listener's check of the proof; raises HandshakeError."""
+    """The listener's check of the proof; raises SecretError."""
     if not hmac.compare_digest(proof, _mac(secret, b"dialler", said, reply[:NONCE_BYTES])):
-        raise HandshakeError("it does not know this run's secret")
-
-
-def seal(secret: bytes, text: bytes) -> str:
-    """A signature over a record that others read from a shared store."""
-    return hmac.new(secret, b"record" + text, hashlib.sha256).hexdigest()
+        raise SecretError("it does not know this run's secret")
 
 
 def _mac(secret: bytes, side: bytes, said: Hello, nonce: bytes) -> bytes:

@@ -1,195 +1,91 @@
-"""One process's open doors while a group forms: accepts peers that prove themselves, refuses and logs strangers.
+"""One process's open doors while a group forms, how the others call there, and the addresses of this machine.
 
-A TCP door on one interface only, and an abstract UNIX door for processes that share this network namespace. One thread
-holds all handshakes at once, each with a time limit, and reads no byte more than the handshake has: a stranger who
-connects and says nothing, or half of it, keeps nobody waiting. Of too many unfinished handshakes the oldest is dropped.
-The doors close when the group is complete.
+A TCP door on one interface only, and an abstract UNIX door for processes that share this network namespace. Who may
+come in is decided in ``doors``; the doors close when the group is complete.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import errno
 import os
 import secrets
-import selectors
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Collection
 
-from ..errors import GroupError, HandshakeError, UsageError
+from ..errors import GroupError, HandshakeError, SecretError, UsageError
 from . import handshake
-from .refusals import Refusals
+from .doors import HANDSHAKE_S, Doors, open_door, open_unix_door
 
-log = logging.getLogger("syncline.wire")
-
-HANDSHAKE_S = 5.0
-"""Time limit for one handshake."""
-
-_CALLERS = 256
-"""Handshakes under way at a time."""
-
-_PAUSE_S = 0.05
-
-
-@dataclass(eq=False)
-class _Caller:
-    """A connection in its handshake: what is still to be read, and what was said so far."""
-
-    sock: socket.socket
-    whence: str
-    deadline: float
-    wanted: int = handshake.HELLO_BYTES
-    got: bytes = b""
-    said: handshake.Hello | None = None
-    reply: bytes = b""
-
-
-@dataclass(eq=False)
-class _Doors:
-    """The two listening sockets and who stands in them."""
-
-    tcp: socket.socket
-    unix: socket.socket
-    callers: dict[int, _Caller] = field(default_factory=dict)  # by descriptor, oldest first
+PURPOSES = ("control", "data")
 
 
 class Listener:
-    """Accepts connections for process ``index`` until closed; ``take`` hands them out by peer and purpose."""
+    """Accepts connections for process ``index`` of ``world`` until closed; ``take`` hands them out."""
 
-    def __init__(self, address: str, run: bytes, secret: bytes, index: int, handshake_s: float = HANDSHAKE_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        run: bytes,
+        secret: bytes,
+        index: int,
+        world: int,
+        handshake_s: float = HANDSHAKE_S,
+    ) -> None:
         """Open the doors; raises UsageError when ``address`` is not one of this machine's."""
-        self._run, self._secret, self._index = run, secret, index
-        self._handshake_s = handshake_s
+        self._world = world
         self._came = threading.Condition()
         self._ready: dict[tuple[int, str], socket.socket] = {}
-        self._closing = False
-        self._refusals = Refusals(log)
-        tcp = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        try:
-            tcp.bind((address, 0))
-        except OSError as error:
-            tcp.close()
-            raise UsageError(f"cannot listen on {address}: {error.strerror}; give another interface=") from error
         self.address: str = address
-        self.port: int = tcp.getsockname()[1]
         self.unix = f"syncline-{secrets.token_hex(12)}"
-        self._doors = _Doors(tcp, socket.socket(socket.AF_UNIX))
-        self._doors.unix.bind(f"\0{self.unix}")
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell, selectors.EVENT_READ)
-        for door in (self._doors.tcp, self._doors.unix):
-            door.listen(128)
-            door.setblocking(False)
-            self._selector.register(door, selectors.EVENT_READ, self._accept)
-        self._thread = threading.Thread(target=self._serve, name="syncline-listener", daemon=True)
-        self._thread.start()
+        try:
+            tcp = open_door(address, world=world)
+        except OSError as error:
+            raise UsageError(f"cannot listen on {address}: {error.strerror}; give another interface=") from error
+        self.port: int = tcp.getsockname()[1]
+        with contextlib.ExitStack() as undo:
+            undo.callback(tcp.close)
+            doors = tcp, open_unix_door(self.unix, world)
+            undo.callback(doors[1].close)
+            self._doors = Doors(
+                doors, run, secret, index, self._admit, check=self._check, world=world, handshake_s=handshake_s
+            )
+            undo.pop_all()
 
     def take(self, peer: int, purpose: str, timeout: float) -> socket.socket | None:
         """The connection that ``peer`` opened for ``purpose``; None when it has not come within ``timeout``."""
+        return self.take_some((peer,), purpose, timeout).get(peer)
+
+    def take_some(self, peers: Collection[int], purpose: str, timeout: float) -> dict[int, socket.socket]:
+        """The connections that any of ``peers`` have opened for ``purpose``; waits up to ``timeout`` for one."""
+
+        def there() -> list[int]:
+            return [peer for peer in peers if (peer, purpose) in self._ready]
+
         with self._came:
-            self._came.wait_for(lambda: (peer, purpose) in self._ready, timeout)
-            return self._ready.pop((peer, purpose), None)
+            self._came.wait_for(there, timeout)
+            return {peer: self._ready.pop((peer, purpose)) for peer in there()}
 
     def close(self) -> None:
         """Close the doors, unfinished handshakes, and what nobody took. May be called again."""
-        if self._closing:
-            return
-        self._closing = True
-        os.eventfd_write(self._bell, 1)
-        self._thread.join()
-        self._selector.close()
-        os.close(self._bell)
-        left = [caller.sock for caller in self._doors.callers.values()]
-        for sock in (self._doors.tcp, self._doors.unix, *left, *self._ready.values()):
+        self._doors.close()
+        for sock in self._ready.values():
             sock.close()
         self._ready.clear()
-        self._refusals.close()
 
-    def _serve(self) -> None:
-        callers = self._doors.callers
-        while not self._closing:
-            # All have the same time limit: the oldest, which is the first, ends first.
-            first = next(iter(callers.values()), None)
-            limit = None if first is None else max(0.0, first.deadline - time.monotonic())
-            for key, _ in self._selector.select(limit):
-                if isinstance(key.data, _Caller):
-                    if callers.get(key.fd) is key.data:  # not dropped in this very turn
-                        self._hear(key.data)
-                elif key.data is not None:
-                    key.data(key.fileobj)
-            now = time.monotonic()
-            for caller in [caller for caller in callers.values() if caller.deadline <= now]:
-                self._refuse(caller, f"it fell silent during the handshake, {_progress(caller)}")
-
-    def _accept(self, door: socket.socket) -> None:
-        try:
-            sock, whence = door.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._refusals.add("somebody", f"cannot accept it: {error.strerror}")
-            time.sleep(_PAUSE_S)  # out of descriptors: a while later some may be free
-            return
-        if len(self._doors.callers) >= _CALLERS:
-            self._refuse(next(iter(self._doors.callers.values())), "too many handshakes are unfinished")
-        sock.setblocking(False)
-        name = f"{whence[0]}:{whence[1]}" if isinstance(whence, tuple) else "this machine"
-        caller = _Caller(sock, name, time.monotonic() + self._handshake_s)
-        self._doors.callers[sock.fileno()] = caller
-        self._selector.register(sock, selectors.EVENT_READ, caller)
-
-    def _hear(self, caller: _Caller) -> None:
-        """Read what a caller says, and answer when it is complete."""
-        try:
-            part = caller.sock.recv(caller.wanted - len(caller.got))
-            if not part:
-                raise HandshakeError(f"it closed the connection during the handshake, {_progress(caller)}")
-            caller.got += part
-            if len(caller.got) == caller.wanted:
-                self._answer(caller)
-        except BlockingIOError:
-            return
-        except (HandshakeError, OSError) as error:
-            self._refuse(caller, str(error))
-
-    def _answer(self, caller: _Caller) -> None:
-        raw, caller.got = caller.got, b""
-        if caller.said is None:
-            said = handshake.read_hello(raw)
-            if said.run != self._run:
-                raise HandshakeError("it belongs to another run")
-            if said.target != self._index:
-                raise HandshakeError(f"it looks for rank {said.target}, this is rank {self._index}")
-            caller.said, caller.reply = said, handshake.answer(self._secret, said)
-            caller.wanted = handshake.MAC_BYTES
-            caller.sock.sendall(caller.reply)  # fits any socket's empty buffer
-            return
-        handshake.check_proof(self._secret, caller.said, caller.reply, raw)
-        key = caller.said.source, caller.said.purpose
+    def _check(self, said: handshake.Hello) -> None:
+        if said.source >= self._world or said.purpose not in PURPOSES:
+            raise HandshakeError(f"rank {said.source} of {self._world} has nothing to connect for {said.purpose!r}")
         with self._came:
-            if key in self._ready:
-                raise HandshakeError(f"rank {caller.said.source} is connected already")
-            caller.sock.sendall(handshake.WELCOME)
-            self._forget(caller)
-            caller.sock.setblocking(True)
-            self._ready[key] = caller.sock
+            if (said.source, said.purpose) in self._ready:
+                raise HandshakeError(f"rank {said.source} is connected already")
+
+    def _admit(self, said: handshake.Hello, sock: socket.socket, whence: str) -> None:  # noqa: ARG002
+        with self._came:
+            self._ready[said.source, said.purpose] = sock
             self._came.notify_all()
-
-    def _refuse(self, caller: _Caller, why: str) -> None:
-        self._refusals.add(caller.whence, why)
-        self._forget(caller)
-        caller.sock.close()
-
-    def _forget(self, caller: _Caller) -> None:
-        self._selector.unregister(caller.sock)
-        del self._doors.callers[caller.sock.fileno()]
-
-
-def _progress(caller: _Caller) -> str:
-    return f"after {len(caller.got)} of {caller.wanted} bytes"
 
 
 def dial(
@@ -197,8 +93,8 @@ def dial(
 ) -> socket.socket:
     """Connect to a listener and prove ourselves.
 
-    ``where`` is an address and port, or the name of an abstract UNIX socket. Raises OSError when nobody is there and
-    HandshakeError when the other end refuses or cannot prove itself.
+    ``where`` is an address and port, or the name of an abstract UNIX socket. Raises OSError when nobody is there,
+    HandshakeError when the other end hangs up, and SecretError when it proves to hold another secret, or none.
     """
     deadline = time.monotonic() + timeout
     if isinstance(where, str):
@@ -211,10 +107,19 @@ def dial(
         undo.callback(sock.close)
         sock.settimeout(timeout)
         sock.connect(end)
+        if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
+            # Nobody listens, and the kernel has given this end the very port that it calls.
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         said = handshake.hello(run, source, target, purpose)
         sock.sendall(said.raw)
         reply = read_exactly(sock, handshake.ANSWER_BYTES, deadline)
-        sock.sendall(handshake.check_answer(secret, said, reply))
+        try:
+            proof = handshake.check_answer(secret, said, reply)
+        except SecretError:
+            with contextlib.suppress(OSError):
+                sock.sendall(bytes(handshake.MAC_BYTES))  # proves nothing, and lets the other end say who was refused
+            raise
+        sock.sendall(proof)
         if read_exactly(sock, 1, deadline) != handshake.WELCOME:
             raise HandshakeError("it refused this connection")
         sock.settimeout(None)

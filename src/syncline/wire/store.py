@@ -1,7 +1,7 @@
-"""The small shared notebook in which the processes of a run find each other.
+"""The small shared notebook in which a message library's processes find each other.
 
-Launchers bring one (torchrun's TCPStore); everything here needs only the three calls below, and a dictionary between
-threads serves as well.
+Between processes it is the meeting (``meeting_client``), which keeps little and for the start only; between threads a
+dictionary.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Store(Protocol):
-    """Keys and values that all processes of a run see. No call blocks for long."""
+    """Keys and values that all processes of a run see. Every call has a time limit."""
 
     def set(self, key: str, value: bytes) -> None:
         """Write a value."""

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from ..errors import PeerError, PeerLost
 from .beats import Beats
-from .rollcall import Member, Roll
+from .member import Member, Roll
 
 LIVENESS_S = 8.0
 """Default limit after which a peer that gives no sign of life is lost."""
@@ -101,9 +101,6 @@ class Watcher:
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._selector.register(sock, selectors.EVENT_READ, peer)
-        self._launcher = _launcher_pidfd()
-        if self._launcher is not None:
-            self._selector.register(self._launcher, selectors.EVENT_READ, "launcher")
         self._thread = threading.Thread(target=self._watch, name="syncline-watcher", daemon=True)
 
     def start(self) -> None:
@@ -155,7 +152,7 @@ class Watcher:
         """In a forked child: let go of the parent's connections without a word."""
         for sock in self._socks.values():
             sock.close()
-        for fd in (self._bell, self._launcher, None if self._beats is None else self._beats.bell):
+        for fd in (self._bell, None if self._beats is None else self._beats.bell):
             if fd is not None:
                 with contextlib.suppress(OSError):
                     os.close(fd)
@@ -188,9 +185,7 @@ class Watcher:
         try:
             while not self._closing or self._lingering():
                 for key, _ in self._selector.select(_LINGER_S if self._closing else tick):
-                    if key.data == "launcher":
-                        self._end("syncline: the launcher is gone, ending")
-                    elif key.data is not None:
+                    if key.data is not None:
                         self._read(key.data)
                 now = time.monotonic()
                 if now - last >= tick and not self._closing:
@@ -205,8 +200,6 @@ class Watcher:
             for sock in self._socks.values():
                 sock.close()
             os.close(self._bell)
-            if self._launcher is not None:
-                os.close(self._launcher)
 
     def _lingering(self) -> bool:
         return self.failure is None and bool(self._open) and time.monotonic() < self._linger_until
@@ -310,14 +303,3 @@ def _is_stopped(pid: int) -> bool:
     except OSError:
         return False  # its closed connection tells that it died
     return stat[stat.rindex(b")") + 2 : stat.rindex(b")") + 3] == b"T"
-
-
-def _launcher_pidfd() -> int | None:
-    """A descriptor that becomes readable when the local launcher ends."""
-    pid = os.environ.get("SYNCLINE_LAUNCHER", "")
-    if not pid.isdigit() or int(pid) != os.getppid():
-        return None
-    try:
-        return os.pidfd_open(int(pid))
-    except OSError:
-        return None

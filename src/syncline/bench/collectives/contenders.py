@@ -156,9 +156,7 @@ class Syncline:
         self._kind = collective(seat.collective)
         self._seat = seat
         self._asked = name.strategy
-        self._session = connect_session(
-            self._asked, environment, seat.store, run, interface=os.environ.get("SYNCLINE_INTERFACE")
-        )
+        self._session = connect_session(self._asked, seat.point, run, interface=os.environ.get("SYNCLINE_INTERFACE"))
         self._memory: Array = self._session.engine.allocate(4 * seat.elements, np.dtype(np.float32))
         self._array = self._memory
         self._compression: Compression | None = None

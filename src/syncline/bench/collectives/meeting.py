@@ -6,10 +6,13 @@ when it is at work. No key is used twice, so nobody can read an old value.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
-from ...launch.store import TorchStore
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 Table = NDArray[np.float64]
 
@@ -17,7 +20,7 @@ Table = NDArray[np.float64]
 class Meeting:
     """One rank's view of the meetings; all ranks make the same calls in the same order."""
 
-    def __init__(self, store: TorchStore, rank: int, world: int) -> None:
+    def __init__(self, store: TCPStore, rank: int, world: int) -> None:
         self._store, self.rank, self.world = store, rank, world
         self._round = 0
 
@@ -34,14 +37,14 @@ class Meeting:
         """The last meeting: rank 0, which serves the store, returns when nobody will ask it for anything any more."""
         mine = f"bench/left/{self.rank}"
         if self.rank:
-            self._store.set(mine, b"x")
+            self._store.set(mine, "x")
         elif self.world > 1:
-            self._store.raw.wait([f"bench/left/{rank}" for rank in range(1, self.world)])
+            self._store.wait([f"bench/left/{rank}" for rank in range(1, self.world)])
 
     def share(self, mine: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order; none may be empty, which the store takes 0.4 s to hand out."""
         self._round += 1
         keys = [f"bench/round/{self._round}/{rank}" for rank in range(self.world)]
-        self._store.set(keys[self.rank], mine)
-        self._store.raw.wait(keys)
-        return [bytes(self._store.raw.get(key)) for key in keys]
+        self._store.set(keys[self.rank], mine)  # type: ignore[arg-type]  # bytes are what it keeps
+        self._store.wait(keys)
+        return [bytes(self._store.get(key)) for key in keys]

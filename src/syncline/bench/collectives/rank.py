@@ -6,7 +6,6 @@ Owns the course of a repetition: whose turn it is, what is timed and what is che
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import sys
@@ -19,9 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from ...launch.environment import Environment, recognise
-from ...launch.store import TorchStore, listen_address, open_store
+from ...launch.meeting import MeetingPoint, listen_address
+from ...launch.placement import bind_here
 from ..messages import Sender, reports_path
 from ..peers import Array, Contender, Seat
+from ..store import open_store
 from .contenders import Name, connect, read_name
 from .kinds import Collective, collective
 from .meeting import Meeting
@@ -59,7 +60,7 @@ def main(text: str) -> None:
 
 
 def _under_mpi(work: Work) -> Environment:
-    """This rank's place as MPI numbers it; rank 0's store listens on a port that MPI tells the others."""
+    """This rank's place as MPI numbers it; MPI tells the ports of rank 0 for the meeting and for torch's store."""
     import mpi4py
 
     names = [read_name(text) for text in work.contenders]
@@ -68,14 +69,17 @@ def _under_mpi(work: Work) -> Environment:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    rank, port = world.Get_rank(), np.zeros(1, np.int32)
-    listener = None
+    rank, ports = world.Get_rank(), np.zeros(2, np.int32)
     if rank == 0:
-        listener = socket.create_server((work.address, 0), backlog=world.Get_size() + 128)
-        port[0] = listener.getsockname()[1]
-    world.Bcast(port, 0)
-    found = recognise(rank=rank, world_size=world.Get_size(), address=f"{work.address}:{port[0]}")
-    return found if listener is None else dataclasses.replace(found, store_fd=listener.detach())
+        _kept.extend(bind_here(work.address) for _ in ports)
+        ports[:] = [sock.getsockname()[1] for sock in _kept]
+    world.Bcast(ports, 0)
+    os.environ["MASTER_PORT"] = str(ports[1])
+    return recognise(rank=rank, world_size=world.Get_size(), address=f"{work.address}:{ports[0]}")
+
+
+_kept: list[socket.socket] = []
+"""Keep the ports from being given to others before rank 0 listens there, and between its starts."""
 
 
 class _Bench:
@@ -89,10 +93,9 @@ class _Bench:
         self._kind: Collective = collective(work.collective)
         self._rank, self._world = environment.rank, environment.world
         self._before = pss_bytes()
-        store = open_store(environment, _TIMEOUT_S)
-        assert isinstance(store, TorchStore)
-        self._store = store
-        self._meeting = Meeting(store, self._rank, self._world)
+        self._store = open_store(environment, _TIMEOUT_S)
+        self._point = MeetingPoint(environment)
+        self._meeting = Meeting(self._store, self._rank, self._world)
         self._turn = Turn(work.folder) if self._rank == 0 else None
         self._names: list[Name] = [read_name(text) for text in work.contenders]
         self._contenders: list[Contender] = []
@@ -102,7 +105,7 @@ class _Bench:
         """Make all contenders, each with an array of the greatest size it will need."""
         greatest = max(nbytes for nbytes, _ in self._work.cells)
         elements = self._kind.elements(self._world, greatest)
-        seat = Seat(self._rank, self._world, self._store, self._kind.name, elements)
+        seat = Seat(self._rank, self._world, self._store, self._point, self._kind.name, elements)
         for number, name in enumerate(self._names):
             self._begin(number, 0)
             self._contenders.append(connect(name, number, seat, self._environment))

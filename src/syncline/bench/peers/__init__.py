@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ...launch.meeting import MeetingPoint
+
 Array = NDArray[np.float32]
 
 
@@ -29,13 +31,14 @@ Array = NDArray[np.float32]
 class Seat:
     """One rank's place in a bench, for a library to connect from.
 
-    ``store`` is the TorchStore in which the ranks meet (``store.raw`` is torch's own), ``elements`` the greatest number
-    that will be asked for.
+    ``store`` is torch's store of these ranks, ``point`` where Syncline's own processes meet, ``elements`` the greatest
+    number that will be asked for.
     """
 
     rank: int
     world: int
     store: Any
+    point: MeetingPoint
     collective: str
     elements: int
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import UsageError
 from ...launch.environment import Environment, recognise
-from ...launch.store import TorchStore, open_store
 from ...registry import register
 from ...types import Size
+from ..store import open_store
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -63,9 +63,7 @@ class Member:
         self._peer, self._dist = peer, dist
         if environment.address.startswith("127."):
             os.environ.setdefault(_INTERFACE, "lo")
-        store = open_store(environment, _TIMEOUT_S)
-        assert isinstance(store, TorchStore)
-        prefix = dist.PrefixStore("ddp", store.raw)  # type: ignore[no-untyped-call,attr-defined,unused-ignore]
+        prefix = dist.PrefixStore("ddp", open_store(environment, _TIMEOUT_S))  # type: ignore[no-untyped-call,attr-defined,unused-ignore]
         dist.init_process_group("gloo", store=prefix, rank=environment.rank, world_size=environment.world)
 
     def rank(self) -> int:

@@ -28,7 +28,7 @@ class GlooNative:
 
         self._dist: Any = dist
         self._seat = seat
-        store = self._dist.PrefixStore("gloo", seat.store.raw)
+        store = self._dist.PrefixStore("gloo", seat.store)
         dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.world)
         self._memory = torch.zeros(seat.elements)
         self._own = torch.zeros(seat.elements // seat.world if seat.collective == "reduce-scatter" else 0)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from syncline.errors import UsageError
+from syncline.launch.address import find_address
 from syncline.launch.environment import Environment, derived_port
-from syncline.launch.meeting import find_meeting_place
 
 ONE_HOST = Environment("mpirun", 1, 2, 1, 2, "", 0, "prterun-a-1@1")
 
@@ -22,14 +22,14 @@ def no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_given_address_stays() -> None:
     given = Environment("srun", 1, 2, 0, 1, "node0", 4000)
-    assert find_meeting_place(given, None, 1.0) is given
+    assert find_address(given, None, 1.0) == (given, None)
     alone = Environment("mpirun")
-    assert find_meeting_place(alone, None, 1.0) is alone
+    assert find_address(alone, None, 1.0) == (alone, None)
 
 
 @pytest.mark.usefixtures("no_mpi")
 def test_one_host_without_mpi4py_meets_at_a_derived_port() -> None:
-    found = find_meeting_place(ONE_HOST, None, 1.0)
+    found, _ = find_address(ONE_HOST, None, 1.0)
     assert (found.address, found.port) == ("127.0.0.1", derived_port("prterun-a-1@1"))
 
 
@@ -39,4 +39,4 @@ def test_no_way_to_meet_says_what_is_missing(changes: dict[str, Any]) -> None:
     from dataclasses import replace
 
     with pytest.raises(UsageError, match=r"process 1 of 2.*MASTER_ADDR.*MASTER_PORT.*mpi4py"):
-        find_meeting_place(replace(ONE_HOST, **changes), None, 1.0)
+        find_address(replace(ONE_HOST, **changes), None, 1.0)

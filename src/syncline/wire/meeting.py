@@ -1,0 +1,407 @@
+"""The meeting as a state machine: who has come, who may say what, and when it is over. No sockets, threads or clocks.
+
+Processes that have proved that they hold the run's secret meet at process 0:
+
+    meeting -> process r    welcome             the key that connections are proved with, where the run has no secret
+    process r -> meeting    record              who it is: first, and once
+    meeting -> process r    roll                the records of all, once all have come
+    process r -> meeting    set, get, add       notes that a message library's processes leave for each other;
+    meeting -> process r    value or nothing    every one is answered before the next is read
+    process r -> meeting    through             its connections stand
+    meeting -> process r    over                all are through
+
+and at any time ``fault``: a process cannot join, and why, or, from the meeting, why this run does not start. The first
+fault is the one that all read, those too that come later. ``late`` asks the meeting to say who is missing, because the
+process's time is over.
+
+A frame is a kind (1 byte), a length (4 bytes) and as many bytes. Nobody is believed more than they have proved: every
+kind has a greatest length, which is checked before anything is kept; a process says who it is in its own place only;
+what it may leave in notes is bounded, and its own. One that breaks these rules ends the start for all, and is named.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ..errors import RollCallError
+from .member import Member, check_member, read_member
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    RECORD = 1
+    THROUGH = 2
+    FAULT = 3
+    LATE = 4
+    SET = 5
+    GET = 6
+    ADD = 7
+    ROLL = 8
+    OVER = 9
+    VALUE = 10
+    NOTHING = 11
+    WELCOME = 12
+
+
+class State(enum.Enum):
+    """How far a process has come."""
+
+    PROVED = "before its record"
+    COME = "before the roll"
+    CALLED = "while the connections are made"
+    THROUGH = "after its connections stood"
+
+
+SECRET_BYTES = 64
+RECORD_BYTES = 1 << 14
+FAULT_BYTES = 4000
+KEY_BYTES = 512
+VALUE_BYTES = 1 << 20
+NOTES_BYTES = 2 << 20
+"""What one process may leave in notes, keys included and each counted with NOTE_BYTES more."""
+NOTE_BYTES = 64
+_NAMED = 16
+"""Missing processes that an error names; of more it tells the number."""
+
+_HEAD = struct.Struct("<BI")
+_KEY = struct.Struct("<H")
+AMOUNT = struct.Struct("<q")
+
+HEARD: Mapping[Kind, int] = {
+    Kind.RECORD: RECORD_BYTES,
+    Kind.THROUGH: 0,
+    Kind.FAULT: FAULT_BYTES,
+    Kind.LATE: 16,
+    Kind.SET: _KEY.size + KEY_BYTES + VALUE_BYTES,
+    Kind.GET: _KEY.size + KEY_BYTES,
+    Kind.ADD: _KEY.size + KEY_BYTES + AMOUNT.size,
+}
+"""What processes may say, and the greatest length of each."""
+
+_MAY: Mapping[State, frozenset[Kind]] = {
+    State.PROVED: frozenset({Kind.RECORD, Kind.FAULT}),
+    State.COME: frozenset({Kind.FAULT, Kind.LATE}),
+    State.CALLED: frozenset({Kind.SET, Kind.GET, Kind.ADD, Kind.THROUGH, Kind.FAULT, Kind.LATE}),
+    State.THROUGH: frozenset({Kind.FAULT, Kind.LATE}),
+}
+
+
+def told(world: int) -> Mapping[Kind, int]:
+    """What the meeting of so many processes may say, and the greatest length of each."""
+    roll = (world + 1) * (RECORD_BYTES + 2)
+    return {
+        Kind.WELCOME: SECRET_BYTES,
+        Kind.ROLL: roll,
+        Kind.OVER: 0,
+        Kind.FAULT: FAULT_BYTES,
+        Kind.VALUE: VALUE_BYTES,
+        Kind.NOTHING: 0,
+    }
+
+
+class Broken(Exception):
+    """What was said breaks the rules of the meeting; the text says which."""
+
+
+def frame(kind: Kind, body: bytes = b"") -> bytes:
+    """A frame as it travels."""
+    return _HEAD.pack(kind, len(body)) + body
+
+
+def fault_frame(text: str) -> bytes:
+    """A fault, cut to what may travel."""
+    return frame(Kind.FAULT, text.encode(errors="replace")[:FAULT_BYTES].decode(errors="ignore").encode())
+
+
+def note(key: str, value: bytes = b"") -> bytes:
+    """The body of ``set``, ``get`` and ``add``; ValueError for a key or value that is too long."""
+    name = key.encode()
+    if len(name) > KEY_BYTES or len(value) > VALUE_BYTES:
+        raise ValueError(f"a note of {len(name)} and {len(value)} bytes: {KEY_BYTES} and {VALUE_BYTES} are the most")
+    return _KEY.pack(len(name)) + name + value
+
+
+def _read_note(body: bytes) -> tuple[bytes, bytes]:
+    if len(body) < _KEY.size or (size := _KEY.unpack_from(body)[0]) > min(KEY_BYTES, len(body) - _KEY.size):
+        raise Broken("left a note without a key")
+    return body[_KEY.size : _KEY.size + size], body[_KEY.size + size :]
+
+
+class Frames:
+    """Cuts what arrives into frames; raises Broken at a kind or length that ``limits`` does not have."""
+
+    def __init__(self, limits: Mapping[Kind, int]) -> None:
+        self._limits = limits
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Take what has arrived."""
+        self._buffer += data
+
+    def take(self) -> tuple[Kind, bytes] | None:
+        """The next frame, None while it is not complete."""
+        if len(self._buffer) < _HEAD.size:
+            return None
+        number, size = _HEAD.unpack_from(self._buffer)
+        if number not in self._limits:
+            raise Broken(f"said something unknown (kind {number})")
+        kind = Kind(number)
+        if size > self._limits[kind]:
+            raise Broken(f"announced {size} bytes of {kind.name.lower()}, where {self._limits[kind]} are the most")
+        if len(self._buffer) < _HEAD.size + size:
+            return None
+        body = bytes(self._buffer[_HEAD.size : _HEAD.size + size])
+        del self._buffer[: _HEAD.size + size]
+        return kind, body
+
+
+@dataclass(frozen=True)
+class Say:
+    """Send a frame to a caller."""
+
+    caller: int
+    frame: bytes
+
+
+@dataclass(frozen=True)
+class Dismiss:
+    """Nothing more will be said to a caller: it is to hang up when it has read what was said."""
+
+    caller: int
+
+
+Action = Say | Dismiss
+
+
+@dataclass
+class _Caller:
+    """A connection that has proved itself as ``rank``'s."""
+
+    rank: int
+    whence: str
+    state: State = State.PROVED
+    member: Member | None = None
+    kept_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        where = self.whence if self.member is None else self.member.where
+        return f"rank {self.rank} ({where})"
+
+
+@dataclass
+class Meeting:
+    """A run's meeting of ``world`` processes; callers are told apart by numbers of their connections.
+
+    ``key`` is given to all that come, where there is no secret to prove connections with. ``hint`` says where a
+    rank was expected (`` (node 1)``).
+    """
+
+    world: int
+    key: bytes = b""
+    hint: Callable[[int], str] = lambda _: ""
+    fault: str | None = None
+    over: bool = False
+    refused: dict[int, str] = field(default_factory=dict)  # by the rank that was claimed: by whom, and why not believed
+    _callers: dict[int, _Caller] = field(default_factory=dict)
+    _come: dict[int, _Caller] = field(default_factory=dict)  # by rank
+    _told: set[int] = field(default_factory=set)  # ranks that the fault was said to
+    _notes: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # whose, and what
+    _counters: dict[bytes, int] = field(default_factory=dict)
+
+    @property
+    def awaited(self) -> bool:
+        """After a fault: whether there are ranks that have not come to read it."""
+        return len(self._told) < self.world
+
+    def enter(self, caller: int, rank: int, whence: str) -> Iterator[Action]:
+        """A connection has proved itself as ``rank``'s; ``whence`` is for messages."""
+        self._callers[caller] = _Caller(rank, whence)
+        if self.fault is not None:
+            yield from self._tell_fault(caller)
+        else:
+            yield Say(caller, frame(Kind.WELCOME, self.key))
+
+    def hear(self, caller: int, kind: Kind, body: bytes) -> Iterator[Action]:
+        """A caller has said something."""
+        who = self._callers[caller]
+        if self.fault is not None or self.over:
+            return  # it has not read the end yet
+        try:
+            if kind not in _MAY[who.state]:
+                raise Broken(f"said {kind.name.lower()} {who.state.value}")
+            yield from self._obey(caller, who, kind, body)
+        except Broken as broken:
+            yield from self.break_off(caller, str(broken))
+
+    def break_off(self, caller: int, how: str) -> Iterator[Action]:
+        """A caller has broken the rules."""
+        yield from self.fail(
+            f"{self._callers[caller].name} broke the rules of the meeting: it {how}; does it run another version of"
+            " Syncline?"
+        )
+
+    def leave(self, caller: int) -> Iterator[Action]:
+        """A caller's connection has closed."""
+        who = self._callers.pop(caller)
+        if who.state is not State.PROVED and not self.over:
+            yield from self.fail(f"{who.name} ended while the processes were meeting; see what it printed")
+
+    def fail(self, text: str) -> Iterator[Action]:
+        """This run does not start: all that have come, and all that will, read why. The first text stays."""
+        if self.fault is None and not self.over:
+            self.fault = text
+            for caller in list(self._callers):
+                yield from self._tell_fault(caller)
+
+    def missing(self, limit_s: float) -> str:
+        """What is wrong when the time of a process is over."""
+        if len(self._come) == self.world:
+            late = [who.name for _, who in sorted(self._come.items()) if who.state is not State.THROUGH]
+            return f"all have come, but these have no connections to all others within {limit_s:.0f} s: {_some(late)}"
+        absent = [rank for rank in range(self.world) if rank not in self._come]
+        notes = [f"rank {rank}{self.hint(rank)}{self._seen(rank)}" for rank in absent]
+        return (
+            f"after {limit_s:.0f} s {len(absent)} of {self.world} processes have not come: {_some(notes)}; see what"
+            " they printed, or give more time with init(timeout=)"
+        )
+
+    def _seen(self, rank: int) -> str:
+        """What is known of a rank that has not come."""
+        silent = [who.whence for who in self._callers.values() if who.rank == rank]
+        if silent:
+            return f" (it has connected, {silent[0]}, and not said who it is)"
+        return f" ({self.refused[rank]})" if rank in self.refused else ""
+
+    def _tell_fault(self, caller: int) -> Iterator[Action]:
+        assert self.fault is not None
+        self._told.add(self._callers[caller].rank)
+        yield Say(caller, fault_frame(self.fault))
+        yield Dismiss(caller)
+
+    def _obey(self, caller: int, who: _Caller, kind: Kind, body: bytes) -> Iterator[Action]:
+        match kind:
+            case Kind.RECORD:
+                yield from self._admit(who, body)
+            case Kind.THROUGH:
+                who.state = State.THROUGH
+                if all(other.state is State.THROUGH for other in self._come.values()):
+                    self.over = True
+                    for number in self._callers:
+                        yield Say(number, frame(Kind.OVER))
+                        yield Dismiss(number)
+            case Kind.FAULT:
+                yield from self.fail(body.decode(errors="replace"))
+            case Kind.LATE:
+                if not body.isdigit():
+                    raise Broken("has a time limit that is no number")
+                yield from self.fail(self.missing(int(body)))
+            case _:
+                yield Say(caller, self._answer(who, kind, body))
+
+    def _admit(self, who: _Caller, body: bytes) -> Iterator[Action]:
+        """A record: its process has come, unless it does not belong here."""
+        try:
+            member = read_member(body)
+        except RollCallError as error:
+            yield from self.fail(f"{who.name}: {error}")
+            return
+        if member.index != who.rank:
+            raise Broken(f"says that it is rank {member.index}")
+        first = self._come.get(who.rank)
+        who.member = member
+        if first is not None and first is not who:
+            assert first.member is not None
+            yield from self.fail(
+                f"rank {who.rank} is taken by {first.member.where}; {member.where} claims it too: give every process"
+                " its own"
+            )
+            return
+        if member.world != self.world:
+            yield from self.fail(
+                f"{who.name} counts {member.world} processes, rank 0 counts {self.world}: give all the same world size"
+            )
+            return
+        if who.rank >= self.world:
+            raise Broken(f"is none of the {self.world} processes")
+        self._come[who.rank] = who
+        who.state = State.COME
+        yield from self._compare(who)
+        if len(self._come) == self.world and self.fault is None:
+            yield from self._call()
+
+    def _compare(self, who: _Caller) -> Iterator[Action]:
+        """The terms of all are those of rank 0, as soon as it has come."""
+        first = self._come.get(0)
+        if first is None or first.member is None:
+            return
+        mine = first.member.terms
+        for other in [who] if who is not first else list(self._come.values()):
+            assert other.member is not None
+            theirs = other.member.terms
+            for term in sorted(mine.keys() | theirs.keys()):
+                if theirs.get(term) != mine.get(term):
+                    yield from self.fail(
+                        f"{other.name} has {term} {theirs.get(term)!r}, {first.name} has {mine.get(term)!r}: all ranks"
+                        " need the same"
+                    )
+                    return
+
+    def _call(self) -> Iterator[Action]:
+        members = [self._come[rank].member for rank in range(self.world)]
+        texts = [member.to_text() for member in members if member is not None]
+        roll = frame(Kind.ROLL, f"[{','.join(texts)}]".encode())
+        for caller, who in self._callers.items():
+            if who.state is State.COME:
+                who.state = State.CALLED
+                yield Say(caller, roll)  # the same bytes for all: nothing is copied
+
+    def _answer(self, who: _Caller, kind: Kind, body: bytes) -> bytes:
+        """The notes: what a process writes is its own to write again, and counted against its room."""
+        key, rest = _read_note(body)
+        if kind is Kind.GET:
+            if rest:
+                raise Broken("asked for a note with a value")
+            return frame(Kind.VALUE, self._notes[key][1]) if key in self._notes else frame(Kind.NOTHING)
+        if kind is Kind.SET:
+            owner, before = self._notes.get(key, (who.rank, None))
+            if owner != who.rank:
+                raise Broken(f"wrote over a note of rank {owner}")
+            self._charge(who, len(rest) - len(before) if before is not None else len(key) + len(rest) + NOTE_BYTES)
+            self._notes[key] = who.rank, rest
+            return frame(Kind.VALUE)
+        if len(rest) != AMOUNT.size:
+            raise Broken("counted by what is no number")
+        if key not in self._counters:
+            self._charge(who, len(key) + NOTE_BYTES)
+        count = self._counters.get(key, 0) + AMOUNT.unpack(rest)[0]
+        if not -(1 << 63) <= count < 1 << 63:
+            raise Broken("counted too far")
+        self._counters[key] = count
+        return frame(Kind.VALUE, AMOUNT.pack(count))
+
+    def _charge(self, who: _Caller, nbytes: int) -> None:
+        who.kept_bytes += nbytes
+        if who.kept_bytes > NOTES_BYTES:
+            raise Broken(f"left more than {NOTES_BYTES} bytes in notes")
+
+
+def read_roll(body: bytes, world: int) -> tuple[Member, ...]:
+    """The members of a roll; raises RollCallError when it is none of ``world`` processes."""
+    try:
+        members = tuple(check_member(member) for member in json.loads(body))
+        if [member.index for member in members] != list(range(world)):
+            raise ValueError
+        return members
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RollCallError("the roll is not one of this version: does rank 0 run another version?") from error
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,222 @@
+"""Serving a meeting: the doors, one connection per process that has proved itself, and a thread that turns them.
+
+Owns sockets and the limits of time; what is said is ``meeting``'s to decide. Nobody is waited for: what a process does
+not read stays in its own queue, and it is not listened to meanwhile, so that it can make the meeting keep no more than
+the roll, a note and a fault. The doors are closed before any process is told that all are through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import HandshakeError
+from .doors import Doors
+from .handshake import Hello
+from .meeting import HEARD, Action, Broken, Frames, Meeting, Say
+
+PURPOSE = "meeting"
+
+_READ_S = 2.0
+"""How long a process that was told the end may take to read it."""
+
+_MORE = 64
+"""Connections that have proved themselves, beside two for every process."""
+
+_READ_BYTES = 1 << 16
+
+
+@dataclass(eq=False)
+class _Line:
+    """A connection that has proved itself."""
+
+    number: int
+    sock: socket.socket
+    frames: Frames = field(default_factory=lambda: Frames(HEARD))
+    unsent: deque[memoryview] = field(default_factory=deque)
+    dismissed_at: float | None = None
+    silenced: bool = False
+
+
+class MeetingServer:
+    """Serves ``meeting`` at listening sockets, from a thread of its own, for at most ``limit_s``."""
+
+    def __init__(
+        self, doors: Sequence[socket.socket], run: bytes, secret: bytes, meeting: Meeting, limit_s: float
+    ) -> None:
+        self._meeting = meeting
+        self._lines: dict[int, _Line] = {}
+        self._count = 0
+        self._new: deque[tuple[int, socket.socket, str]] = deque()
+        self._limit = self._stay_until = time.monotonic() + limit_s
+        self._closing = False
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._doors = Doors(
+            doors,
+            run,
+            secret,
+            0,
+            lambda said, sock, whence: self._admit(said.source, sock, f"from {whence}"),
+            check=self._check,
+            refused=self._note_refusal,
+            world=meeting.world,
+        )
+        # Not a daemon: the end of the interpreter waits for it, so that those who come late read why it has ended.
+        self._thread = threading.Thread(target=self._serve, name="syncline-meeting", daemon=False)
+        self._thread.start()
+
+    def adopt(self, rank: int, whence: str) -> socket.socket:
+        """A connection for a process within this one, which has nothing to prove."""
+        here, there = socket.socketpair()
+        self._admit(rank, there, whence)
+        return here
+
+    def close(self, stay_s: float = 0.0) -> None:
+        """End: at once after a good end, after a fault when those that were told of it have read it; does not wait.
+
+        After a fault it goes on for up to ``stay_s``, for processes that have not come yet; it ends as soon as none is
+        missing. May be called again, with a shorter time.
+        """
+        self._stay_until = time.monotonic() + stay_s
+        self._closing = True
+        self._ring()
+
+    def join(self) -> None:
+        """Wait for the end, which ``close`` has asked for."""
+        self._thread.join()
+
+    def _admit(self, rank: int, sock: socket.socket, whence: str) -> None:
+        self._new.append((rank, sock, whence))
+        self._ring()
+
+    def _check(self, said: Hello) -> None:
+        if said.purpose != PURPOSE:
+            raise HandshakeError(f"this is a meeting, it came for {said.purpose!r}")
+        if len(self._lines) + len(self._new) >= 2 * self._meeting.world + _MORE:
+            raise HandshakeError("too many connections")
+
+    def _note_refusal(self, said: Hello, whence: str, why: str) -> None:
+        if said.source < self._meeting.world:
+            self._meeting.refused[said.source] = f"one that claims to be it was refused at {whence}: {why}"
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            os.eventfd_write(self._bell, 1)
+
+    def _serve(self) -> None:
+        try:
+            while (wait_s := self._wait_s()) is not None:
+                for key, mask in self._selector.select(wait_s):
+                    if key.data is None:
+                        os.eventfd_read(self._bell)
+                    elif mask & selectors.EVENT_WRITE:
+                        self._write(key.data)
+                    else:
+                        self._read(key.data)
+                while self._new:
+                    self._enter(*self._new.popleft())
+        finally:
+            self._doors.close()
+            for sock in (*(line.sock for line in self._lines.values()), *(sock for _, sock, _ in self._new)):
+                sock.close()
+            self._selector.close()
+            os.close(self._bell)
+
+    def _wait_s(self) -> float | None:
+        """How long nothing need be done but what comes; None at the end."""
+        now = time.monotonic()
+        if now >= self._limit and not self._ended:
+            self._act(self._meeting.fail("the time for this start is over"))
+        for line in list(self._lines.values()):
+            if line.dismissed_at is not None and now >= line.dismissed_at + _READ_S:
+                self._hang_up(line)
+        if self._closing and not self._ended:
+            return None  # nobody was told anything: their connections close
+        if self._closing and not self._lines and not self._new:
+            if self._meeting.over or not self._meeting.awaited or now >= self._stay_until:
+                return None
+            return self._stay_until - now
+        times = [line.dismissed_at + _READ_S for line in self._lines.values() if line.dismissed_at is not None]
+        return max(0.0, min([*times, _READ_S + now if self._ended else self._limit]) - now)
+
+    @property
+    def _ended(self) -> bool:
+        return self._meeting.over or self._meeting.fault is not None
+
+    def _enter(self, rank: int, sock: socket.socket, whence: str) -> None:
+        self._count += 1
+        line = self._lines[self._count] = _Line(self._count, sock)
+        sock.setblocking(False)
+        self._selector.register(sock, selectors.EVENT_READ, line)
+        self._act(self._meeting.enter(line.number, rank, whence))
+
+    def _read(self, line: _Line) -> None:
+        try:
+            data = line.sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._hang_up(line)
+        elif line.dismissed_at is None:
+            line.frames.feed(data)
+            self._hear(line)
+
+    def _hear(self, line: _Line) -> None:
+        """Act on what has come, one thing at a time: who does not read its answer is not heard further."""
+        try:
+            while not line.unsent and line.dismissed_at is None and (said := line.frames.take()) is not None:
+                self._act(self._meeting.hear(line.number, *said))
+        except Broken as broken:
+            self._act(self._meeting.break_off(line.number, str(broken)))
+
+    def _act(self, actions: Iterable[Action]) -> None:
+        for action in list(actions):  # whatever comes of saying it, the meeting has decided
+            if self._meeting.over:
+                self._doors.close()
+            line = self._lines.get(action.caller)
+            if line is None:
+                continue
+            if isinstance(action, Say):
+                line.unsent.append(memoryview(action.frame))
+            else:
+                line.dismissed_at = time.monotonic()
+            self._write(line)
+
+    def _write(self, line: _Line) -> None:
+        """Send what the connection takes; a process that was dismissed hears the end behind it."""
+        try:
+            while line.unsent:
+                rest = line.unsent[0][line.sock.send(line.unsent[0]) :]
+                if rest:
+                    line.unsent[0] = rest
+                else:
+                    line.unsent.popleft()
+        except BlockingIOError:
+            self._selector.modify(line.sock, selectors.EVENT_WRITE, line)
+            return
+        except OSError:
+            line.unsent.clear()  # it is gone, which reading will find
+        if line.dismissed_at is not None and not line.silenced:
+            line.silenced = True
+            with contextlib.suppress(OSError):
+                line.sock.shutdown(socket.SHUT_WR)
+        if self._selector.get_key(line.sock).events != selectors.EVENT_READ:
+            self._selector.modify(line.sock, selectors.EVENT_READ, line)
+            self._hear(line)
+
+    def _hang_up(self, line: _Line) -> None:
+        del self._lines[line.number]
+        self._selector.unregister(line.sock)
+        line.sock.close()
+        self._act(self._meeting.leave(line.number))

@@ -1,0 +1,330 @@
+"""Coming to the meeting under every launcher: where it is, what proves, and how a start ends that has failed."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from syncline.errors import GroupError, RollCallError, SecretError, UsageError
+from syncline.launch.environment import Environment
+from syncline.launch.meeting import Joined, MeetingPoint, listen_address, secret_bytes
+from syncline.launch.placement import bind_here
+from syncline.wire.member import Member
+
+LIMIT_S = 20.0
+Case = Callable[..., Any]
+
+
+def free_port() -> int:
+    with bind_here() as probe:
+        return int(probe.getsockname()[1])
+
+
+def environment(rank: int, world: int = 2, port: int = 0, **changes: Any) -> Environment:
+    return replace(Environment("arguments", rank, world, port=port), **changes)
+
+
+def meet(joined: Joined) -> bytes:
+    """A whole start without connections; what proves those."""
+    rank, world = joined.environment.rank, joined.environment.world
+    me = Member(rank, world, "host", "m", 100 + rank, "p", "127.0.0.1", 1, "u", {})
+    joined.client.call_roll(me, "run", joined.secret)
+    joined.client.through()
+    return joined.secret
+
+
+@pytest.fixture
+def start() -> Iterator[Case]:
+    """Every process's start, each in a thread; what each got."""
+    points: dict[Environment, MeetingPoint] = {}
+
+    def process(place: Environment, run: str, options: dict[str, Any], body: Callable[[Joined], Any]) -> Any:
+        point = points.setdefault(place, MeetingPoint(place))
+        try:
+            with point.join(
+                run, options.get("secret"), options.get("interface"), options.get("timeout", LIMIT_S)
+            ) as it:
+                return body(it)
+        except (GroupError, UsageError) as error:
+            return error
+
+    def all_of(
+        *places: Environment, run: str = "run", body: Callable[[Joined], Any] = meet, each: Any = (), **options: Any
+    ) -> list[Any]:
+        each = each or [options for _ in places]
+        with ThreadPoolExecutor(len(places)) as pool:
+            calls = [pool.submit(process, place, run, how, body) for place, how in zip(places, each, strict=True)]
+            return [call.result(2 * LIMIT_S) for call in calls]
+
+    yield all_of
+    for point in points.values():
+        point.close()
+
+
+def serving() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "syncline-meeting"]
+
+
+def test_all_meet_again_and_again_at_one_port(start: Case) -> None:
+    port = free_port()
+    places = [environment(rank, 3, port) for rank in range(3)]
+    for number in range(3):
+        assert start(*places, run=f"run {number}", secret="text") == [b"text"] * 3
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), LIMIT_S)
+    assert not serving()
+
+
+def test_the_launchers_listening_socket_is_taken_for_the_first_start(start: Case) -> None:
+    with bind_here() as kept:
+        port = kept.getsockname()[1]
+        door = bind_here(port=port)
+        door.listen()
+        places = [environment(0, port=port, meeting_fd=door.detach()), environment(1, port=port)]
+        assert start(*places, secret="text") == [b"text"] * 2
+        assert start(*places, secret="text", run="a second one") == [b"text"] * 2
+
+
+def test_a_descriptor_that_has_become_another_one_is_let_be(start: Case) -> None:
+    """A child that inherits the variables does not inherit the socket."""
+    with socket.create_server(("127.0.0.1", 0)) as other, Path("/dev/null").open() as file:
+        for fd in (other.fileno(), file.fileno(), 999):
+            port = free_port()
+            places = [environment(0, port=port, meeting_fd=fd), environment(1, port=port)]
+            assert start(*places, secret="text") == [b"text"] * 2
+        assert other.getsockname()
+        assert file.read() == ""
+
+
+def test_one_that_comes_before_rank_0_waits_for_it(start: Case) -> None:
+    port = free_port()
+    early = threading.Event()
+    found: list[Any] = []
+
+    def come() -> None:
+        early.set()
+        found.extend(start(environment(1, port=port), secret="text"))
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    assert early.wait(LIMIT_S)
+    assert start(environment(0, port=port), secret="text") == [b"text"]
+    thread.join(LIMIT_S)
+    assert found == [b"text"]
+
+
+# Secrets.
+
+
+@pytest.mark.parametrize("given", ["text", b"text"])
+def test_a_secret_that_is_given_comes_before_the_environments(start: Case, given: str | bytes) -> None:
+    port = free_port()
+    places = [environment(rank, port=port, secret=b"variable") for rank in range(2)]
+    assert start(*places, secret=given) == [b"text"] * 2
+    assert start(*places) == [b"variable"] * 2
+
+
+def test_without_one_rank_0_makes_a_key_and_warns(start: Case, caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    with caplog.at_level(logging.WARNING, "syncline"):
+        mine, theirs = start(environment(0, port=port), environment(1, port=port))
+    assert "no secret is set" in caplog.text
+    assert mine == theirs
+    assert len(mine) == 32
+
+
+@pytest.mark.parametrize("given", ["", b""])
+def test_an_empty_secret_is_refused(given: str | bytes) -> None:
+    with pytest.raises(UsageError, match="secret= is empty, which proves nothing: give the same random text"):
+        secret_bytes(given)
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"secret": "a guess"}, "rank 1 has another secret than what answers at 127.0.0.1"),
+        ({"secret": None}, "rank 1 has no secret, rank 0 has one: set SYNCLINE_SECRET"),
+    ],
+    ids=["another", "none"],
+)
+def test_a_rank_that_cannot_prove_itself_learns_it_at_once(start: Case, other: dict[str, Any], text: str) -> None:
+    """The others, whom a stranger may not stop, learn of it when its time is over."""
+    port = free_port()
+    each = [{"secret": "text", "timeout": 0.5}, {"timeout": 1000.0} | other]
+    told, own = start(environment(0, port=port), environment(1, port=port), each=each)
+    assert isinstance(own, SecretError)
+    assert text in str(own)
+    assert "rank 1 (one that claims to be it was refused at 127.0.0.1" in str(told)
+
+
+# Where it is.
+
+
+def test_a_port_in_use_is_a_clear_error(start: Case) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (error,) = start(environment(0, port=port), secret="text")
+    assert f"rank 0 cannot listen on port {port} of 127.0.0.1: Address already in use" in str(error)
+
+
+def test_no_port_is_a_clear_error(start: Case) -> None:
+    (error,) = start(environment(0), secret="text")
+    assert isinstance(error, UsageError)
+    assert "rank 0 needs a port" in str(error)
+
+
+def test_it_is_on_the_interface_of_rank_0s_address_and_on_the_one_asked_for_only(start: Case) -> None:
+    port = free_port()
+    open_at = []
+
+    def look(_: Joined) -> None:
+        for address in ("127.0.0.1", "127.0.0.7", "127.0.0.8"):
+            with suppress(ConnectionRefusedError):
+                socket.create_connection((address, port), LIMIT_S).close()
+                open_at.append(address)
+        raise UsageError("enough")
+
+    start(environment(0, 1, port), secret="text", body=look)
+    start(environment(0, 1, port), secret="text", body=look, interface="127.0.0.7")
+    assert open_at == ["127.0.0.1", "127.0.0.1", "127.0.0.7"]
+
+
+def test_rank_0_that_does_not_come_is_named(start: Case) -> None:
+    port = free_port()
+    (error,) = start(environment(1, port=port), secret="text", timeout=0.2)
+    assert f"rank 1 cannot reach the meeting of rank 0 at 127.0.0.1:{port} within 0 s: Connection refused;" in str(
+        error
+    )
+
+
+def test_a_port_that_answers_nothing_holds_nobody(start: Case) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        (error,) = start(environment(1, port=silent.getsockname()[1]), secret="text", timeout=0.2)
+    assert "rank 1 cannot reach the meeting of rank 0" in str(error)
+
+
+def test_where_to_listen() -> None:
+    assert listen_address(environment(0), None) == "127.0.0.1"
+    assert listen_address(environment(0), "lo") == "127.0.0.1"
+    with pytest.raises(UsageError, match="there are"):
+        listen_address(environment(0), "nowhere0")
+
+
+# torchrun.
+
+
+@pytest.fixture
+def agent() -> TCPStore:
+    limit = datetime.timedelta(seconds=LIMIT_S)
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
+
+
+def under_torchrun(agent: TCPStore, world: int = 2) -> list[Environment]:
+    return [environment(rank, world, agent.port, launcher="torchrun", agent_store=True) for rank in range(world)]
+
+
+def test_the_agents_store_tells_the_place_and_nothing_else(start: Case, agent: TCPStore) -> None:
+    assert start(*under_torchrun(agent, 3), secret="text") == [b"text"] * 3
+    assert b"text".hex().encode() not in bytes(agent.get("syncline/run/meeting"))
+    assert agent.num_keys() <= 2  # and one that torch has of itself
+
+
+def test_without_a_secret_the_key_in_the_agents_store_proves(start: Case, agent: TCPStore) -> None:
+    mine, theirs = start(*under_torchrun(agent))
+    assert mine == theirs
+    assert mine.hex().encode() in bytes(agent.get("syncline/run/meeting"))
+
+
+def test_a_rank_without_a_secret_learns_from_the_agents_store_that_there_is_one(start: Case, agent: TCPStore) -> None:
+    _, own = start(*under_torchrun(agent), each=[{"secret": "text", "timeout": 0.5}, {}])
+    assert "rank 1 has no secret, rank 0 has one" in str(own)
+
+
+# Starts that fail.
+
+
+def fails(joined: Joined) -> Any:
+    """Rank 1 cannot join; the others come as always."""
+    if joined.environment.rank == 1:
+        raise UsageError("no such interface")
+    return meet(joined)
+
+
+def test_what_one_rank_cannot_do_is_told_to_all(start: Case) -> None:
+    port = free_port()
+    found = start(*(environment(rank, 3, port) for rank in range(3)), body=fails, secret="text")
+    assert [str(error) for error in found] == [
+        "rank 1: no such interface",
+        "no such interface",
+        "rank 1: no such interface",
+    ]
+    assert [type(error) for error in found] == [RollCallError, UsageError, RollCallError]
+
+
+def test_those_who_come_late_read_why_and_the_next_start_is_not_disturbed(start: Case) -> None:
+    port = free_port()
+    places = [environment(rank, 3, port) for rank in range(3)]
+
+    def gives_up(_: Joined) -> None:
+        raise UsageError("no such interface")
+
+    assert str(start(places[0], body=gives_up, secret="text")[0]) == "no such interface"
+    assert len(serving()) == 1
+    assert str(start(places[1], secret="text")[0]) == "rank 0: no such interface"
+    assert start(*places, run="the next", secret="text") == [b"text"] * 3
+    assert not serving()
+
+
+@pytest.mark.parametrize("launcher", ["syncline", "torchrun", "mpirun"])
+def test_where_the_launcher_ends_all_nobody_is_waited_for(start: Case, launcher: str) -> None:
+    (error,) = start(environment(0, 3, free_port(), launcher=launcher), body=fails, secret="text", timeout=0.2)
+    assert "2 of 3 processes have not come" in str(error)
+    for thread in serving():
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def test_nobody_is_waited_for_whose_time_is_over(start: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute for others would outlast this test."""
+    monkeypatch.setattr("syncline.launch.meeting._LATE_S", 60.0)
+    (error,) = start(environment(0, 3, free_port()), secret="text", timeout=0.2)
+    assert "2 of 3 processes have not come" in str(error)
+    for thread in serving():
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def test_an_interrupt_is_told_and_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.launch.meeting._LATE_S", 60.0)
+    point = MeetingPoint(environment(0, 3, free_port()))
+
+    def interrupted() -> None:
+        with point.join("run", "text", None, LIMIT_S):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    for thread in serving():
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    point.close()
+
+
+def test_a_process_of_another_start_is_not_taken_for_one_of_this(start: Case) -> None:
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(start, environment(1, port=port), run="the start after", secret="text", timeout=0.5)
+        (mine,) = start(environment(0, port=port), run="this start", secret="text", timeout=0.7)
+        assert "cannot reach the meeting" in str(other.result(LIMIT_S)[0])
+    assert "1 of 2 processes have not come: rank 1" in str(mine)

@@ -1,0 +1,454 @@
+"""The meeting as a state machine: all come together, or all read the same fault; nobody is believed without limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.errors import RollCallError
+from syncline.wire.meeting import (
+    AMOUNT,
+    FAULT_BYTES,
+    HEARD,
+    KEY_BYTES,
+    NOTES_BYTES,
+    RECORD_BYTES,
+    VALUE_BYTES,
+    Action,
+    Broken,
+    Dismiss,
+    Frames,
+    Kind,
+    Meeting,
+    Say,
+    fault_frame,
+    frame,
+    note,
+    read_roll,
+    told,
+)
+from syncline.wire.member import Member
+
+KEY = b"a key for those without a secret"
+
+
+def member(rank: int, world: int, **changes: Any) -> Member:
+    terms = {"strategy": "ring", "version": "1"}
+    return replace(Member(rank, world, f"host{rank}", "m", 100 + rank, "p", "127.0.0.1", 1, "u", terms), **changes)
+
+
+class Play:
+    """A meeting and what it has said to every caller."""
+
+    def __init__(self, world: int, **options: Any) -> None:
+        self.meeting = Meeting(world, KEY, **options)
+        self.world = world
+        self.dismissed: set[int] = set()
+        self.frames: dict[int, Frames] = {}
+
+    def act(self, actions: Iterable[Action]) -> None:
+        for action in list(actions):
+            if isinstance(action, Dismiss):
+                self.dismissed.add(action.caller)
+            else:
+                assert isinstance(action, Say)
+                assert action.caller not in self.dismissed, "nothing is said after the end"
+                self.frames[action.caller].feed(action.frame)
+
+    def enter(self, caller: int, rank: int) -> None:
+        self.frames[caller] = Frames(told(self.world))
+        self.act(self.meeting.enter(caller, rank, f"from 10.0.0.{rank}:1"))
+
+    def say(self, caller: int, kind: Kind, body: bytes = b"") -> None:
+        self.act(self.meeting.hear(caller, kind, body))
+
+    def come(self, rank: int, caller: int | None = None, **changes: Any) -> None:
+        number = rank if caller is None else caller
+        self.enter(number, rank)
+        self.say(number, Kind.RECORD, member(rank, **({"world": self.world} | changes)).to_text().encode())
+
+    def heard(self, caller: int) -> list[tuple[Kind, bytes]]:
+        """What the caller has been told since the last time."""
+        found = []
+        while (said := self.frames[caller].take()) is not None:
+            found.append(said)
+        return found
+
+    def fault(self) -> str:
+        """The fault, which all that are there have read, last, and then nothing any more."""
+        assert self.meeting.fault is not None
+        for caller in self.frames:
+            kind, body = self.heard(caller)[-1]
+            assert (kind, body.decode()) == (Kind.FAULT, self.meeting.fault)
+            assert caller in self.dismissed
+        return self.meeting.fault
+
+
+def called(world: int) -> Play:
+    """A meeting to which all have come, and have read the roll."""
+    play = Play(world)
+    for rank in range(world):
+        play.come(rank)
+    for rank in range(world):
+        play.heard(rank)
+    return play
+
+
+@given(st.permutations(range(5)), st.permutations(range(5)))
+def test_all_come_in_any_order_and_leave_together(coming: list[int], leaving: list[int]) -> None:
+    play = Play(5)
+    for number, rank in enumerate(coming):
+        play.come(rank)
+        assert [kind for kind, _ in play.heard(rank)] == [Kind.WELCOME] + [Kind.ROLL] * (number == 4)
+    for rank in coming[:4]:
+        ((kind, body),) = play.heard(rank)
+        assert kind is Kind.ROLL
+        assert read_roll(body, 5) == tuple(member(index, 5) for index in range(5))
+    for number, rank in enumerate(leaving):
+        assert not play.meeting.over
+        play.say(rank, Kind.THROUGH)
+        if number < 4:
+            assert play.heard(rank) == []
+    assert play.meeting.over
+    assert play.meeting.fault is None
+    for rank in range(5):
+        assert play.heard(rank) == [(Kind.OVER, b"")]
+        play.act(play.meeting.leave(rank))
+    assert play.meeting.fault is None
+
+
+def test_the_key_comes_first() -> None:
+    play = Play(2)
+    play.enter(7, 1)
+    assert play.heard(7) == [(Kind.WELCOME, KEY)]
+
+
+# Faults.
+
+
+def test_the_first_fault_is_the_one_that_all_read() -> None:
+    play = Play(4)
+    play.come(0)
+    play.come(2)
+    play.say(2, Kind.FAULT, b"rank 2 has burnt down")
+    play.act(play.meeting.fail("a later fault"))
+    assert play.fault() == "rank 2 has burnt down"
+    assert play.meeting.awaited
+    for late in (1, 3):
+        play.enter(late, late)
+        assert play.heard(late) == [(Kind.FAULT, b"rank 2 has burnt down")]
+        assert late in play.dismissed
+    assert not play.meeting.awaited
+
+
+def test_a_fault_may_come_before_a_record() -> None:
+    play = Play(2)
+    play.come(0)
+    play.enter(1, 1)
+    play.say(1, Kind.FAULT, b"rank 1: there is no such interface")
+    assert "no such interface" in play.fault()
+
+
+def test_a_duplicate_rank_names_both() -> None:
+    play = Play(3)
+    play.come(1)
+    play.come(1, caller=9, host="elsewhere", pid=7)
+    assert play.fault() == (
+        "rank 1 is taken by host1, pid 101; elsewhere, pid 7 claims it too: give every process its own"
+    )
+
+
+def test_a_second_connection_that_says_nothing_is_no_duplicate() -> None:
+    play = Play(2)
+    play.enter(5, 1)
+    play.come(1)
+    play.act(play.meeting.leave(5))
+    play.come(0)
+    assert play.meeting.fault is None
+    assert play.heard(1)[-1][0] is Kind.ROLL
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"world": 4}, "rank 2 (host2, pid 102) counts 4 processes, rank 0 counts 3: give all the same world size"),
+        (
+            {"terms": {"strategy": "direct", "version": "1"}},
+            "rank 2 (host2, pid 102) has strategy 'direct', rank 0 (host0, pid 100) has 'ring': all ranks need",
+        ),
+        ({"terms": {"strategy": "ring", "version": "1", "more": "x"}}, "rank 2 (host2, pid 102) has more 'x', rank 0"),
+    ],
+    ids=["world", "strategy", "term"],
+)
+def test_one_that_disagrees_with_rank_0_is_named(order: tuple[int, ...], changes: dict[str, Any], text: str) -> None:
+    play = Play(3)
+    for rank in order:
+        if play.meeting.fault is None:
+            play.come(rank, **(changes if rank == 2 else {}))
+    assert play.fault().startswith(text)
+
+
+def test_the_missing_are_named_with_what_is_known_of_them() -> None:
+    play = Play(6, hint=lambda rank: f" (node {rank // 2})")
+    for rank in (0, 3):
+        play.come(rank)
+    play.enter(8, 2)
+    play.meeting.refused[4] = "one that claims to be it was refused at 10.0.0.9:1: it does not know this run's secret"
+    play.say(3, Kind.LATE, b"120")
+    assert play.fault() == (
+        "after 120 s 4 of 6 processes have not come: rank 1 (node 0), rank 2 (node 1) (it has connected, from"
+        " 10.0.0.2:1, and not said who it is), rank 4 (node 2) (one that claims to be it was refused at 10.0.0.9:1: it"
+        " does not know this run's secret), rank 5 (node 2); see what they printed, or give more time with"
+        " init(timeout=)"
+    )
+
+
+def test_of_many_missing_some_are_named() -> None:
+    play = Play(2000)
+    play.come(0)
+    play.say(0, Kind.LATE, b"5")
+    text = play.fault()
+    assert text.startswith("after 5 s 1999 of 2000 processes have not come: rank 1, rank 2, ")
+    assert " and 1983 more; see" in text
+
+
+def test_one_that_does_not_connect_is_named_by_who_waits_for_it() -> None:
+    play = called(3)
+    for rank in (0, 2):
+        play.say(rank, Kind.THROUGH)
+    play.say(0, Kind.LATE, b"30")
+    assert play.fault() == (
+        "all have come, but these have no connections to all others within 30 s: rank 1 (host1, pid 101)"
+    )
+
+
+@pytest.mark.parametrize("through", [False, True])
+def test_one_that_dies_in_the_meeting_is_named(through: bool) -> None:
+    play = called(3)
+    if through:
+        play.say(1, Kind.THROUGH)
+    play.act(play.meeting.leave(1))
+    del play.frames[1]
+    assert play.fault() == "rank 1 (host1, pid 101) ended while the processes were meeting; see what it printed"
+
+
+def test_one_that_goes_before_it_has_come_ends_nothing() -> None:
+    play = Play(2)
+    play.enter(1, 1)
+    play.act(play.meeting.leave(1))
+    assert play.meeting.fault is None
+
+
+# Those that break the rules, although they hold the secret.
+
+
+@pytest.mark.parametrize("kind", sorted(set(HEARD) - {Kind.RECORD, Kind.FAULT}))
+def test_nothing_may_be_said_before_the_record(kind: Kind) -> None:
+    play = Play(2)
+    play.come(0)
+    play.enter(1, 1)
+    play.say(1, kind)
+    assert play.fault().startswith(
+        f"rank 1 (from 10.0.0.1:1) broke the rules of the meeting: it said {kind.name.lower()} before its record;"
+    )
+
+
+@pytest.mark.parametrize("kind", [Kind.RECORD, Kind.THROUGH, Kind.SET, Kind.GET, Kind.ADD])
+def test_who_has_come_waits_for_the_roll(kind: Kind) -> None:
+    play = Play(2)
+    play.come(1)
+    play.say(1, kind, member(1, 2).to_text().encode())
+    assert "rank 1 (host1, pid 101) broke the rules of the meeting: it said" in play.fault()
+
+
+@pytest.mark.parametrize("kind", [Kind.RECORD, Kind.THROUGH, Kind.SET, Kind.GET, Kind.ADD])
+def test_who_is_through_has_said_all(kind: Kind) -> None:
+    play = called(2)
+    play.say(1, Kind.THROUGH)
+    play.say(1, kind)
+    assert "after its connections stood" in play.fault()
+
+
+def test_nobody_speaks_for_somebody_else() -> None:
+    play = Play(3)
+    play.enter(1, 1)
+    play.say(1, Kind.RECORD, member(2, 3).to_text().encode())
+    assert "rank 1 (from 10.0.0.1:1) broke the rules of the meeting: it says that it is rank 2" in play.fault()
+
+
+def test_a_rank_beyond_the_world_is_none() -> None:
+    play = Play(3)
+    play.come(3)
+    assert "it is none of the 3 processes" in play.fault()
+    play = Play(3)
+    play.come(2)
+    assert play.meeting.fault is None
+
+
+@pytest.mark.parametrize("record", [b"", b"no JSON", b"[]", b"{}", b"\xff\xfe", b"[" * 10000])
+def test_a_record_that_is_none_ends_the_start(record: bytes) -> None:
+    play = Play(2)
+    play.enter(1, 1)
+    play.say(1, Kind.RECORD, record)
+    assert play.fault() == (
+        "rank 1 (from 10.0.0.1:1): its record is not one of this version: does it run another version of Syncline?"
+    )
+
+
+# Notes.
+
+
+def test_notes_are_kept_and_counted() -> None:
+    play = called(2)
+    play.say(0, Kind.GET, note("key"))
+    play.say(0, Kind.SET, note("key", b"\0any bytes\xff"))
+    play.say(1, Kind.GET, note("key"))
+    for rank, amount in ((0, 2), (1, 3), (0, 0)):
+        play.say(rank, Kind.ADD, note("count", AMOUNT.pack(amount)))
+    assert play.heard(0) == [
+        (Kind.NOTHING, b""),
+        (Kind.VALUE, b""),
+        (Kind.VALUE, AMOUNT.pack(2)),
+        (Kind.VALUE, AMOUNT.pack(5)),
+    ]
+    assert play.heard(1) == [(Kind.VALUE, b"\0any bytes\xff"), (Kind.VALUE, AMOUNT.pack(5))]
+
+
+def test_a_note_is_its_writers() -> None:
+    play = called(2)
+    play.say(0, Kind.SET, note("key", b"one"))
+    play.say(0, Kind.SET, note("key", b"two"))
+    assert play.meeting.fault is None
+    play.say(1, Kind.SET, note("key", b"three"))
+    assert "rank 1 (host1, pid 101) broke the rules of the meeting: it wrote over a note of rank 0" in play.fault()
+
+
+def test_what_one_process_may_leave_is_bounded() -> None:
+    play = called(2)
+    for number in range(2):
+        play.say(1, Kind.SET, note(f"{number}", bytes(NOTES_BYTES // 2 - 65)))
+        assert play.meeting.fault is None
+    play.say(0, Kind.SET, note("others", b"have room of their own"))
+    assert play.meeting.fault is None
+    play.say(1, Kind.SET, note("2"))
+    assert f"it left more than {NOTES_BYTES} bytes in notes" in play.fault()
+
+
+def test_what_is_written_again_takes_no_more_room() -> None:
+    play = called(1)
+    for _ in range(10):
+        play.say(0, Kind.SET, note("key", bytes(VALUE_BYTES)))
+    assert play.meeting.fault is None
+
+
+def test_counters_take_room_too_and_stay_numbers() -> None:
+    play = called(2)
+    play.say(1, Kind.ADD, note("count", AMOUNT.pack((1 << 63) - 1)))
+    play.say(0, Kind.ADD, note("count", AMOUNT.pack(1)))
+    assert "counted too far" in play.fault()
+    play = called(1)
+    number = 0
+    while play.meeting.fault is None and number < NOTES_BYTES:
+        play.say(0, Kind.ADD, note(f"{number:0500}", AMOUNT.pack(1)))
+        number += 1
+    assert number == NOTES_BYTES // (500 + 64) + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (Kind.GET, b""),
+        (Kind.GET, b"\x05\x00key"),
+        (Kind.GET, note("key", b"value")),
+        (Kind.SET, b"\xff\xff"),
+        (Kind.ADD, note("key", b"1")),
+        (Kind.LATE, b"soon"),
+    ],
+)
+def test_a_note_that_is_none_ends_the_start(kind: Kind, body: bytes) -> None:
+    play = called(2)
+    play.say(1, kind, body)
+    assert "rank 1 (host1, pid 101) broke the rules" in play.fault()
+
+
+def test_a_note_is_refused_where_it_is_written() -> None:
+    assert note("k" * KEY_BYTES, bytes(VALUE_BYTES))
+    for key, value in (("k" * (KEY_BYTES + 1), b""), ("k", bytes(VALUE_BYTES + 1))):
+        with pytest.raises(ValueError, match="are the most"):
+            note(key, value)
+
+
+# Frames.
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(HEARD)), st.binary(max_size=16))), st.integers(1, 7))
+def test_frames_come_out_as_they_went_in_however_they_are_cut(said: list[tuple[Kind, bytes]], part: int) -> None:
+    wanted = [(kind, body[: HEARD[kind]]) for kind, body in said]
+    data = b"".join(frame(kind, body) for kind, body in wanted)
+    frames, found = Frames(HEARD), []
+    for start in range(0, len(data), part):
+        frames.feed(data[start : start + part])
+        while (one := frames.take()) is not None:
+            found.append(one)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("kind", sorted(HEARD))
+def test_no_length_beyond_a_kinds_limit_is_believed(kind: Kind) -> None:
+    """Before a byte of the body has come: nothing is waited for or kept."""
+    right, wrong = Frames(HEARD), Frames(HEARD)
+    right.feed(frame(kind, bytes(HEARD[kind]))[:5])
+    assert (right.take() is None) == (HEARD[kind] > 0)
+    wrong.feed(frame(kind, bytes(HEARD[kind] + 1))[:5])
+    with pytest.raises(Broken, match=f"where {HEARD[kind]} are the most"):
+        wrong.take()
+
+
+@given(st.integers(0, 255).filter(lambda number: number not in set(HEARD)))
+def test_an_unknown_kind_is_refused(number: int) -> None:
+    frames = Frames(HEARD)
+    frames.feed(bytes([number]) + bytes(4))
+    with pytest.raises(Broken, match="unknown"):
+        frames.take()
+
+
+@given(st.binary(max_size=400))
+def test_noise_never_harms_more_than_the_start(noise: bytes) -> None:
+    play, frames = called(2), Frames(HEARD)
+    frames.feed(noise)
+    try:
+        while (said := frames.take()) is not None:
+            play.say(1, *said)
+    except Broken as broken:
+        play.act(play.meeting.break_off(1, str(broken)))
+    if play.meeting.fault is not None:
+        play.fault()
+
+
+def test_a_fault_is_cut_between_letters() -> None:
+    frames = Frames(HEARD)
+    frames.feed(fault_frame("\u00e9" * FAULT_BYTES + "x"))
+    said = frames.take()
+    assert said is not None
+    assert said[1].decode() == "\u00e9" * (FAULT_BYTES // 2)
+
+
+def test_a_roll_of_the_largest_records_fits() -> None:
+    world = 3
+    play = Play(world)
+    texts = [member(rank, world, host="") for rank in range(world)]
+    for rank, one in enumerate(texts):
+        play.come(rank, host="h" * (RECORD_BYTES - len(one.to_text())))
+    assert [kind for kind, _ in play.heard(0)] == [Kind.WELCOME, Kind.ROLL]
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b"[1, 2]", b"\xff", b"[" * 10000])
+def test_a_roll_that_is_none_is_refused(body: bytes) -> None:
+    with pytest.raises(RollCallError, match="another version"):
+        read_roll(body, 2)
