@@ -205,6 +205,7 @@ class Shm:
             self.members[:] = 0, -1
             self.board = self.board[:0].copy()
             self._mapped.clear()
+            self._sending.clear()
             self._segments.close()
 
     # One-sided access.
