@@ -151,5 +151,6 @@ class Server:
             )
             raise MismatchError(
                 f"rank {request.worker} and rank {other.worker} disagree on the optimizer's values in step"
-                f" {request.clock} ({', '.join(names)}): set learning rates and clipping alike on all ranks"
+                f" {request.clock} ({', '.join(names)}): set learning rates and clipping, and change weights, alike on"
+                " all ranks"
             )

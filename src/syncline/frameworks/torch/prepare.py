@@ -13,6 +13,7 @@ from ...program import compile_program
 from ...session import Session
 from ...updates import Updates
 from .agreement import check_same_model, copy_from_worker
+from .intact import Forms
 from .optimizer import give_back, put_together, take_over
 from .options import Named, Options, Selection
 from .records import pack, unpack
@@ -80,6 +81,7 @@ def prepare(
     weights = Storage(replica.named, replica.storage.buckets, staging.allocate, staging.device)
     parameters = [parameter for _, parameter in replica.named]
     _move_into(weights, parameters)
+    replica.forms = Forms(replica.named)  # those of views with gaps are others now
     updates = None if replica.compression is None else Updates(replica.compression, weights.arrays)
     owners: Owners = RemoteOwners(session)
     if session.group.servers == 0:
@@ -116,7 +118,7 @@ def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer, hol
     if shard is not None:
         traffic: Traffic = Planned(session, gradients, weights, push, pull)
         if compression is not None and updates is not None:
-            traffic = Coded(session, compression, updates)
+            traffic = Coded(session, weights, compression, updates)
         ShardServer(session, shard, traffic).serve()
 
 

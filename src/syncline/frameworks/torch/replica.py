@@ -46,6 +46,7 @@ from .backward import Backward
 from .batch_norm import synchronise, unsynchronised
 from .copies import PlainCopies
 from .eager import eager
+from .intact import Forms
 from .options import Options, Selection
 from .samples import Counting, Fixed, Samples
 from .staging import Copier, device_of, staging_for
@@ -83,6 +84,7 @@ class Replica:
             )
         self.staging = staging_for(device_of(self.named), session.engine, session.fail, copier)
         self.storage = Storage(self.named, buckets, self.staging.allocate, self.staging.device)
+        self.forms = Forms(self.named)
         self.compression: Compression | None = None
         self.compress()
         self.first_key = first_key
@@ -119,6 +121,8 @@ class Replica:
         self._pending: list[int] = []
         self._next = 0
         self._works: list[Work] = []
+        path, _, self._first = self.named[0][0].rpartition(".")
+        self._registered = self.model.get_submodule(path)._parameters
         self._handles = self._attach()
         self._trained = frozenset(id(parameter) for _, parameter in self.named)
         self._reset()
@@ -184,12 +188,16 @@ class Replica:
         if self._samples is not None:
             after = eager(lambda _, __, output: self.after_forward(output))
             handles.append(self.model.register_forward_hook(after))
+        loaded = eager(lambda module, _: self._state_loaded(module))
+        handles.append(self.model.register_load_state_dict_post_hook(loaded))  # type: ignore[no-untyped-call]
         return [*handles, PlainCopies(self.model, handles), *synchronise(self.model, self.session)]
 
     def before_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """A forward pass begins."""
         self._check_only_ours()
         if torch.is_grad_enabled():
+            if self._registered.get(self._first) is not self.named[0][1]:
+                self._check_same_parameters()  # without any of ours backward would exchange nothing, and say nothing
             if self._backward.running and torch._C._current_graph_task_id() == -1:
                 self._backward.give_up()
             if self._samples is not None:
@@ -213,6 +221,12 @@ class Replica:
                 raise self.fault(
                     "this model was converted to SyncBatchNorm after syncline.prepare(): do that before it"
                 )
+
+    def _state_loaded(self, module: torch.nn.Module) -> None:
+        if module is self.model:  # and no copy of it
+            self._check_same_parameters()
+            if self.on_loaded is not None:
+                self.on_loaded()
 
     def after_forward(self, output: Any) -> None:
         """When backward comes through this output, its samples count."""
@@ -255,6 +269,7 @@ class Replica:
     def _enter(self) -> None:
         if not self._backward.running:
             self.session.check_usable()
+            self.check_forms()
             # Set by scripts on the model, where they would set it on DistributedDataParallel's wrapper.
             self._synchronises = self._synchronising and getattr(self.model, "require_backward_grad_sync", True)
         self._backward.enter()
@@ -287,7 +302,7 @@ class Replica:
 
     def _move(self, index: int, parameter: torch.Tensor, share: float) -> None:
         """Put ``share`` of a gradient where it belongs in its bucket."""
-        gradient, view = parameter.grad, self.storage.views[index]
+        gradient = parameter.grad
         assert gradient is not None
         if gradient.is_sparse:
             name = self.named[index][0]
@@ -299,11 +314,12 @@ class Replica:
                 " lose: use torch.autograd.grad() for inner derivatives and a plain backward() for the last one"
             )
         with torch.no_grad():
-            if gradient.data_ptr() != view.data_ptr():
+            if gradient.data_ptr() != self.storage.places[index]:
+                view = self.storage.fresh(index)
                 torch.mul(gradient, share, out=view)
                 parameter.grad = view
             elif share != 1.0:
-                view.mul_(share)
+                gradient.mul_(share)
 
     def _meet(self) -> Meeting:
         if self.exchanged and self.on_second_backward is not None:
@@ -318,6 +334,9 @@ class Replica:
 
     on_exchanged: Callable[[], None] | None = None
     """Called at the end of every exchange."""
+
+    on_loaded: Callable[[], None] | None = None
+    """Called when the script has loaded a state into the model."""
 
     on_joined: Callable[[int], None] | None = None
     """Called when ranks with different numbers of batches have joined, with the one that trained longest."""
@@ -412,11 +431,10 @@ class Replica:
                 ' pass unused="zeros" to syncline.prepare(), or freeze them before it'
             )
         for index in missing:
-            parameter, view = self.named[index][1], self.storage.views[index]
+            parameter = self.named[index][1]
             # A gradient kept from before the exchange (accumulated under no_sync) still counts.
             if parameter.grad is None:
-                view.zero_()
-                parameter.grad = view
+                parameter.grad = self.storage.fresh(index).zero_()
             else:
                 self._move(index, parameter, self._share)
             for number in self._of_tensor[index]:
@@ -446,6 +464,26 @@ class Replica:
         gate = self.staging.down(pair, meeting.work, "buffers")
         exchange = engine.exchange(program, self._packed, key, "buffers", gate=gate)
         self._works.append(self.staging.up(pair, exchange, "buffers"))
+
+    def check_forms(self) -> None:
+        """Raise GradientError unless parameters have the form that buckets were made for, and these are in place."""
+        if (changed := self.forms.changed()) is not None:
+            raise self.fault(changed)
+        if self.storage.moved:
+            raise self.fault(
+                "the gradients have been moved to other memory (model.share_memory()?), which is not the one that is"
+                " exchanged: call it before syncline.prepare()"
+            )
+
+    def _check_same_parameters(self) -> None:
+        """Raise GradientError where others have taken the place of the parameters that have our hooks."""
+        present = {id(parameter) for parameter in self.model.parameters()}
+        for name, parameter in self.named:
+            if id(parameter) not in present:
+                raise self.fault(
+                    f"parameter {name!r} is no longer the one of syncline.prepare() (load_state_dict(assign=True), or"
+                    " another module in its place?), and the new one would not be exchanged: do that before prepare()"
+                )
 
     def _check_trained(self) -> None:
         changed = [

@@ -32,6 +32,7 @@ _FIELDS: dict[str, dict[str, type]] = {
     "state": {},
     "weights": {},
     "load": {"size": int},
+    "replace": {"size": int},
     "resume": {"size": int, "step": int},
     "norm": {"clock": int},
     "commit": {"clock": int, "values": dict},
@@ -48,6 +49,10 @@ class Traffic(Protocol):
 
     def release(self) -> list[Work]:
         """Send the updated weights."""
+        ...
+
+    def know(self, records: list[Record]) -> None:
+        """The workers have other weights than they were sent: these."""
         ...
 
     def resume_at(self, step: int) -> None:
@@ -73,6 +78,9 @@ class Planned:
             for number, array in enumerate(self._weights.arrays)
         ]
 
+    def know(self, records: list[Record]) -> None:
+        """What is sent next says all."""
+
     def resume_at(self, step: int) -> None:
         """Nothing depends on the step."""
 
@@ -80,8 +88,8 @@ class Planned:
 class Coded:
     """Gradients come as a codec's payloads, and what the updates change goes so."""
 
-    def __init__(self, session: Session, compression: Compression, updates: Updates) -> None:
-        self._session, self._compression, self._updates = session, compression, updates
+    def __init__(self, session: Session, known: Storage, compression: Compression, updates: Updates) -> None:
+        self._session, self._known, self._compression, self._updates = session, known, compression, updates
 
     def receive(self) -> list[Work]:
         """The first half of a reduction for each bucket."""
@@ -93,6 +101,11 @@ class Coded:
             self._session.pull(self._updates, number, WEIGHT_KEYS + number, f"weights of bucket {number}")
             for number in range(self._compression.buckets)
         ]
+
+    def know(self, records: list[Record]) -> None:
+        """What is sent next says the difference to these."""
+        for record in records:
+            self._known.flat_of(record.piece.tensor)[record.piece.start : record.piece.stop] = record.value
 
     def resume_at(self, step: int) -> None:
         """Told to the codec behind what ``receive`` has posted, in the thread that drives."""
@@ -145,6 +158,12 @@ class ShardServer:
             send_body(self._session, worker, body, f"the owner's {kind}")
         elif kind == "load":
             self._shard.load(self._body(worker, message))
+            self._reply(worker, {})
+        elif kind == "replace":
+            self._session.engine.wait(*self._pulls)
+            records = self._body(worker, message)
+            self._traffic.know(records)
+            self._shard.load_weights(records)
             self._reply(worker, {})
         elif kind == "resume":
             self._session.engine.wait(*self._pulls)

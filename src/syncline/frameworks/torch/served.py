@@ -5,8 +5,10 @@ values (learning rate and so on), the owners of each slice apply the real update
 straight into the parameters, which lie in contiguous storage like the gradients. The user's side of it, the optimizer
 object, is in ``optimizer``.
 
-Whatever the owners would not see is refused: gradients that were changed after they had been sent, a second exchange
-before the step. Clipping is ``syncline.clip_grad_norm_``, which the owners compute.
+Weights that the script has changed since the last step (a state that was loaded, weights that were clipped) are given
+to the owners with the step: rank 0's, and all ranks have to have changed the same. What the owners would not see
+otherwise is refused: gradients that were changed after they had been sent, a second exchange before the step. Clipping
+of gradients is ``syncline.clip_grad_norm_``, which the owners compute.
 
 ``Owners`` is how a worker talks to them: ``RemoteOwners`` by messages to server processes, ``LocalOwners`` when the
 workers themselves own the slices.
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +28,7 @@ from ...program import Program
 from ...session import WEIGHT_KEYS, Session
 from ...tickets import COMMIT, NORM
 from ...updates import Updates
+from .intact import Contents
 from .messages import read_message, receive_body, send_body
 from .records import pack, unpack
 from .replica import Replica
@@ -49,8 +52,11 @@ class Owners(Protocol):
         """The squared norm of all averaged gradients of step ``clock``."""
         ...
 
-    def commit(self, clock: int, groups: Groups, scale: float) -> None:
-        """Have the update of step ``clock`` applied; weights may be pulled after it."""
+    def commit(self, clock: int, groups: Groups, scale: float, changed: int = 0) -> None:
+        """Have the update of step ``clock`` applied; weights may be pulled after it.
+
+        ``changed`` tells the changes of weights before it from others; it has to be the same on all workers.
+        """
         ...
 
     def state(self) -> list[Record]:
@@ -67,6 +73,10 @@ class Owners(Protocol):
 
     def weights(self) -> list[Record]:
         """The weights of all owners, which under a codec know more than the workers'."""
+        ...
+
+    def replace(self, weights: list[Record]) -> None:
+        """Take over these weights, whole tensors, before the next ``commit``; all workers call it."""
         ...
 
     def resume(self, step: int, weights: list[Record]) -> None:
@@ -89,9 +99,9 @@ class LocalOwners:
         mine = 0.0 if self._shard is None else self._shard.squared_norm()
         return sum(float(part) for part in self._session.gather(repr(mine).encode()))
 
-    def commit(self, clock: int, groups: Groups, scale: float) -> None:
+    def commit(self, clock: int, groups: Groups, scale: float, changed: int = 0) -> None:
         """All ranks must bring the same values; owners then update their slices."""
-        self._session.agree(COMMIT, zlib.crc32(json.dumps([clock, groups, scale], sort_keys=True).encode()))
+        self._session.agree(COMMIT, zlib.crc32(json.dumps([clock, groups, scale, changed], sort_keys=True).encode()))
         if self._shard is not None:
             self._shard.apply(groups, scale)
 
@@ -111,6 +121,11 @@ class LocalOwners:
     def weights(self) -> list[Record]:
         """Collective."""
         return self._gathered([] if self._shard is None else self._shard.weights())
+
+    def replace(self, weights: list[Record]) -> None:
+        """Every owner keeps what it owns."""
+        if self._shard is not None:
+            self._shard.load_weights(weights)
 
     def resume(self, step: int, weights: list[Record]) -> None:  # noqa: ARG002 - the workers know the step themselves
         """Every owner keeps what it owns."""
@@ -136,9 +151,10 @@ class RemoteOwners:
         """Summed in server order."""
         return sum(float(reply["squared"]) for reply in self._ask({"kind": "norm", "clock": clock}, {"squared": float}))
 
-    def commit(self, clock: int, groups: Groups, scale: float) -> None:
+    def commit(self, clock: int, groups: Groups, scale: float, changed: int = 0) -> None:
         """Every server answers once it has applied the update."""
-        self._ask({"kind": "commit", "clock": clock, "values": {"groups": groups, "scale": scale}})
+        values = {"groups": groups, "scale": scale, "changed weights": changed}
+        self._ask({"kind": "commit", "clock": clock, "values": values})
 
     def state(self) -> list[Record]:
         """Any worker may ask, alone."""
@@ -155,6 +171,11 @@ class RemoteOwners:
     def weights(self) -> list[Record]:
         """Any worker may ask, alone."""
         return self._fetch("weights")
+
+    def replace(self, weights: list[Record]) -> None:
+        """Rank 0 tells the servers; nothing is applied before it has, and the others have, committed."""
+        if self._session.rank == 0:
+            self._put({"kind": "replace"}, weights)
 
     def resume(self, step: int, weights: list[Record]) -> None:
         """Rank 0 tells the servers, and nobody goes on before they know."""
@@ -220,10 +241,14 @@ class Client:
         self.commits = 0  # the clock of this session's protocol; a resumed run begins at 0 again
         self._weights, self._pull, self._updates = weights, pull, updates
         self._staging = replica.staging
-        self._versions: dict[str, int] = {}
-        self._weight_versions = [parameter._version for parameter in self.parameters]
+        self._versions: list[int] = []
+        self._pushed, self._pulled = Contents(replica.storage), Contents(weights)
+        self._weight_versions: list[int] = []
+        self._loaded = False
+        self._remember_weights()
         replica.on_second_backward = self._refuse_second_backward
         replica.on_exchanged = self._remember
+        replica.on_loaded = self._note_loaded
 
     def clip(self, max_norm: float) -> float:
         """Have the next update's gradients clipped to a norm of ``max_norm``; their norm."""
@@ -235,11 +260,11 @@ class Client:
     def step(self, groups: Groups) -> None:
         """Commit the pushed gradients and wait for the new weights."""
         self._check_pushed()
-        self._check_weights()
+        changed = self._tell_changed()
         engine, first = self.session.engine, WEIGHT_KEYS + self.replica.first_key
         scale, self.scale = self.scale, 1.0
         self.commits += 1
-        self.owners.commit(self.commits, groups, scale)
+        self.owners.commit(self.commits, groups, scale, changed)
         works = []
         for number, array in enumerate(self._weights.arrays):
             label = f"weights of bucket {number}"
@@ -250,6 +275,7 @@ class Client:
             works.append(self._staging.up(self._weights.pair(number), pulled, label))
         engine.wait(*works)
         self._staging.join()
+        self._remember_weights()
         self.replica.exchanged = False
 
     @property
@@ -259,6 +285,8 @@ class Client:
 
     def owners_weights(self) -> dict[str, torch.Tensor]:
         """The weights as the owners have them, by name; all workers call it."""
+        self._tell_changed()
+        self.session.barrier()
         whole = whole_state(self.owners.weights(), self.parameters)
         return {
             name: whole[parameter][WEIGHTS].cpu() if parameter in whole else parameter.detach()  # without elements
@@ -277,38 +305,85 @@ class Client:
             found = weights.get(name)
             if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
                 raise UsageError(f"the owners' weights in this state do not have {name!r} as this model has it")
-            piece = Piece(index, 0, parameter.numel())
-            records.append(Record(piece, WEIGHTS, in_memory_order(found, parameter)))
+            records.append(self._whole(index, in_memory_order(found, parameter)))
         self.owners.resume(step, records)
 
+    def _whole(self, index: int, values: torch.Tensor) -> Record:
+        return Record(Piece(index, 0, values.numel()), WEIGHTS, values)
+
     def _remember(self) -> None:
-        self._versions = {dtype: flat._version for dtype, flat in self.replica.storage.resident.items()}
+        self._versions = [view._version for view in self.replica.storage.views]
+        self._pushed.remember()
 
     def _check_pushed(self) -> None:
         """The owners must have seen what the worker sees."""
         if not self.replica.exchanged:
             raise GradientError("step() before backward(): the parameter server has no gradients of this step")
+        storage = self.replica.storage
         for index, (name, parameter) in enumerate(self.replica.named):
-            view = self.replica.storage.views[index]
-            if parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
-                raise self._changed(repr(name))
-        for dtype, flat in self.replica.storage.resident.items():
-            if flat._version != self._versions[dtype]:
-                raise self._changed(dtype)
+            if parameter.grad is None or parameter.grad.data_ptr() != storage.places[index]:
+                raise self._changed(name)
+            if storage.views[index]._version != self._versions[index]:
+                raise self._changed(name)
+        for index in self._pushed.changed():
+            raise self._changed(self.replica.named[index][0])
 
-    def _check_weights(self) -> None:
-        """The owners must have the weights that the worker has; pulls are no changes, they write past autograd."""
-        for (name, parameter), version in zip(self.replica.named, self._weight_versions, strict=True):
-            if parameter._version != version:
-                raise self.replica.fault(
-                    f"the weights {name!r} were changed on this worker after syncline.prepare(); the parameter server"
-                    " holds them and does not see that: load a state_dict before prepare(), or use ps(update=worker)"
-                )
+    def _remember_weights(self) -> None:
+        self._weight_versions = [parameter._version for parameter in self.parameters]
+        self._pulled.remember()
+        self._loaded = False
 
-    def _changed(self, what: str) -> GradientError:
+    def _note_loaded(self) -> None:
+        self._loaded = True
+
+    def _tell_changed(self) -> int:
+        """Give the owners the weights that the script has changed since the last step; a number that tells which.
+
+        Pulls are no changes, they write past autograd.
+        """
+        found = self._changed_weights()
+        if not found:
+            return 0
+        if self.keeps and not self._loaded and self.commits:
+            raise self.replica.fault(
+                f"the weights {self.replica.named[found[0]][0]!r} were changed on this worker since the last step. With"
+                f" codec={self.session.strategy.codec} their owners know more of them than the workers, which would be"
+                " lost: load a state_dict into the whole model, or use codec=none or ps(update=worker)"
+            )
+        self._bring_home(found)
+        self._remember_weights()
+        self.owners.replace([self._whole(index, self._weights.flat_of(index)) for index in found])
+        return zlib.crc32(self._pulled.digest(found)) or 1
+
+    def _changed_weights(self) -> list[int]:
+        """Numbers of parameters."""
+        if self._weights.moved:
+            raise self.replica.fault(
+                "the weights have been moved to other memory (model.share_memory()?), which is not the one that the"
+                " parameter server writes: call it before syncline.prepare()"
+            )
+        found = set(self._pulled.changed())
+        found |= {i for i, p in enumerate(self.parameters) if p._version != self._weight_versions[i]}
+        away = {i for i, p in enumerate(self.parameters) if p.data_ptr() != self._weights.places[i]}
+        if away:
+            self.replica.check_forms()
+        return list(range(len(self.parameters))) if self._loaded else sorted(found | away)
+
+    def _bring_home(self, changed: Sequence[int]) -> None:
+        """Let these parameters lie in the contiguous storage again, and the transport's memory have their values."""
+        with torch.no_grad():
+            for index in changed:
+                parameter, view = self.parameters[index], self._weights.views[index]
+                if parameter.data_ptr() != self._weights.places[index]:
+                    view.data.copy_(parameter)
+                    parameter.data = view
+                self._weights.bring_down(index)
+
+    def _changed(self, name: str) -> GradientError:
+        self.replica.check_forms()  # what has changed them with the model says more
         error = GradientError(
-            f"{self.session.name(self.session.index)}: the gradients ({what}) were changed between backward() and"
-            " step(), after the parameter server had received them. Clip with syncline.clip_grad_norm_(); for"
+            f"{self.session.name(self.session.index)}: the gradient of {name!r} was changed between backward() and"
+            " step(), after the parameter server had received it. Clip with syncline.clip_grad_norm_(); for"
             " GradScaler and other changes use ps(update=worker) or an allreduce such as ring"
         )
         self.session.fail(error)

@@ -9,6 +9,7 @@ Tensors on another device than the transport's memory have blocks there too, lai
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -87,6 +88,14 @@ class Placed:
     stop: int
 
 
+def _holders(tensors: list[torch.Tensor], index: int) -> int:
+    """How many hold a tensor of a list, as Python counts them."""
+    return sys.getrefcount(tensors[index])
+
+
+_NOBODY_ELSE = _holders([torch.empty(0)], 0)
+
+
 class Pair(NamedTuple):
     """The same elements, flat, where the tensors live and in the transport's memory; both are one where that is one."""
 
@@ -98,7 +107,8 @@ class Storage:
     """One block of the transport's memory per element type, laid out for a list of buckets.
 
     ``arrays[b]`` is bucket b as a numpy array, ``flat`` a whole block as a tensor, by type. ``views[i]`` is tensor i of
-    the given parameters; it lies in ``resident``, which is a block on ``device``, or ``flat`` itself without one.
+    the given parameters, at address ``places[i]``; it lies in ``resident``, which is a block on ``device``, or ``flat``
+    itself without one.
     """
 
     def __init__(
@@ -125,21 +135,55 @@ class Storage:
             if device is None
             else {dtype: torch.zeros_like(flat, device=device) for dtype, flat in self.flat.items()}
         )
+        self._addresses = {dtype: flat.data_ptr() for dtype, flat in self.flat.items()}
         self.starts = tuple(self._start(bucket) for bucket in buckets)
         self.arrays: tuple[Array, ...] = tuple(
             self._blocks[bucket.dtype][start : start + bucket.elements]
             for bucket, start in zip(buckets, self.starts, strict=True)
         )
-        self.views = tuple(
-            view_like(self.resident[placed.dtype][placed.start : placed.stop], tensor)
-            for placed, (_, tensor) in zip(self.placed, parameters, strict=True)
-        )
+        self._forms = [tensor for _, tensor in parameters]
+        self.views = [self._view(tensor) for tensor in range(len(self.placed))]
+        self.places = tuple(view.data_ptr() for view in self.views)
+
+    def fresh(self, tensor: int) -> torch.Tensor:
+        """The view of tensor ``tensor``, to be written anew; who has kept the one from before keeps its values.
+
+        A gradient that a script holds on to is the view itself: it gets memory of its own then, and another view takes
+        its place. Views of it, and what ``detach`` or ``data`` made of it, go on seeing the storage.
+        """
+        if _holders(self.views, tensor) > _NOBODY_ELSE:
+            held = self.views[tensor]
+            held.data = held.clone()
+        if self.views[tensor].data_ptr() != self.places[tensor]:
+            self.views[tensor] = self._view(tensor)
+        return self.views[tensor]
+
+    def _view(self, tensor: int) -> torch.Tensor:
+        placed = self.placed[tensor]
+        view = view_like(self.resident[placed.dtype][placed.start : placed.stop], self._forms[tensor])
+        return view.data  # with a version of its own
 
     def pair(self, number: int) -> Pair:
         """A bucket where its tensors live, and in the transport's memory."""
         bucket = self.buckets[number]
         place = slice(self.starts[number], self.starts[number] + bucket.elements)
         return Pair(self.resident[bucket.dtype][place], self.flat[bucket.dtype][place])
+
+    @property
+    def moved(self) -> bool:
+        """Whether somebody has given the tensors other memory than the transport moves (``share_memory`` does)."""
+        return any(flat.data_ptr() != self._addresses[dtype] for dtype, flat in self.flat.items())
+
+    def flat_of(self, tensor: int) -> torch.Tensor:
+        """A tensor's elements in the transport's memory, in the order in which they lie there."""
+        placed = self.placed[tensor]
+        return self.flat[placed.dtype][placed.start : placed.stop]
+
+    def bring_down(self, tensor: int) -> None:
+        """Copy a tensor to the transport's memory where it lives elsewhere; returns when that is done."""
+        placed = self.placed[tensor]
+        if self.flat[placed.dtype] is not self.resident[placed.dtype]:
+            self.flat_of(tensor).copy_(self.resident[placed.dtype][placed.start : placed.stop])
 
     def _start(self, bucket: Bucket) -> int:
         """Where a bucket begins in its block; its slices must follow one another there."""

@@ -1,0 +1,107 @@
+"""Whether tensors are still where and what ``prepare`` or an exchange has left them.
+
+Autograd counts the in-place writes to a tensor, but not those through ``tensor.data``, and not that ``tensor.data`` is
+given other memory. Both are found here: how a tensor lies is compared as a whole, and of what it holds a few elements
+of every tensor, bit by bit, others each time. A write past autograd that hits none of them is not seen.
+
+Cost: below a microsecond per tensor for how it lies, two passes over ``SAMPLES`` elements per tensor for what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from .storage import Storage
+
+SAMPLES = 64
+"""How many elements of a tensor are looked at, of smaller ones all."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Forms:
+    """Element types, shapes, strides and devices of parameters, as they were when this was made."""
+
+    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        self._known = [
+            (name, parameter, parameter.dtype, parameter.shape, parameter.stride(), parameter.device)
+            for name, parameter in named
+        ]
+
+    def changed(self) -> str | None:
+        """The first parameter that has another form now, in words; None where all are as they were."""
+        for name, parameter, dtype, shape, stride, device in self._known:
+            if (
+                parameter.dtype != dtype
+                or parameter.shape != shape
+                or parameter.stride() != stride
+                or parameter.device != device
+            ):
+                now = _form(parameter.dtype, parameter.shape, parameter.stride(), parameter.device)
+                return (
+                    f"parameter {name!r} was {_form(dtype, shape, stride, device)} at syncline.prepare() and is {now}"
+                    " now (by .double(), .half(), .to() or .data?): bring the model into its form before prepare()"
+                )
+        return None
+
+
+class Contents:
+    """What the tensors of a storage hold, as far as some of their elements tell."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._blocks = [_Block(dtype, storage) for dtype in storage.resident]
+        self._turn = 0
+
+    def remember(self) -> None:
+        """Keep what they hold now."""
+        self._turn += 1
+        for block in self._blocks:
+            block.remember(self._turn)
+
+    def changed(self) -> list[int]:
+        """The tensors that are seen to hold something else since ``remember``, by number."""
+        return sorted(tensor for block in self._blocks for tensor in block.changed())
+
+    def digest(self, tensors: Sequence[int]) -> bytes:
+        """Bytes that differ where other tensors are named or they hold something else, as far as seen."""
+        wanted = frozenset(tensors)
+        return b"".join([str(sorted(wanted)).encode(), *(block.digest(wanted) for block in self._blocks)])
+
+
+class _Block:
+    """The tensors of one element type."""
+
+    def __init__(self, dtype: str, storage: Storage) -> None:
+        flat = storage.resident[dtype]
+        self._flat = flat.view(_BITS[flat.itemsize])
+        mine = [(i, placed) for i, placed in enumerate(storage.placed) if placed.dtype == dtype]
+        self._tensors = [i for i, placed in mine if placed.stop > placed.start]
+        starts = torch.tensor([placed.start for _, placed in mine if placed.stop > placed.start])
+        sizes = torch.tensor([placed.stop - placed.start for _, placed in mine if placed.stop > placed.start])
+        # Rows are tensors: every step-th element from a first one that moves on by one each time.
+        steps = (-(-sizes // SAMPLES)).view(-1, 1)
+        self._steps = steps.to(flat.device)
+        self._firsts = (starts.view(-1, 1) + torch.arange(SAMPLES) * steps).to(flat.device)
+        self._lasts = (starts + sizes - 1).view(-1, 1).to(flat.device)
+        self._places, self._held = self._firsts, torch.empty(0)
+
+    def remember(self, turn: int) -> None:
+        self._places = torch.minimum(self._firsts + turn % self._steps, self._lasts).view(-1)
+        self._held = self._flat[self._places]
+
+    def changed(self) -> list[int]:
+        now = self._flat[self._places]
+        if torch.equal(now, self._held):
+            return []
+        rows = (now != self._held).view(-1, SAMPLES).any(1).tolist()
+        return [tensor for tensor, differs in zip(self._tensors, rows, strict=True) if differs]
+
+    def digest(self, wanted: Collection[int]) -> bytes:
+        rows = [tensor in wanted for tensor in self._tensors]
+        return self._held.view(-1, SAMPLES)[torch.tensor(rows, dtype=torch.bool)].cpu().numpy().tobytes()
+
+
+def _form(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], device: torch.device) -> str:
+    return f"{dtype} {tuple(shape)} with strides {stride} on {device}"
