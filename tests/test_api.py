@@ -57,6 +57,7 @@ def test_a_world_of_one() -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert syncline.prepare(model, optimizer) == (model, optimizer)
+    assert syncline.prepare(model) is model
     with syncline.no_sync(), syncline.join():
         pass
 

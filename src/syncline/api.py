@@ -14,7 +14,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .frameworks.torch import Prepared
 
     Model = TypeVar("Model", bound=torch.nn.Module)
+    Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
     Tensors = TypeVar("Tensors", torch.Tensor, np.ndarray[Any, Any])
 
 _session: Session | None = None
@@ -154,16 +155,44 @@ def world_size() -> int:
     return session().world_size
 
 
+@overload
 def prepare(
     model: Model,
-    optimizer: torch.optim.Optimizer,
+    optimizer: None = None,
     *,
     unused: Literal["error", "zeros"] = "error",
     weight: float | Literal["batch"] | Callable[..., float] = 1,
     ignore: Iterable[str] = (),
     broadcast_buffers: bool = True,
-) -> tuple[Model, torch.optim.Optimizer]:
+) -> Model: ...
+
+
+@overload
+def prepare(
+    model: Model,
+    optimizer: Optimizer,
+    *,
+    unused: Literal["error", "zeros"] = "error",
+    weight: float | Literal["batch"] | Callable[..., float] = 1,
+    ignore: Iterable[str] = (),
+    broadcast_buffers: bool = True,
+) -> tuple[Model, Optimizer]: ...
+
+
+def prepare(
+    model: Model,
+    optimizer: Optimizer | None = None,
+    *,
+    unused: Literal["error", "zeros"] = "error",
+    weight: float | Literal["batch"] | Callable[..., float] = 1,
+    ignore: Iterable[str] = (),
+    broadcast_buffers: bool = True,
+) -> Model | tuple[Model, Optimizer]:
     """Make a model and its optimizer part of the run; both are returned, the training loop stays as it is.
+
+    Without an optimizer, which only servers that hold the weights need, and ``join``, the model alone is returned. An
+    optimizer of several models is given with each. A model that was prepared before is prepared anew, from rank 0's
+    values again, as when parameters have been frozen or added; what a codec had kept back is dropped.
 
     All ranks start from rank 0's values. From now on ``backward()`` ends with averaged gradients; under a parameter
     server ``optimizer.step()`` fetches the new weights. ``unused`` says what happens to parameters without a gradient:
@@ -182,14 +211,18 @@ def prepare(
 
     names = [ignore] if isinstance(ignore, str) else ignore
     options = adapter.Options(unused, weight, frozenset(names), broadcast_buffers)
+    found = model if optimizer is None else (model, optimizer)
     if here.alone:
-        return model, optimizer
+        return found
     made = adapter.prepare(here, model, optimizer, options)
     if made is None:
         shutdown()
         sys.exit(0)
-    _prepared.append(made)
-    return model, optimizer
+    if any(known.model is model for known in _prepared):
+        _prepared[:] = [made if known.model is model else known for known in _prepared]
+    else:
+        _prepared.append(made)
+    return found
 
 
 def no_sync() -> contextlib.AbstractContextManager[None]:
@@ -222,6 +255,11 @@ def join() -> Iterator[None]:
         )
     if not here.alone and len(_prepared) > 1:
         raise NotBuiltError("join() with several models is not built yet: give every rank the same number of batches")
+    if any(made.optimizer is None for made in _prepared):
+        raise UsageError(
+            "join() gives all ranks the optimizer state of the rank that trained longest: give syncline.prepare() the"
+            " model and its optimizer"
+        )
     yield
     for made in _prepared:
         made.replica.shadow_until_all_joined()

@@ -76,6 +76,7 @@ class Session:
         self._calls = 0
         self._next_key = 0
         self._models: list[weakref.ref[Any]] = []
+        self.prepared: dict[int, Any] = {}  # what a framework has made of each, by its first key
         self._closed = False
         self._whole = Uninterrupted(self._interrupted)
         self._engine: Engine | None = None
@@ -328,11 +329,18 @@ class Session:
     def enter_model(self, model: object) -> int:
         """The first key for the buckets of one more model; all processes enter the same ones in the same order.
 
-        Raises UsageError for a model that was entered before, for too many, and for more than server processes serve.
+        A model that comes again has the same key again. Raises UsageError for too many, and for more than server
+        processes serve.
         """
+        for number, known in enumerate(self._models):
+            if known() is model:
+                if self.group.servers:
+                    raise UsageError(
+                        "server processes serve a model as it was prepared first: prepare it once, when all is frozen"
+                        " and built that shall be, or use ps(on=workers), ring or another allreduce"
+                    )
+                return number * MODEL_KEYS
         number = len(self._models)
-        if any(known() is model for known in self._models):
-            raise UsageError("this model has been prepared before: call syncline.prepare() once per model")
         if number > 0 and self.group.servers:
             raise UsageError(
                 "server processes serve one model: put all models into one torch.nn.ModuleList with one optimizer, or"
@@ -342,6 +350,11 @@ class Session:
             raise UsageError(f"a run can have up to {number} prepared models: put several into one torch.nn.ModuleList")
         self._models.append(weakref.ref(model))
         return number * MODEL_KEYS
+
+    @property
+    def models(self) -> list[Any]:
+        """The models that were entered and still exist."""
+        return [model for known in self._models if (model := known()) is not None]
 
     def broadcast_to_all(self, array: Array, key: int, label: str) -> Work:
         """Start a broadcast from worker 0 to all processes, servers included; every process calls it."""

@@ -8,9 +8,9 @@ import pytest
 import torch
 from toy import Here, alone, batch, close, fill, loss_of, mlp, sgd, weights
 
-from syncline.errors import MismatchError, UsageError
+from syncline.errors import GradientError, MismatchError, UsageError
 from syncline.frameworks.torch import prepare
-from syncline.session import Session
+from syncline.session import MODEL_KEYS, Session
 
 KEPT = ["ring", "direct schedule=wait_free", "ps(servers=2, on=workers)", "ps(servers=1, on=workers, update=worker)"]
 
@@ -79,13 +79,122 @@ def test_models_taken_in_another_order_on_one_rank_are_an_error(group: Any) -> N
         group("ring", 2, body)
 
 
-def test_a_model_prepared_twice_is_refused(group: Any) -> None:
+class Prototypes(torch.nn.Module):
+    """A loss with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = torch.nn.Parameter(torch.linspace(-1, 1, 3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - self.centre).square().sum(1).mean()
+
+
+@pytest.mark.parametrize("strategy", ["ring", "direct schedule=wait_free", "ps(servers=1, on=workers, update=worker)"])
+@pytest.mark.parametrize("given", ["both", "first", "neither", "list"])
+def test_one_optimizer_may_train_several_models(group: Any, strategy: str, given: str) -> None:
+    """Actor and critic, or a model and a loss with parameters."""
+
+    def train(session: Session | None) -> dict[str, torch.Tensor]:
+        model, loss = mlp(), Prototypes()
+        both = torch.nn.ModuleList([model, loss])
+        optimizer = torch.optim.Adam(both.parameters(), lr=0.05)
+        here = Here(model, optimizer)
+        if session is not None:
+            here.rank, here.world = session.rank, session.world_size
+            if given == "list":
+                assert prepare(session, both, optimizer) is not None
+            else:
+                assert prepare(session, model, optimizer if given != "neither" else None) is not None
+                assert prepare(session, loss, optimizer if given == "both" else None) is not None
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(model(here.share(batch(step)))).backward()
+            optimizer.step()
+        return weights(both)
+
+    wanted = train(None)
+    for found in group(strategy, 2, train):
+        close(found, wanted)
+
+
+def test_what_an_optimizer_trains_and_nobody_prepares_is_an_error(group: Any) -> None:
+    """Its gradient would be each rank's own, and the ranks' weights would drift apart without a word."""
+
+    def body(session: Session) -> None:
+        model, loss = mlp(), Prototypes()
+        prepare(session, model, torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1))
+        loss(model(batch(0))).backward()
+
+    with pytest.raises(GradientError, match=r"of shape \(3,\).*not a parameter of any prepared model.*a loss with"):
+        group("ring", 2, body)
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=2, on=workers)"])
+def test_servers_that_hold_the_weights_take_one_model_with_its_optimizer(group: Any, strategy: str) -> None:
+    def shared(session: Session) -> None:
+        model, loss = mlp(), Prototypes()
+        prepare(session, model, torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1))
+
+    with pytest.raises(UsageError, match=r"of shape \(3,\).*put all models into one torch.nn.ModuleList"):
+        group(strategy, 2, shared)
+    with pytest.raises(UsageError, match=r"give syncline.prepare\(\) the model and its optimizer"):
+        group(strategy, 2, lambda session: prepare(session, mlp()))
+
+
+@pytest.mark.parametrize("strategy", KEPT)
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_model_may_be_prepared_again(group: Any, strategy: str, kept: bool) -> None:
+    """When layers are unfrozen, with the same optimizer or another; its state and the steps so far stay."""
+
+    def train(session: Session | None) -> dict[str, torch.Tensor]:
+        model = mlp()
+        model[0].requires_grad_(False)  # type: ignore[index]
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        here, made = Here(model, optimizer), None
+        for step in range(6):
+            if step in (2, 4):
+                model[0].requires_grad_(step == 2)  # type: ignore[index]
+                model.zero_grad()
+                if not kept:
+                    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+            if session is not None and step % 2 == 0:
+                here.rank, here.world = session.rank, session.world_size
+                if step == 0:
+                    prepare(session, other := mlp(), torch.optim.SGD(other.parameters(), lr=0.1))
+                made = prepare(session, model, optimizer)
+                assert made is not None
+                assert made.replica.first_key == MODEL_KEYS
+                assert made.replica.steps == step
+            loss_of(model(here.share(batch(step)))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    wanted = train(None)
+    for found in group(strategy, 2, train):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=1, update=worker)"])
+def test_a_model_is_not_prepared_again_where_server_processes_serve_it(group: Any, strategy: str) -> None:
     def body(session: Session) -> None:
         model, optimizer = sgd()
-        prepare(session, model, optimizer)
-        prepare(session, model, optimizer)
+        if prepare(session, model, optimizer) is not None:
+            prepare(session, model, optimizer)
 
-    with pytest.raises(UsageError, match="has been prepared before"):
+    with pytest.raises(UsageError, match=r"as it was prepared first.*ps\(on=workers\)"):
+        group(strategy, 2, body)
+
+
+def test_a_rank_that_prepares_another_model_of_the_run_is_named(group: Any) -> None:
+    def body(session: Session) -> None:
+        made = [sgd(), sgd()]
+        for model, optimizer in made:
+            prepare(session, model, optimizer)
+        prepare(session, *made[session.rank])
+
+    with pytest.raises(MismatchError, match=r"rank 1 has called .* the run's model 1, rank 0 with the run's model 0"):
         group("ring", 2, body)
 
 

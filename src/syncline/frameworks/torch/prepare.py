@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,8 +10,8 @@ import torch
 
 from ...algorithms.ps import push_and_pull
 from ...plan import Plan
-from ...program import compile_program
-from ...session import Session
+from ...program import Program, compile_program
+from ...session import MODEL_KEYS, Session
 from ...updates import Updates
 from .agreement import check_same_model, copy_from_worker
 from .intact import Forms
@@ -23,15 +24,18 @@ from .served import Client, LocalOwners, Owners, RemoteOwners
 from .shard import Shard, coded, planned, probe, records_of, whole_state
 from .staging import Copier
 from .storage import Storage, layers_of
-from .supported import check_only_ours, check_optimizer, check_served
+from .supported import check_only_ours, check_optimizer, check_served, foreign_to
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What ``prepare`` has made of a model on a worker; ``client`` is set when servers hold the weights."""
+    """What ``prepare`` has made of a model on a worker; ``client`` is set when servers hold the weights.
+
+    There may be no optimizer otherwise.
+    """
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     replica: Replica
     client: Client | None
 
@@ -44,7 +48,7 @@ class Prepared:
 def prepare(
     session: Session,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None = None,
     options: Options = Options(),  # noqa: B008 - a frozen value
     *,
     copier: Copier | None = None,
@@ -52,28 +56,63 @@ def prepare(
     """Check that all processes have the same model, start them from rank 0's values, and attach.
 
     On a server this serves until the workers have left and returns None. ``copier`` stands in for what copies between
-    the model's device and the host.
+    the model's device and the host. A model that was prepared before is let go of first.
     """
     check_only_ours(model)
-    check_optimizer(model, optimizer)
     selection = Selection(model, options)
-    holds_weights = session.strategy.server_holds_weights
-    if holds_weights:
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
+    if session.strategy.server_holds_weights:
         check_served(optimizer, selection)
+    first_key = session.enter_model(model)
+    before: Prepared | None = session.prepared.pop(first_key, None)
+    if before is not None:
+        before.release()
     if session.is_worker:
         put_together(session, optimizer)
-    keeps_state = holds_weights and probe(optimizer)
-    first_key = session.enter_model(model)
-    check_same_model(session, selection.tensors(), options.agreed)
+    keeps_state = optimizer is not None and session.strategy.server_holds_weights and probe(optimizer)
+    check_same_model(session, selection.tensors(), [*options.agreed, f"the run's model {first_key // MODEL_KEYS}"])
     copy_from_worker(session, [tensor.detach() for _, tensor in selection.tensors()])
     if not session.is_worker:
-        _serve(session, selection.trained(), optimizer, holds_weights)
+        _serve(session, selection.trained(), optimizer)
         return None
     attach = partial(Replica, session, model, options=options, first_key=first_key, copier=copier)
-    if not holds_weights:
-        replica = attach(session.bucket_program)
+    if optimizer is None or not session.strategy.server_holds_weights:
+        made = _attach_all_reduced(session, optimizer, attach(session.bucket_program))
+    else:
+        made = _attach_served(session, optimizer, keeps_state, attach)
+    if before is not None:
+        made.replica.steps = before.replica.steps
+    session.prepared[first_key] = made
+    return made
+
+
+def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | None, replica: Replica) -> Prepared:
+    """Every rank updates its own weights, with an optimizer that may be none of ours, or that of several models."""
+    if optimizer is not None:
         replica.on_joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])
-        return Prepared(model, optimizer, replica, None)
+        replica.on_first_exchange = partial(_check_all_prepared, replica, optimizer)
+    return Prepared(replica.model, optimizer, replica, None)
+
+
+def _check_all_prepared(replica: Replica, optimizer: torch.optim.Optimizer) -> None:
+    """Raise GradientError where the optimizer trains something whose gradients nobody averages."""
+    for tensor in foreign_to(replica.session.models, optimizer):
+        if tensor.requires_grad:
+            raise replica.fault(
+                f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is not a parameter of any prepared"
+                " model, so that its gradient would be each rank's own: give syncline.prepare() every model that the"
+                " optimizer trains, a loss with parameters too"
+            )
+
+
+def _attach_served(
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    keeps_state: bool,
+    attach: Callable[[Callable[[int], Program]], Replica],
+) -> Prepared:
+    """Others update the weights: the parameters move into storage that is pulled into, the optimizer asks for it."""
     push, pull = _halves(session)
     program = compile_program(push, session.index)
     replica = attach(lambda _: program)
@@ -92,7 +131,7 @@ def prepare(
     take_over(optimizer, client)
     if learnt:  # as the weights, also where a server's script has not loaded it, or another
         owners.load(learnt)
-    return Prepared(model, optimizer, replica, client)
+    return Prepared(replica.model, optimizer, replica, client)
 
 
 def _halves(session: Session) -> tuple[Plan, Plan]:
@@ -100,12 +139,12 @@ def _halves(session: Session) -> tuple[Plan, Plan]:
     return push_and_pull(session.group, servers=arguments["servers"], on=arguments["on"])
 
 
-def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer, holds_weights: bool) -> None:
+def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer | None) -> None:
     layers = layers_of(named)
     buckets = session.strategy.schedule_object().buckets(layers)
     gradients = Storage(named, buckets, session.engine.allocate)
     compression = session.compression(layers, buckets, gradients.arrays)
-    if not holds_weights:
+    if optimizer is None or not session.strategy.server_holds_weights:
         program = compile_program(session.strategy.plan(session.group), session.index)
         serve_plan(session, program, gradients, compression)
         return

@@ -325,12 +325,18 @@ class Replica:
         if self.exchanged and self.on_second_backward is not None:
             self.on_second_backward()
         self._check_trained()
+        if self.on_first_exchange is not None:
+            self.on_first_exchange()
+            self.on_first_exchange = None
         meeting = self.session.meet(STEP, self.first_key, weight=self._counting.weight)
         self._start_buffers(meeting)
         return meeting
 
     on_second_backward: Callable[[], None] | None = None
     """Called when a second exchange begins before the step of the first; a parameter server refuses that."""
+
+    on_first_exchange: Callable[[], None] | None = None
+    """Called before the first exchange, when all models have been prepared."""
 
     on_exchanged: Callable[[], None] | None = None
     """Called at the end of every exchange."""
@@ -493,8 +499,8 @@ class Replica:
         ]
         if changed:
             raise self.fault(
-                f"{changed[0]!r} was frozen, unfrozen or added after syncline.prepare(): do that before it, or prepare"
-                " the model again"
+                f"{changed[0]!r} was frozen, unfrozen or added after syncline.prepare(): do that before it, or, without"
+                " server processes, prepare the model again"
             )
 
     def fault(self, text: str) -> GradientError:

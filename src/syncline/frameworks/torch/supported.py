@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -46,19 +47,34 @@ def check_parameters(model: torch.nn.Module, named: Named) -> None:
 
 
 def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError where the optimizer holds what is no parameter of the model."""
-    known = {id(parameter) for parameter in model.parameters()}
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            if id(tensor) not in known:
-                raise UsageError(
-                    f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is not a parameter of the model:"
-                    " give syncline.prepare() the model and the optimizer made from its parameters"
-                )
+    """Raise UsageError where the optimizer holds no parameter of the model: it is another one's."""
+    foreign = foreign_to([model], optimizer)
+    if foreign and len(foreign) == sum(len(group["params"]) for group in optimizer.param_groups):
+        raise UsageError(
+            f"the optimizer holds a tensor of shape {tuple(foreign[0].shape)} that is not a parameter of the model:"
+            " give syncline.prepare() the model and the optimizer made from its parameters"
+        )
 
 
-def check_served(optimizer: torch.optim.Optimizer, selection: Selection) -> None:
-    """Raise UsageError where servers would have to update what they do not hold."""
+def foreign_to(models: Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What the optimizer holds that is a parameter of none of the models."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    return [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in known]
+
+
+def check_served(optimizer: torch.optim.Optimizer | None, selection: Selection) -> None:
+    """Raise UsageError where servers would have nothing to update with, or to update what they do not hold."""
+    if optimizer is None:
+        raise UsageError(
+            "a parameter server that holds the weights updates them with your optimizer: give syncline.prepare() the"
+            " model and its optimizer, or use ps(update=worker) or an allreduce such as ring"
+        )
+    for tensor in foreign_to([selection.model], optimizer):
+        raise UsageError(
+            f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is not a parameter of the model, and a"
+            " parameter server that holds the weights runs one optimizer per model: put all models into one"
+            " torch.nn.ModuleList, or use ps(update=worker) or an allreduce such as ring"
+        )
     for name, parameter in selection.model.named_parameters():
         if selection.ignores(parameter) and any(
             parameter is held for group in optimizer.param_groups for held in group["params"]
