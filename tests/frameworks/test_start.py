@@ -11,7 +11,7 @@ import torch
 from toy import STRATEGIES, close, fill, mlp, on_group, same_as_alone, weights
 
 from syncline.errors import MismatchError, UsageError
-from syncline.frameworks.torch import prepare
+from syncline.frameworks.torch import Options, prepare
 from syncline.frameworks.torch.shard import probe
 
 
@@ -81,7 +81,7 @@ def refused(group: Any, make: Callable[[], Any], strategy: str = "ring", **optio
     """The text of the UsageError that ``prepare`` raises on one of two ranks."""
 
     def body(session: Any) -> None:
-        prepare(session, *make(), **options)
+        prepare(session, *make(), Options(**options))
 
     with pytest.raises(UsageError) as caught:
         group(strategy, 2, body)

@@ -18,7 +18,7 @@ from .storage import Storage
 SAMPLES = 64
 """How many elements of a tensor are looked at, of smaller ones all."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class Forms:
@@ -75,7 +75,10 @@ class _Block:
 
     def __init__(self, dtype: str, storage: Storage) -> None:
         flat = storage.resident[dtype]
-        self._flat = flat.view(_BITS[flat.itemsize])
+        bits = _BITS[flat.itemsize]
+        words = flat.itemsize // bits.itemsize
+        self._flat = flat.view(bits).view(-1, words)
+        self._row = SAMPLES * words
         mine = [(i, placed) for i, placed in enumerate(storage.placed) if placed.dtype == dtype]
         self._tensors = [i for i, placed in mine if placed.stop > placed.start]
         starts = torch.tensor([placed.start for _, placed in mine if placed.stop > placed.start])
@@ -95,12 +98,12 @@ class _Block:
         now = self._flat[self._places]
         if torch.equal(now, self._held):
             return []
-        rows = (now != self._held).view(-1, SAMPLES).any(1).tolist()
+        rows = (now != self._held).view(-1, self._row).any(1).tolist()
         return [tensor for tensor, differs in zip(self._tensors, rows, strict=True) if differs]
 
     def digest(self, wanted: Collection[int]) -> bytes:
         rows = [tensor in wanted for tensor in self._tensors]
-        return self._held.view(-1, SAMPLES)[torch.tensor(rows, dtype=torch.bool)].cpu().numpy().tobytes()
+        return self._held.view(-1, self._row)[torch.tensor(rows, dtype=torch.bool)].cpu().numpy().tobytes()
 
 
 def _form(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], device: torch.device) -> str:
