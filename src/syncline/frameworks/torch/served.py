@@ -392,5 +392,5 @@ class Client:
     def _refuse_second_backward(self) -> None:
         raise self.replica.fault(
             "a second backward() before step(): the parameter server has the first one's gradients already; wrap all"
-            " but the last in `with syncline.no_sync():`"
+            " but the last in `with syncline.no_sync():`, or set model.require_backward_grad_sync = False for them"
         )
