@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +143,9 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
+_SEEDED = threading.Lock()  # torch's generator, from which some begin, is one for the ranks of a test
+
+
 def settled(layer: Any) -> Any:
     """Its vectors begin at random."""
     vectors = layer.parametrizations.weight[0]
@@ -154,8 +158,9 @@ def settled(layer: Any) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_every_kind(group: Any, strategy: str, name: str) -> None:
     def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
-        torch.manual_seed(0)
-        model = MODELS[name]()
+        with _SEEDED:
+            torch.manual_seed(0)
+            model = MODELS[name]()
         return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     def body(here: Here) -> dict[str, torch.Tensor]:
