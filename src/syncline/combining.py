@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import registry
-from .codecs import NeedsFeedback, Wraps, warmup_of
+from .codecs import NeedsFeedback, Wraps, relay_of, warmup_of
 from .errors import UsageError
 from .grammar import Part
 from .parts import build, write
@@ -127,7 +127,7 @@ def _weights_follow_updates(given: Combination) -> Fault | None:
     if not given.server_holds_weights or given.codec == AUTO:
         return None
     codec = _codec_of(given)
-    inner = codec.codec if isinstance(codec, Wraps) else codec
+    inner = relay_of(codec.codec if isinstance(codec, Wraps) else codec)
     if inner.contraction or not inner.biased:
         return None
     reason = f"codec={given.codec.name} does not say how large an update is, and ps(update=server) tells updates"

@@ -35,14 +35,17 @@ CODECS = [
     "qsgd(levels=100, block=600)",
     "natural",
     "ternary",
+    "ternary(clip=0)",
     "ternary(rounding=nearest)",
     "onebit",
     "sign",
     "sign(vote=on)",
+    "sign(vote=on, momentum=0.9)",
     "topk(ratio=0.01)",
     "topk(ratio=0.3)",
     "gtopk(ratio=1)",
     "randomk(ratio=0.3)",
+    "randomk(ratio=0.01, decay=1)",
     "threshold(ratio=0.01)",
     "threshold(ratio=0.3, momentum=0.9)",
 ]
@@ -106,11 +109,12 @@ class Both:
 
     def __init__(self, text: str, x: Floats, residual: Floats | None, start: int) -> None:
         self.codec = built(text)
-        self.state = State(Spec("layer.weight", (start + len(x),)), rank=1, step=3)
+        self.state = self.codec.init(Spec("layer.weight", (start + len(x),)), 1, residual is not None)
+        self.state.step = 3
         if residual is not None:
             self.state.residual = np.concatenate([np.zeros(start, np.float32), residual])
-        if "momentum" in text:
-            self.state.memory["velocity"] = gradient("ties", len(x), 9)
+        for kept in self.state.memory.values():
+            kept[...] = gradient("ties", start + len(x), 9)
         self.on_device = to_device(self.state, DEVICE)
         self.start, self.size = start, len(x)
         room = self.codec.wire_bytes(Spec("", (len(x),)))[1] // 4

@@ -150,8 +150,8 @@ def _with(words: Payload, place: int, word: int) -> Payload:
 @laws
 @given(tensors(), st.sampled_from([1e-9, 0.01, 0.37, 1.0]), st.integers(0, 5))
 def test_random_elements_are_the_same_on_all_ranks(x: Floats, ratio: float, step: int) -> None:
-    """Payloads may be added as numbers; nothing is lost; every stratum gives one element."""
-    codec, spec = RandomK(ratio=ratio), Spec("w", (x.size,))
+    """Payloads may be added as numbers; with ``decay=1`` nothing is lost; every stratum gives one element."""
+    codec, spec = RandomK(ratio=ratio, decay=1), Spec("w", (x.size,))
     states = [codec.init(spec, rank, feedback=True) for rank in range(3)]
     inputs = [x, np.flip(x).copy(), np.ones_like(x)]
     payloads = []
@@ -252,3 +252,28 @@ def test_a_wrong_payload_is_not_merged() -> None:
 def test_a_ratio_is_a_share(name: str, ratio: str) -> None:
     with pytest.raises(UsageError, match="choose a share of the elements"):
         Strategy.parse(f"codec={name}(ratio={ratio})")
+
+
+def test_a_residual_that_decays_stays_below_some_gradients() -> None:
+    """What random elements leave is bounded; all of it is kept with ``decay=1``."""
+    x = np.ones(1000, np.float32)
+    for decay, most in ((0.8, 4.0), (0.5, 1.0), (1.0, 60.0)):
+        codec = RandomK(ratio=0.01, decay=decay)
+        state = codec.init(Spec("w", (1000,)), 0, feedback=True)
+        assert state.residual is not None
+        for state.step in range(60):
+            encoded(codec, x, state)
+        assert most * 0.999 <= state.residual.max() <= most * 1.001
+
+
+@pytest.mark.parametrize("decay", ["0", "-0.5", "1.01"])
+def test_a_decay_is_a_share(decay: str) -> None:
+    with pytest.raises(UsageError, match="choose what is left of a residual"):
+        Strategy.parse(f"codec=randomk(ratio=0.01, decay={decay})")
+
+
+def test_a_decay_needs_a_residual() -> None:
+    assert str(Strategy.parse("codec=randomk(ratio=0.01)")) == "codec=feedback(randomk(ratio=0.01))"
+    assert str(Strategy.parse("codec=randomk(ratio=0.01, decay=1)")) == "codec=feedback(randomk(ratio=0.01, decay=1.0))"
+    with pytest.raises(UsageError, match="which it cannot with feedback=off"):
+        Strategy.parse("codec=randomk(ratio=0.01, decay=1) feedback=off")

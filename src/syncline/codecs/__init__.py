@@ -179,6 +179,25 @@ class NeedsFeedback(Protocol):
 
 
 @runtime_checkable
+class Sparse(Protocol):
+    """A codec that sends some of a tensor's elements in each step."""
+
+    def ratio_at(self, step: int) -> float:
+        """The share that is sent at a step, counted from 0."""
+        ...
+
+
+@runtime_checkable
+class Decays(Protocol):
+    """A codec whose residual keeps only a part, ``decay``, of what was not sent; all of it where that is 1."""
+
+    @property
+    def decay(self) -> float:
+        """Above 0 and up to 1."""
+        ...
+
+
+@runtime_checkable
 class Chooses(Protocol):
     """A codec that leaves every tensor to another one."""
 

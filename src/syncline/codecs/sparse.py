@@ -9,6 +9,12 @@ Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018). An element that 
              (Shi et al., "A distributed synchronous SGD algorithm with global top-k sparsification", ICDCS 2019)
     randomk  all ranks draw the same k elements, so that only values travel and can be summed on the way
 
+With error feedback an element is sent n/k steps late on average where chance decides, however large it has become, and
+then as the sum of as many gradients: learning rates would have to be k/n of what they are otherwise, as in the paper's
+theorem, and ordinary ones diverge. So of what ``randomk`` does not send only ``decay`` is left in the next step, which
+keeps the residual below ``decay / (1 - decay)`` gradients; GRACE's residual memory has the same factor. ``decay=1`` is
+the paper's memory. What is large is sent soon, so the others keep everything.
+
 A payload of pairs has the layout of ``kernels/pairs.py``: 6 bytes a pair.
 """
 
@@ -27,6 +33,8 @@ from .checks import check_words, no_residual
 from .device import floats, kernels_for, on_device
 from .largest import Source, encode_largest
 from .pairs import decode_pairs, pair_words, read_pairs
+
+_DECAY = 0.8
 
 
 def check_ratio(ratio: float) -> None:
@@ -53,6 +61,10 @@ class TopK:
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
+
+    def ratio_at(self, step: int) -> float:  # noqa: ARG002
+        """The share that is sent, at every step."""
+        return self.ratio
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
         """6 bytes for each of k elements, and 4 for every 65536 of the tensor."""
@@ -112,9 +124,10 @@ class GTopK(TopK):
 @register("codecs", "randomk", examples=("randomk(ratio=0.01)", "randomk(ratio=0.3)"))
 @dataclass(frozen=True)
 class RandomK:
-    """A share of elements at random, one of each of k strata, the same ones on all ranks: only their values travel."""
+    """A share of elements at random, the same ones on all ranks: only values travel, and what waits decays."""
 
     ratio: float
+    decay: float = _DECAY
     combine: ClassVar[Combine] = "sum"
     block: ClassVar[int] = 0
     contraction: ClassVar[bool] = True
@@ -123,6 +136,20 @@ class RandomK:
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
+        if not 0 < self.decay <= 1:
+            raise UsageError(
+                f"decay={self.decay}: choose what is left of a residual in the next step, as 0.8, or 1 for all of it;"
+                " feedback=off keeps none"
+            )
+
+    @property
+    def needs_feedback(self) -> bool:
+        """Only a residual decays."""
+        return self.decay != _DECAY
+
+    def ratio_at(self, step: int) -> float:  # noqa: ARG002
+        """The share that is sent, at every step."""
+        return self.ratio
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
         """4 bytes for each of k elements."""
@@ -134,10 +161,10 @@ class RandomK:
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
-        """The values at this step's elements; all of them NaN where anything is not finite."""
+        """The values at this step's elements, of each of k strata one; all NaN where anything is not finite."""
         residual = no_residual() if state.residual is None else state.residual
         k = share(self.ratio, len(x))
-        finite = kernels_for("selection", x).take_strata(x, residual, state.seed(shared=True), out[:k])
+        finite = kernels_for("selection", x).take_strata(x, residual, self.decay, state.seed(shared=True), out[:k])
         return Encoded(k, finite)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002

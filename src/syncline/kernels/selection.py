@@ -315,10 +315,19 @@ def put(indices, values, out):
         out[indices[j]] += values[j]
 
 
-def take_strata(x, residual, seed, out):
+@compiled(void(float32[::1], float32[::1], float32, uint32[::1]))
+def fade(x, residual, decay, chosen):
+    """``residual`` becomes ``decay`` times its sum with ``x``, and zero where chosen."""
+    for i in range(x.size):
+        residual[i] = (residual[i] + x[i]) * decay
+    for j in range(chosen.size):
+        residual[chosen[j]] = np.float32(0)
+
+
+def take_strata(x, residual, decay, seed, out):
     """One element at random of as many strata as ``out`` has words, NaNs where anything is not finite.
 
-    Returns whether all are. What is not taken stays in the residual, if there is one.
+    Returns whether all are. ``decay`` times what is not taken stays in the residual, if there is one.
     """
     values, indices = out.view(np.float32), np.empty(out.size, np.uint32)
     if largest_magnitude(x, residual) >= NOT_FINITE:
@@ -329,7 +338,7 @@ def take_strata(x, residual, seed, out):
     take(indices, x, values)
     if residual.size:
         take(indices, residual, values)
-        settle(x, residual, x[:0], 0.0, 1.0, indices, True)
+        fade(x, residual, decay, indices)
     return True
 
 

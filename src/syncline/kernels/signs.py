@@ -2,7 +2,9 @@
 
 The payload of a block of n elements is its scales (float32), then W = ceil(n/32) words of sign bits: element k*W + j of
 the block is bit k of word j, set where the element's sign bit is. ``means``: two scales, the mean of the elements
-without and of those with a set bit. ``signs``: one scale, the mean magnitude, or 1 for the bare sign.
+without and of those with a set bit. ``signs``: one scale, the mean magnitude, or for votes a fixed one.
+
+What is kept for the next step is the residual, or with votes the momentum, of which the bits are the signs.
 
 Scales are NaNs where the block is not finite, or the sum of its elements is not. Means are made from sums in lanes,
 one lane for each word, rows added in order.
@@ -37,10 +39,10 @@ def _sum_row(x, residual, codes, above, below, shift):
 
 
 @njit(nogil=True)
-def _sum_magnitudes(x, residual, codes, lanes, shift):
+def _sum_magnitudes(x, kept, decay, codes, lanes, shift):
     """The bits of a row; the magnitudes of its elements added to their lanes."""
     for j in range(x.size):
-        value = x[j] + residual[j] if residual.size else x[j]
+        value = x[j] + decay * kept[j] if kept.size else x[j]
         bits = bits_of_float(value)
         codes[j] = np.uint32(codes[j] | np.uint32(np.uint32(bits >> _SIGN_BIT) << shift))
         lanes[j] += float_of_bits(np.uint32(bits & BODY))
@@ -52,6 +54,13 @@ def _keep(x, residual, above, below):
     for j in range(residual.size):
         value = x[j] + residual[j]
         residual[j] = value - (below if np.uint32(bits_of_float(value) >> _SIGN_BIT) else above)
+
+
+@njit(nogil=True)
+def _move(x, momentum, decay):
+    """The momentum of a whole block."""
+    for j in range(momentum.size):
+        momentum[j] = x[j] + decay * momentum[j]
 
 
 @njit(nogil=True)
@@ -97,26 +106,32 @@ def encode_means(x, residual, out):
     return bad
 
 
-@compiled(int64(float32[::1], float32[::1], uint32[::1], boolean))
-def encode_signs(x, residual, out, bare):
-    """Payload of ``x`` + ``residual`` (empty: none); the number of blocks that are not finite."""
+@compiled(int64(float32[::1], float32[::1], uint32[::1], float32, float32))
+def encode_signs(x, kept, out, vote, decay):
+    """Payload of ``x`` + ``decay`` * ``kept`` (empty: none); the number of blocks that are not finite.
+
+    Where ``vote`` is 0 the scale is the mean magnitude, and what is kept the residual. Otherwise ``vote`` is the scale,
+    and what is kept all of it.
+    """
     lanes = np.empty(_LANES, np.float32)
     at, bad = 0, 0
     for start in range(0, x.size, BLOCK):
         n = min(BLOCK, x.size - start)
         words = (n + _BITS - 1) // _BITS
-        values, kept = x[start : start + n], residual[start : start + n]
+        values, mine = x[start : start + n], kept[start : start + n]
         codes = out[at + 1 : at + 1 + words]
         codes[:] = np.uint32(0)
         lanes[:] = np.float32(0)
         for k in range(_BITS):
             first, last = min(k * words, n), min((k + 1) * words, n)
-            _sum_magnitudes(values[first:last], kept[first:last], codes, lanes, np.uint32(k))
+            _sum_magnitudes(values[first:last], mine[first:last], decay, codes, lanes, np.uint32(k))
         mean = folded(lanes) / np.float32(n)
-        if np.isfinite(mean):
-            scale = np.float32(1) if bare else mean
-            out[at] = bits_of_float(scale)
-            _keep(values, kept, scale, -scale)
+        if np.isfinite(mean) and vote > 0:
+            out[at] = bits_of_float(vote)
+            _move(values, mine, decay)
+        elif np.isfinite(mean):
+            out[at] = bits_of_float(mean)
+            _keep(values, mine, mean, -mean)
         else:
             out[at] = NAN
             bad += 1

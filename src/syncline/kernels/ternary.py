@@ -3,6 +3,9 @@
 The payload of a block of n elements is one word with its largest magnitude (float32), then W = ceil(n/20) words of
 trits: element k*W + j of the block is digit k, with weight 3**k, of word j; the digit is the trit plus 1. The maximum
 is a NaN where the block is not finite.
+
+A block is clipped by giving it a smaller maximum: what is larger is rounded to that, whatever the chance. The standard
+deviation it follows from is that about zero, from squares summed in lanes, one for each word, rows added in order.
 """
 
 from __future__ import annotations
@@ -10,14 +13,38 @@ from __future__ import annotations
 import numpy as np
 from numba import boolean, float32, int64, njit, uint32
 
-from .blocks import INFINITY, NAN, gather
+from .blocks import INFINITY, NAN, folded, gather
 from .compiled import compiled
 from .draws import chance, draw, other_key
-from .native import float_of_bits
+from .native import bits_of_float, float_of_bits
 
 _TRITS = 20
 _HALF_TRITS = 10
 _HALF_WEIGHT = np.uint32(3**_HALF_TRITS)
+_LANES = 512
+_EXPONENT_BITS = np.uint32(23)
+
+
+@njit(nogil=True)
+def _add_squares(values, unit, lanes):
+    for j in range(values.size):
+        value = values[j] * unit
+        lanes[j] += value * value
+
+
+@njit(nogil=True)
+def _clipped(values, largest, clip, words, lanes):
+    """The maximum, or ``clip`` standard deviations where these are less.
+
+    Squares are those of values times a power of two, so that they neither overflow nor vanish.
+    """
+    exponent = min(max(np.int32(largest >> _EXPONENT_BITS), np.int32(1)), np.int32(253))
+    unit = float_of_bits(np.uint32(np.uint32(np.int32(254) - exponent) << _EXPONENT_BITS))
+    lanes[:] = np.float32(0)
+    for k in range(_TRITS):
+        _add_squares(values[min(k * words, values.size) : min((k + 1) * words, values.size)], unit, lanes)
+    limit = clip * np.sqrt(folded(lanes) / np.float32(values.size))
+    return min(float_of_bits(largest) * unit, limit) / unit
 
 
 @njit(inline="always")
@@ -43,12 +70,15 @@ def _pack_stochastic(values, residual, codes, maximum, weight, first, key, other
         _put(values[j], uniform * maximum, maximum, weight, codes, residual, j)
 
 
-@compiled(int64(float32[::1], float32[::1], uint32[::1], int64, boolean, int64, int64))
-def encode_trits(x, residual, out, block, stochastic, seed, index):
-    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite."""
+@compiled(int64(float32[::1], float32[::1], uint32[::1], int64, boolean, float32, int64, int64))
+def encode_trits(x, residual, out, block, stochastic, clip, seed, index):
+    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite.
+
+    Blocks have up to 512 words, and are clipped at ``clip`` standard deviations unless that is 0.
+    """
     key = np.uint32(seed)
     other = other_key(key)
-    room = np.empty(block, np.float32)
+    room, lanes = np.empty(block, np.float32), np.empty(_LANES, np.float32)
     at, bad = 0, 0
     for start in range(0, x.size, block):
         n = min(block, x.size - start)
@@ -56,14 +86,14 @@ def encode_trits(x, residual, out, block, stochastic, seed, index):
         values = room[:n]
         kept = residual[start : start + n]
         largest = gather(x[start : start + n], kept, values)
-        maximum = float_of_bits(largest)
         codes = out[at + 1 : at + 1 + words]
         codes[:] = np.uint32(0)
         if largest >= INFINITY:
             out[at] = NAN
             bad += 1
         else:
-            out[at] = largest
+            maximum = _clipped(values, largest, clip, words, lanes) if clip > 0 else float_of_bits(largest)
+            out[at] = bits_of_float(maximum)
             weight = np.uint32(1)
             for k in range(_TRITS):
                 first, last = min(k * words, n), min((k + 1) * words, n)

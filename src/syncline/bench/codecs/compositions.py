@@ -173,8 +173,11 @@ def _natural(codec: str) -> Composition:  # noqa: ARG001 - makers are given it
 
 
 @composes("ternary")
-def _ternary(codec: str, rounding: str = "stochastic") -> Composition:  # noqa: ARG001 - makers are given it
+def _ternary(codec: str, rounding: str = "stochastic", clip: float = 0.0) -> Composition:  # noqa: ARG001 - as above
     def compress(value: Tensor) -> tuple[Tensor, Tensor]:
+        if clip and rounding == "stochastic":
+            limit = clip * value.std()
+            value = torch.clamp(value, -limit, limit)
         magnitude = value.abs()
         scale = magnitude.max()
         if rounding == "nearest":
@@ -202,10 +205,9 @@ def _onebit(codec: str) -> Composition:  # noqa: ARG001 - makers are given it
 
 
 @composes("sign")
-def _sign(codec: str, vote: str = "off") -> Composition:  # noqa: ARG001 - makers are given it
+def _sign(codec: str, vote: str = "off", scale: float = 1.0) -> Composition:  # noqa: ARG001 - makers are given it
     def compress(value: Tensor) -> tuple[Tensor, Tensor]:
-        scale = torch.ones(()) if vote == "on" else value.abs().mean()
-        return torch.sign(value).to(torch.int8), scale
+        return torch.sign(value).to(torch.int8), torch.tensor(scale) if vote == "on" else value.abs().mean()
 
     return Composition(compress, _scaled)
 

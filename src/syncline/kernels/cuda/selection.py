@@ -9,7 +9,8 @@ error feedback and (without):
     choose_exactly    8 (4) for each of five readings: three counts of digits, one of blocks, one that collects
     choose_reaching   8 (4) for each of two readings: one that counts, one that collects; waits for the device once
     settle            12 (0): x and residual are read, the residual is written
-    randomk           20 (4): one reading that looks for what is not finite, and ``settle``; random elements beside
+    randomk           28 (4): one reading that looks for what is not finite, ``settle``, and the decay of the residual;
+                      random elements beside
 
 Momentum correction adds 4 to each reading, and 8 to ``settle``. Where memory is the limit, 12 (4) cannot be undercut.
 
@@ -152,6 +153,14 @@ def _settle(
         if MOVED:
             tl.store(velocity + at, moved, mask=here)
         tl.store(residual + at, tl.load(residual + at, mask=here, other=0.0) + moved, mask=here)
+
+
+@triton.jit
+def _fade(residual, decay, finite, n, BLOCK: tl.constexpr):
+    if tl.load(finite) != 0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        here = at < n
+        tl.store(residual + at, tl.load(residual + at, mask=here, other=0.0) * decay, mask=here)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -346,10 +355,11 @@ def put(indices: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
     launch(_put, blocks_of(len(indices), _TILE), _WARPS, indices, values, out, len(indices), TILE=_TILE)
 
 
-def take_strata(x: torch.Tensor, residual: Any, seed: int, out: torch.Tensor) -> torch.Tensor:
+def take_strata(x: torch.Tensor, residual: Any, decay: float, seed: int, out: torch.Tensor) -> torch.Tensor:
     """One element at random of as many strata as ``out`` has words, NaNs where anything is not finite.
 
-    Returns whether all are, a tensor of one element. What is not taken stays in the residual, if there is one.
+    Returns whether all are, a tensor of one element. ``decay`` times what is not taken stays in the residual, if there
+    is one.
     """
     source = _source(x, residual)
     finite = _counts(source, torch.zeros(1, dtype=torch.int64, device=x.device)).finite()
@@ -360,6 +370,8 @@ def take_strata(x: torch.Tensor, residual: Any, seed: int, out: torch.Tensor) ->
         _take, blocks_of(len(out), _TILE), _WARPS, residual if kept else x, out, finite, len(x), len(out), signed(seed),
         CLEAR=kept, TILE=_TILE,
     )  # fmt: skip
+    if kept:
+        launch(_fade, blocks_of(len(x), BLOCK), _WARPS, residual, decay, finite, len(x), BLOCK=BLOCK)
     return finite
 
 

@@ -17,6 +17,7 @@ from .blocks import (
     folded,
     gather,
     load_codes,
+    load_row,
     negated,
     put_row,
     store_codes,
@@ -76,23 +77,32 @@ def _encode_means(
 
 @triton.jit
 def _encode_signs(
-    x, residual, out, bad, words, n, seed, index,
-    LANES: tl.constexpr, WHOLE: tl.constexpr, FEEDBACK: tl.constexpr, BARE: tl.constexpr,
+    x, kept, out, bad, words, n, seed, index,
+    LANES: tl.constexpr, WHOLE: tl.constexpr, FEEDBACK: tl.constexpr, ARGUMENT: tl.constexpr,
 ):  # fmt: skip
+    VOTE: tl.constexpr = ARGUMENT[0]
+    DECAY: tl.constexpr = ARGUMENT[1]
     lane = tl.arange(0, LANES)
-    rows, _ = gather(x, residual, words, n, lane, _BITS, LANES, WHOLE, FEEDBACK)
+    rows = ()
     codes = tl.zeros([LANES], tl.uint32)
     lanes = tl.zeros([LANES], tl.float32)
     for k in tl.static_range(_BITS):
-        bits = bits_of_float(rows[k])
+        value = load_row(x, k, words, n, lane, WHOLE)
+        if FEEDBACK:
+            value += load_row(kept, k, words, n, lane, WHOLE) * DECAY
+        bits = bits_of_float(value)
         codes |= (bits >> 31) << k
         lanes += float_of_bits(bits & BODY)
+        rows += (value,)
     mean = tl.div_rn(folded(lanes), n.to(tl.float32))
     if _finite(mean):
-        scale = tl.full([], 1.0, tl.float32) if BARE else mean
+        scale = tl.full([], VOTE, tl.float32) if VOTE else mean
         store_float(out, scale)
-        if FEEDBACK:
-            _keep(rows, residual, scale, negated(scale), words, n, lane, WHOLE)
+        if FEEDBACK and VOTE:
+            for k in tl.static_range(_BITS):
+                store_row(kept, rows[k], k, words, n, lane, WHOLE)
+        elif FEEDBACK:
+            _keep(rows, kept, scale, negated(scale), words, n, lane, WHOLE)
     else:
         tl.store(out, NAN)
         tl.atomic_add(bad, 1)
@@ -114,9 +124,15 @@ def encode_means(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> 
     return encode_blocks(_encode_means, x, residual, out, _BLOCK, 32, heads=2)
 
 
-def encode_signs(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, bare: bool) -> torch.Tensor:
-    """Payload of ``x`` + ``residual`` (empty: none); the number of blocks that are not finite."""
-    return encode_blocks(_encode_signs, x, residual, out, _BLOCK, 32, bare)
+def encode_signs(
+    x: torch.Tensor, kept: torch.Tensor, out: torch.Tensor, vote: float, decay: float
+) -> torch.Tensor:  # fmt: skip
+    """Payload of ``x`` + ``decay`` * ``kept`` (empty: none); the number of blocks that are not finite.
+
+    Where ``vote`` is 0 the scale is the mean magnitude, and what is kept the residual. Otherwise ``vote`` is the scale,
+    and what is kept all of it.
+    """
+    return encode_blocks(_encode_signs, x, kept, out, _BLOCK, 32, (vote, decay))
 
 
 def decode_bits(payload: torch.Tensor, out: torch.Tensor, scales: int, add: bool) -> None:

@@ -12,10 +12,12 @@ from .blocks import (
     decode_blocks,
     encode_blocks,
     float_of_bits,
+    folded,
     gather,
     load_codes,
     put_row,
     store_codes,
+    store_float,
     store_row,
 )
 from .draws import chance, draw, other_key
@@ -26,10 +28,25 @@ _HALF_WEIGHT = tl.constexpr(3**10)
 
 
 @triton.jit
+def _clipped(rows, largest, n, LANES: tl.constexpr, CLIP: tl.constexpr):
+    """The maximum, or ``CLIP`` standard deviations where these are less."""
+    exponent = tl.minimum(tl.maximum(largest >> 23, 1), 253)
+    unit = float_of_bits((254 - exponent) << 23)
+    lanes = tl.zeros([LANES], tl.float32)
+    for k in tl.static_range(_TRITS):
+        value = rows[k] * unit
+        lanes += value * value
+    limit = CLIP * tl.sqrt_rn(tl.div_rn(folded(lanes), n.to(tl.float32)))
+    return tl.div_rn(tl.minimum(float_of_bits(largest) * unit, limit), unit)
+
+
+@triton.jit
 def _encode(
     x, residual, out, bad, words, n, seed, index,
-    LANES: tl.constexpr, WHOLE: tl.constexpr, FEEDBACK: tl.constexpr, STOCHASTIC: tl.constexpr,
+    LANES: tl.constexpr, WHOLE: tl.constexpr, FEEDBACK: tl.constexpr, ARGUMENT: tl.constexpr,
 ):  # fmt: skip
+    STOCHASTIC: tl.constexpr = ARGUMENT[0]
+    CLIP: tl.constexpr = ARGUMENT[1]
     lane = tl.arange(0, LANES)
     rows, largest = gather(x, residual, words, n, lane, _TRITS, LANES, WHOLE, FEEDBACK)
     codes = tl.zeros([LANES], tl.uint32)
@@ -37,9 +54,9 @@ def _encode(
         tl.store(out, NAN)
         tl.atomic_add(bad, 1)
     else:
-        maximum = float_of_bits(largest)
+        maximum = _clipped(rows, largest, n, LANES, CLIP) if CLIP else float_of_bits(largest)
         other = other_key(seed)
-        tl.store(out, largest)
+        store_float(out, maximum)
         for k in tl.static_range(_TRITS):
             value, at = rows[k], k * words + lane
             share = chance(draw(index + at.to(tl.uint32), seed, other)) if STOCHASTIC else 0.5
@@ -72,10 +89,13 @@ def _decode(
 
 def encode_trits(
     x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor,
-    block: int, stochastic: bool, seed: int, index: int,
+    block: int, stochastic: bool, clip: float, seed: int, index: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite."""
-    return encode_blocks(_encode, x, residual, out, block, 20, stochastic, seed=seed, index=index)
+    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite.
+
+    Blocks have 512 words, and are clipped at ``clip`` standard deviations unless that is 0.
+    """
+    return encode_blocks(_encode, x, residual, out, block, 20, (stochastic, clip), seed=seed, index=index)
 
 
 def decode_trits(payload: torch.Tensor, out: torch.Tensor, block: int, add: bool) -> None:
