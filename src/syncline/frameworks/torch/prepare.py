@@ -13,6 +13,7 @@ from ...plan import Plan
 from ...program import Program, compile_program
 from ...session import MODEL_KEYS, Session
 from ...updates import Updates
+from .advice import tell_of_slow_start
 from .agreement import check_same_model, copy_from_worker
 from .intact import Forms
 from .optimizer import give_back, put_together, take_over
@@ -76,6 +77,7 @@ def prepare(
     if not session.is_worker:
         _serve(session, selection.trained(), optimizer)
         return None
+    tell_of_slow_start(session, selection.trained(), optimizer)
     attach = partial(Replica, session, model, options=options, first_key=first_key, copier=copier)
     if optimizer is None or not session.strategy.server_holds_weights:
         made = _attach_all_reduced(session, optimizer, attach(session.bucket_program))
