@@ -88,7 +88,7 @@ def run_of(codec: str, seed: int, accuracy: float | None, feedback: bool = False
 def test_real_processes_fill_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = ("-c", QUICK, str(Path(__file__).parents[1] / "parallel"))
     monkeypatch.setattr(accuracy, "measure", partial(accuracy.measure, script=script))
-    paths = {"--json": tmp_path / "new" / "r.json", "--markdown": tmp_path / "new" / "r.md"}
+    paths = {"--json": tmp_path / "r.json", "--markdown": tmp_path / "r.md"}
     files = [part for pair in paths.items() for part in pair]
     done = command("--workers", "2", "--seeds", "3", "--codecs", "feedback(int8)", "--epochs", "1", *files)
     assert done.exit_code == 0, done.output

@@ -25,9 +25,9 @@ RARELY = 0.1
 """The share of elements below which the first steps suffer: at a tenth they do not."""
 
 
-def tell_of_slow_start(session: Session, named: Named, optimizer: torch.optim.Optimizer) -> None:
+def tell_of_slow_start(session: Session, named: Named, optimizer: torch.optim.Optimizer | None) -> None:
     """A warning on rank 0 where a codec sends few elements from the first step on, and the optimizer is adaptive."""
-    if session.index or session.strategy.codec == NONE or not _adaptive(optimizer):
+    if session.index or session.strategy.codec == NONE or optimizer is None or not _adaptive(optimizer):
         return
     ratio = _rarest(session.strategy.codec_object(), [layer.spec for layer in layers_of(named)])
     if ratio >= RARELY:
