@@ -90,7 +90,7 @@ def train(session: Session, layers: int, models: int = 1, shuffled: bool = False
     made: list[Prepared] = []
     for _ in range(models):
         model = Tiny(layers, 7 * session.index if shuffled else 0)
-        one = prepare(session, model, torch.optim.SGD(model.parameters(), lr=0.01), weight=1)
+        one = prepare(session, model, torch.optim.SGD(model.parameters(), lr=0.01))
         if one is None:
             return None
         made.append(one)
