@@ -112,10 +112,11 @@ def test_the_first_failure_is_the_status_and_is_named() -> None:
 
 
 def test_servers_are_the_last_ranks() -> None:
-    script = "import os; print(os.environ['RANK'], os.environ['SYNCLINE_SERVERS'], os.environ['SYNCLINE_STRATEGY'])"
+    names = ("SYNCLINE_PROCESS", "RANK", "WORLD_SIZE", "SYNCLINE_SERVERS", "SYNCLINE_STRATEGY")
+    script = f"import os; print(*map(os.environ.get, {names}))"
     done = call("--hosts", "3", "--strategy", "ps(servers=1)", *python(script))
     assert [line.split("| ")[1] for line in sorted(done.stdout.splitlines())] == [
-        f"{rank} 1 ps(servers=1)" for rank in range(3)
+        f"{rank} {min(rank, 1)} 2 1 ps(servers=1)" for rank in range(3)
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from syncline.errors import GroupError, RollCallError
+from syncline.errors import GroupError, HandshakeError, RollCallError, SecretError
 from syncline.wire.handshake import run_id
 from syncline.wire.listener import Listener
 from syncline.wire.meeting import Meeting
@@ -166,7 +166,8 @@ class Here:
             "check": lambda: None,
         } | options
         try:
-            connect(self.roll, self.listener, **terms)
+            for sock in connect(self.roll, self.listener, **terms).values():
+                sock.close()
         finally:
             self.listener.close()
 
@@ -197,6 +198,28 @@ def test_a_peer_that_cannot_be_reached_is_named_with_its_address() -> None:
         port = door.getsockname()[1]
     with pytest.raises(GroupError, match=rf"cannot connect to rank 0 \(elsewhere, pid 77\) at 127.0.0.1:{port}: "):
         alone(1, port=port).connect(purpose="control", near=())
+
+
+def calls(errors: list[Exception], monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """Connect to a peer at whose door the first calls end so; those that were not made."""
+
+    def dial(*_: Any) -> socket.socket:
+        if errors:
+            raise errors.pop(0)
+        return socket.socket()
+
+    monkeypatch.setattr("syncline.wire.rollcall.dial", dial)
+    alone(1).connect(near=())
+    return errors
+
+
+def test_a_peer_that_has_let_one_go_in_a_crowd_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert calls([HandshakeError("it closed the connection")] * 3, monkeypatch) == []
+
+
+def test_a_peer_with_another_secret_is_not_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(HandshakeError, match="refused: it does not know"):
+        calls([SecretError("it does not know this run's secret")], monkeypatch)
 
 
 def test_nobody_is_left_behind_in_threads() -> None:

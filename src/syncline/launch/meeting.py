@@ -162,7 +162,8 @@ class MeetingPoint:
                 door.close()
             raise GroupError(
                 f"rank 0 cannot listen on port {port} of {address}: {error.strerror}. Does another run use it, or"
-                " another process that says it is rank 0? Choose a free port (MASTER_PORT, or address=)"
+                " another process that says it is rank 0? Choose a free port (MASTER_PORT, or address=). If it is"
+                " torch.distributed of this script, call syncline.init() first: it lets go of the port"
             ) from error
         return doors
 

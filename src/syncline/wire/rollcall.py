@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from ..errors import GroupError, HandshakeError
+from ..errors import GroupError, HandshakeError, SecretError
 from .handshake import run_id
 from .listener import Listener, dial
 from .member import Member, Roll
 
 _DIAL_S = 10.0
 _LOOK_S = 0.05
+_AGAIN_S = 0.05
 
 Check = Callable[[], None]
 """Raises when another process has found a fault."""
@@ -75,9 +76,16 @@ def _dial(roll: Roll, peer: int, purpose: str, use_unix: bool, deadline: float) 
     member = roll.members[peer]
     where: tuple[str, int] | str = member.unix if use_unix else (member.address, member.port)
     shown = f"{roll.name(peer)} at {'its UNIX socket' if use_unix else f'{member.address}:{member.port}'}"
-    limit = min(_DIAL_S, max(0.1, deadline - time.monotonic()))
+    until = time.monotonic() + min(_DIAL_S, max(0.1, deadline - time.monotonic()))
     try:
-        return dial(where, run_id(roll.run), roll.secret, roll.index, peer, purpose, limit)
+        while True:
+            try:
+                left = max(0.1, until - time.monotonic())
+                return dial(where, run_id(roll.run), roll.secret, roll.index, peer, purpose, left)
+            except HandshakeError as error:  # of a crowd at its doors the peer lets the oldest go
+                if isinstance(error, SecretError) or time.monotonic() >= until:
+                    raise
+                time.sleep(_AGAIN_S)
     except HandshakeError as error:
         raise HandshakeError(f"{shown} refused: {error}") from error
     except OSError as error:
