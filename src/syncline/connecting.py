@@ -143,12 +143,14 @@ def _begin(
             limit_s=limit_s,
         )
         unowned.pop_all()  # the session closes it
-        undo.callback(session.shutdown)
-        ending = session.ending
-        watcher = Watcher(formed.roll, formed.control, session.on_peer_failure, ending.left, liveness_s)
-        undo.callback(watcher.close_descriptors)
-        ending.watcher = watcher  # before it starts: whoever hears of a failure knows it already
-        watcher.start()
+        try:
+            ending = session.ending
+            ending.watcher = Watcher(formed.roll, formed.control, session.on_peer_failure, ending.left, liveness_s)
+            ending.watcher.start()
+        except BaseException as error:
+            session.fail(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
+            session.shutdown()
+            raise
         undo.pop_all()
     return session
 

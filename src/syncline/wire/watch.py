@@ -145,7 +145,9 @@ class Watcher:
         self._closing = True
         with contextlib.suppress(OSError):
             os.eventfd_write(self._bell, 1)
-        if threading.current_thread() is not self._thread:
+        if self._thread.ident is None:
+            self.close_descriptors()  # it was never started: nobody else does
+        elif threading.current_thread() is not self._thread:
             self._thread.join()
 
     def close_descriptors(self) -> None:
