@@ -30,7 +30,8 @@ from .session import Session
 from .statistics import Stats
 from .strategy import Strategy
 from .types import Group
-from .wire.watch import FAILED_STATUS, LIVENESS_S
+from .wire.saying import first_time
+from .wire.watch import FAILED, FAILED_STATUS, LIVENESS_S
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,7 @@ _point: MeetingPoint | None = None
 _variables = Variables()
 _inits = 0
 _watching = False
+_hooked = False
 
 
 def init(
@@ -77,6 +79,7 @@ def init(
     global _session, _inits
     if _session is not None:
         raise UsageError("syncline.init() was called before: call syncline.shutdown() first")
+    _watch_exceptions()
     secret_bytes(secret)
     environment = _variables.recognise(rank=rank, world_size=world_size, address=address)
     interface = interface or os.environ.get("SYNCLINE_INTERFACE")
@@ -433,17 +436,29 @@ def _watch_the_end(environment: Environment) -> None:
     end_with_launcher(environment)
     atexit.register(_end_at_exit)
     os.register_at_fork(after_in_child=_forget)
+
+
+def _watch_exceptions() -> None:
+    """Print an exception that ends the script so that it can be read among those of other ranks, and tell them."""
+    global _hooked
+    if _hooked:
+        return
+    _hooked = True
     previous = sys.excepthook
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         if isinstance(error, PeerError):
             # Another process failed: its own message says why, and every rank's stack would bury it.
-            _print(f"syncline: ended: {error}\n")
+            _print(f"syncline: ended: {_shortened(error)}\n")
+        elif isinstance(error, SynclineError) and not first_time(f"traceback of {kind.__name__}: {error}"):
+            me = f"process {os.getpid()}" if _session is None else _session.name(_session.index)
+            _print(f"syncline: ended: {me}: the same {kind.__name__}, see above\n")
         elif _session is None or _session.forked:
             previous(kind, error, trace)
         elif isinstance(error, KeyboardInterrupt):
             _print(f"syncline: {_session.name(_session.index)}: interrupted\n")
         elif previous is sys.__excepthook__:
+            first_time(f"{kind.__name__}: {error}")  # nobody needs to repeat what stands at the end of this
             _print("".join(traceback.format_exception(kind, error, trace)))  # in one piece, ranks print at once
         else:
             previous(kind, error, trace)
@@ -451,6 +466,15 @@ def _watch_the_end(environment: Environment) -> None:
             _session.fail(error if isinstance(error, Exception) else RuntimeError(kind.__name__))
 
     sys.excepthook = on_exception
+
+
+def _shortened(error: PeerError) -> str:
+    """The error of another process without what that process, or somebody else of the run, has said already."""
+    text = str(error)
+    before, failed, said = text.partition(f" {FAILED}")
+    if not failed or first_time(said):
+        return text
+    return f"{before} {FAILED}{said.partition(':')[0]}, see above"
 
 
 def _print(text: str) -> None:

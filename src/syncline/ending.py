@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from .errors import PeerError, PeerLeft, ProtocolError, SynclineError
 from .types import Group
-from .wire.watch import Watcher
+from .wire.watch import FAILED, Watcher
 
 VERDICT_S = 2.0
 """How long a broken connection waits for the news of who really failed."""
@@ -93,7 +93,7 @@ class Ending:
                 assert isinstance(error, PeerError)
                 self.watcher.abort(f"is to blame for an error of {self._name(self._index)}: {error}", error.rank)
             else:
-                self.watcher.abort(f"failed: {type(error).__name__}: {error}")
+                self.watcher.abort(f"{FAILED}{type(error).__name__}: {error}")
 
     def say_goodbye(self) -> None:
         """Tell everyone that this process has ended its part; after a failure they know already."""

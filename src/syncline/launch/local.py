@@ -36,6 +36,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from ..errors import UsageError
+from ..wire import saying
 from .attendance import VARIABLE as ATTENDANCE
 from .attendance import Attendance
 from .child import Child
@@ -57,7 +58,7 @@ TIMED_OUT = 124
 _READ_BYTES = 1 << 16
 _STALE = (
     *("TORCHELASTIC_", "SYNCLINE_MEETING_", "SYNCLINE_PROCESS", "SYNCLINE_RUN_ID"),
-    *(ATTENDANCE, "GROUP_RANK", "ROLE_"),
+    *(ATTENDANCE, saying.VARIABLE, "GROUP_RANK", "ROLE_"),
 )
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SYNCLINE_LAUNCHER", "SYNCLINE_SERVERS", *_STALE)
 
@@ -160,6 +161,7 @@ class LocalRun:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ)
         self._attendance = Attendance(self._processes)
+        self._said = saying.new_list()
         try:
             self._start()
         except BaseException:
@@ -228,8 +230,8 @@ class LocalRun:
             seats = worker_places([placement.host for placement in self._placements], self._servers)
             for rank, seat in enumerate(seats):
                 own = {"SYNCLINE_PROCESS": str(rank), **seat, "MASTER_PORT": str(self._reserved[1].getsockname()[1])}
-                own |= self._attendance.environ(rank)
-                fds = (*self._pass_fds, self._attendance.fd)
+                own |= self._attendance.environ(rank) | {saying.VARIABLE: str(self._said)}
+                fds = (*self._pass_fds, self._attendance.fd, self._said)
                 if rank == 0:
                     own["SYNCLINE_MEETING_FD"] = str(door.fileno())
                     fds = (*fds, door.fileno())
@@ -343,6 +345,7 @@ class LocalRun:
             sock.close()
         self._selector.close()
         self._attendance.close()
+        os.close(self._said)
         os.close(self._bell)
 
 

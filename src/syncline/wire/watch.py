@@ -30,12 +30,16 @@ from pathlib import Path
 from ..errors import PeerError, PeerLost
 from .beats import Beats
 from .member import Member, Roll
+from .saying import first_time
 
 LIVENESS_S = 8.0
 """Default limit after which a peer that gives no sign of life is lost."""
 
 GRACE_S = 5.0
 """Time the user's thread has to come back after a failure before the process ends."""
+
+FAILED = "failed: "
+"""How the reason begins of a process that ends with an error of its own; the error follows."""
 
 _LINGER_S = 0.5
 
@@ -270,7 +274,8 @@ class Watcher:
         who = "this process, " if culprit == self._roll.index else ""
         error = PeerLost(f"{who}{self._roll.name(culprit)} {reason}", rank=culprit, host=host)
         self.failure = error
-        _print(f"syncline: {self._roll.name(self._roll.index)}: {error}")
+        if not reason.startswith(FAILED) or first_time(reason.removeprefix(FAILED)):
+            _print(f"syncline: {self._roll.name(self._roll.index)}: {error}")
         self.abort(reason, culprit)
         self.failed.set()
         self._on_failure(error)
@@ -279,7 +284,12 @@ class Watcher:
     def _insist(self) -> None:
         """End the process when the user's thread does not come back."""
         if not self._came_back.wait(GRACE_S):
-            self._end(f"syncline: the script did not come back to Syncline within {GRACE_S:.0f} s, ending")
+            assert self.failure is not None
+            me, culprit = (self._roll.name(index) for index in (self._roll.index, self.failure.rank))
+            self._end(
+                f"syncline: {me}: the script did not come back to Syncline within {GRACE_S:.0f} s after the failure of"
+                f" {culprit}, ending"
+            )
 
     def _end(self, text: str) -> None:
         _print(text)

@@ -1,0 +1,60 @@
+"""What the processes of a run say of its end: once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from syncline.launch.local import launch
+from syncline.wire import saying
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saying, "_own", set())
+    monkeypatch.delenv(saying.VARIABLE, raising=False)
+
+
+def test_a_process_alone_says_everything_once() -> None:
+    assert saying.first_time("rank 0 (host, pid 3): no")
+    assert not saying.first_time("rank 1 (host, pid 4): no")  # whichever rank it is about
+    assert saying.first_time("yes")
+
+
+def test_processes_that_share_a_list_say_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = saying.new_list()
+    try:
+        monkeypatch.setenv(saying.VARIABLE, str(fd))
+        assert saying.first_time("no")
+        saying._own.clear()  # as in another process
+        assert not saying.first_time("no")
+        for number in range(saying._MOST + 1):
+            saying.first_time(str(number))
+        assert os.fstat(fd).st_size == saying._MOST * saying._DIGEST_BYTES
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("value", ["", "x", "-1", "1", "987654"])
+def test_a_descriptor_that_is_something_else_is_left_alone(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(saying.VARIABLE, value)
+    assert saying.first_time("no")
+    assert not saying.first_time("no")
+
+
+def test_a_mistake_that_all_ranks_make_is_told_once(tmp_path: Path) -> None:
+    script, printed = tmp_path / "script.py", []
+    script.write_text("import syncline\nsyncline.init('ring')\n")
+    outcome = launch(
+        [sys.executable, str(script)], 3, servers=1, on_output=lambda _, line: printed.append(line), timeout_s=LIMIT_S
+    )
+    assert outcome.status == 1
+    text = "\n".join(printed)
+    assert text.count("Traceback") == 1
+    assert text.count("has 0 server processes, 1 were started") == 1
+    assert text.count("the same UsageError, see above") == 2
