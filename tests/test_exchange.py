@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from syncline import registry
 from syncline.algorithms.ps import ps, push_and_pull
 from syncline.collectives import Collective
 from syncline.errors import PeerLost, SynclineError, UsageError
-from syncline.exchange import Exchange, Run, chunk_edges
+from syncline.exchange import Exchange, Run, _tag, chunk_edges
 from syncline.plan import REDUCE, Plan
 from syncline.program import compile_program
 from syncline.transports import Handle
@@ -241,6 +242,20 @@ def test_a_key_in_use_is_refused_and_free_again_afterwards() -> None:
         for exchange in exchanges:
             exchange.progress(0.0)
     exchanges[0].start(again)
+
+
+def test_as_many_segments_as_tags_can_number_and_one_more() -> None:
+    plan = compile_program(registry.get("algorithms", "ring").target(Group(2)), 0)
+    exchange = Exchange(Hub(2).transport(0), segment_bytes=1)
+    exchange.start(Run(plan, np.zeros(1 << 20, np.uint8), 0, "at the limit"))
+    with pytest.raises(UsageError, match=r"one more: an array of 1048577 bytes has more segments than tags"):
+        exchange.start(Run(plan, np.zeros((1 << 20) + 1, np.uint8), 1, "one more"))
+
+
+def test_the_tags_of_the_last_key_segment_and_action_are_their_own() -> None:
+    """Below those of single messages and of reducers, which have the highest bit."""
+    last = _tag(Mock(run=Mock(key=(1 << 23) - 1), number=(1 << 20) - 1), Mock(index=(1 << 20) - 1))
+    assert last == (1 << 63) - 1
 
 
 @pytest.mark.parametrize("key", [-1, 1 << 23])

@@ -171,6 +171,8 @@ class Exchange:
             return
         run.bytes_view = array.view(np.uint8)
         run.per_segment, run.segments = self._cut(run)
+        if run.segments > 1 << _SEGMENT_BITS:
+            raise UsageError(f"{run.label}: an array of {array.nbytes} bytes has more segments than tags can number")
         run.left = run.segments
         run.opened = 0
         if run.left == 0:

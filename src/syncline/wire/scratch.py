@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import SynclineError
+
 
 class Scratch:
     """A shelf of buffers by power-of-two size; ``allocated_bytes`` is what was ever made."""
@@ -14,13 +16,17 @@ class Scratch:
         self.allocated_bytes = 0
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
-        """A buffer of at least that size."""
+        """A buffer of at least that size; raises SynclineError where there is no memory for it."""
         size = 1 << max(nbytes - 1, 4095).bit_length()
         free = self._free.setdefault(size, [])
         if free:
             return free.pop()
+        try:
+            buffer = np.empty(size, np.uint8)
+        except (MemoryError, ValueError) as error:  # ValueError: more than any address
+            raise SynclineError(f"no memory for {nbytes} bytes on their way: use smaller buckets ({error})") from error
         self.allocated_bytes += size
-        return np.empty(size, np.uint8)
+        return buffer
 
     def give(self, buffer: NDArray[np.uint8]) -> None:
         """Back to the shelf."""
