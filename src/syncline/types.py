@@ -135,10 +135,22 @@ def item_bytes(dtype: str) -> int:
 
 
 def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
-    """The numpy type of that name; ``bfloat16``, which numpy does not have, comes from ml_dtypes."""
+    """The numpy type of that name; ``bfloat16``, which numpy does not have, comes from ml_dtypes.
+
+    Raises UsageError for what neither has, such as torch's float8 types.
+    """
     if dtype == "bfloat16":
         import ml_dtypes
 
         found: np.dtype[np.generic] = np.dtype(ml_dtypes.bfloat16)
         return found
-    return np.dtype(dtype)
+    try:
+        known: np.dtype[np.generic] | None = np.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or known.isbuiltin != 1:  # ml_dtypes, once loaded, gives numpy names that it cannot add
+        raise UsageError(
+            f"elements of type {dtype} cannot be added, so such gradients cannot be exchanged: keep these tensors as"
+            " buffers, or as parameters that need no gradient"
+        )
+    return known
