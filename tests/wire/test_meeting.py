@@ -218,6 +218,24 @@ def test_of_many_missing_some_are_named() -> None:
     assert " and 1983 more; see" in text
 
 
+def test_one_whose_time_is_over_while_it_enters_breaks_no_rule() -> None:
+    play = Play(3)
+    play.come(0)
+    play.enter(1, 1)
+    play.say(1, Kind.LATE, b"2")
+    assert play.fault().startswith(
+        "after 2 s 2 of 3 processes have not come: rank 1 (it has connected, from 10.0.0.1:1,"
+    )
+
+
+def test_one_that_comes_when_all_are_through_is_told_nothing() -> None:
+    play = called(1)
+    play.say(0, Kind.THROUGH)
+    play.enter(5, 0)
+    assert play.heard(5) == []
+    assert 5 in play.dismissed
+
+
 def test_one_that_does_not_connect_is_named_by_who_waits_for_it() -> None:
     play = called(3)
     for rank in (0, 2):
@@ -248,7 +266,7 @@ def test_one_that_goes_before_it_has_come_ends_nothing() -> None:
 # Those that break the rules, although they hold the secret.
 
 
-@pytest.mark.parametrize("kind", sorted(set(HEARD) - {Kind.RECORD, Kind.FAULT}))
+@pytest.mark.parametrize("kind", sorted(set(HEARD) - {Kind.RECORD, Kind.FAULT, Kind.LATE}))
 def test_nothing_may_be_said_before_the_record(kind: Kind) -> None:
     play = Play(2)
     play.come(0)

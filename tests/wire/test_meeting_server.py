@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import struct
 import threading
@@ -301,6 +302,41 @@ def test_one_that_does_not_read_the_fault_is_not_waited_for(serve: Serve, monkey
     served.client(0).give_up("rank 0: no such interface")
     served.server.close()
     served.server.join()
+
+
+def test_one_that_was_let_in_before_all_were_through_is_not_waited_for(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has proved itself, and says nothing and stays."""
+    monkeypatch.setattr("syncline.wire.meeting_server._READ_S", 0.05)
+    served = serve(1)
+    client = served.client(0)
+    client.enter()
+    client.call_roll(member(0, 1), "a run", SECRET)
+    stays, there = socket.socketpair()
+    served.server._new.append((0, there, "a test"))
+    client.through()
+    served.server.close()
+    served.server._thread.join(LIMIT_S)
+    try:
+        assert not served.server._thread.is_alive()
+    finally:
+        stays.close()
+
+
+def test_an_end_that_is_asked_for_again_writes_to_no_other_file(serve: Serve) -> None:
+    """The bell's descriptor is free when the thread has ended."""
+    served = serve(1)
+    served.server.close()
+    served.server.join()
+    other = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        served.server._bell = other
+        served.server.close()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(other)
+    finally:
+        os.close(other)
 
 
 def test_its_own_time_is_limited_too(serve: Serve) -> None:

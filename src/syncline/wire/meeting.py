@@ -84,7 +84,7 @@ HEARD: Mapping[Kind, int] = {
 """What processes may say, and the greatest length of each."""
 
 _MAY: Mapping[State, frozenset[Kind]] = {
-    State.PROVED: frozenset({Kind.RECORD, Kind.FAULT}),
+    State.PROVED: frozenset({Kind.RECORD, Kind.FAULT, Kind.LATE}),
     State.COME: frozenset({Kind.FAULT, Kind.LATE}),
     State.CALLED: frozenset({Kind.SET, Kind.GET, Kind.ADD, Kind.THROUGH, Kind.FAULT, Kind.LATE}),
     State.THROUGH: frozenset({Kind.FAULT, Kind.LATE}),
@@ -224,6 +224,8 @@ class Meeting:
         self._callers[caller] = _Caller(rank, whence)
         if self.fault is not None:
             yield from self._tell_fault(caller)
+        elif self.over:
+            yield Dismiss(caller)  # the doors had let it in before they were closed
         else:
             yield Say(caller, frame(Kind.WELCOME, self.key))
 

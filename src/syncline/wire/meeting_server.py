@@ -58,6 +58,8 @@ class MeetingServer:
         self._limit = self._stay_until = time.monotonic() + limit_s
         self._closing = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell_lock = threading.Lock()
+        self._has_bell = True
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ)
         self._doors = Doors(
@@ -109,8 +111,9 @@ class MeetingServer:
             self._meeting.refused[said.source] = f"one that claims to be it was refused at {whence}: {why}"
 
     def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended
-            os.eventfd_write(self._bell, 1)
+        with self._bell_lock:  # when it has ended, the descriptor may be another file's
+            if self._has_bell:
+                os.eventfd_write(self._bell, 1)
 
     def _serve(self) -> None:
         try:
@@ -129,7 +132,9 @@ class MeetingServer:
             for sock in (*(line.sock for line in self._lines.values()), *(sock for _, sock, _ in self._new)):
                 sock.close()
             self._selector.close()
-            os.close(self._bell)
+            with self._bell_lock:
+                self._has_bell = False
+                os.close(self._bell)
 
     def _wait_s(self) -> float | None:
         """How long nothing need be done but what comes; None at the end."""
@@ -141,12 +146,15 @@ class MeetingServer:
                 self._hang_up(line)
         if self._closing and not self._ended:
             return None  # nobody was told anything: their connections close
+        end = (self._stay_until if self._closing else self._limit) + 2 * _READ_S
+        if now >= end:
+            return None  # whoever is connected still
         if self._closing and not self._lines and not self._new:
             if self._meeting.over or not self._meeting.awaited or now >= self._stay_until:
                 return None
             return self._stay_until - now
         times = [line.dismissed_at + _READ_S for line in self._lines.values() if line.dismissed_at is not None]
-        return max(0.0, min([*times, _READ_S + now if self._ended else self._limit]) - now)
+        return max(0.0, min([*times, end if self._ended else self._limit]) - now)
 
     @property
     def _ended(self) -> bool:
