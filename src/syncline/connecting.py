@@ -145,7 +145,9 @@ def _begin(
         unowned.pop_all()  # the session closes it
         try:
             ending = session.ending
-            ending.watcher = Watcher(formed.roll, formed.control, session.on_peer_failure, ending.left, liveness_s)
+            ending.watcher = Watcher(
+                formed.roll, formed.control, session.on_peer_failure, ending.left, liveness_s, ending.waits
+            )
             ending.watcher.start()
         except BaseException as error:
             session.fail(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from .errors import PeerError, PeerLeft, ProtocolError, SynclineError
 from .types import Group
+from .wire.culprit import Culprit, Waits, find_culprit
 from .wire.watch import FAILED, Watcher
 
 VERDICT_S = 2.0
@@ -29,6 +30,8 @@ class Ending:
     def __init__(self, group: Group, index: int, name: Callable[[int], str]) -> None:
         self.watcher: Watcher | None = None
         self.neighbours: Sequence[Ending] = ()  # of the other sessions of a group in one process
+        self.waits: Callable[[], Waits] = dict
+        """For whom this process waits; asked from any thread."""
         self._group, self._index, self._name = group, index, name
         self.known = False
         """Whether the user's thread has seen what went wrong."""
@@ -57,6 +60,17 @@ class Ending:
     def workers_left(self) -> bool:
         """True when every worker has said goodbye."""
         return self._all_left.is_set()
+
+    def find_culprit(self, waits: Waits) -> Culprit | None:
+        """Who is to blame when nothing moves and this process waits for ``waits``."""
+        return find_culprit(self._index, waits, self._ask)
+
+    def _ask(self, peer: int) -> Waits | None:
+        if self.watcher is not None:
+            return self.watcher.ask(peer)
+        if peer in self._left:
+            return {}
+        return next((other.waits() for other in self.neighbours if other._index == peer), None)
 
     def explain(self, error: Exception) -> Exception:
         """What the user sees of a fault in the progress thread: the first culprit, if it was somebody else."""

@@ -10,7 +10,7 @@ A fault while driving reaches every thread that waits, now or later, as the same
 (Ctrl-C, an exception out of a signal handler) in a thread that drives or waits: a script that catches it and goes on
 would do so with a step missing, so every later call raises what happened. Each wait has a
 time limit, and so has the progress of the whole: when nothing moves for ``limit_s`` although something is under way,
-that is a fault that names whom it waits for.
+that is a fault that names who is to blame (``wire.culprit``): not always whom it waits for itself.
 
 What a work is, and in which order works start, is in ``work``.
 """
@@ -34,6 +34,7 @@ from .program import Program
 from .reducers import Reducer, Room
 from .reducing import Reducing
 from .transports import Bytes, Handle, Transport
+from .wire.culprit import Culprit, Waits, find_culprit
 from .work import Lane, Work
 
 LIMIT_S = 30 * 60.0
@@ -63,7 +64,11 @@ class Uninterrupted:
 
 
 class Engine:
-    """What drives one transport; ``explain`` turns a fault into what the user shall see."""
+    """What drives one transport; ``explain`` turns a fault into what the user shall see.
+
+    ``find_culprit`` says who is to blame when nothing moves. ``expects`` may be set: for whom this process waits though
+    nothing under way says so; it is asked from any thread.
+    """
 
     def __init__(
         self,
@@ -73,6 +78,7 @@ class Engine:
         explain: Callable[[Exception], Exception] = lambda error: error,
         has_left: Callable[[int], bool] = lambda _: False,
         on_raise: Callable[[], None] = lambda: None,
+        find_culprit: Callable[[Waits], Culprit | None] = lambda waits: find_culprit(-1, waits, lambda _: None),
     ) -> None:
         self.transport = transport
         self.blocked_s = 0.0
@@ -83,6 +89,9 @@ class Engine:
         self._on_raise = on_raise
         self._limit_s = limit_s
         self._explain = explain
+        self._find_culprit = find_culprit
+        self.expects: Callable[[], Waits] = dict
+        self._messages: dict[Work, int] = {}  # single ones under way -> from or to whom
         lock = threading.RLock()
         self._uninterrupted = Uninterrupted(self.interrupted)
         self._changed = threading.Condition(lock)  # something is done: for those who wait for it
@@ -213,6 +222,7 @@ class Engine:
         body = np.frombuffer(data, np.uint8)
 
         def start() -> None:
+            self._messages[work] = dst
             self.transport.send(dst, tag, body, owner=lambda handle: self._arrived(work, handle))
 
         self._post(start)
@@ -228,6 +238,8 @@ class Engine:
             self._arrived(work, handle)
 
         def start() -> None:
+            if not tolerant:
+                self._messages[work] = src
             self.transport.recv(src, tag, into, owner=arrived)
 
         self._post(start, tolerant)
@@ -347,7 +359,7 @@ class Engine:
     @property
     def awaited(self) -> set[int]:
         """The processes that something under way waits for."""
-        return set(self._waiting_for())
+        return set(self.waits())
 
     def fail(self, error: Exception) -> None:
         """A fault found elsewhere: whoever waits here gets it. The first one stays."""
@@ -501,17 +513,27 @@ class Engine:
         with self._changed:  # the end waits for this; a tolerant work gives no other sign
             self._changed.notify_all()
 
-    def _waiting_for(self) -> dict[int, str]:
-        reducing = list(self._reducing.values())
-        return {peer: one.label for one in reducing for peer in one.waiting_for} | self._exchange.waiting_for
+    def waits(self) -> Waits:
+        """For whom something under way waits, and what that is; may be asked from another thread.
+
+        What nobody minds if it never ends waits as soon as somebody has come to it.
+        """
+        waits = {peer: work.label for work, peer in list(self._messages.items())} | dict(self.expects())
+        for one in list(self._reducing.values()):
+            waits |= one.waiting_for
+        return waits | self._exchange.waiting_for
 
     def _stalled(self) -> SynclineError:
-        waiting = self._waiting_for()
+        waiting = self.waits()
         peers = ", ".join(f"rank {peer} ({label})" for peer, label in sorted(waiting.items())) or "a message"
         text = f"nothing has moved for {self._limit_s:.0f} s, waiting for {peers}"
-        return PeerTimeout(text, rank=next(iter(waiting)) if len(waiting) == 1 else -1)
+        culprit = self._find_culprit(waiting)
+        if culprit is None:
+            return PeerTimeout(text, rank=-1)
+        return PeerTimeout(f"{text}; rank {culprit.rank} {culprit.why}", rank=culprit.rank)
 
     def _arrived(self, work: Work, handle: Handle) -> None:
+        self._messages.pop(work, None)
         if handle.error is not None:
             if work.tolerant and self._has_left(handle.peer):
                 return

@@ -230,14 +230,17 @@ class Exchange:
 
     @property
     def waiting_for(self) -> dict[int, str]:
-        """Peer -> label of a run that waits for it: for messages about what takes so long."""
+        """Peer -> label of a run that waits for it, a tolerant one once somebody has come to it.
+
+        For messages about what takes so long; may be asked from another thread.
+        """
         shared = {} if self._onesided is None else self._onesided.waiting_for
         return shared | {
             segment.run.program.actions[i].peer: run.label
             for run in self._runs()
-            if not run.tolerant
-            for segment in run.open_segments
-            for i in segment.posted
+            if not run.tolerant or _has_begun(run)
+            for segment in tuple(run.open_segments)
+            for i in tuple(segment.posted)
         }
 
     @property
@@ -421,6 +424,13 @@ def labelled(label: str, error: Exception) -> Exception:
     """An error with what it befell."""
     text = f"{label}: {error}"
     return type(error)(text, rank=error.rank, host=error.host) if isinstance(error, PeerError) else SynclineError(text)
+
+
+def _has_begun(run: Run) -> bool:
+    """Whether something of a run has come or has been done."""
+    actions = len(run.program.actions)
+    segments = tuple(run.open_segments)
+    return run.left < run.segments or any(segment.arrived or segment.left < actions for segment in segments)
 
 
 def _borrows(action: Action) -> bool:

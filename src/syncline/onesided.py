@@ -257,7 +257,7 @@ class OneSided:
     @property
     def waiting_for(self) -> dict[int, str]:
         """Peer -> label of a run that waits for it: those that have not come to it, else the one that blocks it."""
-        opened = {peer: run.label for run in tuple(self._runs) if not run.tolerant for peer in self._awaited(run)}
+        opened = {peer: run.label for run in tuple(self._runs) for peer in self._awaited(run)}
         if opened or self._introduced:
             return opened
         waiting, strangers = tuple(self._waiting), self._strangers()
@@ -265,7 +265,10 @@ class OneSided:
 
     def _awaited(self, run: _Run) -> list[int]:
         wanted = int(run.state[self._kernel.ID])
-        absent = [peer for peer in run.layout.script.touches if not self._has_come(peer, wanted)]
+        touches = run.layout.script.touches
+        absent = [peer for peer in touches if not self._has_come(peer, wanted)]
+        if run.tolerant and len(absent) == len(touches):
+            return []  # nobody has come to it
         return absent or [int(run.state[self._kernel.WAITS_FOR])]
 
     def _has_come(self, peer: int, wanted: int) -> bool:

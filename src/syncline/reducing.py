@@ -61,9 +61,13 @@ class Reducing:
         return "" if self._tolerant else self._label
 
     @property
-    def waiting_for(self) -> set[int]:
-        """The processes from or to which messages are under way."""
-        return set() if self._tolerant else {peer for turn in list(self._turns) for peer in turn.peers}
+    def waiting_for(self) -> dict[int, str]:
+        """Peer -> label, where messages from or to it are under way; may be asked from another thread.
+
+        Where nobody minds if it never ends, of the rounds that somebody has come to.
+        """
+        turns = [turn for turn in list(self._turns) if turn.begun or not self._tolerant]
+        return {peer: self._label for turn in turns for peer in tuple(turn.peers)}
 
     def start(self) -> None:
         """Open the first reducer."""
@@ -125,12 +129,18 @@ class _Turn:
         self._of, self._number, self._reducer, self._turn = of, number, reducer, turn
         self._lengths = [0] * len(asked.receives)
         self.peers = [message.peer for message in (*asked.receives, *asked.sends)]
+        self._messages = len(self.peers)
         tag = _MARK | of._key << _PIECE_BITS | number
         transport = of._transport
         for index, message in enumerate(asked.receives):
             transport.recv(message.peer, tag, message.data, owner=self._received(index))
         for message in asked.sends:
             transport.send(message.peer, tag, message.data, of._priority, owner=self._arrived)
+
+    @property
+    def begun(self) -> bool:
+        """Whether another process has come to this round, or to one before it."""
+        return self._turn > 1 or len(self.peers) < self._messages
 
     def _received(self, index: int) -> Callable[[Handle], None]:
         def arrived(handle: Handle) -> None:

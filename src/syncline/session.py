@@ -49,9 +49,6 @@ _CALL_KEYS = 4 * BUCKET_KEYS
 _CALLS_IN_FLIGHT = 1 << 12
 _MESSAGE_TAGS = 1 << 63
 
-SERVERS_FIRST_S = 5.0
-"""How much longer than servers workers are patient: they wait for a server, which knows for whom it waits itself."""
-
 
 class Session:
     """This process's place in a run. Made in ``connecting``; used by one thread at a time."""
@@ -74,7 +71,6 @@ class Session:
         self.choice: Choice | None = None
         self.chose_codec, self.reason = False, ""  # whether a codec was chosen by measuring, and why
         ending = self.ending = Ending(group, index, self.name)
-        self.limit_s = limit_s
         self._local_rank = local_rank
         self._pid = os.getpid()
         self._calls = 0
@@ -85,10 +81,15 @@ class Session:
         self._whole = Uninterrupted(self._interrupted)
         self._engine: Engine | None = None
         if transport is not None:
-            limit = limit_s + (SERVERS_FIRST_S if self.is_worker and group.servers else 0.0)
             self._engine = Engine(
-                transport, limit_s=limit, explain=ending.explain, has_left=ending.has_left, on_raise=ending.came_back
+                transport,
+                limit_s=limit_s,
+                explain=ending.explain,
+                has_left=ending.has_left,
+                on_raise=ending.came_back,
+                find_culprit=ending.find_culprit,
             )
+            ending.waits = self._engine.waits
 
     # Who we are.
 

@@ -1,63 +1,113 @@
-"""A worker that does not come is named by the server that waits for it, not the server by those that wait for that."""
+"""A worker that hangs is named, by servers and by neighbours of neighbours: not those that only wait for it."""
 
 from __future__ import annotations
 
+import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
 from ends import network
 
-from syncline import session as module
-from syncline.errors import PeerTimeout
+from syncline import ending
+from syncline.errors import PeerError, PeerLost
 from syncline.frameworks.torch import prepare
 from syncline.session import Session
 from syncline.strategy import Strategy
 from syncline.types import Group
+from syncline.wire.member import Member, Roll
+from syncline.wire.watch import Watcher
 
 LIMIT_S = 60.0
-WORKERS, HANGS = 3, 1
-STRATEGIES = ["ps(servers=1)", "ps(servers=1) codec=int8"]
+SHORT_S = 0.9
+HANGS = 1
+SERVED = ["ps(servers=1)", "ps(servers=1) codec=fp16", "ps(servers=2, update=worker)"]
+CASES = [
+    *((strategy, 3, "backward") for strategy in SERVED),
+    ("ps(servers=1)", 3, "step"),
+    ("ps(servers=1)", 3, "norm"),
+    ("ring", 4, "backward"),
+    ("ring codec=int8", 4, "backward"),
+]
 
 
-class Fault(threading.Event):
-    """The first error of a process."""
-
-    error: BaseException | None = None
-
-
-def train_until(session: Session, fault: Fault, over: threading.Event) -> None:
-    """One step; a rank hangs between backward and the step."""
+def train_until(session: Session, where: str, faults: dict[int, BaseException], over: threading.Event) -> None:
+    """One step; a rank hangs in the middle of backward, before the norm, or between backward and the step."""
+    hangs = session.index == HANGS and where != "nowhere"
     try:
-        model = torch.nn.Linear(2, 1)
+        first, last = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+        model = torch.nn.Sequential(first, last)
         made = prepare(session, model, torch.optim.SGD(model.parameters(), lr=0.1))
         if made is None:
             return
-        model(torch.ones(4, 2)).sum().backward()
-        if session.index == HANGS:
+        if where == "backward" and hangs:  # the last layer's gradients have gone by then
+            first.register_full_backward_pre_hook(lambda *_: over.wait(LIMIT_S) and None)
+        model(torch.ones(4, 2, requires_grad=True)).sum().backward()
+        if hangs:
             over.wait(LIMIT_S)
             return
+        if where == "norm":
+            assert made.client is not None
+            made.client.clip(1.0)
         made.optimizer.step()
     except BaseException as error:
-        if not fault.is_set():
-            fault.error = error
-            fault.set()
+        faults[session.index] = error
 
 
-@pytest.mark.parametrize("kind", ["inproc", "shm", "tcp"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_server_names_the_worker(monkeypatch: pytest.MonkeyPatch, kind: str, strategy: str) -> None:
-    monkeypatch.setattr(module, "SERVERS_FIRST_S", 2 * LIMIT_S)
-    chosen = Strategy.parse(f"{strategy} schedule=wait_free").resolve(Group(WORKERS), inproc=True)
-    fault, over = Fault(), threading.Event()
-    with network(kind, WORKERS + 1) as net:
-        group = Group(WORKERS, 1)
-        sessions = [Session(chosen, group, index, end, limit_s=1.0) for index, end in enumerate(net.ends)]
-        arguments = [(session, fault, over) for session in sessions]
-        threads = [threading.Thread(target=train_until, args=each, daemon=True) for each in arguments]
+@contextmanager
+def sessions_of(kind: str, strategy: str, workers: int, limit_s: float) -> Iterator[list[Session]]:
+    """A group that knows who waits for whom: over the control connections, or as threads of one process do."""
+    chosen = Strategy.parse(strategy).resolve(Group(workers), inproc=True)
+    group = Group(workers, chosen.servers)
+    with network(kind, group.processes) as net:
+        # Of processes that tell each other only the last worker, two places from the culprit in a ring, ever looks.
+        limits = [limit_s if kind == "inproc" or index == workers - 1 else LIMIT_S for index in range(group.processes)]
+        sessions = [Session(chosen, group, index, end, limit_s=limits[index]) for index, end in enumerate(net.ends)]
+        if kind == "inproc":
+            for session in sessions:
+                session.ending.neighbours = [other.ending for other in sessions if other is not session]
+        else:
+            watch(sessions)
+        yield sessions
+
+
+def watch(sessions: list[Session]) -> None:
+    """A watcher for each, as between processes; none of them may end this one."""
+    socks: list[dict[int, socket.socket]] = [{} for _ in sessions]
+    for low in range(len(sessions)):
+        for high in range(low + 1, len(sessions)):
+            socks[low][high], socks[high][low] = socket.socketpair()
+    # Two of them see each other as processes of other machines.
+    spaces = [str(index) if index < 2 else "here" for index in range(len(sessions))]
+    members = [
+        Member(index, 1, "host", "machine", 1, spaces[index], "127.0.0.1", 1, "", {}) for index in range(len(sessions))
+    ]
+    for session in sessions:
+        roll = Roll(session.index, tuple(members), "a run", b"")
+        end = session.ending
+        end.watcher = Watcher(roll, socks[session.index], session.on_peer_failure, end.left, LIMIT_S, end.waits)
+        end.watcher.came_back()
+        end.watcher.start()
+
+
+def run(kind: str, strategy: str, workers: int, where: str, limit_s: float) -> dict[int, BaseException]:
+    """One step of a group; what each of its processes raised until all but the one that hangs were through."""
+    faults: dict[int, BaseException] = {}
+    over = threading.Event()
+    with sessions_of(kind, strategy, workers, limit_s) as sessions:
+        threads = [
+            threading.Thread(target=train_until, args=(session, where, faults, over), daemon=True)
+            for session in sessions
+        ]
         for thread in threads:
             thread.start()
-        found = fault.wait(LIMIT_S)
+        for rank in range(workers):
+            if rank != HANGS or where == "nowhere":
+                threads[rank].join(LIMIT_S)
+        found = dict(faults)
         over.set()
         for session in sessions:
             session.fail(RuntimeError("the test is over"))
@@ -65,6 +115,30 @@ def test_the_server_names_the_worker(monkeypatch: pytest.MonkeyPatch, kind: str,
             thread.join(LIMIT_S)
         for session in sessions:
             session.shutdown()
-    assert found
-    assert isinstance(fault.error, PeerTimeout), fault.error
-    assert fault.error.rank == HANGS
+    return found
+
+
+@cache
+def compiled(kind: str, strategy: str, workers: int) -> bool:
+    """Nobody is late because it compiles something: a step in which nobody hangs."""
+    return not run(kind, strategy, workers, "nowhere", LIMIT_S)
+
+
+@pytest.mark.parametrize("kind", ["inproc", "shm", "tcp"])
+@pytest.mark.parametrize(("strategy", "workers", "where"), CASES)
+def test_everybody_names_the_worker_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, kind: str, strategy: str, workers: int, where: str
+) -> None:
+    monkeypatch.setattr(ending, "VERDICT_S", 0.2)  # nobody else has news here
+    combined = f"{strategy} schedule=wait_free"
+    assert compiled(kind, combined, workers)
+    found = run(kind, combined, workers, where, SHORT_S)
+    if kind == "inproc":  # nobody is told there: who finds its peers gone because of it says so
+        found = {rank: error for rank, error in found.items() if not isinstance(error, PeerLost)}
+        assert found
+    else:
+        assert set(range(workers)) - {HANGS} <= set(found)
+    for error in found.values():
+        assert isinstance(error, PeerError), found
+        assert error.rank == HANGS, found
+        assert "has not come to" in str(error)

@@ -65,6 +65,10 @@ def play(data: st.DataObject, workers: int, steps: int, mode: Mode, norms: bool)
                 may_speak.update(action.workers)
             elif isinstance(action, Release):
                 may_speak.update(action.workers)
+        if len(may_speak) == workers:
+            assert not server.awaited
+        else:
+            assert may_speak & server.awaited.keys(), "nobody is to blame for those who wait"
     assert server.clocks == [steps] * workers
     return log
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from syncline.errors import PeerError, PeerLost
 from syncline.wire import watch
+from syncline.wire.culprit import ANSWER_BYTES, Waits, pack
 from syncline.wire.member import Member, Roll
 from syncline.wire.watch import Watcher
 
@@ -50,7 +52,14 @@ class Table:
         self.seats: list[Seat] = []
         self.raw: list[socket.socket] = []
 
-    def seat(self, index: int, members: list[Member], socks: dict[int, socket.socket], liveness_s: float) -> Seat:
+    def seat(
+        self,
+        index: int,
+        members: list[Member],
+        socks: dict[int, socket.socket],
+        liveness_s: float,
+        waits: Waits = MappingProxyType({}),
+    ) -> Seat:
         seat: Seat
 
         def on_failure(error: PeerError) -> None:
@@ -58,7 +67,7 @@ class Table:
             seat.failed.set()
 
         roll = Roll(index, tuple(members), "a run", b"")
-        watcher = Watcher(roll, socks, on_failure, lambda _: seat.left.set(), liveness_s)
+        watcher = Watcher(roll, socks, on_failure, lambda _: seat.left.set(), liveness_s, lambda: waits)
         seat = Seat(index, watcher)
         # The process must not end when the "script" does not come back.
         watcher.came_back()
@@ -205,6 +214,82 @@ def test_who_dies_while_this_process_ends_is_found(table: Table, monkeypatch: py
     assert failure is None if said else failure is not None and failure.rank == 1
 
 
+def test_who_is_asked_says_for_whom_it_waits(table: Table) -> None:
+    """All ask at once, as processes of one machine and of several do; nobody has failed by that."""
+    said: list[Waits] = [{1: "bucket 3"}, {2: "bucket 3", 0: "bucket 4"}, {}]
+    members = [member(0), member(1), member(2, pid_space="elsewhere")]
+    socks: list[dict[int, socket.socket]] = [{} for _ in said]
+    for low, high in ((0, 1), (0, 2), (1, 2)):
+        socks[low][high], socks[high][low] = socket.socketpair()
+    seats = [table.seat(index, members, socks[index], LIMIT_S, said[index]) for index in range(3)]
+    heard: dict[tuple[int, int], Waits | None] = {}
+
+    def ask(seat: Seat) -> None:
+        for peer in seat.watcher._socks:
+            heard[seat.index, peer] = seat.watcher.ask(peer)
+
+    askers = [threading.Thread(target=ask, args=(seat,)) for seat in seats]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join(LIMIT_S)
+    assert heard == {(seat.index, peer): said[peer] for seat in seats for peer in range(3) if peer != seat.index}
+    assert all(seat.watcher.failure is None for seat in seats)
+
+
+def test_who_does_not_answer_within_the_limit_has_said_nothing(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "ANSWER_S", SHORT_S)
+    seat, there = table.beside(member(1))
+    assert seat.watcher.ask(1) is None
+    assert there.recv(4) == struct.pack("<BxH", 4, 0)
+    there.sendall(struct.pack("<BxH", 4, 0))  # an answer that comes too late does no harm
+    text = pack({0: "bucket 1"})
+    there.sendall(struct.pack("<BxH", 5, len(text)) + text)
+    assert there.recv(4) == struct.pack("<BxH", 5, 0)
+    assert seat.watcher.failure is None
+
+
+def test_who_has_left_waits_for_nobody(table: Table) -> None:
+    seat, there = table.beside(member(1))
+    there.sendall(struct.pack("<BxH", 2, 0))
+    assert seat.left.wait(LIMIT_S)
+    assert seat.watcher.ask(1) == {}
+
+
+@pytest.mark.parametrize("waits", [b"\0", struct.pack("<IB", 2, 0), struct.pack("<IB", 0, 9)])
+def test_a_nonsensical_answer_is_the_fault_of_who_gives_it(table: Table, waits: bytes) -> None:
+    seat, there = table.beside(member(1))
+    there.sendall(struct.pack("<BxH", 4, 0))
+    asker = threading.Thread(target=seat.watcher.ask, args=(1,))
+    asker.start()
+    assert sorted(there.recv(4)[:1] for _ in range(2)) == [b"\4", b"\5"]
+    there.sendall(struct.pack("<BxH", 5, len(waits)) + waits)
+    assert seat.culprit() == 1
+    assert "broke the protocol" in str(seat.failures[0])
+    asker.join(LIMIT_S)
+
+
+def test_a_failure_ends_the_wait_for_an_answer(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "ANSWER_S", 2 * LIMIT_S)
+    seat, there = table.beside(member(1))
+    asker = threading.Thread(target=seat.watcher.ask, args=(1,), daemon=True)
+    asker.start()
+    assert there.recv(4) == struct.pack("<BxH", 4, 0)
+    there.close()
+    asker.join(LIMIT_S)
+    assert not asker.is_alive()
+
+
+def test_who_has_asked_or_answered_is_alive_for_others(table: Table) -> None:
+    members = [member(0, pid_space="a"), member(1, pid_space="b"), member(2, pid_space="c")]
+    pairs = {pair: socket.socketpair() for pair in ((0, 1), (0, 2))}
+    table.raw.append(pairs[0, 2][1])
+    first = table.seat(0, members, {1: pairs[0, 1][0], 2: pairs[0, 2][0]}, BEATS_S)
+    second = table.seat(1, members, {0: pairs[0, 1][1]}, BEATS_S)
+    assert first.watcher.ask(1) == {}  # from now on neither has beats
+    assert [first.culprit(), second.culprit()] == [2, 2]
+
+
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
@@ -259,6 +344,10 @@ def test_nothing_is_left_behind() -> None:
         struct.pack("<BxH", 1, 65535) + bytes(65535),
         struct.pack("<BxH", 0, 0),
         struct.pack("<BxH", 200, 9) + b"whatever!",
+        struct.pack("<BxH", 4, 1) + b"x",
+        struct.pack("<BxH", 4, 0) * 2,
+        struct.pack("<BxH", 5, 0),
+        struct.pack("<BxH", 5, ANSWER_BYTES + 1) + bytes(ANSWER_BYTES + 1),
     ],
     ids=lambda said: f"{said[0]}-{len(said)}",
 )

@@ -84,6 +84,16 @@ class Server:
         self._committed: dict[int, Request] = {}  # step -> its first commit
         self._waiting: set[int] = set()
 
+    @property
+    def awaited(self) -> dict[int, int]:
+        """Worker -> step of those whose commit, or question for the norm, others wait for; from any thread."""
+        clocks = list(self.clocks)
+        newest = max((clocks[worker] for worker in tuple(self._waiting)), default=0)
+        late = {worker: newest for worker, clock in enumerate(clocks) if clock < newest}
+        for step, asked in list(self._asked.items()):
+            late |= {worker: step for worker in range(len(clocks)) if worker not in asked}
+        return late
+
     def handle(self, request: Request) -> list[Action]:
         """Take a worker's message; what has to be done now, in order.
 

@@ -6,7 +6,7 @@ stopped. So the beats come from compiled code in a thread of this process, witho
 is stopped or gone, when its machine hangs and when the link is dead, and at no other time.
 
 A connection has one writer at a time. Whoever has something to say ends the beats first, for good: after a goodbye, or
-the news of a failure, nobody asks for them.
+the news of a failure, nobody asks for them. While it is asked who is to blame, the watcher shows that it lives itself.
 """
 
 from __future__ import annotations

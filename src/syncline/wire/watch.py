@@ -8,6 +8,8 @@
   A busy interpreter is never taken for a dead one.
 * Whoever finds a culprit, or raises itself, tells everyone: an abort message carries the *first* culprit, so nobody
   blames a neighbour that merely left because of it.
+* Whoever finds that nothing moves asks for whom the others wait (``culprit``). The answer is given here, whatever the
+  other threads do.
 
 The error is printed at once. If the user's thread has not come back to Syncline within ``GRACE_S``, for instance
 because it sits in a data loader that waits for a dead process, the process ends.
@@ -29,6 +31,7 @@ from pathlib import Path
 
 from ..errors import PeerError, PeerLost
 from .beats import Beats
+from .culprit import ANSWER_BYTES, Waits, pack, unpack
 from .member import Member, Roll
 from .saying import first_time
 
@@ -41,12 +44,22 @@ GRACE_S = 5.0
 FAILED = "failed: "
 """How the reason begins of a process that ends with an error of its own; the error follows."""
 
+ANSWER_S = 2.0
+"""How long a process that is asked for whom it waits may take."""
+
 _LINGER_S = 0.5
 
 _FRAME = struct.Struct("<BxH")
 _CULPRIT = struct.Struct("<I")
-_HEARTBEAT, _GOODBYE, _ABORT = 1, 2, 3
+_HEARTBEAT, _GOODBYE, _ABORT, _QUESTION, _ANSWER = 1, 2, 3, 4, 5
 _REASON_BYTES = 4000
+_SIZES = {
+    _HEARTBEAT: range(1),
+    _GOODBYE: range(1),
+    _ABORT: range(_CULPRIT.size, _CULPRIT.size + _REASON_BYTES + 1),
+    _QUESTION: range(1),
+    _ANSWER: range(ANSWER_BYTES + 1),
+}
 FAILED_STATUS = 1
 """The exit status of a process that is ended because of another one."""
 
@@ -66,7 +79,7 @@ class Watcher:
     """Watches all peers from its own thread until closed.
 
     ``on_failure`` is called once, in that thread, with the error that names the first culprit; ``on_left`` with the
-    index of a peer that said goodbye.
+    index of a peer that said goodbye. ``waits`` says, in that thread, for whom this process waits.
     """
 
     def __init__(
@@ -76,12 +89,13 @@ class Watcher:
         on_failure: Callable[[PeerError], None],
         on_left: Callable[[int], None],
         liveness_s: float = LIVENESS_S,
+        waits: Callable[[], Waits] = dict,
     ) -> None:
         self.failure: PeerError | None = None
         self.failed = threading.Event()
         self.left: set[int] = set()
         self._roll, self._socks = roll, dict(socks)
-        self._on_failure, self._on_left = on_failure, on_left
+        self._on_failure, self._on_left, self._waits = on_failure, on_left, waits
         self._liveness_s = liveness_s
         self._lock = threading.Lock()
         self._closing = False
@@ -89,6 +103,10 @@ class Watcher:
         self._open = set(socks)
         self._told = self._told_own = False  # whether this process has told of a failure, and of its own
         self._unsent: dict[int, bytes] = {}
+        self._asked: set[int] = set()  # whom this process has asked for whom it waits
+        self._asked_by: set[int] = set()
+        self._answers: dict[int, Waits] = {}
+        self._answered = threading.Condition()
         self._came_back = threading.Event()
         self._partial = dict.fromkeys(socks, b"")
         self._heard = dict.fromkeys(socks, time.monotonic())
@@ -99,6 +117,8 @@ class Watcher:
         self._local = {peer: roll.members[peer].pid for peer in socks if sees(me, roll.members[peer])}
         self._tick_s = min(1.0, liveness_s / 4)
         far = {peer: sock for peer, sock in socks.items() if peer not in self._local}
+        self._far = tuple(far)
+        self._beats_here = False  # whether beats are sent by this thread instead
         self._beats = Beats(far, _FRAME.pack(_HEARTBEAT, 0), self._tick_s) if far else None
         for peer, sock in self._socks.items():
             sock.setblocking(False)
@@ -128,6 +148,16 @@ class Watcher:
         self._told = True
         self._told_own = self._told_own or index == self._roll.index
         self._tell_all(_ABORT, _CULPRIT.pack(index) + reason.encode(errors="replace")[:_REASON_BYTES])
+
+    def ask(self, peer: int) -> Waits | None:
+        """For whom a peer waits; None when it does not say so within ``ANSWER_S``. Asked once, before a failure."""
+        if peer in self.left:
+            return {}
+        self._asked.add(peer)
+        self._say(peer, _QUESTION)
+        with self._answered:
+            self._answered.wait_for(lambda: peer in self._answers or self.failure is not None, ANSWER_S)
+        return self._answers.get(peer)
 
     def goodbye(self) -> None:
         """Tell everyone that this process has ended its part."""
@@ -165,7 +195,14 @@ class Watcher:
         with contextlib.suppress(OSError):
             self._selector.close()
 
+    def _say(self, peer: int, kind: int, text: bytes = b"") -> None:
+        """Say something that is not the end: all still have to hear that this process lives."""
+        self._beats_here = True
+        self._end_beats()
+        self._tell(peer, kind, text)
+
     def _tell_all(self, kind: int, text: bytes = b"") -> None:
+        self._beats_here = False
         self._end_beats()
         for peer in list(self._socks):
             self._tell(peer, kind, text)
@@ -234,13 +271,7 @@ class Watcher:
                 self._fail(peer, "died: its connections closed without a goodbye")
 
     def _understand(self, peer: int, kind: int, text: bytes) -> None:
-        sizes = {
-            _HEARTBEAT: range(1),
-            _GOODBYE: range(1),
-            _ABORT: range(_CULPRIT.size, _CULPRIT.size + _REASON_BYTES + 1),
-        }
-        culprit = _CULPRIT.unpack_from(text)[0] if len(text) >= _CULPRIT.size else 0
-        if len(text) not in sizes.get(kind, ()) or culprit >= len(self._roll.members):
+        if not self._makes_sense(peer, kind, text):
             self._fail(
                 peer, f"broke the protocol: a control message of kind {kind} with {len(text)} bytes came from it"
             )
@@ -248,12 +279,41 @@ class Watcher:
             self.left.add(peer)
             self._on_left(peer)
         elif kind == _ABORT:
+            (culprit,) = _CULPRIT.unpack_from(text)
             reason = _printable(text[_CULPRIT.size :].decode(errors="ignore"))
             if culprit != self._roll.index or not self._told_own:  # else our own news, come back
                 self._fail(culprit, reason)
+        elif kind == _QUESTION:
+            self._asked_by.add(peer)
+            if not self._told:  # else it has heard who is to blame
+                self._say(peer, _ANSWER, pack(self._waits()))
+
+    def _makes_sense(self, peer: int, kind: int, text: bytes) -> bool:
+        """Whether a process of this version says that; of an answer, keep it."""
+        members = len(self._roll.members)
+        if len(text) not in _SIZES.get(kind, ()):
+            return False
+        if kind == _ABORT:
+            return bool(_CULPRIT.unpack_from(text)[0] < members)
+        if kind == _QUESTION:
+            return peer not in self._asked_by
+        return kind != _ANSWER or self._take_answer(peer, text)
+
+    def _take_answer(self, peer: int, text: bytes) -> bool:
+        """Keep an answer, the only one to a question; False for one that was not asked for, or that is none."""
+        if peer not in self._asked or peer in self._answers:
+            return False
+        with contextlib.suppress(ValueError), self._answered:
+            self._answers[peer] = unpack(text, len(self._roll.members))
+            self._answered.notify()
+        return peer in self._answers
 
     def _look(self, now: float) -> None:
-        """Look at everyone's state."""
+        """Look at everyone's state, and show that this process lives where nothing else does."""
+        if self._beats_here:
+            for peer in self._far:
+                if not self._unsent.get(peer):
+                    self._tell(peer, _HEARTBEAT)
         for peer in self._socks:
             if peer in self.left:
                 continue
@@ -278,6 +338,8 @@ class Watcher:
             _print(f"syncline: {self._roll.name(self._roll.index)}: {error}")
         self.abort(reason, culprit)
         self.failed.set()
+        with self._answered:
+            self._answered.notify()
         self._on_failure(error)
         threading.Thread(target=self._insist, name="syncline-insist", daemon=True).start()
 

@@ -7,12 +7,10 @@ The state machine of ``sync.server`` decides; this file moves what it says over 
 from __future__ import annotations
 
 import json
-import time
 from functools import partial
 from typing import Any, Protocol
 
 from ...compression import Compression
-from ...errors import PeerTimeout
 from ...plan import Plan
 from ...program import Program, compile_program
 from ...session import WEIGHT_KEYS, Session
@@ -125,15 +123,13 @@ class ShardServer:
         self._pushes = traffic.receive()
         workers = range(session.group.workers)
         self._requests = {worker: self._listen(worker) for worker in workers}
-        self._since: float | None = None  # when some workers, but not all, had committed a step
+        session.engine.expects = self._expects
 
     def serve(self) -> None:
         """Return when every worker has left; raises the fault when there is one."""
         engine, left = self._session.engine, self._session.ending.workers_left
         while not left():
-            engine.wait_any(self._requests.values(), until=lambda: left() or self._overdue())
-            if self._overdue():
-                raise self._late()
+            engine.wait_any(self._requests.values(), until=left)
             for worker, work in list(self._requests.items()):
                 if work.done:
                     self._answer(worker, self._read(worker, work.result))
@@ -154,29 +150,9 @@ class ShardServer:
                 raise nonsense(self._session, worker, label, "its groups are no groups")
         return message
 
-    def _behind(self) -> list[int]:
-        """The workers that have not committed the step that others have."""
-        clocks = self._server.clocks
-        return [worker for worker, clock in enumerate(clocks) if clock < max(clocks)]
-
-    def _overdue(self) -> bool:
-        """Whether some have waited for the others for longer than an operation may take."""
-        if not self._behind():
-            self._since = None
-        elif self._since is None:
-            self._since = time.monotonic()
-        return self._since is not None and time.monotonic() - self._since > self._session.limit_s
-
-    def _late(self) -> PeerTimeout:
-        behind = self._behind()
-        names = ", ".join(self._session.name(worker) for worker in behind)
-        error = PeerTimeout(
-            f"{names} not at step {max(self._server.clocks)} of the optimizer within {self._session.limit_s:.0f} s,"
-            " while others wait there",
-            rank=behind[0],
-        )
-        self._session.fail(error)
-        return error
+    def _expects(self) -> dict[int, str]:
+        """The workers that others wait for here; asked from any thread."""
+        return {worker: f"step {step} of the optimizer" for worker, step in self._server.awaited.items()}
 
     def _answer(self, worker: int, message: dict[str, Any]) -> None:
         kind = message["kind"]

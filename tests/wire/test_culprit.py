@@ -1,0 +1,110 @@
+"""Who holds everybody up: from any process that waits, the search ends at the same one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.wire.culprit import ANSWER_BYTES, Culprit, Waits, find_culprit, pack, unpack
+
+Graph = dict[int, Waits | None]
+
+
+def found(me: int, graph: Graph) -> Culprit | None:
+    asked: list[int] = []
+
+    def ask(peer: int) -> Waits | None:
+        assert peer != me
+        assert peer not in asked
+        asked.append(peer)
+        return graph[peer]
+
+    return find_culprit(me, graph[me] or {}, ask)
+
+
+def test_in_a_ring_it_is_found_from_far_away() -> None:
+    ring: Graph = {0: {3: "bucket 3"}, 1: {0: "bucket 3"}, 2: {}, 3: {2: "bucket 3"}}
+    assert [found(rank, ring) for rank in (0, 1, 3)] == [Culprit(2, "has not come to bucket 3")] * 3
+
+
+def test_behind_several_servers() -> None:
+    """Workers 0 and 2 wait for both servers, one of which has heard nothing yet of what the other waits for."""
+    both = {3: "bucket 1", 4: "bucket 2"}
+    graph: Graph = {0: both, 1: {}, 2: both, 3: {1: "bucket 1"}, 4: {1: "bucket 2"}}
+    assert found(0, graph) == found(2, graph) == Culprit(1, "has not come to bucket 1")
+
+
+def test_who_waits_for_one_that_waits_for_it_and_for_others() -> None:
+    graph: Graph = {0: {1: "a send"}, 1: {0: "a receive", 2: "a send"}, 2: {}}
+    assert found(0, graph) == Culprit(2, "has not come to a send")
+
+
+def test_one_that_does_not_answer_is_named() -> None:
+    graph: Graph = {0: {1: "bucket 0"}, 1: {2: "bucket 0"}, 2: None}
+    assert found(0, graph) == Culprit(2, "does not say for whom it waits in bucket 0")
+
+
+def test_where_all_wait_for_each_other_one_is_named() -> None:
+    graph: Graph = {0: {1: "bucket 0"}, 1: {2: "bucket 1"}, 2: {0: "bucket 2"}}
+    assert found(0, graph) == Culprit(2, "waits for others that wait for it, in bucket 1")
+
+
+def test_who_waits_for_itself_waits_for_nobody() -> None:
+    assert found(0, {0: {1: "bucket 0"}, 1: {1: "bucket 5"}}) == Culprit(1, "has not come to bucket 0")
+
+
+def test_who_waits_for_nobody_blames_nobody() -> None:
+    assert found(0, {0: {}}) is None
+
+
+PROCESSES = 300
+waits = st.dictionaries(st.integers(0, PROCESSES - 1), st.text(max_size=60).filter(str.isprintable))
+
+
+@given(waits)
+def test_an_answer_comes_as_it_was_said(said: Waits) -> None:
+    heard = unpack(pack(said), PROCESSES)
+    assert list(heard) == sorted(said)
+    assert all(said[peer].startswith(label) for peer, label in heard.items())
+    assert all(heard[peer] == label for peer, label in said.items() if len(label.encode()) <= 100)
+
+
+def test_the_longest_answer_is_understood() -> None:
+    said = pack(dict.fromkeys(range(PROCESSES), "x" * 1000))
+    assert len(said) == ANSWER_BYTES
+    assert len(unpack(said, PROCESSES)) < PROCESSES
+
+
+def entry(peer: int, text: bytes, size: int | None = None) -> bytes:
+    return peer.to_bytes(4, "little") + bytes([len(text) if size is None else size]) + text
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\0",
+        entry(1, b""),
+        entry(0, b"") * 2,
+        entry(0, b"abc", 4),
+        entry(0, b"x" * 101),
+        b"".join(entry(peer, b"") for peer in range(257)),
+    ],
+    ids=["cut off", "no such rank", "twice", "a cut label", "a long label", "too many"],
+)
+def test_nonsense_raises(said: bytes) -> None:
+    with pytest.raises(ValueError, match="an entry"):
+        unpack(said, 1 if len(said) < 1000 else PROCESSES)
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_understood_or_refused(said: bytes) -> None:
+    try:
+        heard = unpack(said, PROCESSES)
+    except ValueError:
+        return
+    assert all(peer < PROCESSES and label.isprintable() for peer, label in heard.items())
+
+
+def test_what_a_terminal_would_act_on_is_left_out() -> None:
+    assert unpack(entry(0, b"\x1b[2Jbucket"), 1) == {0: "[2Jbucket"}
