@@ -16,7 +16,7 @@ from syncline import engine as engine_module
 from syncline import exchange as exchange_module
 from syncline import registry
 from syncline.engine import Engine
-from syncline.errors import ClosedError, PeerTimeout, SynclineError
+from syncline.errors import ClosedError, PeerTimeout, SynclineError, UsageError
 from syncline.program import Program, compile_program
 from syncline.transports import Transport
 from syncline.transports.inproc import Hub, InProc
@@ -225,6 +225,104 @@ def test_an_interrupt_while_another_thread_drives_ends_the_engine_too(
                 call()
         assert [type(error) for error in told] == [ClosedError]  # and so the others learn of it
     signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_run_is_driven_though_the_driver_stops_before_it_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engines("inproc") as (one, two):
+        one.exchange(program(0), np.ones(3), 0, "of the progress thread")
+        while not one._driver:
+            pass  # the progress thread takes it
+        exchange = one.exchange
+
+        def exchange_after_it(*given: Any, **options: Any) -> Any:
+            two.run(program(1), np.ones(3), 0, "of the progress thread")
+            while one._driver:
+                pass  # it hands over
+            return exchange(*given, **options)
+
+        monkeypatch.setattr(one, "exchange", exchange_after_it)
+        two.exchange(program(1), np.ones(3), 1, "sum")
+        array, blocked_s = np.ones(3), one.blocked_s
+        with thread(lambda: one.run(program(0), array, 1, "sum")) as faults:
+            pass
+        assert faults == []
+        assert (array == 2).all()
+        assert one.blocked_s > blocked_s
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["run", "wait"])
+def test_an_interrupt_where_a_thread_stops_to_drive_leaves_no_driver(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    with engines("inproc") as (one, two):
+        hand_over, calls = one._hand_over, iter((KeyboardInterrupt,))
+
+        def interrupted() -> None:
+            if threading.current_thread() is threading.main_thread():
+                for error in calls:
+                    raise error
+            hand_over()
+
+        monkeypatch.setattr(one, "_hand_over", interrupted)
+        two.exchange(program(1), np.ones(3), 0, "sum")
+        work = one.exchange(program(0), np.ones(3), 0, "sum", announce=False) if waits else None
+        with pytest.raises(KeyboardInterrupt):
+            one.run(program(0), np.ones(3), 0, "sum") if work is None else one.wait(work)
+        assert one._driver != threading.get_ident()
+        with pytest.raises(ClosedError, match="interrupted by KeyboardInterrupt"):
+            one.run(program(0), np.ones(3), 1, "next")
+
+
+def test_an_interrupt_after_a_fault_blames_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engines("inproc") as (one, _):
+        told: list[Exception] = []
+        monkeypatch.setattr(one, "_explain", lambda error: told.append(error) or error)
+        fault = SynclineError("of a peer")
+        one.fail(fault)
+        one.interrupted(KeyboardInterrupt())
+        assert (one.error, told) == (fault, [])
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["run", "wait"])
+def test_a_call_out_of_a_handler_is_refused_while_its_thread_drives(kind: str, waits: bool) -> None:
+    """A handler that saves a checkpoint, say; the call that it came into goes on, with one thread that drives."""
+    refused: list[tuple[str, bool]] = []
+    handled = threading.Event()
+
+    def handle(number: int, frame: object) -> None:  # noqa: ARG001
+        try:
+            if waits:
+                one.wait(one.exchange(program(0), np.ones(3), 1, "checkpoint"))
+            else:
+                one.run(program(0), np.ones(3), 1, "checkpoint")
+        except UsageError as error:
+            refused.append((str(error), one._driver == threading.get_ident()))
+        handled.set()
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    with engines(kind) as (one, two):
+        main = threading.get_ident()
+
+        def interrupt() -> None:
+            while one._driver != main:
+                pass
+            os.kill(os.getpid(), signal.SIGUSR1)
+            one.transport.wake()  # a signal that another thread has taken is handled when the main one runs next
+            handled.wait(LIMIT_S)
+            two.run(program(1), np.ones(3), 0, "sum")
+
+        while one._driver or not one.transport.idle:
+            pass  # the first words of a transport: the progress thread says them
+        array = np.ones(3)
+        with thread(interrupt) as faults:
+            one.run(program(0), array, 0, "sum")
+        assert faults == []
+        assert (array == 2).all()
+        assert one.error is None
+    signal.signal(signal.SIGUSR1, before)
+    [(text, still_drives)] = refused
+    assert "out of a signal handler" in text
+    assert still_drives
 
 
 @pytest.mark.parametrize("world", [2, 3])

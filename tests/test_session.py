@@ -279,3 +279,22 @@ def test_a_failed_session_raises_its_error_in_every_later_call(group: Any) -> No
                 session.barrier()
 
     group("ring", 2, body)
+
+
+def test_an_interrupt_between_two_exchanges_of_a_call_ends_the_session(group: Any) -> None:
+    """A script that catches it and goes on would take the second of them for another call's."""
+
+    def body(session: Session) -> Any:
+        broadcast = session.broadcast
+
+        def interrupted(array: Any, root: int) -> None:
+            broadcast(array, root)
+            raise KeyboardInterrupt
+
+        session.broadcast = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            session.tell_all(b"news")
+        with pytest.raises(ClosedError, match="interrupted by KeyboardInterrupt"):
+            session.barrier()
+
+    assert group("ring", 2, body) == [None] * 2

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .collectives import Collective
-from .errors import ClosedError, PeerTimeout, ProtocolError, SynclineError
+from .errors import ClosedError, PeerTimeout, ProtocolError, SynclineError, UsageError
 from .exchange import SPINS, Array, Exchange, Run, labelled
 from .program import Program
 from .reducers import Reducer, Room
@@ -47,20 +47,6 @@ _FLUSH_S = 10.0
 _UNTIL_S = 0.1
 _DRAIN_S = 2.0
 _DRAIN_POLL_S = 0.01
-
-
-class Uninterrupted:
-    """A context of what is whole or not at all: whatever ends it early is told to ``tell``. Used again and again."""
-
-    def __init__(self, tell: Callable[[BaseException], None]) -> None:
-        self._tell = tell
-
-    def __enter__(self) -> None:
-        """Nothing to do."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._tell(error)
 
 
 class Engine:
@@ -93,7 +79,6 @@ class Engine:
         self.expects: Callable[[], Waits] = dict
         self._messages: dict[Work, int] = {}  # single ones under way -> from or to whom
         lock = threading.RLock()
-        self._uninterrupted = Uninterrupted(self.interrupted)
         self._changed = threading.Condition(lock)  # something is done: for those who wait for it
         self._wanted = threading.Condition(lock)  # something is to be done: for the progress thread
         self._inbox: deque[Callable[[], None]] = deque()
@@ -205,12 +190,17 @@ class Engine:
 
     def run(self, program: Program | Collective, array: Array, key: int, label: str) -> None:
         """Run a plan over ``array`` and return when it is done: ``exchange`` and ``wait`` with less in between."""
+        self.check_not_driving()
         work, begun = Work(label), time.perf_counter()
         try:
             if not self._drive_here((work,), None, lambda: self._start(program, array, key, work)):
-                self._await((self.exchange(program, array, key, label, announce=False),), None)
-            elif not work.done:  # the end came first: with it comes a fault
+                work = self.exchange(program, array, key, label, announce=False)
+                self._drive_here((work,), None)  # whoever drove may have stopped before it was handed over
+            if not work.done:  # another one drives, or the end came first and with it a fault
                 self._await((work,), None)
+        except BaseException as error:
+            self._left(error)
+            raise
         finally:
             self.blocked_s += time.perf_counter() - begun
         if self.error is not None:
@@ -293,11 +283,15 @@ class Engine:
         """Block until all are done; raises the engine's fault, or PeerTimeout after ``timeout`` seconds."""
         if self.error is None and all(work.done for work in works):
             return
+        self.check_not_driving()
         begun = time.perf_counter()
         deadline = None if timeout is None else begun + timeout
         try:
             came = self._drive_here(works, deadline) and all(work.done for work in works)
             came = came or self._await(works, deadline)
+        except BaseException as error:
+            self._left(error)
+            raise
         finally:
             self.blocked_s += time.perf_counter() - begun
         if self.error is not None:
@@ -309,7 +303,7 @@ class Engine:
     def _await(self, works: Collection[Work], deadline: float | None) -> bool:
         """Wait for another thread to get the works done; False when the time is over first."""
         left = None if deadline is None else max(0.0, deadline - time.perf_counter())
-        with self._uninterrupted, self._changed:
+        with self._changed:
             return bool(self._changed.wait_for(lambda: self.error or all(work.done for work in works), left))
 
     def _drive_here(
@@ -323,24 +317,43 @@ class Engine:
         def enough() -> bool:
             return all(work.done for work in works) or (deadline is not None and time.perf_counter() >= deadline)
 
+        with self._changed:
+            if self._driver or self._ending or (first is not None and self._inbox):
+                return False
+            self._driver = threading.get_ident()
+            self._under_way += first is not None
+        self._drive(enough, deadline, first, _SPINS_HERE)
+        self._hand_over()
+        return True
+
+    def check_not_driving(self) -> None:
+        """Raise UsageError for a call out of the middle of another one of the same thread.
+
+        It would wait for what only the call that it interrupts can bring about.
+        """
+        if self._driver == threading.get_ident():
+            raise UsageError(
+                "this call comes in the middle of another one of the same thread, as out of a signal handler: let the"
+                " handler set a flag, and look at it between two steps"
+            )
+
+    def _left(self, error: BaseException) -> None:
+        """A call ends in the middle. Its thread drives no longer, wherever that was: another one ends what is left."""
         try:
-            with self._uninterrupted:
-                with self._changed:
-                    if self._driver or self._ending or (first is not None and self._inbox):
-                        return False
-                    self._driver = threading.get_ident()
-                    self._under_way += first is not None
-                self._drive(enough, deadline, first, _SPINS_HERE)
-            return True
+            self.interrupted(error)
         finally:
             if self._driver == threading.get_ident():
                 self._hand_over()
 
     def wait_any(self, works: Collection[Work], until: Callable[[], bool]) -> None:
         """Block until one of the works is done or ``until()`` holds (looked at often); raises the engine's fault."""
-        with self._uninterrupted, self._changed:
-            while not (self.error or until() or any(work.done for work in works)):
-                self._changed.wait(_UNTIL_S)
+        try:
+            with self._changed:
+                while not (self.error or until() or any(work.done for work in works)):
+                    self._changed.wait(_UNTIL_S)
+        except BaseException as error:
+            self._left(error)
+            raise
         if self.error is not None and not until():
             raise self._raised(self.error)
 
@@ -371,9 +384,19 @@ class Engine:
         self.transport.wake()  # whoever drives looks at it
 
     def interrupted(self, error: BaseException) -> None:
-        """Something was left in the middle: from now on every call raises that, here, and the others are told."""
+        """Something was left in the middle: from now on every call raises that, here, and the others are told.
+
+        After a fault nobody is: it is known already whose it was.
+        """
         name = type(error).__name__
-        self.fail(self._explain(ClosedError(f"an exchange was interrupted by {name}: this session cannot go on")))
+        fault: Exception = ClosedError(f"an exchange was interrupted by {name}: this session cannot go on")
+        with self._changed:
+            if self.error is not None:
+                return
+            self.error = fault
+        with contextlib.suppress(Exception):  # an explanation that fails must not hide the interrupt
+            self.error = self._explain(fault)
+        self.fail(fault)
 
     def close(self, before_end: Callable[[], None] = lambda: None) -> Exception | None:
         """Finish what is under way unless there was a fault, end the thread and close the transport; the fault.

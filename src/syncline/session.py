@@ -23,7 +23,7 @@ from .choice import Choice
 from .collectives import Collective
 from .compression import Compression
 from .ending import Ending
-from .engine import LIMIT_S, Engine, Uninterrupted
+from .engine import LIMIT_S, Engine
 from .errors import ClosedError, MismatchError, PeerError, PeerTimeout, SynclineError, UsageError
 from .plan import Plan
 from .program import Program, compile_program
@@ -78,7 +78,6 @@ class Session:
         self._models: list[weakref.ref[Any]] = []
         self.prepared: dict[int, Any] = {}  # what a framework has made of each, by its first key
         self._closed = False
-        self._whole = Uninterrupted(self._interrupted)
         self._engine: Engine | None = None
         if transport is not None:
             self._engine = Engine(
@@ -167,6 +166,8 @@ class Session:
 
     def agree(self, kind: int, argument: int = 0, timeout: float | None = None) -> list[Ticket]:
         """Meet and wait: returns when all workers have come for the same call."""
+        if self._engine is not None:
+            self._engine.check_not_driving()  # before anything of the call is under way
         meeting = self.meet(kind, argument, announce=False)
         if meeting.work is not None:
             try:
@@ -197,26 +198,35 @@ class Session:
             raise UsageError(f"allreduce cannot sum elements of type {array.dtype}")
         if average and array.dtype.kind in "iu":
             raise UsageError(f"the mean of {array.dtype} is not one: use op='sum'")
-        with self._whole:
+        try:
             self.agree(ALLREDUCE, _fingerprint(array, average))
             if self.world_size > 1:
                 self.run(self.allreduce_program(array.nbytes), array, "allreduce")
             if average:
                 np.divide(array, array.dtype.type(self.world_size), out=array)
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     def broadcast(self, array: Array, root: int = 0) -> None:
         """Replace ``array`` on every worker by that of ``root``."""
         if not 0 <= root < self.world_size:
             raise UsageError(f"there is no rank {root} in a world of {self.world_size}")
-        with self._whole:
+        try:
             self.agree(BROADCAST, _fingerprint(array, root))
             if self.world_size > 1:
                 self.run(self.program("broadcast", root), array, "broadcast")
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every worker's bytes, in rank order, on every worker."""
-        with self._whole:
+        try:
             return self._gather(data)
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     def _gather(self, data: bytes) -> list[bytes]:
         self.agree(GATHER)
@@ -235,12 +245,16 @@ class Session:
     def tell_all(self, data: bytes, root: int = 0) -> bytes:
         """The bytes of ``root`` on every worker; what others give does not count."""
         size = np.array([len(data)], np.int64)
-        self.broadcast(size, root)
-        body = np.zeros(int(size[0]), np.uint8)
-        if self.rank == root:
-            body[:] = np.frombuffer(data, np.uint8)
-        self.broadcast(body, root)
-        return body.tobytes()
+        try:
+            self.broadcast(size, root)
+            body = np.zeros(int(size[0]), np.uint8)
+            if self.rank == root:
+                body[:] = np.frombuffer(data, np.uint8)
+            self.broadcast(body, root)
+            return body.tobytes()
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     def run(self, program: Program | Collective, array: Array, label: str) -> None:
         """Run a plan, or a library's collective, over the workers' arrays, at the same point of their scripts."""
