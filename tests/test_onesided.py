@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from syncline import exchange as exchange_module
 from syncline import onesided, registry
-from syncline.errors import PeerLost, SynclineError
+from syncline.errors import PeerLost, ProtocolError, SynclineError
 from syncline.exchange import Exchange, Run
+from syncline.kernels import board
 from syncline.kernels.board import SLOTS
 from syncline.plan import Plan
 from syncline.program import compile_program
@@ -279,6 +280,67 @@ def test_what_is_awaited_can_be_asked_after_the_transport_has_closed() -> None:
     with machine(2) as ends:
         exchange = blocked(ends, np.ones(4), plan_of("direct", 2))
         ends[0].close()
+        assert set(exchange.waiting_for) == {1}
+
+
+def forged(ends: list[Shm], word: int, value: int) -> None:
+    """Rank 1 writes something else in its slot of the only run it has started; the run of rank 0 then meets that."""
+    plan, exchanges = plan_of("direct", 2), [Exchange(end, segment_bytes=4096) for end in ends]
+    exchanges[1].start(run_of(plan, 1, placed(ends[1], np.ones(4096), shared=True)))
+    for _ in range(20):
+        ends[0].poll(0.0)
+        exchanges[1].progress(0.0)
+    slots = ends[1].board[board.BOARD_HEAD // 8 :].reshape(SLOTS, -1)
+    (slot,) = np.flatnonzero(slots[:, board.SLOT_ID // 8])
+    slots[slot, word // 8] = value
+    run = run_of(plan, 0, np.ones(4096))
+    exchanges[0].start(run)
+    turn(exchanges, [run], anyone())
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        (board.SLOT_SEGMENT, -1),
+        (board.SLOT_SEGMENT, -(1 << 40)),
+        (board.SLOT_SEGMENT, board.MOST_SEGMENTS),
+        (board.SLOT_SEGMENT, (1 << 63) - 1),
+        (board.SLOT_SEGMENT, 0),  # the board, which is smaller than the array
+        (board.SLOT_OFFSET, 1),  # one past the end
+        (board.SLOT_OFFSET, -8),
+        (board.SLOT_OFFSET, (1 << 63) - 1),
+        (board.SLOT_OFFSET, -(1 << 63)),
+        (board.SLOT_STRIDE, 1),
+        (board.SLOT_STRIDE, 4096 + 8),
+        (board.SLOT_STRIDE, -4096),
+        (board.SLOT_STRIDE, 1 << 62),
+    ],
+)
+def test_a_slot_that_names_memory_which_its_rank_has_not_shared_is_its_fault(word: int, value: int) -> None:
+    """Nothing is read or written there: this process would crash, or lose what lies beside."""
+    with (
+        machine(2) as ends,
+        pytest.raises(ProtocolError, match="its slot for bucket 0 names memory") as caught,
+    ):
+        forged(ends, word, value)
+    assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("table", [-1, board.MOST_SEGMENTS, 1 << 62, 1])
+def test_a_table_of_slots_that_is_none_is_the_fault_of_its_rank(table: int) -> None:
+    with machine(2) as ends:
+        ends[1].allocate(2 * SLOTS * board.SLOT_BYTES - 1)  # segment 1, one byte too small for the second table
+        ends[1].board[board.TABLES // 8] = table
+        with pytest.raises(ProtocolError, match="rank 1 broke the protocol") as caught:
+            blocked(ends, np.ones(4), plan_of("direct", 2))
+        assert caught.value.rank == 1
+
+
+def test_memory_of_an_odd_size_can_be_searched_for_slots() -> None:
+    with machine(2) as ends:
+        ends[1].allocate(2 * SLOTS * board.SLOT_BYTES + 3)
+        ends[1].board[board.TABLES // 8] = 1
+        exchange = blocked(ends, np.ones(4), plan_of("direct", 2))
         assert set(exchange.waiting_for) == {1}
 
 

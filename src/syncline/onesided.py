@@ -36,6 +36,7 @@ from .kernels import board
 from .plan import REDUCE, Plan
 from .script import Script, compile_scripts
 from .transports import Bytes, Words
+from .wire.link import broken
 from .wire.scratch import Scratch
 
 
@@ -49,7 +50,7 @@ class Window(Protocol):
     board: Words
     """This process's own board."""
     maps: Words
-    """Per process and segment number: where that segment is mapped here, 0 while it is not."""
+    """Per process two words for each segment number: where the segment is mapped here, 0 while it is not; its size."""
     gone: set[int]
     """Processes whose connections have closed."""
 
@@ -232,11 +233,8 @@ class OneSided:
             now = int(state[kernel.AT]) + int(state[kernel.SEGMENT]) * len(layout.operations)
             moved += now != run.before
             run.before = now
-            if code == kernel.UNLIKE:
-                raise SynclineError(
-                    f"{self._where(run)}: that rank exchanges another number of bytes than the {run.array.nbytes} here;"
-                    " do all ranks run the same version with the same model?"
-                )
+            if code in (kernel.UNLIKE, kernel.BROKEN):
+                raise self._fault(run, code)
             if gone:
                 self._check_peer(run, int(state[kernel.WAITS_FOR]), gone)
         return moved
@@ -406,6 +404,16 @@ class OneSided:
         on_done, run.on_done, run.array = run.on_done, _nothing, run.state
         run.layout.idle.append(run)
         on_done()
+
+    def _fault(self, run: _Run, code: int) -> SynclineError:
+        """The error for a peer whose slot is not as that of a run like this has to be."""
+        if code == self._kernel.BROKEN:
+            peer = int(run.state[self._kernel.WAITS_FOR])
+            return broken(peer, f"its slot for {run.label} names memory that it has not shared")
+        return SynclineError(
+            f"{self._where(run)}: that rank exchanges another number of bytes than the {run.array.nbytes} here;"
+            " do all ranks run the same version with the same model?"
+        )
 
     def _check_peer(self, run: _Run, peer: int, gone: set[int]) -> None:
         """The process that a run waits for has gone: that ends the run, or, where it may leave, just its hopes."""

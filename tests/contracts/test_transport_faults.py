@@ -21,10 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.errors import PeerLost, ProtocolError, SynclineError
-from syncline.kernels.board import BOARD_BYTES
+from syncline.kernels.board import BOARD_BYTES, MOST_SEGMENTS
 from syncline.transports import INLINE_BYTES, Bytes, Handle, Transport, shm, tcp
 from syncline.transports.envelope import FRAME_BYTES, HEADER_BYTES, SLOTS, Enveloped
-from syncline.transports.segments import MOST_SEGMENTS
 from syncline.transports.shm import Shm
 from syncline.transports.tcp import Tcp
 from syncline.types import Rate, Seconds

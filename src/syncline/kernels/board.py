@@ -41,3 +41,7 @@ SLOT_STRIDE: Final = 24
 SLOT_NBYTES: Final = 32
 SLOT_PROGRESS: Final = 64
 SLOT_DONE_WITH: Final = 72
+
+MOST_SEGMENTS: Final = 1 << 16
+"""The number of each is smaller. A process may map about as many areas (vm.max_map_count); with as many its peers would
+have no room left."""

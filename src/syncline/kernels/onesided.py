@@ -1,6 +1,8 @@
 """Carries out scripts over shared memory, compiled: conditions, passes, and the words by which ranks see each other.
 
-What a rank waits for is that a word in a slot of another rank's board (``board``) reaches a value.
+What a rank waits for is that a word in a slot of another rank's board (``board``) reaches a value. What others have
+written there is theirs to change at any time: a word that says where memory lies is read once, and held against what
+that rank has shared, before it becomes an address.
 
 ``advance`` does what can be done and returns when nothing can: the caller decides how to wait. Whoever sleeps says so
 on its board, looks once more, and is then rung through its eventfd (Dekker's pattern: a store, a fence, a load on both
@@ -22,6 +24,7 @@ from .board import (
     AWAKE,
     BOARD_HEAD,
     MORE_TABLES,
+    MOST_SEGMENTS,
     SLOT_BYTES,
     SLOT_DONE_WITH,
     SLOT_ID,
@@ -91,11 +94,14 @@ DONE: Final = 0
 BLOCKED: Final = 1
 UNMAPPED: Final = 2
 UNLIKE: Final = 3
+BROKEN: Final = 4
 
 
 NOWHERE: Final = 0
 UNSEEN: Final = -1
-"""What ``find_slot`` returns for a run that has not come, or that may be in a table not mapped here yet."""
+FORGED: Final = -2
+"""What ``find_slot`` returns for a run that has not come, that may be in a table not mapped here yet, or whose rank
+names memory for a table that cannot be one."""
 
 _POLLIN = 1
 _FACTOR = np.uint64(SPREAD)
@@ -141,16 +147,20 @@ def find_slot(members, maps, rank, wanted):
         segment = load(board + TABLES + 8 * table)
         if segment == 0:
             return NOWHERE
-        if segment >= maps.shape[1] or maps[rank, segment] == 0:
-            return UNSEEN
         sets *= 2
-        found = _in_table(maps[rank, segment], sets, wanted)
+        if segment < 0 or segment >= MOST_SEGMENTS:
+            return FORGED
+        if 2 * segment >= maps.shape[1] or maps[rank, 2 * segment] == 0:
+            return UNSEEN
+        if maps[rank, 2 * segment + 1] < sets * WAYS * SLOT_BYTES:
+            return FORGED
+        found = _in_table(maps[rank, 2 * segment], sets, wanted)
     return found
 
 
 @njit(nogil=True)
 def _resolve(rank, state, peers, members, maps):
-    """Find a peer's slot and memory; DONE, BLOCKED, UNMAPPED or UNLIKE."""
+    """Find a peer's slot and memory; DONE, BLOCKED, UNMAPPED, UNLIKE or BROKEN."""
     if peers[rank, SLOT] == 0:
         if members[rank, BOARD] == 0:
             return UNMAPPED
@@ -159,16 +169,27 @@ def _resolve(rank, state, peers, members, maps):
             return BLOCKED
         if slot == UNSEEN:
             return UNMAPPED
+        if slot == FORGED:
+            return BROKEN
         peers[rank, SLOT] = slot
     if peers[rank, BASE] == 0:
         slot = peers[rank, SLOT]
         if load(slot + SLOT_NBYTES) != state[ELEMENTS] * state[ITEM]:
             return UNLIKE
-        segment = load(slot + SLOT_SEGMENT)
-        if segment >= maps.shape[1] or maps[rank, segment] == 0:
+        segment, offset, stride = load(slot + SLOT_SEGMENT), load(slot + SLOT_OFFSET), load(slot + SLOT_STRIDE)
+        if segment < 0 or segment >= MOST_SEGMENTS:
+            return BROKEN
+        if 2 * segment >= maps.shape[1] or maps[rank, 2 * segment] == 0:
             return UNMAPPED
-        peers[rank, STRIDE] = load(slot + SLOT_STRIDE)
-        peers[rank, BASE] = maps[rank, segment] + load(slot + SLOT_OFFSET)
+        nbytes, step = state[ELEMENTS] * state[ITEM], state[PER_SEGMENT] * state[ITEM]
+        if stride == 0:  # staged: every segment of the array lies in the same place
+            nbytes = min(nbytes, step)
+        elif stride != step:
+            return BROKEN
+        if offset < 0 or offset > maps[rank, 2 * segment + 1] - nbytes:
+            return BROKEN
+        peers[rank, STRIDE] = stride
+        peers[rank, BASE] = maps[rank, 2 * segment] + offset
     return DONE
 
 
@@ -278,8 +299,9 @@ def _wait(operation, state, peers, members, maps, operations, operands, lengths,
     int64(_WORDS, _TABLE, _TABLE, _TABLE, _TABLE, _WORDS, _WORDS, _WORDS, _TABLE, int64, int64)
 )  # fmt: skip
 def advance(state, peers, members, maps, operations, operands, lengths, touched, room, spins, patience_ms):
-    """Do what can be done of a run; DONE, or why not: BLOCKED, UNMAPPED, UNLIKE (``state[WAITS_FOR]`` says for whom).
+    """Do what can be done of a run; DONE, or why not: BLOCKED, UNMAPPED, UNLIKE, BROKEN.
 
+    ``state[WAITS_FOR]`` says for whom it waits, or who has exchanged something else or broken the protocol.
     A condition that does not hold is looked at ``spins`` times more, the core being offered to others in between, and
     is then slept for, each time for at most ``patience_ms``: 0 when there is something else to do.
     """

@@ -22,11 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import SynclineError
+from ..kernels.board import MOST_SEGMENTS
 from . import Bytes
-
-MOST_SEGMENTS = 1 << 16
-"""A process may map about as many areas (vm.max_map_count); with as many its peers would have no room left."""
-
 
 _BLOCK_BYTES = 512
 

@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import ClosedError, PeerLost, UsageError
-from ..kernels.board import BOARD_BYTES
+from ..kernels.board import BOARD_BYTES, MOST_SEGMENTS
 from ..registry import register
 from ..wire.link import CONTROL, Frame, Link, broken
 from ..wire.loop import Loop
 from ..wire.matching import Matcher
 from . import Bytes, Handle, Words
-from .segments import MOST_SEGMENTS, Segments, check_bell, map_segment
+from .segments import Segments, check_bell, map_segment
 
 _DATA, _REFERENCE, _CONSUMED, _SEGMENT, _BELL, _MAPPED = 1, 2, 3, 4, 5, 6
 
@@ -102,7 +102,7 @@ class Shm:
         everyone = max((rank, *socks)) + 1
         self._in_place: Words = np.zeros((2, everyone), np.int64)  # bytes sent and received without a socket
         self.members: Words = np.full((everyone, 2), (0, -1), np.int64)
-        self.maps: Words = np.zeros((everyone, 16), np.int64)
+        self.maps: Words = np.zeros((everyone, 32), np.int64)
         self.board: Words = self.allocate(BOARD_BYTES).view(np.int64)
         self._own_bell = self._loop.bell
         self.members[rank] = self.board.ctypes.data, self._own_bell
@@ -218,7 +218,7 @@ class Shm:
     def words_of(self, peer: int, segment: int) -> Words:
         """A segment of a peer, empty while unknown and after the end; may be asked from any thread."""
         memory = self._mapped.get((peer, segment))
-        return np.empty(0, np.int64) if memory is None else memory.view(np.int64)
+        return np.empty(0, np.int64) if memory is None else memory[: memory.nbytes // 8 * 8].view(np.int64)
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
         """Segment number and offset of memory of this process, or None when it is not shared."""
@@ -323,9 +323,9 @@ class Shm:
         link.push(_MAPPED, 0, self._segment_counts[link.peer], priority=CONTROL)
         self._loop.write_soon(link)
         self._mapped[link.peer, number] = memory
-        if number >= self.maps.shape[1]:
-            self.maps = np.pad(self.maps, ((0, 0), (0, max(number, self.maps.shape[1]))))
-        self.maps[link.peer, number] = memory.ctypes.data
+        if 2 * number >= self.maps.shape[1]:
+            self.maps = np.pad(self.maps, ((0, 0), (0, max(2 * number, self.maps.shape[1]))))
+        self.maps[link.peer, 2 * number : 2 * number + 2] = memory.ctypes.data, memory.nbytes
         if number == _BOARD:
             self.members[link.peer, 0] = memory.ctypes.data
 
