@@ -24,6 +24,7 @@ from syncline.wire.watch import Watcher
 LIMIT_S = 60.0
 SHORT_S = 0.9
 HANGS = 1
+STEPS = 2
 SERVED = ["ps(servers=1)", "ps(servers=1) codec=fp16", "ps(servers=2, update=worker)"]
 CASES = [
     *((strategy, 3, "backward") for strategy in SERVED),
@@ -35,7 +36,7 @@ CASES = [
 
 
 def train_until(session: Session, where: str, faults: dict[int, BaseException], over: threading.Event) -> None:
-    """One step; a rank hangs in the middle of backward, before the norm, or between backward and the step."""
+    """Some steps; in the last a rank hangs in the middle of backward, before the norm, or before the step."""
     hangs = session.index == HANGS and where != "nowhere"
     try:
         first, last = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
@@ -43,16 +44,18 @@ def train_until(session: Session, where: str, faults: dict[int, BaseException], 
         made = prepare(session, model, torch.optim.SGD(model.parameters(), lr=0.1))
         if made is None:
             return
-        if where == "backward" and hangs:  # the last layer's gradients have gone by then
-            first.register_full_backward_pre_hook(lambda *_: over.wait(LIMIT_S) and None)
-        model(torch.ones(4, 2, requires_grad=True)).sum().backward()
-        if hangs:
-            over.wait(LIMIT_S)
-            return
-        if where == "norm":
-            assert made.client is not None
-            made.client.clip(1.0)
-        made.optimizer.step()
+        for step in range(STEPS):
+            late = hangs and step == STEPS - 1
+            if where == "backward" and late:  # the last layer's gradients have gone by then
+                first.register_full_backward_pre_hook(lambda *_: over.wait(LIMIT_S) and None)
+            model(torch.ones(4, 2, requires_grad=True)).sum().backward()
+            if late:
+                over.wait(LIMIT_S)
+                return
+            if where == "norm":
+                assert made.client is not None
+                made.client.clip(1.0)
+            made.optimizer.step()
     except BaseException as error:
         faults[session.index] = error
 
@@ -94,7 +97,7 @@ def watch(sessions: list[Session]) -> None:
 
 
 def run(kind: str, strategy: str, workers: int, where: str, limit_s: float) -> dict[int, BaseException]:
-    """One step of a group; what each of its processes raised until all but the one that hangs were through."""
+    """Some steps of a group; what each of its processes raised until all but the one that hangs were through."""
     faults: dict[int, BaseException] = {}
     over = threading.Event()
     with sessions_of(kind, strategy, workers, limit_s) as sessions:
@@ -120,7 +123,7 @@ def run(kind: str, strategy: str, workers: int, where: str, limit_s: float) -> d
 
 @cache
 def compiled(kind: str, strategy: str, workers: int) -> bool:
-    """Nobody is late because it compiles something: a step in which nobody hangs."""
+    """Nobody is late because it compiles something: steps in which nobody hangs."""
     return not run(kind, strategy, workers, "nowhere", LIMIT_S)
 
 
