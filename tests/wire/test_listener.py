@@ -15,7 +15,7 @@ import pytest
 from syncline.errors import GroupError, HandshakeError, SecretError, UsageError
 from syncline.wire import handshake
 from syncline.wire.handshake import run_id
-from syncline.wire.listener import Listener, dial, interface_address, local_address_towards
+from syncline.wire.listener import Listener, addresses_towards, dial, interface_address
 from syncline.wire.refusals import IN_FULL
 
 LIMIT_S = 20.0
@@ -299,9 +299,9 @@ def test_interfaces_and_addresses() -> None:
     assert interface_address("::1") == "::1"
     with pytest.raises(UsageError, match=r"'nowhere0' has no IPv4 address .*there are .*lo"):
         interface_address("nowhere0")
-    assert local_address_towards("127.0.0.1", 80) == "127.0.0.1"
+    assert addresses_towards("127.0.0.1", 80) == ["127.0.0.1"]
     with pytest.raises(GroupError, match="cannot resolve the address 'no such name'"):
-        local_address_towards("no such name", 80)
+        addresses_towards("no such name", 80)
 
 
 def test_the_doors_close_with_all_that_nobody_took() -> None:

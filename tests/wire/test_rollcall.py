@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -213,8 +214,36 @@ def calls(errors: list[Exception], monkeypatch: pytest.MonkeyPatch) -> list[Exce
     return errors
 
 
-def test_a_peer_that_has_let_one_go_in_a_crowd_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert calls([HandshakeError("it closed the connection")] * 3, monkeypatch) == []
+@pytest.mark.parametrize(
+    "error",
+    [
+        HandshakeError("it closed the connection"),
+        BlockingIOError(errno.EAGAIN, "its queue is full"),
+        ConnectionResetError(errno.ECONNRESET, "it had read half of this"),
+        BrokenPipeError(errno.EPIPE, "it had read nothing of this"),
+    ],
+)
+def test_a_peer_that_has_let_one_go_in_a_crowd_is_called_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert calls([error] * 3, monkeypatch) == []
+
+
+def test_a_peer_in_a_crowd_is_called_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no longer than nobody knows of a fault."""
+    monkeypatch.setattr("syncline.wire.rollcall._DIAL_S", 0.0)
+    assert calls([BlockingIOError(errno.EAGAIN, "its queue is full")] * 3, monkeypatch) == []
+
+    def check() -> None:
+        raise RollCallError("rank 0 has burnt down")
+
+    monkeypatch.setattr("syncline.wire.rollcall.dial", _refuses)
+    with pytest.raises(RollCallError, match="burnt"):
+        alone(1).connect(near=(), check=check)
+
+
+def _refuses(*_: Any) -> socket.socket:
+    raise HandshakeError("it closed the connection")
 
 
 def test_a_peer_with_another_secret_is_not_called_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import logging
 import os
 import secrets
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from ..errors import GroupError, HandshakeError, SecretError, UsageError
 from ..wire.doors import open_door
 from ..wire.handshake import run_id
-from ..wire.listener import dial, interface_address, local_address_towards
+from ..wire.listener import addresses_towards, dial, interface_address, own_address
 from ..wire.meeting import Meeting
 from ..wire.meeting_client import MeetingClient
 from ..wire.meeting_server import PURPOSE, MeetingServer
@@ -112,7 +113,7 @@ class MeetingPoint:
         """Rank 0's part: open the doors, say where they are, and come in."""
         limit_s = max(0.0, deadline - time.monotonic())
         doors = self._open(environment, interface)
-        here = doors[-1].getsockname()
+        here = doors[0].getsockname()
         key = b""
         if not secret:
             log.warning(
@@ -137,7 +138,7 @@ class MeetingPoint:
         return client, secret
 
     def _open(self, environment: Environment, interface: str | None) -> list[socket.socket]:
-        """The doors of the meeting: where rank 0's address says, and, as the last, on the interface asked for."""
+        """The doors: at all that rank 0's address stands for here, and first on the interface asked for."""
         if self._inherited is not None:
             found, self._inherited = _inherited_door(self._inherited, environment.port), None
             if found is not None:
@@ -145,17 +146,18 @@ class MeetingPoint:
         port = 0 if environment.agent_store else environment.port
         if port == 0 and not environment.agent_store:
             raise UsageError("rank 0 needs a port to meet at: give address=host:port, or MASTER_PORT")
-        addresses = [local_address_towards(environment.address, environment.port or 1)]
-        with contextlib.suppress(UsageError):  # one that there is not is told to all, at the first door
-            if interface and interface_address(interface) not in addresses:
-                addresses.append(interface_address(interface))
+        addresses = _addresses(environment)
+        with contextlib.suppress(UsageError):  # one that there is not is told to all, at the other doors
+            if interface:
+                addresses = list(dict.fromkeys([interface_address(interface), *addresses]))
         doors: list[socket.socket] = []
         try:
             for address in addresses:
                 try:
                     doors.append(open_door(address, port, environment.world))
                 except OSError as error:
-                    if not doors or error.errno != errno.EADDRNOTAVAIL:  # such an address is told to all, too
+                    last = not doors and address == addresses[-1]
+                    if last or error.errno != errno.EADDRNOTAVAIL:  # such an address is told to all, too
                         raise
         except OSError as error:
             for door in doors:
@@ -189,9 +191,27 @@ def secret_bytes(secret: str | bytes | None) -> bytes:
 
 def listen_address(environment: Environment, interface: str | None) -> str:
     """The address of the interface asked for, or the one from which rank 0's machine is reached."""
-    if interface:
-        return interface_address(interface)
-    return local_address_towards(environment.address, environment.port or 1)
+    return interface_address(interface) if interface else _addresses(environment)[0]
+
+
+def _addresses(environment: Environment) -> list[str]:
+    """This machine's addresses from which rank 0's is reached, and first one that the others reach."""
+    found = addresses_towards(environment.address, environment.port or 1)
+    elsewhere = environment.local_world < environment.world and not _is_loopback(environment.address)
+    if elsewhere and all(map(_is_loopback, found)):
+        # Systems give their own name an address such as 127.0.1.1, under which other hosts find themselves.
+        with contextlib.suppress(GroupError):
+            found.insert(0, own_address())
+    return found
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether an address, or a name, is each host's own wherever it is asked."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+        return found.is_loopback or found.is_unspecified
+    except ValueError:
+        return address == "localhost" or address.endswith(".localhost")
 
 
 def _call(environment: Environment, run: str, secret: bytes, deadline: float) -> tuple[MeetingClient, bytes]:

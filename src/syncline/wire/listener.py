@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
 
 from ..errors import GroupError, HandshakeError, SecretError, UsageError
 from . import handshake
 from .doors import HANDSHAKE_S, Doors, open_door, open_unix_door
 
 PURPOSES = ("control", "data")
+
+_TRY_S = 0.1
+"""What a call may take at least, however late it is."""
 
 
 class Listener:
@@ -93,24 +99,40 @@ def dial(
 ) -> socket.socket:
     """Connect to a listener and prove ourselves.
 
-    ``where`` is an address and port, or the name of an abstract UNIX socket. Raises OSError when nobody is there,
-    HandshakeError when the other end hangs up, and SecretError when it proves to hold another secret, or none.
+    ``where`` is an address and port, or the name of an abstract UNIX socket. A name is tried at each of its addresses.
+    Raises OSError when nobody is there, HandshakeError when the other end hangs up, and SecretError when it proves to
+    hold another secret, or none.
     """
     deadline = time.monotonic() + timeout
+    hello = partial(handshake.hello, run, source, target, purpose)
     if isinstance(where, str):
-        sock = socket.socket(socket.AF_UNIX)
-        end: tuple[str, int] | str = f"\0{where}"
-    else:
-        sock = socket.socket(socket.AF_INET6 if ":" in where[0] else socket.AF_INET)
-        end = where
+        return _dial_end(socket.AF_UNIX, f"\0{where}", hello, secret, deadline)
+    found = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
+    ends = list(dict.fromkeys((family, end) for family, *_, end in found))
+    failures: list[OSError | HandshakeError] = []
+    for number, (family, end) in enumerate(ends):
+        now = time.monotonic()
+        try:
+            return _dial_end(family, end, hello, secret, now + max(_TRY_S, deadline - now) / (len(ends) - number))
+        except (OSError, HandshakeError) as error:
+            failures.append(error)
+    # What has answered tells more than what has not.
+    raise max(failures, key=lambda error: isinstance(error, HandshakeError) + isinstance(error, SecretError))
+
+
+def _dial_end(
+    family: int, end: Any, hello: Callable[[], handshake.Hello], secret: bytes, deadline: float
+) -> socket.socket:
+    """Connect to one address of any family."""
+    sock = socket.socket(family)
     with contextlib.ExitStack() as undo:
         undo.callback(sock.close)
-        sock.settimeout(timeout)
+        sock.settimeout(max(_TRY_S, deadline - time.monotonic()))
         sock.connect(end)
         if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
             # Nobody listens, and the kernel has given this end the very port that it calls.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-        said = handshake.hello(run, source, target, purpose)
+        said = hello()
         sock.sendall(said.raw)
         reply = read_exactly(sock, handshake.ANSWER_BYTES, deadline)
         try:
@@ -145,19 +167,33 @@ def read_exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
     return found
 
 
-def local_address_towards(address: str, port: int) -> str:
-    """The address of this machine from which ``address`` is reached; no packet is sent."""
+def addresses_towards(address: str, port: int) -> list[str]:
+    """The addresses of this machine from which those of ``address`` are reached, in their order; no packet is sent."""
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)
     except OSError as error:
         raise GroupError(f"cannot resolve the address {address!r}: {error.strerror}") from error
-    family, kind, proto, _, end = found[0]
-    with socket.socket(family, kind, proto) as probe:
+    addresses: dict[str, None] = {}
+    failures: list[OSError] = []
+    for family, kind, proto, _, end in found:
         try:
-            probe.connect(end)
-        except OSError as error:
-            raise GroupError(f"no route to {address}: {error.strerror}; check address= and interface=") from error
-        return str(probe.getsockname()[0])
+            with socket.socket(family, kind, proto) as probe:
+                addresses[_address_towards(probe, end)] = None
+        except OSError as error:  # such as IPv6 where there is none
+            failures.append(error)
+    if not addresses:
+        raise GroupError(f"no route to {address}: {failures[0].strerror}; check address= and interface=")
+    return list(addresses)
+
+
+def _address_towards(probe: socket.socket, end: tuple[Any, ...]) -> str:
+    """The address itself where it is this machine's, else the one from which it is reached."""
+    if not ipaddress.ip_address(end[0]).is_unspecified:
+        with contextlib.suppress(OSError):  # the kernel calls one of its addresses from another one of them
+            probe.bind((end[0], 0, *end[2:]))
+            return str(end[0])
+    probe.connect(end)
+    return str(probe.getsockname()[0])
 
 
 def own_address() -> str:

@@ -21,6 +21,10 @@ _DIAL_S = 10.0
 _LOOK_S = 0.05
 _AGAIN_S = 0.05
 
+_CROWDED = HandshakeError, BlockingIOError, ConnectionResetError, BrokenPipeError
+"""How a call ends at a peer whose doors a crowd is at, of whatever strangers: a UNIX socket whose queue is full takes
+nobody, and of unfinished handshakes the peer lets the oldest go."""
+
 Check = Callable[[], None]
 """Raises when another process has found a fault."""
 
@@ -56,7 +60,7 @@ def connect(
     found: dict[int, socket.socket] = {}
     try:
         for peer in range(roll.index):
-            found[peer] = _dial(roll, peer, purpose, peer in near, deadline)
+            found[peer] = _dial(roll, peer, purpose, peer in near, deadline, check)
         waiting = set(range(roll.index + 1, len(roll.members)))
         while waiting:
             found |= listener.take_some(waiting, purpose, _LOOK_S)
@@ -72,19 +76,19 @@ def connect(
     return found
 
 
-def _dial(roll: Roll, peer: int, purpose: str, use_unix: bool, deadline: float) -> socket.socket:
+def _dial(roll: Roll, peer: int, purpose: str, use_unix: bool, deadline: float, check: Check) -> socket.socket:
     member = roll.members[peer]
     where: tuple[str, int] | str = member.unix if use_unix else (member.address, member.port)
     shown = f"{roll.name(peer)} at {'its UNIX socket' if use_unix else f'{member.address}:{member.port}'}"
-    until = time.monotonic() + min(_DIAL_S, max(0.1, deadline - time.monotonic()))
     try:
         while True:
             try:
-                left = max(0.1, until - time.monotonic())
+                left = max(0.1, min(_DIAL_S, deadline - time.monotonic()))
                 return dial(where, run_id(roll.run), roll.secret, roll.index, peer, purpose, left)
-            except HandshakeError as error:  # of a crowd at its doors the peer lets the oldest go
-                if isinstance(error, SecretError) or time.monotonic() >= until:
+            except _CROWDED as error:
+                if isinstance(error, SecretError) or time.monotonic() >= deadline:
                     raise
+                check()
                 time.sleep(_AGAIN_S)
     except HandshakeError as error:
         raise HandshakeError(f"{shown} refused: {error}") from error
