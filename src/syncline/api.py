@@ -230,14 +230,13 @@ def prepare(
 
 def no_sync() -> contextlib.AbstractContextManager[None]:
     """Backward passes inside only accumulate local gradients (gradient accumulation); the next one exchanges them."""
-    stack = contextlib.ExitStack()
     session()
-    for made in _prepared:
-        stack.enter_context(made.replica.no_sync())
 
     @contextlib.contextmanager
     def scope() -> Iterator[None]:
-        with stack:
+        with contextlib.ExitStack() as stack:
+            for made in _prepared:
+                stack.enter_context(made.replica.no_sync())
             yield
 
     return scope()
@@ -263,6 +262,11 @@ def join() -> Iterator[None]:
             "join() gives all ranks the optimizer state of the rank that trained longest: give syncline.prepare() the"
             " model and its optimizer"
         )
+    if any(made.replica.normalises_over_ranks for made in _prepared):
+        raise UsageError(
+            "join() with SyncBatchNorm: a rank without batches has nothing to add to the statistics of the others; use"
+            " BatchNorm, or give every rank the same number of batches"
+        )
     yield
     for made in _prepared:
         made.replica.shadow_until_all_joined()
@@ -280,7 +284,8 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     session()
     clients = [made.client for made in _prepared if made.client is not None]
-    wanted = {id(tensor) for tensor in found if tensor.requires_grad}
+    ignored = {id(tensor) for tensor in found for made in _prepared if made.replica.selection.ignores(tensor)}
+    wanted = {id(tensor) for tensor in found if tensor.requires_grad} - ignored
     for client in clients:
         if wanted == {id(parameter) for parameter in client.parameters}:
             return torch.tensor(client.clip(max_norm))

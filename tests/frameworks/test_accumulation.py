@@ -276,7 +276,6 @@ class Forms(torch.nn.Module):
             "list": [[out], "text"],
             "dict": {"first": None, "logits": out},
             "dataclass": Result("text", out),
-            "opaque": lambda: out,
         }[self.form]
 
 
@@ -286,7 +285,6 @@ FORMS = {
     "list": lambda found: found[0][0],
     "dict": lambda found: found["logits"],
     "dataclass": lambda found: found.logits,
-    "opaque": lambda found: found(),
 }
 
 
@@ -338,8 +336,8 @@ def test_several_outputs_count_a_batch_once(group: Any) -> None:
     same_as_alone(group, "ring", 2, make, body)
 
 
-def test_a_backward_that_never_met_an_output_counts_as_one(group: Any) -> None:
-    """Parts of the model called by themselves; equal batches give the plain mean."""
+def test_a_backward_that_came_through_no_output_has_no_weight(group: Any) -> None:
+    """Parts of the model are called by themselves: nothing was counted, and ranks would silently weigh alike."""
 
     def body(here: Here) -> dict[str, torch.Tensor]:
         assert isinstance(here.model, torch.nn.Sequential)
@@ -349,7 +347,36 @@ def test_a_backward_that_never_met_an_output_counts_as_one(group: Any) -> None:
         loss_of(x).backward()
         return gradients(here.model)
 
-    same_as_alone(group, "ring", 3, sgd, body)
+    with pytest.raises(GradientError, match=r"nothing says how much this rank counts.* a number as weight="):
+        on_group(group, "ring", 3, sgd, body)
+    wanted = alone(sgd, body)
+    for found in on_group(group, "ring", 3, sgd, body, weight=1):
+        close(found, wanted)
+
+
+def test_outputs_that_hide_their_tensors_have_no_weight(group: Any) -> None:
+    class Hiding(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            out = self.inner(x)
+            return lambda: out
+
+    def make(index: int) -> Any:  # noqa: ARG001
+        model = Hiding()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        loss_of(here.model(here.share(batch(0)))()).backward()
+        return gradients(here.model)
+
+    with pytest.raises(GradientError, match=r"gives a function in which no tensor was found.* a number as weight="):
+        on_group(group, "ring", 2, make, body)
+    wanted = alone(make, body)
+    for found in on_group(group, "ring", 2, make, body, weight=1):
+        close(found, wanted)
 
 
 def test_forward_passes_that_no_backward_follows_do_not_count(group: Any) -> None:

@@ -83,7 +83,7 @@ def test_evaluation_uses_running_statistics_and_exchanges_nothing(group: Any) ->
             assert here.model(batch(9)[:1]).shape == (1, 3)
         return weights(here.model)
 
-    on_group(group, "ring", 2, converted, body)
+    on_group(group, "ring", 2, converted, body, weight=1)
 
 
 def test_half_precision_is_computed_in_single(group: Any) -> None:
@@ -96,14 +96,15 @@ def test_half_precision_is_computed_in_single(group: Any) -> None:
         model = torch.nn.Sequential(torch.nn.SyncBatchNorm(4)).bfloat16()
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    found = torch.cat(on_group(group, "ring", 2, make, body))
+    found = torch.cat(on_group(group, "ring", 2, make, body, weight=1))
     wanted = torch.nn.functional.batch_norm(batch(0).bfloat16().float(), None, None, training=True)
     assert (found - wanted).abs().max() < 0.02
 
 
 def test_too_few_values_are_refused_as_by_torch(group: Any) -> None:
+    first, none = batch(0)[:1], batch(0)[:0]
     with pytest.raises(ValueError, match="more than 1 value per channel over all ranks"):
-        on_group(group, "ring", 2, converted, lambda here: here.model(batch(0)[:1] if here.rank == 0 else batch(0)[:0]))
+        on_group(group, "ring", 2, converted, lambda here: here.model(none if here.rank else first), weight=1)
 
 
 def test_copies_and_what_is_left_afterwards_are_torchs_own(group: Any) -> None:
@@ -121,7 +122,7 @@ def test_copies_and_what_is_left_afterwards_are_torchs_own(group: Any) -> None:
         here.replica.detach()
         assert type(module) is torch.nn.SyncBatchNorm
 
-    on_group(group, "ring", 2, converted, body)
+    on_group(group, "ring", 2, converted, body, weight=1)
 
 
 def test_conversion_after_prepare_is_refused(group: Any) -> None:
@@ -167,3 +168,9 @@ def test_accumulation_normalises_every_pass_over_all_ranks(group: Any) -> None:
     wanted = alone(plain, body)
     for found in on_group(group, "ring", 2, converted, body, weight=1):
         close(found, wanted)
+
+
+def test_weights_that_are_known_at_the_end_only_are_refused(group: Any) -> None:
+    """What backward adds up over the ranks would count them alike."""
+    with pytest.raises(UsageError, match=r"SyncBatchNorm.*a number as weight="):
+        on_group(group, "ring", 2, converted, train, weight="batch")

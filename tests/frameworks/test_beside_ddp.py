@@ -119,21 +119,42 @@ def test_a_function_that_gives_no_gradient_may_count_as_zero(group: Any) -> None
         close(found, wanted)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ring schedule=wait_free", "ps(servers=1)"])
-@pytest.mark.parametrize("early", [True, False], ids=["before prepare", "after"])
-@pytest.mark.parametrize("takes", [True, False], ids=["takes the gradient", "leaves it"])
-def test_a_hook_that_steps_in_backward_is_refused(group: Any, strategy: str, early: bool, takes: bool) -> None:
-    """It would use this rank's own gradient."""
+def _take(parameter: torch.Tensor) -> None:
+    parameter.add_(parameter.grad, alpha=-0.1)  # type: ignore[arg-type]
+    parameter.grad = None
 
-    def step(parameter: torch.Tensor) -> None:
-        with torch.no_grad():
-            parameter.add_(parameter.grad, alpha=-0.1)  # type: ignore[arg-type]
-        if takes:
-            parameter.grad = None
+
+def _replace(parameter: torch.Tensor) -> None:
+    parameter.grad = parameter.grad * 10  # type: ignore[operator]
+
+
+CHANGES: dict[str, Any] = {
+    "steps": lambda parameter: parameter.add_(parameter.grad, alpha=-0.1),
+    "takes the gradient": _take,
+    "scales the gradient": lambda parameter: parameter.grad.mul_(10),
+    "replaces the gradient": _replace,
+}
+
+
+@pytest.mark.parametrize("strategy", ["ring schedule=wait_free", "ps(servers=1)"])
+@pytest.mark.parametrize("early", [True, False], ids=["before prepare", "after"])
+@pytest.mark.parametrize("does", CHANGES)
+@pytest.mark.parametrize("since", [0, 2], ids=["from the first pass on", "from the third pass on"])
+def test_a_hook_that_steps_or_changes_gradients_is_refused(
+    group: Any, strategy: str, early: bool, does: str, since: int
+) -> None:
+    """It would use, or change, this rank's gradient while that travels."""
+    passes: dict[int, int] = {}
+
+    def change(parameter: torch.Tensor) -> None:
+        passes[id(parameter)] = passes.get(id(parameter), 0) + 1
+        if passes[id(parameter)] > since:
+            with torch.no_grad():
+                CHANGES[does](parameter)
 
     def attach(model: torch.nn.Module) -> None:
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(step)
+            parameter.register_post_accumulate_grad_hook(change)
 
     def make(index: int) -> Any:
         model, optimizer = sgd(index)
@@ -144,9 +165,12 @@ def test_a_hook_that_steps_in_backward_is_refused(group: Any, strategy: str, ear
     def body(here: Here) -> None:
         if not early:
             attach(here.model)
-        loss_of(here.model(batch(0))).backward()
+        for _ in range(3):
+            here.optimizer.zero_grad()
+            loss_of(here.model(batch(0))).backward()
+            here.optimizer.step()
 
-    with pytest.raises(GradientError, match=r"'\d\.\w+' was changed, or lost its gradient, during backward"):
+    with pytest.raises(GradientError, match=r"'\d\.\w+' or its gradient was changed during backward"):
         on_group(group, strategy, 2, make, body)
 
 
@@ -155,8 +179,10 @@ def test_a_hook_that_only_looks_is_left_alone(group: Any) -> None:
         seen = []
         for parameter in here.model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda found: seen.append(found.grad.norm()))  # type: ignore[union-attr]
-        loss_of(here.model(here.share(batch(0)))).backward()
-        assert len(seen) == 4
+        for step in range(3):
+            here.optimizer.zero_grad()
+            loss_of(here.model(here.share(batch(step)))).backward()
+        assert len(seen) == 12
         return gradients(here.model)
 
     wanted = alone(sgd, body)
@@ -253,3 +279,70 @@ def test_ranks_that_disagree_on_buffers_are_told(group: Any) -> None:
 
     with pytest.raises(MismatchError, match=r"rank 1.*broadcast_buffers=False, rank 0 with broadcast_buffers=True"):
         group("ring", 2, run)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=2, on=workers)"])
+def test_a_parameter_of_two_prepared_models_is_refused(group: Any, strategy: str) -> None:
+    """Both would divide its gradient, and move it."""
+    from syncline.frameworks.torch import prepare
+
+    def run(session: Any) -> None:
+        shared = mlp()
+        for _ in range(2):
+            model = torch.nn.Sequential(shared, fill(torch.nn.Linear(3, 3).double()))
+            prepare(session, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(UsageError, match=r"'0\.0\.weight' is in a model that was prepared before.*ModuleList"):
+        group(strategy, 2, run)
+
+
+def test_a_module_that_takes_the_place_of_all_is_noticed(group: Any) -> None:
+    """Its parameters have no hooks: every rank would train alone."""
+
+    def make(index: int) -> Any:  # noqa: ARG001
+        model = torch.nn.Sequential(fill(torch.nn.Linear(4, 3).double()))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body(here: Here) -> None:
+        here.model[0] = torch.nn.Linear(4, 3).double()  # type: ignore[operator]
+        here.model(batch(0))
+
+    with pytest.raises(GradientError, match=r"'0\.weight' is no longer the one of syncline\.prepare\(\)"):
+        on_group(group, "ring", 2, make, body)
+
+
+def test_a_context_that_is_made_and_not_entered_stops_no_exchange(group: Any, monkeypatch: Any) -> None:
+    """no_sync() is a context manager: it works from ``with`` on."""
+    from types import SimpleNamespace
+
+    from syncline import api
+
+    def body(here: Here) -> int:
+        assert here.replica is not None
+        here.replica.no_sync()  # as syncline.no_sync() does for all prepared models
+        loss_of(here.model(here.share(batch(0)))).backward()
+        return here.replica.steps
+
+    assert on_group(group, "ring", 2, sgd, body) == [1, 1]
+    entered = []
+    replica = SimpleNamespace(no_sync=lambda: _Noting(entered))
+    monkeypatch.setattr(api, "session", lambda: None)
+    monkeypatch.setattr(api, "_prepared", [SimpleNamespace(replica=replica)])
+    context = api.no_sync()
+    assert entered == []
+    with context:
+        assert entered == ["in"]
+    assert entered == ["in", "out"]
+
+
+class _Noting:
+    """Says when it is entered and left."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def __enter__(self) -> None:
+        self._log.append("in")
+
+    def __exit__(self, *_: object) -> None:
+        self._log.append("out")

@@ -14,6 +14,7 @@ Owns nothing but this: nothing here knows of gradients, buckets or other ranks.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -32,21 +33,23 @@ class Backward:
         self.nested = False  # some pass so far ran others inside it: a gradient may come several times in one
         self._ended, self._given_up = ended, given_up
         self._tasks: list[int] = []  # those of the present pass that have been seen, in the order in which they came
-        self._depth = 0  # of the outermost task that is known to surround them
+        self._depth = 0  # of the outermost task that is known to surround them, in the thread where the first one came
+        self._thread = 0
 
     def enter(self) -> None:
         """Something comes in the task that autograd is running; called for every gradient."""
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
-        depth = _depth()
+        depth, thread = _depth(), threading.get_ident()
         if self._tasks and task > max(self._tasks):
-            if depth > self._depth:
+            # Autograd's own threads, which run what is on a device, have no outer pass among their calls.
+            if depth > (self._depth if thread == self._thread else 0):
                 self.nested = True
             else:
                 self.give_up()
         if not self._tasks:
-            self._depth = depth
+            self._depth, self._thread = depth, thread
             _at_end_of_task(self._task_ended)
         self._tasks.append(task)
 

@@ -81,8 +81,9 @@ class _Block:
         self._row = SAMPLES * words
         mine = [(i, placed) for i, placed in enumerate(storage.placed) if placed.dtype == dtype]
         self._tensors = [i for i, placed in mine if placed.stop > placed.start]
-        starts = torch.tensor([placed.start for _, placed in mine if placed.stop > placed.start])
-        sizes = torch.tensor([placed.stop - placed.start for _, placed in mine if placed.stop > placed.start])
+        filled = [placed for _, placed in mine if placed.stop > placed.start]
+        starts = torch.tensor([placed.start for placed in filled], dtype=torch.int64)
+        sizes = torch.tensor([placed.stop - placed.start for placed in filled], dtype=torch.int64)
         # Rows are tensors: every step-th element from a first one that moves on by one each time.
         steps = (-(-sizes // SAMPLES)).view(-1, 1)
         self._steps = steps.to(flat.device)

@@ -37,10 +37,15 @@ class Options:
     def __post_init__(self) -> None:
         if self.unused not in ("error", "zeros"):
             raise UsageError(f"unused={self.unused!r}: choose 'error' or 'zeros'")
-        if isinstance(self.weight, (int, float)):
-            checked(self.weight, "")
+        if self.fixed:
+            checked(self.weight, "")  # type: ignore[arg-type]
         elif self.weight != "batch" and not callable(self.weight):
             raise UsageError(f"weight={self.weight!r}: give a number, 'batch', or a function of the model's arguments")
+
+    @property
+    def fixed(self) -> bool:
+        """Whether a rank counts the same in every exchange."""
+        return isinstance(self.weight, (int, float))
 
     @property
     def agreed(self) -> list[object]:

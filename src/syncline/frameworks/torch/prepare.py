@@ -25,7 +25,15 @@ from .served import Client, LocalOwners, Owners, RemoteOwners
 from .shard import Shard, coded, planned, probe, records_of, whole_state
 from .staging import Copier
 from .storage import Storage, layers_of
-from .supported import check_only_ours, check_optimizer, check_served, foreign_to
+from .supported import (
+    check_held_once,
+    check_normalisation,
+    check_only_ours,
+    check_optimizer,
+    check_parameters,
+    check_served,
+    foreign_to,
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,9 @@ def prepare(
     """
     check_only_ours(model)
     selection = Selection(model, options)
+    check_parameters(model, selection.trained())
+    check_normalisation(model, options)
+    check_held_once(model, selection.trained(), [made.replica for made in session.prepared.values()])
     if optimizer is not None:
         check_optimizer(model, optimizer)
     if session.strategy.server_holds_weights:

@@ -43,7 +43,7 @@ from ...tickets import JOINED, STEP, Meeting
 from ...work import Lane, Work
 from .agreement import copy_from_worker, pack_bytes, unpack_bytes
 from .backward import Backward
-from .batch_norm import synchronise, unsynchronised
+from .batch_norm import SyncBatchNorm, synchronise, unsynchronised
 from .copies import PlainCopies
 from .eager import eager
 from .intact import Forms
@@ -51,7 +51,10 @@ from .options import Options, Selection
 from .samples import Counting, Fixed, Samples
 from .staging import Copier, device_of, staging_for
 from .storage import Pair, Storage, layers_of
-from .supported import check_only_ours, check_parameters
+from .supported import check_only_ours
+
+_STEPS_UNSEEN = 64
+"""After so many steps at most it is seen that parameters have been added to the model."""
 
 
 class Replica:
@@ -73,7 +76,6 @@ class Replica:
         self.session, self.model = session, model
         self.selection = Selection(model, options)
         self.named = self.selection.trained()
-        check_parameters(model, self.named)
         schedule = session.strategy.schedule_object()
         self.layers = layers_of(self.named)
         buckets = schedule.buckets(self.layers)
@@ -117,14 +119,19 @@ class Replica:
         self._touched = False  # the present backward pass has made a gradient
         self._meeting: Meeting | None = None
         self._fired = [False] * len(self.named)
-        self._versions = [0] * len(self.named)
+        self._versions = [(0, 0)] * len(self.named)  # of parameters and gradients, as they were sent
         self._pending: list[int] = []
         self._next = 0
         self._works: list[Work] = []
-        path, _, self._first = self.named[0][0].rpartition(".")
-        self._registered = self.model.get_submodule(path)._parameters
+        *self._path, self._first = self.named[0][0].split(".")
         self._handles = self._attach()
-        self._trained = frozenset(id(parameter) for _, parameter in self.named)
+        self.normalises_over_ranks = any(isinstance(module, SyncBatchNorm) for module in model.modules())
+        self._known = {id(parameter) for parameter in model.parameters()}
+        self._required = [
+            (name, parameter, parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+            if not self.selection.ignores(parameter)
+        ]
         self._reset()
 
     # The user's side.
@@ -173,6 +180,7 @@ class Replica:
         """Remove the hooks; gradients keep their values."""
         for handle in self._handles:
             handle.remove()
+        self._handles = []
         self.staging.close()
 
     # Hooks.
@@ -196,12 +204,21 @@ class Replica:
         """A forward pass begins."""
         self._check_only_ours()
         if torch.is_grad_enabled():
-            if self._registered.get(self._first) is not self.named[0][1]:
-                self._check_same_parameters()  # without any of ours backward would exchange nothing, and say nothing
+            self._check_first()
             if self._backward.running and torch._C._current_graph_task_id() == -1:
                 self._backward.give_up()
             if self._samples is not None:
                 self._samples.before_forward(arguments, keywords)
+
+    def _check_first(self) -> None:
+        """Raise GradientError where the first parameter is another: without any of ours nothing would be exchanged."""
+        module: Any = self.model
+        for name in self._path:
+            module = module._modules.get(name)
+            if module is None:
+                break
+        if module is None or module._parameters.get(self._first) is not self.named[0][1]:
+            self._check_same_parameters()
 
     def _check_only_ours(self) -> None:
         """Raise GradientError where DistributedDataParallel has been put around, or into, the model."""
@@ -230,8 +247,12 @@ class Replica:
 
     def after_forward(self, output: Any) -> None:
         """When backward comes through this output, its samples count."""
-        if torch.is_grad_enabled() and self._samples is not None:
-            self._samples.after_forward(output)
+        if torch.is_grad_enabled() and self._samples is not None and not self._samples.after_forward(output):
+            raise self.fault(
+                f"the model gives a {type(output).__name__} in which no tensor was found, so that nothing says which"
+                " batches a gradient is of: give tensors in tuples, lists, dictionaries or dataclasses, or give"
+                " syncline.prepare() a number as weight="
+            )
 
     def on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """A parameter's gradient is complete, or, in a pass that is held, some of it."""
@@ -246,7 +267,7 @@ class Replica:
                 " the first step on"
             )
         self._move(index, parameter, 1.0 if self._held else self._share)
-        self._versions[index] = parameter._version
+        self._versions[index] = parameter._version, parameter.grad._version
         if self._fired[index]:
             return
         self._fired[index] = True
@@ -313,13 +334,12 @@ class Replica:
                 f"the gradient of {name!r} can itself be differentiated (create_graph=True), which an exchange would"
                 " lose: use torch.autograd.grad() for inner derivatives and a plain backward() for the last one"
             )
-        with torch.no_grad():
-            if gradient.data_ptr() != self.storage.places[index]:
-                view = self.storage.fresh(index)
-                torch.mul(gradient, share, out=view)
-                parameter.grad = view
-            elif share != 1.0:
-                gradient.mul_(share)
+        if gradient.data_ptr() != self.storage.places[index]:
+            view = self.storage.fresh(index)
+            torch.mul(gradient, share, out=view)
+            parameter.grad = view
+        elif share != 1.0:
+            gradient.mul_(share)
 
     def _meet(self) -> Meeting:
         if self.exchanged and self.on_second_backward is not None:
@@ -328,7 +348,13 @@ class Replica:
         if self.on_first_exchange is not None:
             self.on_first_exchange()
             self.on_first_exchange = None
-        meeting = self.session.meet(STEP, self.first_key, weight=self._counting.weight)
+        weight = self._counting.weight
+        if weight is None:
+            raise self.fault(
+                "nothing says how much this rank counts: backward came through no output of the model's forward()"
+                " (another method was called?). Give syncline.prepare() a number as weight="
+            )
+        meeting = self.session.meet(STEP, self.first_key, weight=weight)
         self._start_buffers(meeting)
         return meeting
 
@@ -412,20 +438,24 @@ class Replica:
 
     def _share_out(self) -> None:
         """Divide the gradients of a pass that was held by the number of ranks."""
-        with torch.no_grad():
-            for fired, view in zip(self._fired, self.storage.views, strict=True):
-                if fired:
-                    view.mul_(self._share)
+        for fired, view in zip(self._fired, self.storage.views, strict=True):
+            if fired:
+                view.mul_(self._share)
 
     def _check_untouched(self) -> None:
-        """Raise GradientError where a parameter or its gradient was changed since the gradient came."""
+        """Raise GradientError where a parameter or its gradient was changed after the gradient had come."""
+        places = self.storage.places
         for index, (name, parameter) in enumerate(self.named):
-            if not self._fired[index]:
-                continue
-            if parameter.grad is None or parameter._version != self._versions[index]:
+            gradient = parameter.grad
+            if self._fired[index] and (
+                gradient is None
+                or gradient.data_ptr() != places[index]
+                or (parameter._version, gradient._version) != self._versions[index]
+            ):
                 raise self.fault(
-                    f"{name!r} was changed, or lost its gradient, during backward, before gradients are averaged: make"
-                    " optimizer steps after backward(), not in hooks of parameters"
+                    f"{name!r} or its gradient was changed during backward, when the gradient had been sent: change"
+                    " gradients and make optimizer steps after backward(), not in post-accumulate hooks"
+                    " (Tensor.register_hook is called in time)"
                 )
 
     def _fill(self, missing: list[int]) -> None:
@@ -492,11 +522,9 @@ class Replica:
                 )
 
     def _check_trained(self) -> None:
-        changed = [
-            name
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad != (id(parameter) in self._trained) and not self.selection.ignores(parameter)
-        ]
+        changed = [name for name, parameter, required in self._required if parameter.requires_grad != required]
+        if not changed and self.steps % _STEPS_UNSEEN == 0:  # to walk through a model takes as long as some exchanges
+            changed = [name for name, parameter in self.model.named_parameters() if id(parameter) not in self._known]
         if changed:
             raise self.fault(
                 f"{changed[0]!r} was frozen, unfrozen or added after syncline.prepare(): do that before it, or, without"

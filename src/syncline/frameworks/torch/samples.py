@@ -2,10 +2,10 @@
 
 As a rule every rank counts alike, or with a number of its own (``Fixed``). Where the loss is a mean over a batch whose
 size differs between ranks, ``Samples`` counts what the gradients come from: a forward pass notes the weight of its
-batch; the pass counts when a backward pass first comes through one of its outputs (or, where outputs cannot be watched,
-with the next gradient). Several forward passes in one backward, and several backward passes before one exchange,
-add up. Forward passes that no backward follows do not count, nor do those that an earlier backward came through
-already, as in truncated backpropagation, unless there is nothing else that a backward comes through.
+batch; the pass counts when a backward pass first comes through one of its outputs. Several forward passes in one
+backward, and several backward passes before one exchange, add up. Forward passes that no backward follows do not count,
+nor do those that an earlier backward came through already, as in truncated backpropagation, unless there is nothing
+else that a backward comes through.
 
 Owns the counting only: nothing here knows of buckets, sessions or other ranks.
 """
@@ -33,8 +33,8 @@ class Counting(Protocol):
         ...
 
     @property
-    def weight(self) -> float:
-        """The weight since the last exchange, the present backward pass included."""
+    def weight(self) -> float | None:
+        """The weight since the last exchange, the present backward pass included; None when nothing was counted."""
         ...
 
     def keep(self) -> None:
@@ -86,7 +86,6 @@ class Samples:
         self._on_backward = on_backward
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()  # forward passes without a backward so far
         self._forward = 0.0
-        self._unwatched: list[float] = []  # forward passes whose outputs hide their tensors
         self._new: list[_Pass] = []  # what the present backward pass is the first to come through
         self._again: list[_Pass] = []  # what else it came through
         self._kept: list[float] = []  # what earlier ones since the last exchange counted
@@ -95,21 +94,18 @@ class Samples:
         """Note the weight of this forward pass; raises UsageError for one that is none."""
         self._forward = checked(self._weigh(*arguments, **keywords), " for this batch")
 
-    def after_forward(self, output: Any) -> None:
-        """Watch the outputs for a backward pass.
+    def after_forward(self, output: Any) -> bool:
+        """Watch the outputs for a backward pass; False where no tensor can be found in them.
 
         Those that are leaves (a model may return one of its parameters) outlive the pass and are none of its results.
         """
         found = list(tensors_in(output))
-        watched = [tensor for tensor in found if tensor.grad_fn is not None]
-        if not watched:
-            if not found or any(tensor.requires_grad for tensor in found):
-                self._unwatched.append(self._forward)
-            return
         made = _Pass(self._forward)
-        self._open.add(made)
-        for tensor in watched:
-            tensor.register_hook(lambda _: self._came_through(made))  # type: ignore[no-untyped-call]
+        for tensor in found:
+            if tensor.grad_fn is not None:
+                self._open.add(made)
+                tensor.register_hook(lambda _: self._came_through(made))  # type: ignore[no-untyped-call]
+        return bool(found)
 
     @property
     def complete(self) -> bool:
@@ -117,15 +113,14 @@ class Samples:
         return not self._open
 
     @property
-    def weight(self) -> float:
-        """The weight since the last exchange, the present backward pass included; 1 when nothing could be counted."""
-        counted = [*self._kept, *self._now(), *self._unwatched]
-        return sum(counted) if counted else 1.0
+    def weight(self) -> float | None:
+        """The weight since the last exchange, the present backward pass included; None when nothing was counted."""
+        counted = [*self._kept, *self._now()]
+        return sum(counted) if counted else None
 
     def keep(self) -> None:
         """The present backward pass made gradients that wait for an exchange."""
-        self._kept += [*self._now(), *self._unwatched]
-        self._unwatched = []
+        self._kept += self._now()
         self._new, self._again = [], []
 
     def drop(self) -> None:
@@ -135,7 +130,7 @@ class Samples:
 
     def reset(self) -> None:
         """The gradients were exchanged."""
-        self._kept, self._new, self._again, self._unwatched = [], [], [], []
+        self._kept, self._new, self._again = [], [], []
 
     def _now(self) -> list[float]:
         return [made.weight for made in self._new or self._again]

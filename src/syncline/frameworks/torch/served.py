@@ -238,6 +238,7 @@ class Client:
         self.keeps_state = keeps_state  # whether the optimizer has any
         self.parameters = [parameter for _, parameter in replica.named]
         self.scale = 1.0
+        self._unsaid = 0  # which changed weights the owners have taken while the workers have not compared them
         self.commits = 0  # the clock of this session's protocol; a resumed run begins at 0 again
         self._weights, self._pull, self._updates = weights, pull, updates
         self._staging = replica.staging
@@ -260,7 +261,7 @@ class Client:
     def step(self, groups: Groups) -> None:
         """Commit the pushed gradients and wait for the new weights."""
         self._check_pushed()
-        changed = self._tell_changed()
+        changed, self._unsaid = (self._unsaid + self._tell_changed()) & 0xFFFFFFFF, 0
         engine, first = self.session.engine, WEIGHT_KEYS + self.replica.first_key
         scale, self.scale = self.scale, 1.0
         self.commits += 1
@@ -285,7 +286,7 @@ class Client:
 
     def owners_weights(self) -> dict[str, torch.Tensor]:
         """The weights as the owners have them, by name; all workers call it."""
-        self._tell_changed()
+        self._unsaid += self._tell_changed()
         self.session.barrier()
         whole = whole_state(self.owners.weights(), self.parameters)
         return {
@@ -344,7 +345,8 @@ class Client:
         found = self._changed_weights()
         if not found:
             return 0
-        if self.keeps and not self._loaded and self.commits:
+        whole = self._loaded and len(found) == len(self.parameters)
+        if self.keeps and not whole and self.commits:
             raise self.replica.fault(
                 f"the weights {self.replica.named[found[0]][0]!r} were changed on this worker since the last step. With"
                 f" codec={self.session.strategy.codec} their owners know more of them than the workers, which would be"
@@ -367,7 +369,7 @@ class Client:
         away = {i for i, p in enumerate(self.parameters) if p.data_ptr() != self._weights.places[i]}
         if away:
             self.replica.check_forms()
-        return list(range(len(self.parameters))) if self._loaded else sorted(found | away)
+        return sorted(found | away)
 
     def _bring_home(self, changed: Sequence[int]) -> None:
         """Let these parameters lie in the contiguous storage again, and the transport's memory have their values."""

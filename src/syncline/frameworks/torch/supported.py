@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import UsageError
-from .options import Named, Selection
+from .batch_norm import unsynchronised
+from .options import Named, Options, Selection
 
 _EITHER = "give it either to Syncline or to that; leave the other out"
 
@@ -62,6 +64,27 @@ def foreign_to(models: Iterable[torch.nn.Module], optimizer: torch.optim.Optimiz
     return [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in known]
 
 
+def check_normalisation(model: torch.nn.Module, options: Options) -> None:
+    """Raise UsageError for SyncBatchNorm modules that cannot be taken over, or not under these options."""
+    if unsynchronised(model) and not options.fixed:
+        raise UsageError(
+            "SyncBatchNorm adds up what backward brings on all ranks before it is known how much their batches count:"
+            " give batches of one size and a number as weight=, or use BatchNorm"
+        )
+
+
+def check_held_once(model: torch.nn.Module, named: Named, others: Iterable[Prepared]) -> None:
+    """Raise UsageError where another prepared model has one of the parameters: both would average its gradient."""
+    for other in others:
+        held = set() if other.model is model else {id(parameter) for _, parameter in other.named}
+        for name, parameter in named:
+            if id(parameter) in held:
+                raise UsageError(
+                    f"parameter {name!r} is in a model that was prepared before, which averages its gradient already:"
+                    " prepare one torch.nn.ModuleList of both models, or leave it to the first with ignore="
+                )
+
+
 def check_served(optimizer: torch.optim.Optimizer | None, selection: Selection) -> None:
     """Raise UsageError where servers would have nothing to update with, or to update what they do not hold."""
     if optimizer is None:
@@ -83,6 +106,13 @@ def check_served(optimizer: torch.optim.Optimizer | None, selection: Selection) 
                 f"parameter {name!r} is ignored, and the optimizer, which runs on the parameter server, updates it:"
                 " give it an optimizer of its own, or use ps(update=worker) or an allreduce such as ring"
             )
+
+
+class Prepared(Protocol):
+    """A model whose gradients are averaged, and the parameters that they are of."""
+
+    model: torch.nn.Module
+    named: Named
 
 
 def _loaded(module: str, name: str) -> type | None:
