@@ -28,7 +28,7 @@ FIELDS = (
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[CodecResult, str]:
     """All codecs, measured once: the result file and what was shown."""
-    path = tmp_path_factory.mktemp("codecs") / "new" / "rows.json"
+    path = tmp_path_factory.mktemp("codecs") / "rows.json"
     out = io.StringIO()
     command.run(N, repetitions=2, json_path=path, console=Console(file=out, width=100))
     return CodecResult.from_json(path.read_text()), out.getvalue()

@@ -46,7 +46,7 @@ def test_two_workers_by_parameter_server_and_by_a_peer(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "Console", lambda **_: console)
-    paths = {"json_path": tmp_path / "out" / "r.json", "report_path": tmp_path / "out" / "r.html"}
+    paths = {"json_path": tmp_path / "r.json", "report_path": tmp_path / "r.html"}
     strategies = ["ps(servers=1)", "ddp(bucket=1MiB)"]
     status = compare.run("digits", 2, strategies, iterations=30, seed=3, timeout=120, console=console, **paths)
     data = json.loads(paths["json_path"].read_text())

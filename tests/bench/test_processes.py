@@ -16,7 +16,8 @@ from syncline.report.rows import Row
 
 PROLOGUE = """
 import json, os, signal, sys, time
-rank = int(os.environ["RANK"])
+from syncline.launch.environment import recognise
+rank = recognise().rank
 job = json.loads(sys.argv[1])
 pipe = os.fdopen(job["report_fds"][rank], "w", buffering=1)
 def send(kind, **content):

@@ -144,7 +144,7 @@ def test_sums_have_the_bits_of_numpy_adding_one_by_one(case: tuple[str, int, int
     st.integers(0, 2**32 - 1),
 )
 def test_adding_into_an_array_has_the_same_bits_at_every_size(name: str, others: int, size: int, seed: int) -> None:
-    dtype = numpy_dtype(name)
+    dtype = np.dtype(name) if name.startswith(">") else numpy_dtype(name)
     arrays = [array.astype(dtype) for array in numbers(dtype.newbyteorder("="), others + 1, size, seed)]
     with np.errstate(all="ignore"):
         wanted = one_by_one(arrays)

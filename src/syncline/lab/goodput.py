@@ -6,6 +6,7 @@ Both leave the first second out, in which TCP finds the rate.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
@@ -101,7 +102,8 @@ def stream(hosts: Hosts, seconds: float) -> float:
                 return _receive(receiver, seconds)
             finally:
                 receiver.close()
-                sender.shutdown(socket.SHUT_RDWR)
+                with contextlib.suppress(OSError):  # the closed receiver may have ended it already
+                    sender.shutdown(socket.SHUT_RDWR)
                 thread.join(_MARGIN_S)
 
 
