@@ -45,7 +45,7 @@ def console() -> Console:
 def test_two_workers_by_parameter_server_and_by_a_peer(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "Console", lambda **_: console)
+    monkeypatch.setattr(compare, "console_beside", lambda *_: console)
     paths = {"json_path": tmp_path / "r.json", "report_path": tmp_path / "r.html"}
     strategies = ["ps(servers=1)", "ddp(bucket=1MiB)"]
     status = compare.run("digits", 2, strategies, iterations=30, seed=3, timeout=120, console=console, **paths)

@@ -35,7 +35,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     console = Console(file=output, force_terminal=False, width=80)
     trace.write_text(LAYERS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "Console", lambda **_: console)
+        patch.setattr(compare, "console_beside", lambda *_: console)
         lab = "100mbit" if IN_A_LAB else None
         workload = f"trace:{trace}"
         status = compare.run(

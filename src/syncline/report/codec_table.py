@@ -21,6 +21,7 @@ from .codec_rows import CodecResult, CodecRow
 
 _GAP = 2
 _NAME_MOST = 25
+_NAME_LEAST = 10
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ def render(result: CodecResult, width: int) -> RenderableType:
         if last.rank == 0:
             break
         columns.remove(last)
+    # What is left without the verdict: names break before it does.
+    left = width - verdict - 2 * _GAP - sum(column.width(result) + _GAP for column in columns)
+    name = max(_NAME_LEAST, min(name, left))
     table = Table(title=_title(result), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("codec", overflow="fold", min_width=name)
     for column in columns:
