@@ -160,9 +160,13 @@ def _begin(
 def _tune(session: Session, asked: Strategy) -> None:
     """Measure what the strategy leaves open; a rank that fails in it ends the session for all."""
     workers = session.group.workers
-    if workers == 1 or tuning.mode() == "off":
+    if workers == 1:
         return
     try:
+        if session.is_worker:
+            session.compare_plans()
+        if tuning.mode() == "off":
+            return
         if tuning.is_wanted(asked, session.strategy, workers):
             tuning.tune(session)
         if codec_choice.is_wanted(asked, workers):

@@ -330,6 +330,7 @@ class Session:
         if choice != self.choice:
             self.agree(TABLE, zlib.crc32(str(choice.table).encode()))
             self.run_by(choice)
+            self.compare_plans()
 
     def resume_codec(self, text: str) -> bool:
         """Run the strategy that a run before had chosen under ``codec=auto``; False where nothing was left open.
@@ -343,7 +344,27 @@ class Session:
             return False
         self.agree(TABLE, zlib.crc32(text.encode()))
         self.strategy, self.choice, self.reason = before, None, "as in the run that is resumed"
+        self.compare_plans()
         return True
+
+    def compare_plans(self) -> None:
+        """Raise MismatchError where a worker has another plan of an algorithm that is not Syncline's own.
+
+        All workers call it with the same strategy. Ranks that list the same transfers in another order would count
+        messages differently, and add up what does not belong together.
+        """
+        names = {self.strategy.architecture.name} if self.choice is None else self.choice.names
+        foreign = {name for name in names if name in registry.names("algorithms")}
+        for name in sorted(name for name in foreign if not registry.get("algorithms", name).own):
+            plan = self.strategy.plan(self.group) if self.choice is None else _plan(name, self.group)
+            first, *others = self.gather(plan.digest.encode())
+            for rank, theirs in enumerate(others, 1):
+                if theirs != first:
+                    raise MismatchError(
+                        f"{name} has other transfers, or lists them in another order, on {self.name(rank)} than on"
+                        f" {self.name(0)}: install one version of its package everywhere, and let it list transfers in"
+                        " an order that the group alone decides (a set of texts has another one in each process)"
+                    )
 
     def enter_model(self, model: object) -> int:
         """The first key for the buckets of one more model; all processes enter the same ones in the same order.

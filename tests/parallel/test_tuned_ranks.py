@@ -33,6 +33,32 @@ syncline.init("transport=tcp")
 syncline.allreduce(numpy.ones(100, numpy.float32))
 print(sorted(syncline.stats().algorithms.items()))
 """
+# The fastest of all, if it may run.
+SHUFFLED = """
+import sys
+import numpy, syncline
+from syncline.plan import COPY, REDUCE, Plan
+from syncline.registry import register
+from syncline.tuning import cache, measuring
+
+@register("algorithms", "shuffled", goal="allreduce")
+def shuffled(group):
+    chunks = [int(name) for name in {str(chunk) for chunk in range(8)}]
+    up = [(0, 0, 1, chunk, 1, REDUCE) for chunk in chunks]
+    return Plan.of("shuffled", group, 8, up + [(1, 1, 0, chunk, 1, COPY) for chunk in chunks])
+
+real = measuring.Measuring.times
+measuring.Measuring.times = lambda self: {
+    name: [0.0 if name == "shuffled" else 1.0 for _ in found] for name, found in real(self).items()
+}
+cache.write = lambda *_: None
+syncline.init(sys.argv[1])
+array = numpy.arange(8000, dtype=numpy.float32)
+syncline.allreduce(array, op="sum")
+right = (array == 2 * numpy.arange(8000)).all()
+used = "shuffled" in str(syncline.stats().algorithms)
+print("right" if right else "wrong", "with it" if used else "without it", sep=", ")
+"""
 
 Environ = dict[str, str]
 
@@ -156,6 +182,31 @@ def test_ranks_that_hash_differently_choose_from_the_same_plans(tmp_path: Path) 
     assert len(printed) == 3
     assert len(set(printed)) == 1
     assert not re.search("star|palm|teak|mast", printed[0])  # what comes with Syncline goes first
+
+
+@pytest.mark.parametrize("strategy", ["transport=tcp", "shuffled transport=tcp"])
+def test_ranks_that_list_the_same_transfers_in_another_order_never_add_up_wrongly(
+    tmp_path: Path, strategy: str
+) -> None:
+    """An algorithm that lists from a set of texts: left out where it may be chosen, refused where it is named."""
+    script, printed = tmp_path / "script.py", []
+    script.write_text(SHUFFLED)
+    outcome = launch(
+        [sys.executable, str(script), strategy],
+        2,
+        env={"SYNCLINE_TUNING": "fresh"},
+        on_output=lambda _, line: printed.append(line),
+        place=lambda rank: Placement(env={"PYTHONHASHSEED": str(rank)}),
+        timeout_s=LIMIT_S,
+    )
+    text = "\n".join(printed)
+    if strategy.startswith("shuffled"):
+        assert outcome.status == 1
+        assert "shuffled has other transfers, or lists them in another order, on rank 1" in text
+    else:
+        assert outcome.status == 0, printed
+        assert sum("right, without it" in line for line in printed) == 2
+        assert "leaves out shuffled" in text
 
 
 @pytest.mark.parametrize("how", ["lacks", "another", "wrong"])

@@ -11,7 +11,6 @@ topology alone, ``Strategy.resolve``); all ranks need the same.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -76,7 +75,7 @@ def candidates(strategy: Strategy, group: Group) -> dict[str, Plan]:
     ``strategy`` is resolved. Algorithms that need arguments, or servers, have no plan for the group and are left out.
     """
     plans = _plans(strategy, group)
-    return {name: plans[name] for name in _distinct({name: _digest(plan) for name, plan in plans.items()})}
+    return {name: plans[name] for name in _distinct(plans)}
 
 
 def _plans(strategy: Strategy, group: Group) -> dict[str, Plan]:
@@ -113,32 +112,32 @@ def _plan(entry: registry.Entry, group: Group) -> Plan | None:
     return plan
 
 
-def _digest(plan: Plan) -> str:
-    """Equal for plans of the same transfers, in whatever order they are listed."""
-    rows = plan.rows
-    return hashlib.sha256(np.array([plan.chunks]).tobytes() + rows[np.lexsort(rows.T[::-1])].tobytes()).hexdigest()[:16]
-
-
-def _distinct(digests: Mapping[str, str]) -> list[str]:
-    """Of equal plans the first name: two levels on one node are a ring."""
-    first: dict[str, str] = {}
-    for name, digest in digests.items():
-        first.setdefault(digest, name)
+def _distinct(plans: Mapping[str, Plan]) -> list[str]:
+    """Of plans of the same transfers, in whatever order they are listed, the first: two levels on a node are a ring."""
+    first: dict[tuple[int, bytes], str] = {}
+    for name, plan in plans.items():
+        rows = plan.rows
+        first.setdefault((plan.chunks, rows[np.lexsort(rows.T[::-1])].tobytes()), name)
     return list(first.values())
 
 
 def _common(session: Session, plans: Mapping[str, Plan]) -> dict[str, Plan]:
     """The distinct plans that all ranks have, and have alike, in rank 0's order: hosts differ in what is installed."""
-    mine = json.dumps({name: _digest(plan) for name, plan in plans.items()}).encode()
+    mine = json.dumps({name: plan.digest for name, plan in plans.items()}).encode()
     first, *others = (json.loads(told) for told in session.gather(mine))
     common = dict(first)
     for rank, theirs in enumerate(others, 1):
         for name in [name for name in common if theirs.get(name) != common[name]]:
             del common[name]
             if session.rank == 0:
-                why = "has another algorithm of that name" if name in theirs else "does not have it"
-                log.warning("architecture=auto leaves out %s: %s %s", name, session.name(rank), why)
-    return {name: plans[name] for name in _distinct(common)}
+                why = "has another algorithm of that name, or one that lists its transfers in another order"
+                log.warning(
+                    "architecture=auto leaves out %s: %s %s",
+                    name,
+                    session.name(rank),
+                    why if name in theirs else "does not have it",
+                )
+    return {name: plans[name] for name in _distinct({name: plans[name] for name in common})}
 
 
 def _kept(session: Session, plans: Mapping[str, Plan]) -> Choice | None:
@@ -161,4 +160,4 @@ def _measure(session: Session, plans: Mapping[str, Plan]) -> Choice:
 def _key(session: Session, plans: Mapping[str, Plan]) -> str:
     assert session.roll is not None
     places = [(member.host, member.machine, member.cores) for member in session.roll.members]
-    return cache.key_of(str(session.strategy.transport), places, {name: _digest(plan) for name, plan in plans.items()})
+    return cache.key_of(str(session.strategy.transport), places, {name: plan.digest for name, plan in plans.items()})
