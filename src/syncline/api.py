@@ -30,7 +30,7 @@ from .session import Session
 from .statistics import Stats
 from .strategy import Strategy
 from .types import Group
-from .wire.saying import first_time
+from .wire.saying import first_time, say
 from .wire.watch import FAILED, FAILED_STATUS, LIVENESS_S
 
 if TYPE_CHECKING:
@@ -390,7 +390,7 @@ def _end_at_exit() -> None:
     try:
         _end()
     except SynclineError as error:
-        _print(f"syncline: ended: {error}\n")
+        say(f"syncline: ended: {error}\n")
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
@@ -452,25 +452,34 @@ def _watch_exceptions() -> None:
     previous = sys.excepthook
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if isinstance(error, PeerError):
-            # Another process failed: its own message says why, and every rank's stack would bury it.
-            _print(f"syncline: ended: {_shortened(error)}\n")
-        elif isinstance(error, SynclineError) and not first_time(f"traceback of {kind.__name__}: {error}"):
-            me = f"process {os.getpid()}" if _session is None else _session.name(_session.index)
-            _print(f"syncline: ended: {me}: the same {kind.__name__}, see above\n")
-        elif _session is None or _session.forked:
-            previous(kind, error, trace)
-        elif isinstance(error, KeyboardInterrupt):
-            _print(f"syncline: {_session.name(_session.index)}: interrupted\n")
-        elif previous is sys.__excepthook__:
-            first_time(f"{kind.__name__}: {error}")  # nobody needs to repeat what stands at the end of this
-            _print("".join(traceback.format_exception(kind, error, trace)))  # in one piece, ranks print at once
-        else:
-            previous(kind, error, trace)
-        if _session is not None and not _session.forked:
-            _session.fail(error if isinstance(error, Exception) else RuntimeError(kind.__name__))
+        try:
+            _print_exception(kind, error, trace, previous)
+        finally:
+            if _session is not None and not _session.forked:
+                _session.fail(error if isinstance(error, Exception) else RuntimeError(kind.__name__))
 
     sys.excepthook = on_exception
+
+
+def _print_exception(
+    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None, previous: Callable[..., object]
+) -> None:
+    """Print what ends the script, unless another process has said it; ``previous`` is the hook that was there."""
+    if isinstance(error, PeerError):
+        # Another process failed: its own message says why, and every rank's stack would bury it.
+        say(f"syncline: ended: {_shortened(error)}\n")
+    elif isinstance(error, SynclineError) and not first_time(f"traceback of {kind.__name__}: {error}"):
+        me = f"process {os.getpid()}" if _session is None else _session.name(_session.index)
+        say(f"syncline: ended: {me}: the same {kind.__name__}, see above\n")
+    elif _session is None or _session.forked:
+        previous(kind, error, trace)
+    elif isinstance(error, KeyboardInterrupt):
+        say(f"syncline: {_session.name(_session.index)}: interrupted\n")
+    elif previous is sys.__excepthook__:
+        first_time(f"{kind.__name__}: {error}")  # nobody needs to repeat what stands at the end of this
+        say("".join(traceback.format_exception(kind, error, trace)))
+    else:
+        previous(kind, error, trace)
 
 
 def _shortened(error: PeerError) -> str:
@@ -480,11 +489,6 @@ def _shortened(error: PeerError) -> str:
     if not failed or first_time(said):
         return text
     return f"{before} {FAILED}{said.partition(':')[0]}, see above"
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())
 
 
 def _forget() -> None:

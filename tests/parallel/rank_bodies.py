@@ -216,7 +216,7 @@ def raises(line: Connection, place: Place, strategy: str) -> None:
         model, optimizer = syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
         for step in range(1_000_000):
             if step == 2 and place[0] == 1:
-                raise ValueError("the data of this rank are spoilt")
+                raise ValueError("the data of this rank are spoilt: caf\udce9.jpg")
             optimizer.zero_grad()
             model(torch.ones(4, 100)).sum().backward()
             optimizer.step()

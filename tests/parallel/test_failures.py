@@ -79,7 +79,7 @@ def test_an_exception_of_one_rank_reaches_all_with_its_text(pool: Pool, address:
         group.end(LIMIT_S)
         for rank in group.ranks:
             assert rank.status == 1, rank
-            assert "the data of this rank are spoilt" in rank.printed()
+            assert "the data of this rank are spoilt: caf\\udce9.jpg" in rank.printed()
         assert "Traceback" in group.ranks[1].printed()
         for rank in (group.ranks[0], *group.ranks[2:]):
             assert "rank 1 (" in rank.printed()

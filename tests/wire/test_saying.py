@@ -26,6 +26,13 @@ def test_a_process_alone_says_everything_once() -> None:
     assert saying.first_time("yes")
 
 
+def test_what_cannot_be_encoded_is_said_as_those_who_hear_of_it_say_it(capfd: pytest.CaptureFixture[str]) -> None:
+    assert saying.first_time("cannot read caf\udce9.jpg")
+    assert not saying.first_time("cannot read caf\\udce9.jpg")
+    saying.say("cannot read caf\udce9.jpg\n")
+    assert capfd.readouterr().err == "cannot read caf\\udce9.jpg\n"
+
+
 def test_processes_that_share_a_list_say_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fd = saying.new_list()
     try:

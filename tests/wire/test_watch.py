@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -75,8 +75,8 @@ class Table:
         self.seats.append(seat)
         return seat
 
-    def group(self, world: int, liveness_s: float = LIMIT_S) -> list[Seat]:
-        members = [member(index) for index in range(world)]
+    def group(self, world: int, liveness_s: float = LIMIT_S, host: str = "host") -> list[Seat]:
+        members = [replace(member(index), host=f"{host}{index}") for index in range(world)]
         socks: list[dict[int, socket.socket]] = [{} for _ in range(world)]
         for low in range(world):
             for high in range(low + 1, world):
@@ -112,7 +112,8 @@ def test_a_connection_that_closes_without_a_goodbye_is_a_death(table: Table, cap
     assert isinstance(error, PeerLost)
     assert error.host == "host1"
     assert "rank 1 (host1, pid 4711) died" in str(error)
-    assert "syncline: rank 0 (host0" in capfd.readouterr().err  # printed at once
+    seat.watcher.close()
+    assert "syncline: rank 0 (host0" in capfd.readouterr().err  # although no call has raised it
 
 
 def test_a_goodbye_is_no_failure(table: Table) -> None:
@@ -162,6 +163,32 @@ def test_long_reasons_are_cut(table: Table) -> None:
     other.watcher.abort("\u00e9" * 100_000)
     assert one.culprit() == 1
     assert str(one.watcher.failure).endswith("\u00e9" * 2000)
+
+
+def test_names_and_reasons_that_cannot_be_encoded_are_spelled_out(
+    table: Table, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Names of files are bytes: Python gives those that are no text as halves of characters."""
+    one, other, third = table.group(3, host="caf\udce9")
+    one.watcher.abort("failed: ValueError: cannot read caf\udce9.jpg")
+    for seat in (other, third):
+        assert seat.culprit() == 0
+        assert str(seat.failures[0]).endswith("cannot read caf\\udce9.jpg")
+        seat.watcher.close()
+    said = capfd.readouterr().err
+    assert "rank 0 (caf\\udce90, pid" in said
+    assert said.count("cannot read caf\\udce9.jpg") == 1
+
+
+def test_who_has_to_know_of_a_failure_does_before_it_is_printed(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may be reading what is printed."""
+    read = threading.Event()
+    monkeypatch.setattr(watch, "say", lambda _: read.wait(LIMIT_S))
+    seat, there = table.beside(member(1))
+    there.shutdown(socket.SHUT_WR)
+    assert seat.failed.wait(LIMIT_S / 2)
+    assert there.recv(4)[0] == 3
+    read.set()
 
 
 def test_frames_may_come_in_pieces(table: Table) -> None:
@@ -364,6 +391,7 @@ def test_what_a_terminal_would_act_on_is_not_printed(table: Table, capfd: pytest
     reason = b"failed: \x1b[2J\x07 line\nline"
     there.sendall(struct.pack("<BxHI", 3, 4 + len(reason), 1) + reason)
     assert seat.culprit() == 1
+    seat.watcher.close()
     assert "\x1b" not in str(seat.failures[0])
     assert "\x1b" not in capfd.readouterr().err
     assert str(seat.failures[0]).endswith(" line\nline")

@@ -72,7 +72,7 @@ class State:
     def seed(self, shared: bool = False) -> int:
         """32 random bits of this tensor and step; other ones on every rank unless ``shared``."""
         text = f"{self.spec.name} {self.step} {'all' if shared else self.rank}"
-        return zlib.crc32(text.encode())
+        return zlib.crc32(text.encode(errors="surrogatepass"))
 
 
 class Codec(Protocol):

@@ -232,7 +232,7 @@ RECOGNISERS: tuple[Callable[[Environ], Environment | None], ...] = (_syncline, _
 
 def derived_port(job: str) -> int:
     """A port that follows from a job's name, below those that the kernel gives out by itself."""
-    return 20000 + zlib.crc32(job.encode()) % 12000
+    return 20000 + zlib.crc32(os.fsencode(job)) % 12000
 
 
 def _placed(environ: Environ, launcher: str, names: tuple[str, ...], *, run_id: str, **place: Any) -> Environment:
@@ -278,7 +278,7 @@ def _told(environ: Environ) -> dict[str, Any]:
     return {
         "servers": _number(environ, "SYNCLINE_SERVERS") if environ.get("SYNCLINE_SERVERS") else None,
         "strategy": environ.get("SYNCLINE_STRATEGY") or None,
-        "secret": None if secret is None else secret.encode(),
+        "secret": None if secret is None else os.fsencode(secret),
     }
 
 

@@ -52,7 +52,7 @@ def _launcher(environment: Environment) -> int | None:
         return next((pid for pid in _ancestors() if str(pid) == told), None)
     if environment.launcher == "torchrun":
         # Its agent is the first that has not been given what it gives to all that it starts.
-        mark = f"TORCHELASTIC_RUN_ID={os.environ.get('TORCHELASTIC_RUN_ID', '')}".encode()
+        mark = os.fsencode(f"TORCHELASTIC_RUN_ID={os.environ.get('TORCHELASTIC_RUN_ID', '')}")
         return next((pid for pid in _ancestors() if mark not in _variables(pid)), None)
     return None
 

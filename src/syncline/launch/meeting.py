@@ -186,7 +186,7 @@ def secret_bytes(secret: str | bytes | None) -> bytes:
             "secret= is empty, which proves nothing: give the same random text on all ranks (python -c 'import secrets;"
             " print(secrets.token_hex(32))'), or leave it out"
         )
-    return secret.encode() if isinstance(secret, str) else secret
+    return os.fsencode(secret) if isinstance(secret, str) else secret
 
 
 def listen_address(environment: Environment, interface: str | None) -> str:

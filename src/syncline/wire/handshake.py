@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
 import struct
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Hello:
 
 def run_id(text: str) -> bytes:
     """The 16 bytes that stand for a run's name on the wire."""
-    return hashlib.sha256(text.encode()).digest()[:RUN_BYTES]
+    return hashlib.sha256(os.fsencode(text)).digest()[:RUN_BYTES]
 
 
 def hello(run: bytes, source: int, target: int, purpose: str) -> Hello:

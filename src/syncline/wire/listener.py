@@ -229,7 +229,7 @@ def interface_address(name: str) -> str:
         pass
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", os.fsencode(name)[:15]))  # SIOCGIFADDR
         except OSError as error:
             known = ", ".join(entry for _, entry in socket.if_nameindex())
             raise UsageError(f"interface {name!r} has no IPv4 address ({error.strerror}); there are {known}") from error

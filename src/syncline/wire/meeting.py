@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 
 from ..errors import RollCallError
 from .member import Member, check_member, read_member
+from .saying import in_bytes
 
 
 class Kind(enum.IntEnum):
@@ -115,7 +116,7 @@ def frame(kind: Kind, body: bytes = b"") -> bytes:
 
 def fault_frame(text: str) -> bytes:
     """A fault, cut to what may travel."""
-    return frame(Kind.FAULT, text.encode(errors="replace")[:FAULT_BYTES].decode(errors="ignore").encode())
+    return frame(Kind.FAULT, in_bytes(text)[:FAULT_BYTES].decode(errors="ignore").encode())
 
 
 def note(key: str, value: bytes = b"") -> bytes:

@@ -25,6 +25,17 @@ _WHO = re.compile(r"rank \d+ \([^)]*\)")
 _own: set[bytes] = set()
 
 
+def in_bytes(text: str) -> bytes:
+    """Text as it is printed and told: what has no bytes, such as half of a name of a file, is spelled out."""
+    return text.encode(errors="backslashreplace")
+
+
+def say(text: str) -> None:
+    """Print whole lines in one piece: ranks print at once."""
+    with contextlib.suppress(OSError):
+        os.write(2, in_bytes(text))
+
+
 def new_list() -> int:
     """A descriptor of an empty list, for processes to inherit."""
     return os.memfd_create(_NAME, os.MFD_CLOEXEC)
@@ -32,7 +43,7 @@ def new_list() -> int:
 
 def first_time(sentence: str) -> bool:
     """Whether nobody is known to have said so, whichever rank it was about; from now on somebody has."""
-    digest = hashlib.sha256(_WHO.sub("rank", sentence).encode()).digest()[:_DIGEST_BYTES]
+    digest = hashlib.sha256(in_bytes(_WHO.sub("rank", sentence))).digest()[:_DIGEST_BYTES]
     if digest in _own:
         return False
     _own.add(digest)

@@ -33,7 +33,7 @@ from ..errors import PeerError, PeerLost
 from .beats import Beats
 from .culprit import ANSWER_BYTES, Waits, pack, unpack
 from .member import Member, Roll
-from .saying import first_time
+from .saying import first_time, in_bytes, say
 
 LIVENESS_S = 8.0
 """Default limit after which a peer that gives no sign of life is lost."""
@@ -147,7 +147,7 @@ class Watcher:
         index = self._roll.index if culprit is None else culprit
         self._told = True
         self._told_own = self._told_own or index == self._roll.index
-        self._tell_all(_ABORT, _CULPRIT.pack(index) + reason.encode(errors="replace")[:_REASON_BYTES])
+        self._tell_all(_ABORT, _CULPRIT.pack(index) + in_bytes(reason)[:_REASON_BYTES])
 
     def ask(self, peer: int) -> Waits | None:
         """For whom a peer waits; None when it does not say so within ``ANSWER_S``. Asked once, before a failure."""
@@ -334,14 +334,15 @@ class Watcher:
         who = "this process, " if culprit == self._roll.index else ""
         error = PeerLost(f"{who}{self._roll.name(culprit)} {reason}", rank=culprit, host=host)
         self.failure = error
-        if not reason.startswith(FAILED) or first_time(reason.removeprefix(FAILED)):
-            _print(f"syncline: {self._roll.name(self._roll.index)}: {error}")
         self.abort(reason, culprit)
         self.failed.set()
         with self._answered:
             self._answered.notify()
         self._on_failure(error)
         threading.Thread(target=self._insist, name="syncline-insist", daemon=True).start()
+        # Printing may have to wait for whoever reads it: last, when all who have to know do.
+        if not reason.startswith(FAILED) or first_time(reason.removeprefix(FAILED)):
+            say(f"syncline: {self._roll.name(self._roll.index)}: {error}\n")
 
     def _insist(self) -> None:
         """End the process when the user's thread does not come back."""
@@ -354,7 +355,7 @@ class Watcher:
             )
 
     def _end(self, text: str) -> None:
-        _print(text)
+        say(f"{text}\n")
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         os._exit(FAILED_STATUS)
@@ -363,11 +364,6 @@ class Watcher:
 def _printable(text: str) -> str:
     """Text of a peer without what a terminal would act on."""
     return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, (text + "\n").encode())
 
 
 def _is_stopped(pid: int) -> bool:
