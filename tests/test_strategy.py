@@ -441,6 +441,25 @@ def test_parts_of_third_parties_come_through_entry_points(tmp_path: Path) -> Non
     assert (done.stdout, done.stderr) == ("ring codec=half(share=0.25) 0.25\n", "")
 
 
+def test_a_broken_package_that_asks_for_other_kinds_first_leaves_them_whole(tmp_path: Path) -> None:
+    source = "from syncline.strategy import Strategy\nStrategy.parse('ring')\n1 / 0\n"
+    install(tmp_path, "their_late", source, "[syncline.codecs]\nlate = their_late\n")
+    script = (
+        "from syncline import registry\nfrom syncline.strategy import Strategy\n"
+        "registry.names('codecs')\nprint(Strategy.parse('ring codec=fp16'))\n"
+    )
+    done = python(tmp_path, "-c", script)
+    assert done.stdout.startswith("ring codec=fp16"), done.stderr
+    assert "codec 'late' of the package their-late 1.0 cannot be loaded" in done.stderr
+
+
+def test_an_algorithm_without_a_goal_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = registry.Entry("algorithms", "aimless", registry.get("algorithms", "ring").target)
+    monkeypatch.setitem(registry._entries["algorithms"], "aimless", entry)
+    with pytest.raises(StrategyError, match=r'@register\("algorithms", "aimless", goal="allreduce"\)'):
+        Strategy.parse("aimless")
+
+
 def test_a_broken_package_is_named_and_keeps_nothing_else_from_working(tmp_path: Path) -> None:
     """Its module is missing, raises, ends the process, or registers what exists or cannot be read: whole or not."""
     register = "from syncline.registry import register\n@register('algorithms', '{0}', goal='allreduce')\n"

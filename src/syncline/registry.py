@@ -85,6 +85,8 @@ _entries: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
 _loaded: set[str] = set()
 _left_out: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
 """Entry points that could not be loaded, by kind and name, and why."""
+_entered: list[list[tuple[str, str, Entry | None]]] = []
+"""What has been entered since each load that is under way began, and what was there before: loads nest."""
 
 
 def register(kind: str, name: str, **capabilities: Any) -> Callable[[Target], Target]:
@@ -99,6 +101,8 @@ def register(kind: str, name: str, **capabilities: Any) -> Callable[[Target], Ta
         known = _entries[kind].get(name)
         if known is not None and not _same_source(known.target, target):
             raise UsageError(f"{kind} already has a {name!r}: {known.target.__module__}.{known.target.__qualname__}")
+        if _entered:
+            _entered[-1].append((kind, name, known))
         _entries[kind][name] = Entry(kind, name, target, dict(capabilities))
         return target
 
@@ -142,9 +146,13 @@ def _load(kind: str) -> None:
     if kind in _loaded:
         return
     _loaded.add(kind)
-    package = importlib.import_module(f"{__package__}.{_FOLDERS.get(kind, kind)}")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+    _entered.append([])  # what asks for this kind may be another package that fails: this stays
+    try:
+        package = importlib.import_module(f"{__package__}.{_FOLDERS.get(kind, kind)}")
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{module.name}")
+    finally:
+        _entered.pop()
     # In one order on all hosts: of two packages that bring the same name, the same one has it everywhere.
     points = importlib.metadata.entry_points(group=f"syncline.{kind}")
     for point in sorted(points, key=lambda point: (_distribution(point), point.name, point.value)):
@@ -153,13 +161,18 @@ def _load(kind: str) -> None:
 
 def _load_foreign(kind: str, point: importlib.metadata.EntryPoint) -> None:
     """Load what another package brings, whole or not at all."""
-    before = {each: dict(found) for each, found in _entries.items()}
+    brought: list[tuple[str, str, Entry | None]] = []
+    _entered.append(brought)
     try:
         point.load()
-        for entry in [entry for name, entry in _entries[kind].items() if name not in before[kind]]:
-            entry.parameters  # noqa: B018 - raises where an annotation cannot be read
+        for its_kind, name, _ in brought:
+            _entries[its_kind][name].parameters  # noqa: B018 - raises where an annotation cannot be read
     except (Exception, SystemExit) as error:  # whatever its code may raise
-        _entries.update(before)
+        for its_kind, name, before in reversed(brought):
+            if before is None:
+                del _entries[its_kind][name]
+            else:
+                _entries[its_kind][name] = before
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         why = (
             f"{_singular(kind)} {point.name!r} of the package {_distribution(point)} cannot be loaded ({text}): mend,"
@@ -167,6 +180,8 @@ def _load_foreign(kind: str, point: importlib.metadata.EntryPoint) -> None:
         )
         _left_out[kind][point.name] = why
         log.warning("syncline: %s", why)
+    finally:
+        _entered.pop()
 
 
 def _distribution(point: importlib.metadata.EntryPoint) -> str:

@@ -135,7 +135,12 @@ def _called_here(word: str, name: str) -> str:
     """A remedy for a name that is in use elsewhere, or for a collective that is no architecture."""
     plain = name.lower().replace("-", "_")
     if word == "architecture" and plain in registry.names("algorithms"):
-        goal = registry.get("algorithms", plain).capabilities["goal"].replace("_", "-")
+        goal = registry.get("algorithms", plain).capabilities.get("goal", "").replace("_", "-")
+        if not goal:
+            return (
+                ": it is registered without saying what its plan is for: write"
+                f' @register("algorithms", "{plain}", goal="allreduce")'
+            )
         return (
             f": it is a plan for {goal}, and gradients need an allreduce, such as ring; syncline show {plain} draws it,"
             f" syncline bench --collective {goal} measures it"
