@@ -193,6 +193,20 @@ def test_a_users_mistake_has_status_2_and_one_line(line: str, says: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nccl", "did you mean 'native transport=torch(backend=nccl)'?"),
+        ("ddp", "did you mean 'auto'?"),
+        ("bsp", "it is a sync, write sync=bsp"),
+    ],
+)
+def test_show_understands_what_others_call_it(name: str, says: str) -> None:
+    result = call("show", name)
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+@pytest.mark.parametrize(
     ("line", "group"),
     [
         ("show ring", (4, 0, ())),

@@ -509,6 +509,8 @@ def test_the_vocabulary_shows_arguments_and_what_is_missing() -> None:
         ("all_gather", "syncline bench --collective all-gather measures it"),
         ("nccl", r"did you mean 'native transport=torch\(backend=nccl\)'\?"),
         ("codec=float16", r"did you mean 'fp16'\?"),
+        ("codec=signsgd", r"did you mean 'sign' or 'sign\(vote=on\)'\?"),
+        ("async", r"did you mean 'sync=asp' \(not built yet\) or 'sync=bsp'\?"),
         ("transport=gloo", r"did you mean 'torch'\?"),
     ],
 )

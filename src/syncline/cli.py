@@ -408,7 +408,7 @@ def _planned(text: str) -> Part:
     from .errors import UsageError
     from .grammar import read_words
     from .strategy import Strategy
-    from .words import built_names
+    from .words import built_names, known_as
 
     words = read_words(text)
     part = words[0][1] if len(words) == 1 and not words[0][0] else Strategy.parse(text).architecture
@@ -423,6 +423,8 @@ def _planned(text: str) -> Part:
     plain = part.name.replace("-", "_")  # as bench --collective writes them
     if part.name not in registry.names("algorithms") and plain in registry.names("algorithms"):
         part = type(part)(plain, part.args)
+    if part.name not in registry.names("algorithms") and (remedy := known_as("architecture", part.name)):
+        raise UsageError(f"unknown algorithm {part.name!r}{remedy}")
     registry.get("algorithms", part.name)
     return part
 

@@ -68,7 +68,7 @@ _ELSEWHERE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "codec": {
         "float32": ("none",), "fp32": ("none",), "float16": ("fp16",), "half": ("fp16",), "bfloat16": ("bf16",),
-        "1bit": ("onebit",), "signsgd": ("sign",), "terngrad": ("ternary",), "dgc": ("threshold",),
+        "1bit": ("onebit",), "signsgd": ("sign", "sign(vote=on)"), "terngrad": ("ternary",), "dgc": ("threshold",),
     },
     "schedule": {"bucket": ("fixed",), "layerwise": ("wait_free",), "wfbp": ("wait_free",)},
     "transport": {
@@ -123,12 +123,17 @@ def _require_known(word: str, part: Part) -> None:
                 raise StrategyError(why)
         if part.name in PLANNED[word]:
             raise NotBuiltError(f"{word} {part.name!r} is not built yet; built are {', '.join(built)}")
-        hint = _called_here(word, part.name) or belongs_to(part.name) or nearest(part.name, (*built, *PLANNED[word]))
+        hint = known_as(word, part.name) or nearest(part.name, (*built, *PLANNED[word]))
         raise StrategyError(f"unknown {word} {part.name!r}{hint or '; there are ' + ', '.join(built)}")
     wraps = registry.get(kind_of(word, part.name), part.name).capabilities.get("wraps")
     for name, value in part.args:
         if wraps and name in ("", wraps):
             _require_known(word, Part(value) if isinstance(value, str) else value)
+
+
+def known_as(word: str, name: str) -> str:
+    """A remedy for a name that is in use elsewhere, or that belongs to another word; empty where it is unknown."""
+    return _called_here(word, name) or belongs_to(name)
 
 
 def _called_here(word: str, name: str) -> str:
@@ -145,10 +150,16 @@ def _called_here(word: str, name: str) -> str:
             f": it is a plan for {goal}, and gradients need an allreduce, such as ring; syncline show {plain} draws it,"
             f" syncline bench --collective {goal} measures it"
         )
-    found = _ELSEWHERE[word].get(plain, ())
-    there = (*built_names(word), "auto")
-    shown = [f"{each!r}" + ("" if each.partition("(")[0].split()[0] in there else " (not built yet)") for each in found]
-    return f"; did you mean {' or '.join(shown)}?" if shown else ""
+    # An architecture is written without its word: what stands there alone may be what is said of any other.
+    for its_word in (word, *(WORDS if word == "architecture" else ())):
+        there, prefix = (*built_names(its_word), "auto"), "" if its_word == word else f"{its_word}="
+        shown = [
+            repr(prefix + each) + ("" if each.partition("(")[0].split()[0] in there else " (not built yet)")
+            for each in _ELSEWHERE[its_word].get(plain, ())
+        ]
+        if shown:
+            return f"; did you mean {' or '.join(shown)}?"
+    return ""
 
 
 def belongs_to(name: str) -> str:
