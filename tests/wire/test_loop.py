@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from syncline.wire.link import Frame, Link
+from syncline.wire.link import Frame, Link, header
 from syncline.wire.loop import Loop
 
 BODY = bytes(range(256)) * 700  # more than one reading takes
@@ -45,3 +45,23 @@ def test_what_a_peer_sent_before_it_went_arrives_although_one_still_writes() -> 
     owner.loop.close()
     assert owner.bodies == [BODY]
     assert owner.lost == [1]
+
+
+def test_a_peer_that_takes_nothing_and_sends_without_end_is_let_go() -> None:
+    mine, theirs = socket.socketpair()
+    owner = Owner(mine)
+
+    def send_again(_link: Link, _frame: Frame) -> None:
+        owner.bodies.append(b"")
+        assert len(owner.bodies) < 1000, "without end"
+        theirs.sendall(header(1, 0, 0, 0))
+
+    owner.link._arrival = send_again
+    theirs.shutdown(socket.SHUT_RD)
+    theirs.sendall(header(1, 0, 0, 0))
+    owner.link.push(1, 0, body=memoryview(b"an answer"))
+    owner.loop.write_soon(owner.link)
+    owner.loop.write()
+    assert owner.lost == [1]
+    owner.loop.close()
+    theirs.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,7 +48,24 @@ def test_processes_that_share_a_list_say_everything_once(monkeypatch: pytest.Mon
         os.close(fd)
 
 
-@pytest.mark.parametrize("value", ["", "x", "-1", "1", "987654"])
+def test_who_holds_the_list_for_long_keeps_nobody_from_speaking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saying, "_LOCK_S", 0.0)
+    fd = saying.new_list()
+    monkeypatch.setenv(saying.VARIABLE, str(fd))
+    holds = f"import fcntl\nfcntl.lockf({fd}, fcntl.LOCK_EX)\nprint(flush=True)\ninput()"
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", holds], pass_fds=[fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline()
+        assert saying.first_time("no")
+        other.communicate(b"\n", LIMIT_S)
+    assert saying.first_time("yes")
+    assert os.fstat(fd).st_size == saying._DIGEST_BYTES  # of what was said when nobody held it
+    os.close(fd)
+
+
+@pytest.mark.parametrize("value", ["", "x", "-1", "1", "987654", "\u00b2", "9" * 5000])
 def test_a_descriptor_that_is_something_else_is_left_alone(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(saying.VARIABLE, value)
     assert saying.first_time("no")

@@ -241,6 +241,26 @@ def test_who_dies_while_this_process_ends_is_found(table: Table, monkeypatch: py
     assert failure is None if said else failure is not None and failure.rank == 1
 
 
+def test_who_waits_for_the_last_words_sleeps_meanwhile(table: Table) -> None:
+    seat, there = table.beside(member(1))
+    select, turns = seat.watcher._selector.select, list[float]()
+    seat.watcher._selector.select = lambda timeout: turns.append(timeout) or select(timeout)  # type: ignore
+    closer = threading.Thread(target=seat.watcher.close)
+    closer.start()
+    assert there.recv(4) == b""  # it ends
+    closer.join(LIMIT_S)
+    assert len(turns) < 10
+
+
+def test_a_bell_that_has_been_closed_is_not_closed_again_in_a_child(table: Table) -> None:
+    seat, _ = table.beside(member(1, pid_space="elsewhere"))
+    assert seat.watcher._beats is not None
+    number = seat.watcher._beats.bell
+    seat.watcher.abort("failed: whatever")
+    assert seat.watcher._beats.bell == -1
+    assert number >= 0
+
+
 def test_who_is_asked_says_for_whom_it_waits(table: Table) -> None:
     """All ask at once, as processes of one machine and of several do; nobody has failed by that."""
     said: list[Waits] = [{1: "bucket 3"}, {2: "bucket 3", 0: "bucket 4"}, {}]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
+
+from ..wire.inherited import inherited
 
 VARIABLE = "SYNCLINE_ATTENDANCE"
 """What a rank finds in its environment: a descriptor and the place of its byte."""
@@ -50,10 +51,8 @@ def leave() -> None:
 
 
 def _note(state: bytes) -> None:
-    fd, _, place = os.environ.get(VARIABLE, "").partition(":")
-    if not (fd.isdigit() and place.isdigit()):
-        return
-    # A process that has the variable but not the descriptor may have another file in its place.
-    with contextlib.suppress(OSError):
-        if _NAME in Path(f"/proc/self/fd/{fd}").readlink().name:
-            os.pwrite(int(fd), state, int(place))
+    number, _, place = os.environ.get(VARIABLE, "").partition(":")
+    fd = inherited(_NAME, number)
+    if fd is not None and place.isdecimal():
+        with contextlib.suppress(OSError):
+            os.pwrite(fd, state, int(place))

@@ -58,6 +58,7 @@ class Beats:
         os.eventfd_write(self.bell, 1)
         if self._thread.ident is not None:
             self._thread.join()
-        os.close(self.bell)
+        bell, self.bell = self.bell, -1  # the number may be another file's from here on
+        os.close(bell)
         begun = zip(self._peers, self._begun.tolist(), strict=True)
         return {peer: self._frame[count:].tobytes() for peer, count in begun if count}

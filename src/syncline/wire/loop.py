@@ -6,9 +6,12 @@ Used from one thread; only ``wake`` may be called from others.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
+import termios
 import threading
+from array import array
 from collections.abc import Callable, Iterable
 
 from ..errors import ProtocolError
@@ -108,8 +111,10 @@ class Loop:
 
     def _hear_out(self, fd: int, link: Link) -> None:
         """The peer takes nothing any more; what it had sent before it went is still there to be read."""
-        before = -1
-        while link.received_bytes != before:
+        there = array("i", [0])
+        fcntl.ioctl(fd, termios.FIONREAD, there)
+        before, until = -1, link.received_bytes + there[0]  # it may go on sending without end
+        while before < link.received_bytes < until:
             before = link.received_bytes
             if not self._fill(fd, link):
                 return

@@ -11,8 +11,10 @@ import fcntl
 import hashlib
 import os
 import re
+import time
 from collections.abc import Iterator
-from pathlib import Path
+
+from .inherited import inherited
 
 VARIABLE = "SYNCLINE_SAID"
 """Where a rank finds the descriptor of the list."""
@@ -20,6 +22,8 @@ VARIABLE = "SYNCLINE_SAID"
 _NAME = "syncline-said"
 _DIGEST_BYTES = 16
 _MOST = 1024
+_LOCK_S = 1.0
+_AGAIN_S = 0.01
 _WHO = re.compile(r"rank \d+ \([^)]*\)")
 
 _own: set[bytes] = set()
@@ -60,17 +64,24 @@ def first_time(sentence: str) -> bool:
 
 @contextlib.contextmanager
 def _shared() -> Iterator[int | None]:
-    """The list, locked; None where there is none: another file may have come to stand in its place."""
-    fd = os.environ.get(VARIABLE, "")
-    try:
-        there = fd.isdigit() and _NAME in Path(f"/proc/self/fd/{fd}").readlink().name
-    except OSError:
-        there = False
-    if not there:
+    """The list, locked; None where there is none, or where it stays locked: who holds it may have been stopped."""
+    fd = inherited(_NAME, os.environ.get(VARIABLE, ""))
+    if fd is None or not _lock(fd):
         yield None
         return
-    fcntl.lockf(int(fd), fcntl.LOCK_EX)
     try:
-        yield int(fd)
+        yield fd
     finally:
-        fcntl.lockf(int(fd), fcntl.LOCK_UN)
+        fcntl.lockf(fd, fcntl.LOCK_UN)
+
+
+def _lock(fd: int) -> bool:
+    """Lock the list within the limit; False when others hold it for longer."""
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        with contextlib.suppress(OSError):
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_AGAIN_S)

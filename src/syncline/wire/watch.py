@@ -188,8 +188,8 @@ class Watcher:
         """In a forked child: let go of the parent's connections without a word."""
         for sock in self._socks.values():
             sock.close()
-        for fd in (self._bell, None if self._beats is None else self._beats.bell):
-            if fd is not None:
+        for fd in (self._bell, -1 if self._beats is None else self._beats.bell):
+            if fd >= 0:
                 with contextlib.suppress(OSError):
                     os.close(fd)
         with contextlib.suppress(OSError):
@@ -230,6 +230,9 @@ class Watcher:
                 for key, _ in self._selector.select(_LINGER_S if self._closing else tick):
                     if key.data is not None:
                         self._read(key.data)
+                    else:
+                        with contextlib.suppress(BlockingIOError):
+                            os.eventfd_read(self._bell)
                 now = time.monotonic()
                 if now - last >= tick and not self._closing:
                     # This process itself may have been stopped: then nobody else's silence counts.
