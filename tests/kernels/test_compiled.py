@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -59,6 +60,24 @@ def test_the_users_cache_comes_first(places: tuple[Path, Path]) -> None:
     found = chosen()
     assert found is not None
     assert found.parent == places[0] / "syncline"
+
+
+def test_a_folder_that_stays_locked_is_not_waited_for_without_end(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiled, "_deadline", lambda: 0.0)
+    monkeypatch.setattr(compiled, "_warn", compiled._warn.__wrapped__)
+    folder = chosen()
+    assert folder is not None
+    with (folder / "lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        elsewhere = chosen()
+        assert elsewhere is not None
+        assert elsewhere.parent.parent == places[1]
+        monkeypatch.setattr(compiled, "_place", lambda: compiled.Place(folder))  # locked since it was looked at
+        assert compiled.compiled("int64(int64)")(lambda x: x + 1)(1) == 2
+        assert not list(folder.rglob("*.nb?"))
+    assert [("another process has locked" in said) for said in caplog.messages] == [True, True]
 
 
 def test_where_the_cache_cannot_be_written_a_temporary_folder_does(places: tuple[Path, Path]) -> None:

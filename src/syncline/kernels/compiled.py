@@ -5,7 +5,7 @@ others. So the code is kept in a folder named after the text of all kernels: who
 folder is in the user's cache (``XDG_CACHE_HOME``, ``~/.cache``), or a temporary one where that cannot be written;
 ``NUMBA_CACHE_DIR`` overrides both. What is loaded from it is run, and Numba unpickles it: a place where somebody else
 could have put something is not used (``private``), with one warning, and without a place every process compiles for
-itself.
+itself. So does one that has waited too long for another one that compiles, and may have been stopped.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +29,9 @@ from numba.core.caching import _CacheLocator
 from .private import NotPrivateError, cache_home, check_contents, keep_private, path_of, private_folder
 
 log = logging.getLogger("syncline")
+
+LOCK_S = 60.0
+"""How long a process waits for others that compile before it does so for itself."""
 
 _one_thread = threading.RLock()
 """Numba's setting is the process's."""
@@ -56,11 +60,12 @@ def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
             place = _place()
             try:
                 folder = None if place is None else stack.enter_context(private_folder(*_flat(place)))
-            except (OSError, NotPrivateError):  # it has changed since it was looked at
+                if folder is not None:
+                    stack.enter_context(_alone(folder))
+            except (OSError, NotPrivateError):  # it has changed since it was looked at, or others do not let go of it
                 folder = None
             if folder is None:
                 return njit(signature, nogil=True)(function)
-            stack.enter_context(_alone(folder))
             stack.callback(setattr, config, "CACHE_DIR", config.CACHE_DIR)
             config.CACHE_DIR = str(path_of(folder))
             made = njit(signature, nogil=True, cache=True)(function)
@@ -73,14 +78,42 @@ def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
 
 @contextlib.contextmanager
 def _alone(folder: int) -> Iterator[None]:
-    """One process compiles while the others of a run wait to load what it made."""
+    """One process compiles while the others of a run wait to load what it made; TimeoutError after the limit."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     lock = os.open("lock", flags, 0o600, dir_fd=folder)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _lock(lock)
         yield
     finally:
         os.close(lock)
+
+
+def _lock(fd: int) -> None:
+    """Lock a file, looking again and again: nobody says that a lock is free to those who wait within a limit."""
+    wait_s = 0.0005
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= _deadline():
+                _warn()
+                raise TimeoutError("the folder for machine code stays locked") from None
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, 0.05)
+
+
+@lru_cache(maxsize=1)
+def _deadline() -> float:
+    """Until when this process waits for others that compile: for all its functions together."""
+    return time.monotonic() + LOCK_S
+
+
+@lru_cache(maxsize=1)
+def _warn() -> None:
+    log.warning(
+        "another process has locked the folder for machine code for more than %.0f s (is it stopped?): not using it",
+        LOCK_S,
+    )
 
 
 def folder_name(sources: Path) -> str:
