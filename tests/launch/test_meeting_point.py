@@ -328,10 +328,12 @@ def fails(joined: Joined) -> Any:
 def test_what_one_rank_cannot_do_is_told_to_all(start: Case) -> None:
     port = free_port()
     found = start(*(environment(rank, 3, port) for rank in range(3)), body=fails, secret="text")
+    named = str(found[0]).removesuffix(": no such interface")
+    assert named.startswith("rank 1 (from 127.0.0.1")
     assert [str(error) for error in found] == [
-        "rank 1: no such interface",
+        f"{named}: no such interface",
         "no such interface",
-        "rank 1: no such interface",
+        f"{named}: no such interface",
     ]
     assert [type(error) for error in found] == [RollCallError, UsageError, RollCallError]
 
@@ -345,7 +347,8 @@ def test_those_who_come_late_read_why_and_the_next_start_is_not_disturbed(start:
 
     assert str(start(places[0], body=gives_up, secret="text")[0]) == "no such interface"
     assert len(serving()) == 1
-    assert str(start(places[1], secret="text")[0]) == "rank 0: no such interface"
+    late = str(start(places[1], secret="text")[0])
+    assert late == f"rank 0 (serving at 127.0.0.1:{port}): no such interface"
     assert start(*places, run="the next", secret="text") == [b"text"] * 3
     assert not serving()
 

@@ -81,7 +81,8 @@ def test_what_one_rank_cannot_do_is_told_to_all(pool: Pool, address: str) -> Non
     said = start_all(pool, places(3, address), [{}, {"interface": "nowhere0"}, {}])
     assert [kind for kind, _ in said] == ["RollCallError", "UsageError", "RollCallError"]
     for index in (0, 2):
-        assert "rank 1: interface 'nowhere0' has no IPv4 address" in said[index][1]
+        assert said[index][1].startswith("rank 1 (from 127.0.0.1:")
+        assert "): interface 'nowhere0' has no IPv4 address" in said[index][1]
 
 
 def test_a_duplicate_rank(pool: Pool, address: str) -> None:

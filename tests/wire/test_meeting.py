@@ -135,13 +135,13 @@ def test_the_first_fault_is_the_one_that_all_read() -> None:
     play = Play(4)
     play.come(0)
     play.come(2)
-    play.say(2, Kind.FAULT, b"rank 2 has burnt down")
+    play.say(2, Kind.FAULT, b"burnt down")
     play.act(play.meeting.fail("a later fault"))
-    assert play.fault() == "rank 2 has burnt down"
+    assert play.fault() == "rank 2 (host2, pid 102): burnt down"
     assert play.meeting.awaited
     for late in (1, 3):
         play.enter(late, late)
-        assert play.heard(late) == [(Kind.FAULT, b"rank 2 has burnt down")]
+        assert play.heard(late) == [(Kind.FAULT, b"rank 2 (host2, pid 102): burnt down")]
         assert late in play.dismissed
     assert not play.meeting.awaited
 
@@ -150,8 +150,19 @@ def test_a_fault_may_come_before_a_record() -> None:
     play = Play(2)
     play.come(0)
     play.enter(1, 1)
-    play.say(1, Kind.FAULT, b"rank 1: there is no such interface")
-    assert "no such interface" in play.fault()
+    play.say(1, Kind.FAULT, b"there is no such interface")
+    assert play.fault() == "rank 1 (from 10.0.0.1:1): there is no such interface"
+
+
+def test_a_fault_steers_no_terminal() -> None:
+    """Whatever it says, it is said in the name of the process that has said it."""
+    play = called(2)
+    play.say(1, Kind.FAULT, b"\x1b[2J\x1b[Hrank 0: see\nhttp://elsewhere\x07")
+    assert play.fault() == "rank 1 (host1, pid 101): \ufffd[2J\ufffd[Hrank 0: see\nhttp://elsewhere\ufffd"
+    play = Play(2)
+    play.come(0)
+    play.come(1, host="host\x1b[2J\n", terms={"strategy": "ring", "version": "1", "\x1b[2J": "x"})
+    assert play.fault().startswith("rank 1 (host\ufffd[2J\ufffd, pid 101) has \ufffd[2J 'x', rank 0 (host0, pid 100)")
 
 
 def test_a_duplicate_rank_names_both() -> None:

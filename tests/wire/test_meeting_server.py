@@ -279,10 +279,12 @@ def test_one_that_dies_is_named_to_all(serve: Serve) -> None:
 def test_after_a_fault_it_goes_on_until_all_have_read_it(serve: Serve) -> None:
     """A minute would outlast this test: it ends with the last one."""
     served = serve(3)
-    served.client(0).give_up("rank 0: no such interface")
+    served.client(0).give_up("no such interface")
     served.server.close(60.0)
     for rank in (1, 2):
-        assert str(served.come(rank)) == "rank 0: no such interface"
+        text = str(served.come(rank))
+        assert text.startswith("rank 0 (from 127.0.0.1:")
+        assert text.endswith("): no such interface")
     served.server.join()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(served.where, LIMIT_S)
@@ -290,7 +292,7 @@ def test_after_a_fault_it_goes_on_until_all_have_read_it(serve: Serve) -> None:
 
 def test_after_a_fault_it_goes_where_nobody_else_is_coming(serve: Serve) -> None:
     served = serve(3)
-    served.client(0).give_up("rank 0: no such interface")
+    served.client(0).give_up("no such interface")
     served.server.close()
     served.server.join()
 
@@ -299,7 +301,7 @@ def test_one_that_does_not_read_the_fault_is_not_waited_for(serve: Serve, monkey
     monkeypatch.setattr("syncline.wire.meeting_server._READ_S", 0.05)
     served = serve(3)
     served.prove(1)
-    served.client(0).give_up("rank 0: no such interface")
+    served.client(0).give_up("no such interface")
     served.server.close()
     served.server.join()
 
@@ -404,6 +406,41 @@ def test_a_look_finds_a_fault_and_does_not_wait(line: Line) -> None:
     meeting.sendall(fault_frame("rank 1 has burnt down"))
     with pytest.raises(RollCallError, match="burnt"):
         client.check()
+
+
+class Endless:
+    """A connection at which something is always there to be read, of which nothing may be sent."""
+
+    def __init__(self, data: bytes, most: int) -> None:
+        self._data, self._most = data, most
+
+    def recv(self, _size: int) -> bytes:
+        self._most -= 1
+        assert self._most >= 0, "it is read on and on"
+        return self._data
+
+    def sendall(self, _data: bytes) -> None:
+        raise BrokenPipeError
+
+    def setblocking(self, _flag: bool) -> None: ...
+
+    def settimeout(self, _limit_s: float) -> None: ...
+
+
+@pytest.mark.parametrize("look", [MeetingClient.check, MeetingClient.through])
+def test_a_meeting_that_goes_on_talking_holds_nobody(look: Callable[[MeetingClient], None]) -> None:
+    """A look takes the words that have come, one by one, and ends."""
+    client = MeetingClient(Endless(frame(Kind.VALUE, bytes(100)), most=2), "10.0.0.1:5", 2)  # type: ignore[arg-type]
+    client.limit(time.monotonic() + LIMIT_S, LIMIT_S)
+    with pytest.raises(GroupError, match=r"said value|has ended"):
+        look(client)
+
+
+def test_a_fault_behind_an_answer_is_read_although_the_meeting_has_gone() -> None:
+    data = frame(Kind.VALUE) + fault_frame("rank 1 has burnt down \x1b[2J")
+    client = MeetingClient(Endless(data, most=1), "10.0.0.1:5", 2)  # type: ignore[arg-type]
+    with pytest.raises(RollCallError, match="rank 1 has burnt down \ufffd"):
+        client.through()
 
 
 def test_a_meeting_that_has_stopped_holds_nobody(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,8 +97,7 @@ class MeetingPoint:
             yield Joined(client, given or key, environment)
         except BaseException as error:
             interrupted = not isinstance(error, Exception)
-            rank = environment.rank
-            client.give_up(f"rank {rank}: {type(error).__name__ if interrupted else error}")
+            client.give_up(type(error).__name__ if interrupted else str(error))
             if self._server is not None:
                 alone = interrupted or environment.launcher in _ENDS_ALL
                 self._server.close(0.0 if alone else min(_LATE_S, max(0.0, deadline - time.monotonic())))

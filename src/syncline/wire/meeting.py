@@ -15,8 +15,9 @@ fault is the one that all read, those too that come later. ``late`` asks the mee
 process's time is over.
 
 A frame is a kind (1 byte), a length (4 bytes) and as many bytes. Nobody is believed more than they have proved: every
-kind has a greatest length, which is checked before anything is kept; a process says who it is in its own place only;
-what it may leave in notes is bounded, and its own. One that breaks these rules ends the start for all, and is named.
+kind has a greatest length, which is checked before anything is kept; a process says who it is in its own place only,
+and what it says to all is said in its name; what it may leave in notes is bounded, and its own. One that breaks these
+rules ends the start for all, and is named.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import RollCallError
-from .member import Member, check_member, read_member
+from .member import Member, check_member, printable, read_member
 from .saying import in_bytes
 
 
@@ -258,7 +259,7 @@ class Meeting:
     def fail(self, text: str) -> Iterator[Action]:
         """This run does not start: all that have come, and all that will, read why. The first text stays."""
         if self.fault is None and not self.over:
-            self.fault = text
+            self.fault = printable(text)
             for caller in list(self._callers):
                 yield from self._tell_fault(caller)
 
@@ -299,7 +300,7 @@ class Meeting:
                         yield Say(number, frame(Kind.OVER))
                         yield Dismiss(number)
             case Kind.FAULT:
-                yield from self.fail(body.decode(errors="replace"))
+                yield from self.fail(f"{who.name}: {body.decode(errors='replace')}")
             case Kind.LATE:
                 if not body.isdigit():
                     raise Broken("has a time limit that is no number")

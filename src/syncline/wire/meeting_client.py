@@ -12,7 +12,7 @@ import time
 
 from ..errors import GroupError, RollCallError
 from .meeting import AMOUNT, Broken, Frames, Kind, fault_frame, frame, note, read_roll, told
-from .member import Member, Roll
+from .member import Member, Roll, printable
 
 _WORD_S = 1.0
 """How long the meeting may take to say who is missing, or to take leave."""
@@ -51,11 +51,7 @@ class MeetingClient:
     def check(self) -> None:
         """Raise the fault that ends this start, if there is one by now; does not wait."""
         with self._lock:
-            self._sock.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    self._feed(self._receive())
-            if (said := self._take()) is not None:
+            if (said := self._look()) is not None:
                 raise self._confused(f"said {said[0].name.lower()}")
 
     def set(self, key: str, value: bytes) -> None:
@@ -102,10 +98,8 @@ class MeetingClient:
         except TimeoutError:
             raise self._silent() from None
         except OSError:
-            self._take()  # why it has hung up may have come before
-            with contextlib.suppress(OSError):
-                self._drain()
-            self._take()
+            self._look()  # why it has hung up may have come before, behind the answer to what was said last
+            self._look()
             raise self._gone() from None
 
     def _expect(self, *kinds: Kind) -> tuple[Kind, bytes]:
@@ -133,18 +127,24 @@ class MeetingClient:
         except Broken as broken:
             raise self._confused(str(broken)) from None
         if said is not None and said[0] is Kind.FAULT:
-            raise RollCallError(said[1].decode(errors="replace"))
+            raise RollCallError(printable(said[1].decode(errors="replace")))
         return said
 
-    def _drain(self) -> None:
+    def _look(self) -> tuple[Kind, bytes] | None:
+        """What has come by now, None where that is no whole word; reads no further than the word's end."""
         self._sock.setblocking(False)
-        while data := self._sock.recv(_READ_BYTES):
-            self._frames.feed(data)
+        with contextlib.suppress(BlockingIOError):
+            while (said := self._take()) is None:
+                self._feed(self._receive())
+            return said
+        return None
 
     def _receive(self) -> bytes:
         try:
             return self._sock.recv(_READ_BYTES)
-        except ConnectionError:
+        except (BlockingIOError, TimeoutError):
+            raise
+        except OSError:
             return b""
 
     def _feed(self, data: bytes) -> None:

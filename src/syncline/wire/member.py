@@ -99,7 +99,14 @@ def check_member(found: Any) -> Member:
         raise _unknown()
     if not all(isinstance(value, str) for value in terms.values()):
         raise _unknown()
-    return Member(**found)
+    # Other processes' messages show these: nothing in them moves a terminal's cursor, or begins a line.
+    shown = {name: printable(found[name]).replace("\n", "\N{REPLACEMENT CHARACTER}") for name in ("host", "address")}
+    return Member(**found | shown)
+
+
+def printable(text: str) -> str:
+    """Text of another process without what a terminal would act on."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _unknown() -> RollCallError:

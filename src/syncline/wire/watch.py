@@ -32,7 +32,7 @@ from pathlib import Path
 from ..errors import PeerError, PeerLost
 from .beats import Beats
 from .culprit import ANSWER_BYTES, Waits, pack, unpack
-from .member import Member, Roll
+from .member import Member, Roll, printable
 from .saying import first_time, in_bytes, say
 
 LIVENESS_S = 8.0
@@ -283,7 +283,7 @@ class Watcher:
             self._on_left(peer)
         elif kind == _ABORT:
             (culprit,) = _CULPRIT.unpack_from(text)
-            reason = _printable(text[_CULPRIT.size :].decode(errors="ignore"))
+            reason = printable(text[_CULPRIT.size :].decode(errors="ignore"))
             if culprit != self._roll.index or not self._told_own:  # else our own news, come back
                 self._fail(culprit, reason)
         elif kind == _QUESTION:
@@ -362,11 +362,6 @@ class Watcher:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         os._exit(FAILED_STATUS)
-
-
-def _printable(text: str) -> str:
-    """Text of a peer without what a terminal would act on."""
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _is_stopped(pid: int) -> bool:
