@@ -26,6 +26,13 @@ def test_every_public_call_is_documented(name: str) -> None:
     assert getattr(syncline, name).__doc__
 
 
+def test_one_alone_is_told_that_servers_need_workers() -> None:
+    with pytest.raises(
+        UsageError, match=r"ps\(servers=1\) needs 1 server processes and at least one worker, there is 1 process: start"
+    ):
+        syncline.init("ps(servers=1)")
+
+
 @pytest.mark.parametrize(
     "call",
     [syncline.rank, syncline.world_size, syncline.barrier, syncline.stats, syncline.state_dict, syncline.no_sync],

@@ -65,19 +65,28 @@ def connect_session(
     ``secret``, ``interface`` and ``timeout`` are those of ``syncline.init``. Where the strategy leaves the architecture
     open, the workers measure what to run at which size (``tuning``).
     """
+    if point.asked.world == 1:
+        _count_workers(strategy, 1)  # there is nobody to meet, and no place
     with point.join(run, secret, interface, timeout) as joined:
         environment = joined.environment
-        workers = environment.world - strategy.servers
-        if workers < 1:
-            raise UsageError(
-                f"{strategy} needs {strategy.servers} server processes and at least one worker, there are"
-                f" {environment.world} processes: start more (syncline run -n WORKERS --servers SERVERS)"
-            )
+        workers = _count_workers(strategy, environment.world)
         make_room(environment.world)
         formed = _form(strategy, joined, run, listen_address(environment, interface), timeout)
     session = _begin(formed, environment, workers, strategy.servers, liveness_s, limit_s)
     _tune(session, strategy)
     return session
+
+
+def _count_workers(strategy: Strategy, processes: int) -> int:
+    """How many of the processes are workers; raises UsageError where none is."""
+    workers = processes - strategy.servers
+    if workers < 1:
+        raise UsageError(
+            f"{strategy} needs {strategy.servers} server processes and at least one worker, there"
+            f" {'are' if processes > 1 else 'is'} {processes} process{'es' * (processes > 1)}: start more (syncline run"
+            " -n WORKERS --servers SERVERS)"
+        )
+    return workers
 
 
 @dataclass(frozen=True)

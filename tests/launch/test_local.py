@@ -116,6 +116,7 @@ def test_rank_zero_may_listen_again_on_the_port_of_the_meeting() -> None:
     lines = Lines()
     script = (
         "import os, socket\n"
+        "if os.environ['SYNCLINE_PROCESS'] != '0': raise SystemExit\n"
         "socket.socket(fileno=int(os.environ['SYNCLINE_MEETING_FD'])).close()\n"
         "with socket.socket() as server:\n"
         "    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
@@ -123,8 +124,15 @@ def test_rank_zero_may_listen_again_on_the_port_of_the_meeting() -> None:
         "    server.listen()\n"
         "print('listens')\n"
     )
-    assert launch(python(script), 1, on_output=lines).status == 0
+    assert launch(python(script), 2, on_output=lines).status == 0
     assert lines.seen == [(0, "listens")]
+
+
+def test_one_process_alone_gets_no_listening_socket() -> None:
+    """It meets nobody, so it would keep it, and give it to its children."""
+    lines = Lines()
+    assert launch(python("import os; print('SYNCLINE_MEETING_FD' in os.environ)"), 1, on_output=lines).status == 0
+    assert lines.seen == [(0, "False")]
 
 
 def test_a_program_may_open_a_store_of_its_own_on_the_masters_port() -> None:

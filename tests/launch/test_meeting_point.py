@@ -17,9 +17,11 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from syncline.errors import GroupError, RollCallError, SecretError, UsageError
+from syncline.launch.agent_store import Told, tell
 from syncline.launch.environment import Environment
 from syncline.launch.meeting import Joined, MeetingPoint, listen_address, secret_bytes
 from syncline.launch.placement import bind_here
+from syncline.wire import handshake
 from syncline.wire.member import Member
 
 LIMIT_S = 20.0
@@ -158,14 +160,48 @@ def test_an_empty_secret_is_refused(given: str | bytes) -> None:
     ],
     ids=["another", "none"],
 )
-def test_a_rank_that_cannot_prove_itself_learns_it_at_once(start: Case, other: dict[str, Any], text: str) -> None:
-    """The others, whom a stranger may not stop, learn of it when its time is over."""
+def test_a_rank_that_cannot_prove_itself_is_warned_at_once(
+    start: Case, other: dict[str, Any], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends, as the others do, when its time is over: what answers may be a stranger, and gone when rank 0 comes."""
     port = free_port()
-    each = [{"secret": "text", "timeout": 0.5}, {"timeout": 1000.0} | other]
-    told, own = start(environment(0, port=port), environment(1, port=port), each=each)
+    each = [{"secret": "text", "timeout": 0.5}, {"timeout": 1.0} | other]
+    with caplog.at_level(logging.WARNING, "syncline"):
+        told, own = start(environment(0, port=port), environment(1, port=port), each=each)
     assert isinstance(own, SecretError)
     assert text in str(own)
+    assert caplog.text.count(f"rank 1: what answers at 127.0.0.1:{port}, where rank 0 should be, has another") == 1
     assert "rank 1 (one that claims to be it was refused at 127.0.0.1" in str(told)
+
+
+class Stranger:
+    """Answers the first call at a port, wrongly or not at all, and is gone."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._door.getsockname()[1]
+
+    def answer_one(self) -> None:
+        self._door.settimeout(LIMIT_S)
+        with self._door, self._door.accept()[0] as caller:
+            caller.settimeout(LIMIT_S)
+            assert caller.recv(handshake.HELLO_BYTES, socket.MSG_WAITALL)
+            caller.sendall(self._answer)
+
+
+WRONG = [b"HTTP/1.1 400 Bad Request\r\n" * 4, b""]
+
+
+@pytest.mark.parametrize("answer", WRONG, ids=["wrong", "nothing"])
+@pytest.mark.parametrize("secret", ["text", None])
+def test_whoever_answers_at_the_port_before_rank_0_ends_no_rank(start: Case, answer: bytes, secret: str | None) -> None:
+    stranger = Stranger(answer)
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(start, environment(1, port=stranger.port), secret=secret)
+        stranger.answer_one()
+        mine = start(environment(0, port=stranger.port), secret=secret)
+        assert early.result(LIMIT_S) == mine
 
 
 # Where it is.
@@ -315,6 +351,21 @@ def test_a_rank_without_a_secret_learns_from_the_agents_store_that_there_is_one(
     assert "rank 1 has no secret, rank 0 has one" in str(own)
 
 
+@pytest.mark.parametrize("answer", WRONG, ids=["wrong", "nothing"])
+@pytest.mark.parametrize("secret", ["text", None])
+def test_a_place_of_an_earlier_start_is_not_believed_for_long(
+    start: Case, agent: TCPStore, answer: bytes, secret: str | None
+) -> None:
+    stranger = Stranger(answer)
+    mine, theirs = under_torchrun(agent)
+    tell(mine, "run", Told("127.0.0.1", stranger.port, b"another key"), LIMIT_S)
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(start, theirs, secret=secret)
+        stranger.answer_one()
+        found = start(mine, secret=secret)
+        assert early.result(LIMIT_S) == found
+
+
 # Starts that fail.
 
 
@@ -370,6 +421,22 @@ def test_nobody_is_waited_for_whose_time_is_over(start: Case, monkeypatch: pytes
     for thread in serving():
         thread.join(LIMIT_S)
         assert not thread.is_alive()
+
+
+def test_an_interrupt_on_the_way_in_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meeting is served already, and nobody has come in."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("syncline.launch.meeting.MeetingClient.limit", interrupted)
+    point = MeetingPoint(environment(0, 3, free_port()))
+    with pytest.raises(KeyboardInterrupt), point.join("run", "text", None, LIMIT_S):
+        pass
+    for thread in serving():
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    point.close()
 
 
 def test_an_interrupt_is_told_and_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

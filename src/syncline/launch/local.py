@@ -232,7 +232,7 @@ class LocalRun:
                 own = {"SYNCLINE_PROCESS": str(rank), **seat, "MASTER_PORT": str(self._reserved[1].getsockname()[1])}
                 own |= self._attendance.environ(rank) | {saying.VARIABLE: str(self._said)}
                 fds = (*self._pass_fds, self._attendance.fd, self._said)
-                if rank == 0:
+                if rank == 0 and self._processes > 1:  # one alone would never take it, and its children inherit it
                     own["SYNCLINE_MEETING_FD"] = str(door.fileno())
                     fds = (*fds, door.fileno())
                 if rank >= self._processes - self._servers:

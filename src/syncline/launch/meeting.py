@@ -87,23 +87,26 @@ class MeetingPoint:
         environment = self._environment
         given = secret_bytes(environment.secret if secret is None else secret)
         self._end_last()
-        if environment.rank == 0:
-            client, given = self._serve(environment, run, given, interface, deadline)
-        else:
-            client, given = _call(environment, run, given, deadline)
-        client.limit(deadline, timeout)
+        client: MeetingClient | None = None
         try:
+            if environment.rank == 0:
+                client, given = self._serve(environment, run, given, interface, deadline)
+            else:
+                client, given = _call(environment, run, given, deadline)
+            client.limit(deadline, timeout)
             key = client.enter()
             yield Joined(client, given or key, environment)
         except BaseException as error:
             interrupted = not isinstance(error, Exception)
-            client.give_up(type(error).__name__ if interrupted else str(error))
+            if client is not None:
+                client.give_up(type(error).__name__ if interrupted else str(error))
             if self._server is not None:
                 alone = interrupted or environment.launcher in _ENDS_ALL
                 self._server.close(0.0 if alone else min(_LATE_S, max(0.0, deadline - time.monotonic())))
             raise
         finally:
-            client.close()
+            if client is not None:
+                client.close()
         self._end_last()
 
     def _serve(
@@ -216,35 +219,51 @@ def _is_loopback(address: str) -> bool:
 def _call(environment: Environment, run: str, secret: bytes, deadline: float) -> tuple[MeetingClient, bytes]:
     """The other ranks' part: find out where the meeting is, and knock until it opens."""
     limit_s = max(0.0, deadline - time.monotonic())
-    address, port, proof = environment.address, environment.port, secret
+    told = agent_store.Told(environment.address, environment.port)
     if environment.agent_store:
         told = agent_store.hear(environment, run, limit_s)
-        if not secret and not told.key:
-            raise SecretError(_without(environment.rank))
-        address, port, proof = told.address, told.port, secret or told.key
-    rank, where = environment.rank, f"{address}:{port}"
-    pause, why = _PAUSE_S, "not tried"
+    rank, pause = environment.rank, _PAUSE_S
+    failure: HandshakeError | OSError | None = None
     while True:
-        left = deadline - time.monotonic()
+        if environment.agent_store and not secret and not told.key:
+            raise SecretError(_without(rank))
+        left, where = deadline - time.monotonic(), f"{told.address}:{told.port}"
         try:
-            sock = dial((address, port), run_id(run), proof, rank, 0, PURPOSE, max(0.1, min(_KNOCK_S, left)))
+            at, proof = (told.address, told.port), secret or told.key
+            sock = dial(at, run_id(run), proof, rank, 0, PURPOSE, max(0.1, min(_KNOCK_S, left)))
             return MeetingClient(sock, where, environment.world), secret
-        except SecretError as error:
-            if not secret:
-                raise SecretError(_without(rank)) from error
-            raise SecretError(
-                f"rank {rank} has another secret than what answers at {where}, which should be rank 0: give all the"
-                " same SYNCLINE_SECRET or init(secret=)"
-            ) from error
         except (HandshakeError, OSError) as error:
-            why = getattr(error, "strerror", None) or str(error)
+            if not isinstance(failure, SecretError):
+                failure = error
+                if isinstance(error, SecretError):  # it may be anybody, and gone when rank 0 comes
+                    log.warning("rank %d: what answers at %s, where rank 0 should be, has another secret", rank, where)
         if time.monotonic() >= deadline:
-            raise GroupError(
-                f"rank {rank} cannot reach the meeting of rank 0 at {where} within {limit_s:.0f} s: {why}; is rank 0"
-                " running, and are address and port those of its machine?"
-            )
+            raise _unreachable(rank, where, bool(secret), failure, limit_s) from failure
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, _LONGEST_PAUSE_S)
+        if environment.agent_store:  # which may have told the place of an earlier start
+            before = told
+            with contextlib.suppress(GroupError):
+                told = agent_store.hear(environment, run, max(_PAUSE_S, deadline - time.monotonic()))
+            failure = failure if told == before else None
+
+
+def _unreachable(
+    rank: int, where: str, has_secret: bool, failure: HandshakeError | OSError, limit_s: float
+) -> GroupError:
+    """What ends a process that has called until its deadline."""
+    if not isinstance(failure, SecretError):
+        why = getattr(failure, "strerror", None) or str(failure)
+        return GroupError(
+            f"rank {rank} cannot reach the meeting of rank 0 at {where} within {limit_s:.0f} s: {why}; is rank 0"
+            " running, and are address and port those of its machine?"
+        )
+    if not has_secret:
+        return SecretError(_without(rank))
+    return SecretError(
+        f"rank {rank} has another secret than what answers at {where}, which should be rank 0: give all the same"
+        " SYNCLINE_SECRET or init(secret=)"
+    )
 
 
 def _without(rank: int) -> str:
