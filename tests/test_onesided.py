@@ -179,6 +179,11 @@ def test_runs_are_found_in_whichever_table_they_lie(monkeypatch: pytest.MonkeyPa
         assert here is not None
         assert all(here._has_come(1, key + 1) for key in range(count))
         assert not here._has_come(1, count + 1)
+        window = here._window
+        unmapped = type("", (), {"words_of": lambda _, *at: window.words_of(*at) if at[1] == 0 else np.empty(0, int)})()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(here, "_window", unmapped)
+            assert here._has_come(1, count + 1)  # it may stand in the table that is not here yet
         monkeypatch.setattr(ends[0], "maps", np.zeros_like(ends[0].maps))  # a table that has not been mapped here yet
         kernel, members = here._kernel, ends[0].members
         found = [kernel.find_slot(members, ends[0].maps, 1, key + 1) for key in range(count)]

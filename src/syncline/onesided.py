@@ -270,13 +270,13 @@ class OneSided:
         return absent or [int(run.state[self._kernel.WAITS_FOR])]
 
     def _has_come(self, peer: int, wanted: int) -> bool:
-        """Whether a process has a slot for a run."""
+        """Whether a process has a slot for a run, as far as is known: not while a table of it is yet to be mapped."""
         shown = self._window.words_of(peer, 0)
         tables = [
             shown[_HEAD_WORDS:],
             *(self._window.words_of(peer, int(number)) for number in shown[_TABLES] if number),
         ]
-        return any(wanted in table[_IDS] for table in tables)
+        return any(wanted in table[_IDS] for table in tables) or not all(table.size for table in tables[1:])
 
     def _strangers(self) -> set[int]:
         """The processes that have not shown their board or bell yet."""
