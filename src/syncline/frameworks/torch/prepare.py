@@ -133,7 +133,7 @@ def _attach_served(
     weights = Storage(replica.named, replica.storage.buckets, staging.allocate, staging.device)
     parameters = [parameter for _, parameter in replica.named]
     _move_into(weights, parameters)
-    replica.forms = Forms(replica.named)  # those of views with gaps are others now
+    replica.guard.forms = Forms(replica.named)  # those of views with gaps are others now
     updates = None if replica.compression is None else Updates(replica.compression, weights.arrays)
     owners: Owners = RemoteOwners(session)
     if session.group.servers == 0:

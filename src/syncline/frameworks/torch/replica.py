@@ -31,7 +31,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ...collectives import Collective
 from ...compression import Compression
@@ -43,18 +42,14 @@ from ...tickets import JOINED, STEP, Meeting
 from ...work import Lane, Work
 from .agreement import copy_from_worker, pack_bytes, unpack_bytes
 from .backward import Backward
-from .batch_norm import SyncBatchNorm, synchronise, unsynchronised
+from .batch_norm import SyncBatchNorm, synchronise
 from .copies import PlainCopies
 from .eager import eager
-from .intact import Forms
+from .guard import Guard
 from .options import Options, Selection
 from .samples import Counting, Fixed, Samples
 from .staging import Copier, device_of, staging_for
 from .storage import Pair, Storage, layers_of
-from .supported import check_only_ours
-
-_STEPS_UNSEEN = 64
-"""After so many steps at most it is seen that parameters have been added to the model."""
 
 
 class Replica:
@@ -86,7 +81,7 @@ class Replica:
             )
         self.staging = staging_for(device_of(self.named), session.engine, session.fail, copier)
         self.storage = Storage(self.named, buckets, self.staging.allocate, self.staging.device)
-        self.forms = Forms(self.named)
+        self.guard = Guard(model, self.named, self.selection, self.storage, self.fault)
         self.compression: Compression | None = None
         self.compress()
         self.first_key = first_key
@@ -114,7 +109,6 @@ class Replica:
         self._packed_pair = Pair(packed if device is None else torch.zeros_like(packed, device=device), packed)
         self._share = 1.0 / session.world_size
         self._synchronising = True
-        self._looked_through = False
         self._held = True  # nothing of a backward pass is sent before it ends
         self._touched = False  # the present backward pass has made a gradient
         self._meeting: Meeting | None = None
@@ -123,15 +117,8 @@ class Replica:
         self._pending: list[int] = []
         self._next = 0
         self._works: list[Work] = []
-        *self._path, self._first = self.named[0][0].split(".")
         self._handles = self._attach()
         self.normalises_over_ranks = any(isinstance(module, SyncBatchNorm) for module in model.modules())
-        self._known = {id(parameter) for parameter in model.parameters()}
-        self._required = [
-            (name, parameter, parameter.requires_grad)
-            for name, parameter in model.named_parameters()
-            if not self.selection.ignores(parameter)
-        ]
         self._reset()
 
     # The user's side.
@@ -202,46 +189,17 @@ class Replica:
 
     def before_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """A forward pass begins."""
-        self._check_only_ours()
+        self.guard.check_only_ours()
         if torch.is_grad_enabled():
-            self._check_first()
+            self.guard.check_first()
             if self._backward.running and torch._C._current_graph_task_id() == -1:
                 self._backward.give_up()
             if self._samples is not None:
                 self._samples.before_forward(arguments, keywords)
 
-    def _check_first(self) -> None:
-        """Raise GradientError where the first parameter is another: without any of ours nothing would be exchanged."""
-        module: Any = self.model
-        for name in self._path:
-            module = module._modules.get(name)
-            if module is None:
-                break
-        if module is None or module._parameters.get(self._first) is not self.named[0][1]:
-            self._check_same_parameters()
-
-    def _check_only_ours(self) -> None:
-        """Raise GradientError where DistributedDataParallel has been put around, or into, the model."""
-        around = DistributedDataParallel._active_ddp_module
-        if around is not None and any(parameter is self.named[0][1] for parameter in around.parameters()):
-            raise self.fault(
-                "this model has been given to syncline.prepare() and then to DistributedDataParallel (as Accelerate and"
-                " Trainers do by themselves), and both would average its gradients: leave one of them out"
-            )
-        if not self._looked_through:
-            self._looked_through = True
-            try:
-                check_only_ours(self.model)
-            except UsageError as error:
-                raise self.fault(str(error)) from None
-            if unsynchronised(self.model):
-                raise self.fault(
-                    "this model was converted to SyncBatchNorm after syncline.prepare(): do that before it"
-                )
-
     def _state_loaded(self, module: torch.nn.Module) -> None:
         if module is self.model:  # and no copy of it
-            self._check_same_parameters()
+            self.guard.check_same_parameters()
             if self.on_loaded is not None:
                 self.on_loaded()
 
@@ -290,7 +248,7 @@ class Replica:
     def _enter(self) -> None:
         if not self._backward.running:
             self.session.check_usable()
-            self.check_forms()
+            self.guard.check_forms()
             # Set by scripts on the model, where they would set it on DistributedDataParallel's wrapper.
             self._synchronises = self._synchronising and getattr(self.model, "require_backward_grad_sync", True)
         self._backward.enter()
@@ -344,7 +302,7 @@ class Replica:
     def _meet(self) -> Meeting:
         if self.exchanged and self.on_second_backward is not None:
             self.on_second_backward()
-        self._check_trained()
+        self.guard.check_trained(self.steps)
         if self.on_first_exchange is not None:
             self.on_first_exchange()
             self.on_first_exchange = None
@@ -500,36 +458,6 @@ class Replica:
         gate = self.staging.down(pair, meeting.work, "buffers")
         exchange = engine.exchange(program, self._packed, key, "buffers", gate=gate)
         self._works.append(self.staging.up(pair, exchange, "buffers"))
-
-    def check_forms(self) -> None:
-        """Raise GradientError unless parameters have the form that buckets were made for, and these are in place."""
-        if (changed := self.forms.changed()) is not None:
-            raise self.fault(changed)
-        if self.storage.moved:
-            raise self.fault(
-                "the gradients have been moved to other memory (model.share_memory()?), which is not the one that is"
-                " exchanged: call it before syncline.prepare()"
-            )
-
-    def _check_same_parameters(self) -> None:
-        """Raise GradientError where others have taken the place of the parameters that have our hooks."""
-        present = {id(parameter) for parameter in self.model.parameters()}
-        for name, parameter in self.named:
-            if id(parameter) not in present:
-                raise self.fault(
-                    f"parameter {name!r} is no longer the one of syncline.prepare() (load_state_dict(assign=True), or"
-                    " another module in its place?), and the new one would not be exchanged: do that before prepare()"
-                )
-
-    def _check_trained(self) -> None:
-        changed = [name for name, parameter, required in self._required if parameter.requires_grad != required]
-        if not changed and self.steps % _STEPS_UNSEEN == 0:  # to walk through a model takes as long as some exchanges
-            changed = [name for name, parameter in self.model.named_parameters() if id(parameter) not in self._known]
-        if changed:
-            raise self.fault(
-                f"{changed[0]!r} was frozen, unfrozen or added after syncline.prepare(): do that before it, or, without"
-                " server processes, prepare the model again"
-            )
 
     def fault(self, text: str) -> GradientError:
         """An error of this rank that ends the run for all."""

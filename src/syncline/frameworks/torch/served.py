@@ -368,7 +368,7 @@ class Client:
         found |= {i for i, p in enumerate(self.parameters) if p._version != self._weight_versions[i]}
         away = {i for i, p in enumerate(self.parameters) if p.data_ptr() != self._weights.places[i]}
         if away:
-            self.replica.check_forms()
+            self.replica.guard.check_forms()
         return sorted(found | away)
 
     def _bring_home(self, changed: Sequence[int]) -> None:
@@ -382,7 +382,7 @@ class Client:
                 self._weights.bring_down(index)
 
     def _changed(self, name: str) -> GradientError:
-        self.replica.check_forms()  # what has changed them with the model says more
+        self.replica.guard.check_forms()  # what has changed them with the model says more
         error = GradientError(
             f"{self.session.name(self.session.index)}: the gradient of {name!r} was changed between backward() and"
             " step(), after the parameter server had received it. Clip with syncline.clip_grad_norm_(); for"

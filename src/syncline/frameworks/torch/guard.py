@@ -1,0 +1,106 @@
+"""What a prepared model has to be from one exchange to the next, and what nobody else may do with it.
+
+Gradients would be averaged twice, or by nobody, if others wrapped the model, took the place of its parameters, or gave
+these another form: each is refused by name, with the remedy. None of it takes part in an exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ...errors import GradientError, UsageError
+from .batch_norm import unsynchronised
+from .intact import Forms
+from .options import Named, Selection
+from .storage import Storage
+from .supported import check_only_ours
+
+_STEPS_UNSEEN = 64
+"""After so many steps at most it is seen that parameters have been added to the model."""
+
+
+class Guard:
+    """Looks at one model; ``fault`` makes an error of this rank that ends the run for all."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        named: Named,
+        selection: Selection,
+        storage: Storage,
+        fault: Callable[[str], GradientError],
+    ) -> None:
+        self._model, self._named, self._storage, self._fault = model, named, storage, fault
+        self.forms = Forms(named)
+        self._looked_through = False
+        *self._path, self._first = named[0][0].split(".")
+        self._known = {id(parameter) for parameter in model.parameters()}
+        self._required = [
+            (name, parameter, parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+            if not selection.ignores(parameter)
+        ]
+
+    def check_only_ours(self) -> None:
+        """Raise GradientError where DistributedDataParallel has been put around, or into, the model."""
+        around = DistributedDataParallel._active_ddp_module
+        if around is not None and any(parameter is self._named[0][1] for parameter in around.parameters()):
+            raise self._fault(
+                "this model has been given to syncline.prepare() and then to DistributedDataParallel (as Accelerate and"
+                " Trainers do by themselves), and both would average its gradients: leave one of them out"
+            )
+        if not self._looked_through:
+            self._looked_through = True
+            try:
+                check_only_ours(self._model)
+            except UsageError as error:
+                raise self._fault(str(error)) from None
+            if unsynchronised(self._model):
+                raise self._fault(
+                    "this model was converted to SyncBatchNorm after syncline.prepare(): do that before it"
+                )
+
+    def check_first(self) -> None:
+        """Raise GradientError where the first parameter is another: without any of ours nothing would be exchanged."""
+        module: Any = self._model
+        for name in self._path:
+            module = module._modules.get(name)
+            if module is None:
+                break
+        if module is None or module._parameters.get(self._first) is not self._named[0][1]:
+            self.check_same_parameters()
+
+    def check_same_parameters(self) -> None:
+        """Raise GradientError where others have taken the place of the parameters that have our hooks."""
+        present = {id(parameter) for parameter in self._model.parameters()}
+        for name, parameter in self._named:
+            if id(parameter) not in present:
+                raise self._fault(
+                    f"parameter {name!r} is no longer the one of syncline.prepare() (load_state_dict(assign=True), or"
+                    " another module in its place?), and the new one would not be exchanged: do that before prepare()"
+                )
+
+    def check_trained(self, steps: int) -> None:
+        """Raise GradientError where parameters have been frozen, unfrozen or, as seen at times, added."""
+        changed = [name for name, parameter, required in self._required if parameter.requires_grad != required]
+        if not changed and steps % _STEPS_UNSEEN == 0:  # to walk through a model takes as long as some exchanges
+            changed = [name for name, parameter in self._model.named_parameters() if id(parameter) not in self._known]
+        if changed:
+            raise self._fault(
+                f"{changed[0]!r} was frozen, unfrozen or added after syncline.prepare(): do that before it, or, without"
+                " server processes, prepare the model again"
+            )
+
+    def check_forms(self) -> None:
+        """Raise GradientError unless parameters have the form that buckets were made for, and these are in place."""
+        if (changed := self.forms.changed()) is not None:
+            raise self._fault(changed)
+        if self._storage.moved:
+            raise self._fault(
+                "the gradients have been moved to other memory (model.share_memory()?), which is not the one that is"
+                " exchanged: call it before syncline.prepare()"
+            )
