@@ -8,6 +8,8 @@ import pytest
 
 from syncline.errors import UsageError
 from syncline.launch.descriptors import make_room
+from syncline.wire.doors import CALLERS
+from syncline.wire.meeting_server import MORE
 
 Limits = tuple[int, int]
 
@@ -43,6 +45,21 @@ def test_the_limit_is_raised_as_far_as_needed(monkeypatch: pytest.MonkeyPatch, h
     before = found.limits
     make_room(2048)
     assert found.limits == before
+
+
+@pytest.mark.parametrize("world", [2, 25, 500])
+def test_a_crowd_of_strangers_leaves_room_for_the_group(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    """In rank 0: unfinished handshakes at its own doors and at the meeting's, and the meeting's connections."""
+    found = system(monkeypatch, 256, 1 << 20)
+    make_room(world)
+    crowds = 2 * (CALLERS + 2 * world) + MORE + 2 * world
+    assert found.limits[0] >= crowds + 2 * world + 256
+
+
+def test_where_the_system_allows_no_crowd_it_has_what_the_group_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = system(monkeypatch, 256, 1024)
+    make_room(100)
+    assert found.limits == (1024, 1024)
 
 
 def test_a_world_beyond_the_system_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

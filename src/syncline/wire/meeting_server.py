@@ -27,7 +27,7 @@ PURPOSE = "meeting"
 _READ_S = 2.0
 """How long a process that was told the end may take to read it."""
 
-_MORE = 64
+MORE = 64
 """Connections that have proved themselves, beside two for every process."""
 
 _READ_BYTES = 1 << 16
@@ -103,7 +103,7 @@ class MeetingServer:
     def _check(self, said: Hello) -> None:
         if said.purpose != PURPOSE:
             raise HandshakeError(f"this is a meeting, it came for {said.purpose!r}")
-        if len(self._lines) + len(self._new) >= 2 * self._meeting.world + _MORE:
+        if len(self._lines) + len(self._new) >= 2 * self._meeting.world + MORE:
             raise HandshakeError("too many connections")
 
     def _note_refusal(self, said: Hello, whence: str, why: str) -> None:
