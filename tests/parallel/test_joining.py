@@ -42,9 +42,9 @@ def test_all_meet_without_a_secret_but_with_a_warning(pool: Pool, address: str) 
     ids=["another", "none"],
 )
 def test_a_rank_that_cannot_prove_itself(pool: Pool, address: str, secret: str | None, own: str) -> None:
-    """It learns it at once. Who cannot prove itself ends nothing: the others miss it, and say who was refused."""
+    """Its time ends it. Who cannot prove itself ends nothing: the others miss it, and say who was refused."""
     limits = {"timeout": 1.0}
-    said = start_all(pool, places(3, address), [limits, limits, {"secret": secret, "timeout": 1000.0}])
+    said = start_all(pool, places(3, address), [limits, limits, {"secret": secret, "timeout": 2.0}])
     assert [kind for kind, _ in said] == ["RollCallError", "RollCallError", "SecretError"]
     assert own in said[2][1]
     for _, text in said[:2]:
