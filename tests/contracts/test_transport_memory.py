@@ -25,8 +25,9 @@ def settle(before: set[threading.Thread]) -> None:
 
 
 def shared_names() -> set[str]:
-    """What is in /dev/shm but for Open MPI's files, which come and go with the ranks of other tests."""
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sm_segment.")}
+    """What is in /dev/shm but for files of Open MPI and MPICH, which come and go with the ranks of other tests."""
+    of_libraries = ("sm_segment.", "mpich_shm_")
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(of_libraries)}
 
 
 def test_nothing_is_left_behind(kind: str) -> None:

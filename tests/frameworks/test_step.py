@@ -318,7 +318,7 @@ def test_many_parameter_groups_fit_into_a_request(group: Any) -> None:
         here.optimizer.step()
         return weights(here.model)
 
-    same_as_alone(group, "ps(servers=1)", 2, make, body)
+    same_as_alone(group, "ps(servers=1)", 2, make, body, weight=1)
 
 
 @pytest.mark.parametrize("strategy", SERVED)

@@ -69,7 +69,6 @@ def prepare(
     """
     check_only_ours(model)
     selection = Selection(model, options)
-    check_parameters(model, selection.trained())
     check_normalisation(model, options)
     check_held_once(model, selection.trained(), [made.replica for made in session.prepared.values()])
     if optimizer is not None:
@@ -84,6 +83,7 @@ def prepare(
         put_together(session, optimizer)
     keeps_state = optimizer is not None and session.strategy.server_holds_weights and probe(optimizer)
     check_same_model(session, selection.tensors(), [*options.agreed, f"the run's model {first_key // MODEL_KEYS}"])
+    check_parameters(model, selection.trained())
     copy_from_worker(session, [tensor.detach() for _, tensor in selection.tensors()])
     if not session.is_worker:
         _serve(session, selection.trained(), optimizer)
