@@ -391,3 +391,19 @@ def test_forward_passes_that_no_backward_follows_do_not_count(group: Any) -> Non
         return gradients(here.model)
 
     same_as_alone(group, "ring", 2, sgd, body)
+
+
+def test_a_pass_that_began_before_the_end_of_the_run_goes_on_alone(group: Any) -> None:
+    """Outputs are watched for what they count; after the end nobody asks."""
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        assert here.replica is not None
+        out = here.model(batch(0))
+        here.replica.detach()
+        loss_of(out).backward()
+        return gradients(here.model)
+
+    model, _ = sgd()
+    loss_of(model(batch(0))).backward()
+    for found in on_group(group, "ring", 2, sgd, body):
+        close(found, gradients(model))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from toy import STRATEGIES, Here, alone, batch, close, fill, loss_of, on_group, weights
 
+from syncline import api
 from syncline.errors import GradientError, NotBuiltError, UsageError
 
 
@@ -174,3 +176,12 @@ def test_weights_that_are_known_at_the_end_only_are_refused(group: Any) -> None:
     """What backward adds up over the ranks would count them alike."""
     with pytest.raises(UsageError, match=r"SyncBatchNorm.*a number as weight="):
         on_group(group, "ring", 2, converted, train, weight="batch")
+
+
+def test_join_refuses_models_that_normalise_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without batches would leave the others waiting for its statistics."""
+    replica = SimpleNamespace(normalises_over_ranks=True)
+    monkeypatch.setattr(api, "session", lambda: SimpleNamespace(alone=False))
+    monkeypatch.setattr(api, "_prepared", [SimpleNamespace(client=None, optimizer=object(), replica=replica)])
+    with pytest.raises(UsageError, match=r"join\(\) with SyncBatchNorm"), api.join():
+        pass

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_optimizer_state import making, train
-from toy import SERVED, STRATEGIES, Here, batch, fill, loss_of, on_group, same_as_alone, weights
+from toy import SERVED, STRATEGIES, Here, batch, fill, loss_of, mlp, on_group, same_as_alone, weights
 
 from syncline.errors import GradientError, MismatchError
 from syncline.frameworks.torch.intact import SAMPLES, Contents, Forms
@@ -282,3 +282,18 @@ def test_forms_name_the_first_that_differs() -> None:
     text = forms.changed()
     assert text is not None
     assert "'p1' was torch.bfloat16 (4,)" in text
+
+
+def test_a_type_of_which_all_parameters_are_empty_is_looked_at_too(group: Any) -> None:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = mlp()
+        model.register_parameter("empty", torch.nn.Parameter(torch.zeros(0, dtype=torch.float32)))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        here.optimizer.zero_grad()
+        (loss_of(here.model(here.share(batch(0)))) + here.model.empty.sum()).backward()  # type: ignore[operator, union-attr]
+        here.optimizer.step()
+        return weights(here.model)
+
+    same_as_alone(group, "ps(servers=2, on=workers)", 2, make, body)
