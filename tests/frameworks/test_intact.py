@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_optimizer_state import making, train
-from toy import SERVED, STRATEGIES, Here, batch, fill, loss_of, mlp, on_group, same_as_alone, weights
+from toy import SERVED, STRATEGIES, Here, batch, fill, loss_of, mlp, on_group, same_as_alone, sgd, weights
 
 from syncline.errors import GradientError, MismatchError
 from syncline.frameworks.torch.intact import SAMPLES, Contents, Forms
@@ -297,3 +297,17 @@ def test_a_type_of_which_all_parameters_are_empty_is_looked_at_too(group: Any) -
         return weights(here.model)
 
     same_as_alone(group, "ps(servers=2, on=workers)", 2, make, body)
+
+
+def test_ranks_that_change_weights_differently_are_named_though_a_checkpoint_came_between(group: Any) -> None:
+    """The owners take the weights for the checkpoint; the workers have not compared theirs by then."""
+
+    def body(here: Here) -> None:
+        assert here.client is not None
+        here.model.load_state_dict({name: value * (1 + here.rank) for name, value in weights(here.model).items()})
+        here.client.owners_weights()
+        loss_of(here.model(here.share(batch(0)))).backward()
+        here.optimizer.step()
+
+    with pytest.raises(MismatchError, match="rank"):
+        on_group(group, "ps(servers=2, on=workers)", 2, sgd, body)
