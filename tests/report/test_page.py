@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from syncline.report import charts, page
+from syncline.report import charts, figures, page
 from syncline.report.rows import STAGES, Point, Result, Row
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -68,7 +68,7 @@ def reader(text: str) -> Reader:
 
 
 @pytest.fixture(scope="module")
-def drawn(mixed: Result) -> tuple[charts.Chart, ...]:
+def drawn(mixed: Result) -> tuple[figures.Chart, ...]:
     return charts.all_charts(mixed)
 
 
@@ -95,7 +95,7 @@ def test_every_row_is_on_the_page_as_text(reader: Reader, mixed: Result) -> None
     assert "PeerLost: rank 3 <b>died</b>" in text
 
 
-def test_charts_are_titled_and_explained(drawn: tuple[charts.Chart, ...]) -> None:
+def test_charts_are_titled_and_explained(drawn: tuple[figures.Chart, ...]) -> None:
     titles = [chart.title for chart in drawn]
     assert titles[:5] == [
         "Training loss",
@@ -115,14 +115,14 @@ def test_two_pages_of_one_result_are_equal(mixed: Result, text: str) -> None:
     assert page.render(mixed) == text
 
 
-def test_server_processes_are_named_in_the_traffic(drawn: tuple[charts.Chart, ...]) -> None:
+def test_server_processes_are_named_in_the_traffic(drawn: tuple[figures.Chart, ...]) -> None:
     ring, server = (chart for chart in drawn if "whom: ring" in chart.title or "ps(" in chart.title)
     assert ">S0<" not in ring.svg
     assert ">S0<" in server.svg
 
 
-def test_a_strategy_has_one_colour_and_neighbours_differ(mixed: Result, drawn: tuple[charts.Chart, ...]) -> None:
-    styles = charts.styles(mixed.rows)
+def test_a_strategy_has_one_colour_and_neighbours_differ(mixed: Result, drawn: tuple[figures.Chart, ...]) -> None:
+    styles = figures.strategy_styles([row.strategy for row in mixed.rows])
     assert len({(style.color, style.dash) for style in styles}) == len(styles)
     legends = [{key.label: key.color for key in chart.keys} for chart in drawn if chart.line_keys]
     assert len(legends) == 3

@@ -1,6 +1,6 @@
 """Rows of ``syncline bench`` as curves: time and bus bandwidth against size, for every number of ranks.
 
-Owns what is drawn; colours, figures and SVG are those of ``charts``. A contender has one colour and dash pattern on the
+Owns what is drawn; colours and figures are those of ``figures``. A contender has one colour and dash pattern on the
 whole page. Both axes are logarithmic: a slope of 1 in the times is a bandwidth, a level part a latency.
 """
 
@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from . import svg, units
 from .bench_rows import BenchResult, Measured, places
 from .bench_table import title
-from .charts import RC, Chart, Key, Style, drawable, line_styles, new_figure
+from .figures import RC, Chart, Key, Style, drawable, line_styles, new_figure
 
 _TIME = (
     "Median seconds of one collective, of its slowest rank, against the size of the array. Lower is faster; the "

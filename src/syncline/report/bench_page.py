@@ -1,23 +1,19 @@
 """A whole bench as one HTML page that needs nothing else, in the style of a comparison's page.
 
-Owns the words and the order of the page; ``bench.html.j2`` fills the frame of ``page.html.j2``. Everything that comes
-from outside (contenders, errors, machine names) is escaped by the template engine.
+Owns the words and the order of the page; ``bench.html.j2`` puts its tables into ``page.html.j2``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
-
-import jinja2
-from markupsafe import Markup
 
 from . import svg, units
 from .bench_charts import all_charts, contender_styles
 from .bench_rows import BenchResult, Measured, places
 from .bench_table import LEGEND, at_size, figures, peers_of, ratio, title
-from .charts import Chart, Key
+from .figures import Key
+from .frame import fill, origin_facts
 from .goal_table import Verdict
 
 
@@ -43,14 +39,8 @@ class _Part:
 
 def render(result: BenchResult, verdicts: Sequence[Verdict] = ()) -> str:
     """The page as HTML text; ``verdicts`` are the goals to show, if any."""
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_source),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("bench.html.j2").render(
+    return fill(
+        "bench.html.j2",
         title="Syncline: bench",
         heading="Collectives beside what one would use instead",
         summary=_summary(result),
@@ -59,17 +49,7 @@ def render(result: BenchResult, verdicts: Sequence[Verdict] = ()) -> str:
         verdicts=verdicts,
         parts=_parts(result),
         charts=all_charts(result),
-        drawing=_drawing,
     )
-
-
-def _source(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _drawing(chart: Chart) -> Markup:
-    # The SVG is serialised from an element tree, which escapes every label in it.
-    return Markup(chart.svg)
 
 
 def _summary(result: BenchResult) -> str:
@@ -113,13 +93,9 @@ def _cells(row: Measured, rows: Sequence[Measured], peers: Sequence[str]) -> tup
 
 
 def _facts(result: BenchResult) -> tuple[tuple[str, str], ...]:
-    commit = "none" if result.commit is None else result.commit + (" with changes" if result.modified else "")
     counts = sorted({row.repetitions for row in result.rows if row.repetitions})
     return (
-        ("machine", result.machine),
-        ("cores", str(result.cores)),
-        ("versions", ", ".join(f"{name} {version}" for name, version in result.versions.items())),
-        ("commit", commit),
+        *origin_facts(result),
         ("repetitions", ", ".join(map(str, counts)) or units.MISSING),
         ("started", result.started or units.MISSING),
     )

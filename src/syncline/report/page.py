@@ -1,19 +1,15 @@
 """A whole comparison as one HTML page that needs nothing else: no network, no script, styles and charts inline.
 
-Owns the words and the order of the page; the charts come from ``charts``, the markup is ``page.html.j2``. Everything
-that comes from outside (strategy texts, errors, machine names) is escaped by the template engine.
+Owns the words and the order of the page; the charts come from ``charts``, the markup is ``page.html.j2``, which
+``frame`` fills.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from importlib import resources
-
-import jinja2
-from markupsafe import Markup
-
 from . import svg, units
-from .charts import Chart, Key, all_charts, styles
+from .charts import all_charts
+from .figures import Key, strategy_styles
+from .frame import Line, fill, origin_facts
 from .rows import BASELINE, Result, Row
 from .table import remarks
 
@@ -45,25 +41,11 @@ BOUND = (
 )
 
 
-@dataclass(frozen=True)
-class _Line:
-    """One line of the page's table."""
-
-    key: Key
-    place: str
-    cells: tuple[str, ...]
-    error: str | None
-    chosen: str | None
-
-
 def render(result: Result) -> str:
     """The page as HTML text."""
-    source = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     score = "of bound" if result.replayed else "accuracy"
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.from_string(source).render(
+    return fill(
+        "page.html.j2",
         title=f"Syncline: {result.workload}, {_contenders(result)}",
         heading=f"{result.workload}: {_contenders(result)}",
         summary=_summary(result),
@@ -73,13 +55,7 @@ def render(result: Result) -> str:
         lines=_lines(result),
         remarks=remarks(result),
         charts=all_charts(result),
-        drawing=_drawing,
     )
-
-
-def _drawing(chart: Chart) -> Markup:
-    # The SVG is serialised from an element tree, which escapes every label in it.
-    return Markup(chart.svg)
 
 
 def _contenders(result: Result) -> str:
@@ -108,25 +84,21 @@ def _summary(result: Result) -> str:
 
 def _facts(result: Result) -> tuple[tuple[str, str], ...]:
     length = f"{result.epochs} epochs" if result.epochs is not None else f"{result.iterations} iterations"
-    commit = "none" if result.commit is None else result.commit + (" with changes" if result.modified else "")
     batches = {row.batch for row in result.rows if row.batch is not None}
     return (
         ("workload", result.workload),
         ("length", length),
         ("global batch", ", ".join(str(batch) for batch in sorted(batches)) or units.MISSING),
         ("seed", str(result.seed)),
-        ("machine", result.machine),
-        ("cores", str(result.cores)),
-        ("versions", ", ".join(f"{name} {version}" for name, version in result.versions.items())),
-        ("commit", commit),
+        *origin_facts(result),
         ("started", result.started or units.MISSING),
     )
 
 
-def _lines(result: Result) -> tuple[_Line, ...]:
-    pairs = zip(result.rows, styles(result.rows), strict=True)
+def _lines(result: Result) -> tuple[Line, ...]:
+    pairs = zip(result.rows, strategy_styles([row.strategy for row in result.rows]), strict=True)
     return tuple(
-        _Line(
+        Line(
             key=Key(row.strategy, svg.css(style.color), style.dash),
             place=_place(row),
             cells=_cells(row, row.of_bound if result.replayed else row.accuracy) if row.iteration_s is not None else (),
