@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from syncline.connecting import in_process
 from syncline.errors import PeerError
 from syncline.session import Session
 
 LIMIT_S = 60.0
+
+# A machine may be busy: how long an example takes says nothing.
+settings.register_profile("syncline", deadline=None)
+settings.load_profile("syncline")
 
 # Without a GPU its kernels run in Triton's interpreter; Triton wants to know before it is imported.
 if not any(Path("/dev").glob("nvidia[0-9]*")):

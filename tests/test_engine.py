@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from syncline.errors import ClosedError, PeerLost, PeerTimeout, SynclineError
 from syncline.program import Program, compile_program
 from syncline.transports.inproc import Hub
 from syncline.types import Group
+from syncline.wire.culprit import Answer, Culprit, Found, Waits
 from syncline.work import Lane
 
 LIMIT_S = 30.0
@@ -213,6 +215,43 @@ def test_nothing_moving_for_the_limit_names_whom_it_waits_for() -> None:
         with pytest.raises(PeerTimeout, match=r"nothing has moved .*rank 1 \(bucket 0 \(weight\)\)") as caught:
             both[0].wait(work, timeout=LIMIT_S)
         assert caught.value.rank == 1
+
+
+def test_who_had_only_not_read_its_messages_yet_is_not_blamed() -> None:
+    """A server that was stopped says at first that it waits for nobody, then for the worker that hangs."""
+    late = {2: Answer({})}
+    says = [Answer({}, moves=4, looks=1), Answer({2: "bucket 0"}, moves=5, looks=1), Answer({2: "bucket 0"}, 5, 2)]
+
+    def search(waits: Waits) -> Found:
+        assert waits == {1: "bucket 0"}
+        said = says.pop(0)
+        if not said.waits:
+            return Found(Culprit(1, "has not come to bucket 0"), {1: said})
+        return Found(Culprit(2, "has not come to bucket 0"), late | {1: said})
+
+    with engines(limit_s=0.01, find_culprit=search) as both:
+        work = both[0].exchange(ring(0), np.ones(4), 0, "bucket 0")
+        with pytest.raises(PeerTimeout, match=r"rank 1 \(bucket 0\); rank 2 has not come") as caught:
+            both[0].wait(work, timeout=LIMIT_S)
+        assert caught.value.rank == 2
+
+
+def test_an_answer_shows_whether_a_process_has_looked_and_moved() -> None:
+    with engines() as both:
+        asked = both[0].answer
+        assert asked().still(asked())
+        work = both[0].exchange(ring(0), np.ones(4), 0, "bucket 0")
+        deadline = time.monotonic() + LIMIT_S
+        before, waits = asked(), asked()
+        while not (waits.waits and waits.still(before)):  # being asked wakes it: it does not wait for its turn
+            assert time.monotonic() < deadline
+            before, waits = waits, asked()
+        assert waits.waits == {1: "bucket 0"}
+        assert not waits.still(waits)
+        both[1].wait(both[1].exchange(ring(1), np.ones(4), 0, "bucket 0"), timeout=LIMIT_S)
+        both[0].wait(work, timeout=LIMIT_S)
+        assert not asked().waits
+        assert asked().moves > waits.moves
 
 
 def test_doing_names_the_oldest_exchange_and_counts_the_others() -> None:

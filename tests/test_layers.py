@@ -24,7 +24,7 @@ LAYERS = (
     ("combining",),
     ("strategy", "reducers"),
     ("exchange",),
-    ("reducing", "work"),
+    ("reducing", "stall", "work"),
     ("engine", "predict.simulate"),
     ("tickets", "compression", "ending", "statistics"),
     ("updates",),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from .errors import PeerError, PeerLeft, ProtocolError, SynclineError
 from .types import Group
-from .wire.culprit import Culprit, Waits, find_culprit
+from .wire.culprit import Answer, Found, Waits, find_culprit
 from .wire.watch import FAILED, Watcher
 
 VERDICT_S = 2.0
@@ -30,7 +30,7 @@ class Ending:
     def __init__(self, group: Group, index: int, name: Callable[[int], str]) -> None:
         self.watcher: Watcher | None = None
         self.neighbours: Sequence[Ending] = ()  # of the other sessions of a group in one process
-        self.waits: Callable[[], Waits] = dict
+        self.answer: Callable[[], Answer] = lambda: Answer({})
         """For whom this process waits; asked from any thread."""
         self._group, self._index, self._name = group, index, name
         self.known = False
@@ -61,16 +61,16 @@ class Ending:
         """True when every worker has said goodbye."""
         return self._all_left.is_set()
 
-    def find_culprit(self, waits: Waits) -> Culprit | None:
-        """Who is to blame when nothing moves and this process waits for ``waits``."""
+    def find_culprit(self, waits: Waits) -> Found:
+        """Who seems to be to blame when nothing moves and this process waits for ``waits``: one search."""
         return find_culprit(self._index, waits, self._ask)
 
-    def _ask(self, peer: int) -> Waits | None:
+    def _ask(self, peer: int) -> Answer | None:
         if self.watcher is not None:
             return self.watcher.ask(peer)
         if peer in self._left:
-            return {}
-        return next((other.waits() for other in self.neighbours if other._index == peer), None)
+            return Answer({})
+        return next((other.answer() for other in self.neighbours if other._index == peer), None)
 
     def explain(self, error: Exception) -> Exception:
         """What the user sees of a fault in the progress thread: the first culprit, if it was somebody else."""

@@ -10,7 +10,7 @@ A fault while driving reaches every thread that waits, now or later, as the same
 (Ctrl-C, an exception out of a signal handler) in a thread that drives or waits: a script that catches it and goes on
 would do so with a step missing, so every later call raises what happened. Each wait has a
 time limit, and so has the progress of the whole: when nothing moves for ``limit_s`` although something is under way,
-that is a fault that names who is to blame (``wire.culprit``): not always whom it waits for itself.
+that is a fault that names who is to blame (``stall``): not always whom it waits for itself.
 
 What a work is, and in which order works start, is in ``work``.
 """
@@ -28,13 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .collectives import Collective
-from .errors import ClosedError, PeerTimeout, ProtocolError, SynclineError, UsageError
+from .errors import ClosedError, PeerTimeout, ProtocolError, UsageError
 from .exchange import SPINS, Array, Exchange, Run, labelled
 from .program import Program
 from .reducers import Reducer, Room
 from .reducing import Reducing
+from .stall import LOOKS, Stall
 from .transports import Bytes, Handle, Transport
-from .wire.culprit import Culprit, Waits, find_culprit
+from .wire.culprit import Answer, Found, Waits, find_culprit
 from .work import Lane, Work
 
 LIMIT_S = 30 * 60.0
@@ -52,8 +53,8 @@ _DRAIN_POLL_S = 0.01
 class Engine:
     """What drives one transport; ``explain`` turns a fault into what the user shall see.
 
-    ``find_culprit`` says who is to blame when nothing moves. ``expects`` may be set: for whom this process waits though
-    nothing under way says so; it is asked from any thread.
+    ``find_culprit`` searches who is to blame when nothing moves. ``expects`` may be set: for whom this process waits
+    though nothing under way says so; it is asked from any thread.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Engine:
         explain: Callable[[Exception], Exception] = lambda error: error,
         has_left: Callable[[int], bool] = lambda _: False,
         on_raise: Callable[[], None] = lambda: None,
-        find_culprit: Callable[[Waits], Culprit | None] = lambda waits: find_culprit(-1, waits, lambda _: None),
+        find_culprit: Callable[[Waits], Found] = lambda waits: find_culprit(-1, waits, lambda _: None),
     ) -> None:
         self.transport = transport
         self.blocked_s = 0.0
@@ -85,6 +86,7 @@ class Engine:
         self._under_way = 0  # works that the end waits for
         self._tolerated = 0  # works that nobody waits for
         self._driver = 0  # the thread that drives
+        self._moves = self._looks = 0  # how often something has moved, and how often nothing had
         self._closing = False
         self._thread = threading.Thread(target=self._progress, name="syncline-progress", daemon=True)
         self._thread.start()
@@ -474,33 +476,54 @@ class Engine:
         spins: int = SPINS,
     ) -> None:
         """Turn the exchange until ``enough()``, until there is nothing left to do, or until a fault, which is kept."""
-        moved = time.monotonic()
+        look_s = min(_POLL_S, self._limit_s / LOOKS)
+        stall: Stall | None = None
         try:
             if first is not None:
                 first()
             while not self._ending:
                 if self._inbox:
                     self._take_tasks()
-                    moved = time.monotonic()
+                    self._moves += 1
+                    stall = None
                 if not self._busy:
                     return
                 if enough():
                     if not self.transport.idle:  # a last chance for acknowledgements; the rest is another's to drive
                         self._exchange.progress(0.0)
                     return
-                left = _POLL_S if deadline is None else min(_POLL_S, max(0.0, deadline - time.perf_counter()))
+                left = look_s if stall is None else stall.patience_s
+                if deadline is not None:
+                    left = min(left, max(0.0, deadline - time.perf_counter()))
                 if self._reducing and self._open_another():
                     left = 0.0
-                if self._exchange.progress(left, spins) or not self._under_way:
-                    moved = time.monotonic()
-                elif time.monotonic() - moved > self._limit_s:
-                    raise self._stalled()
+                if self._exchange.progress(left, spins):
+                    self._moves += 1
+                    stall = None
+                else:
+                    self._looks += 1
+                    stall = self._look_on(stall, look_s)
         except Exception as error:
             # Nonsense from a peer belongs to no message of ours: say at least what it came into.
             shown = labelled(f"during {self.doing}", error) if isinstance(error, ProtocolError) else error
             with contextlib.suppress(Exception):  # an explanation that fails must not hide the fault
                 shown = self._explain(shown)
             self.fail(shown)
+
+    def _look_on(self, stall: Stall | None, look_s: float) -> Stall | None:
+        """Nothing has moved; what is known of that so far. Raises PeerTimeout once it is certain who is to blame."""
+        if not self._under_way:
+            return None
+        if stall is None:
+            return Stall(self._limit_s, look_s, time.monotonic())
+        found = stall.look(time.monotonic(), lambda: self._find_culprit(self.waits()))
+        if found is None:
+            return stall
+        peers = ", ".join(f"rank {peer} ({label})" for peer, label in sorted(self.waits().items())) or "a message"
+        text = f"nothing has moved for {self._limit_s:.0f} s, waiting for {peers}"
+        if found.culprit is None:
+            raise PeerTimeout(text, rank=-1)
+        raise PeerTimeout(f"{text}; rank {found.culprit.rank} {found.culprit.why}", rank=found.culprit.rank)
 
     def _open_another(self) -> bool:
         """Let one reducer more begin, of the most urgent bucket that has one."""
@@ -546,14 +569,13 @@ class Engine:
             waits |= one.waiting_for
         return waits | self._exchange.waiting_for
 
-    def _stalled(self) -> SynclineError:
-        waiting = self.waits()
-        peers = ", ".join(f"rank {peer} ({label})" for peer, label in sorted(waiting.items())) or "a message"
-        text = f"nothing has moved for {self._limit_s:.0f} s, waiting for {peers}"
-        culprit = self._find_culprit(waiting)
-        if culprit is None:
-            return PeerTimeout(text, rank=-1)
-        return PeerTimeout(f"{text}; rank {culprit.rank} {culprit.why}", rank=culprit.rank)
+    def answer(self) -> Answer:
+        """What this process says of itself to one that asks for whom it waits; asked from any thread."""
+        moves, looks = self._moves, self._looks if self._driver or self._busy else -1
+        answer = Answer(self.waits(), moves, looks)
+        if self._driver:
+            self.transport.wake()  # who asks again wants to know that it has looked since
+        return answer
 
     def _arrived(self, work: Work, handle: Handle) -> None:
         self._messages.pop(work, None)

@@ -88,7 +88,7 @@ class Session:
                 on_raise=ending.came_back,
                 find_culprit=ending.find_culprit,
             )
-            ending.waits = self._engine.waits
+            ending.answer = self._engine.answer
 
     # Who we are.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.wire.culprit import ANSWER_BYTES, Culprit, Waits, find_culprit, pack, unpack
+from syncline.wire.culprit import ANSWER_BYTES, Answer, Culprit, Found, Waits, find_culprit, pack, unpack
 
 Graph = dict[int, Waits | None]
 
@@ -14,13 +16,16 @@ Graph = dict[int, Waits | None]
 def found(me: int, graph: Graph) -> Culprit | None:
     asked: list[int] = []
 
-    def ask(peer: int) -> Waits | None:
+    def ask(peer: int) -> Answer | None:
         assert peer != me
         assert peer not in asked
         asked.append(peer)
-        return graph[peer]
+        waits = graph[peer]
+        return None if waits is None else Answer(waits)
 
-    return find_culprit(me, graph[me] or {}, ask)
+    search = find_culprit(me, graph[me] or {}, ask)
+    assert list(search.answers) == asked
+    return search.culprit
 
 
 def test_in_a_ring_it_is_found_from_far_away() -> None:
@@ -58,22 +63,65 @@ def test_who_waits_for_nobody_blames_nobody() -> None:
     assert found(0, {0: {}}) is None
 
 
+BLAMED = Culprit(2, "has not come to bucket 0")
+SERVER = Answer({2: "bucket 0"}, moves=5, looks=3)
+LATE = Answer({}, moves=7)
+SEARCH = Found(BLAMED, {1: SERVER, 2: LATE})
+NEXT = Found(BLAMED, {1: replace(SERVER, looks=4), 2: LATE})
+
+
+def test_a_search_is_confirmed_by_one_after_which_all_have_looked_and_nothing_has_moved() -> None:
+    assert NEXT.confirms(SEARCH)
+    silent = Found(Culprit(1, "does not say for whom it waits in bucket 0"), {1: None})
+    assert silent.confirms(silent)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {1: SERVER, 2: LATE},
+        {1: replace(SERVER, moves=6, looks=4), 2: LATE},
+        {1: replace(SERVER, waits={2: "bucket 1"}, looks=4), 2: LATE},
+        {1: replace(SERVER, looks=-1), 2: LATE},
+        {1: replace(SERVER, looks=4), 2: replace(LATE, looks=1)},
+        {1: replace(SERVER, looks=4), 2: replace(LATE, moves=8)},
+        {1: None, 2: LATE},
+        {2: LATE},
+        {1: replace(SERVER, looks=4), 2: LATE, 3: LATE},
+    ],
+    ids=["has not looked", "moved", "waits for more", "rests", "drives", "came", "is silent", "left out", "one more"],
+)
+def test_what_may_have_changed_between_two_searches_confirms_nothing(answers: dict[int, Answer | None]) -> None:
+    assert not Found(BLAMED, answers).confirms(SEARCH)
+
+
+def test_another_culprit_confirms_nothing() -> None:
+    assert not replace(NEXT, culprit=Culprit(1, "has not come to bucket 0")).confirms(SEARCH)
+
+
 PROCESSES = 300
 waits = st.dictionaries(st.integers(0, PROCESSES - 1), st.text(max_size=60).filter(str.isprintable))
+counts = st.integers(0, 2**63 - 1)
 
 
-@given(waits)
-def test_an_answer_comes_as_it_was_said(said: Waits) -> None:
-    heard = unpack(pack(said), PROCESSES)
+@given(waits, counts, counts | st.just(-1))
+def test_an_answer_comes_as_it_was_said(said: Waits, moves: int, looks: int) -> None:
+    answer = unpack(pack(Answer(said, moves, looks)), PROCESSES)
+    heard = answer.waits
+    assert (answer.moves, answer.looks) == (moves, looks)
     assert list(heard) == sorted(said)
     assert all(said[peer].startswith(label) for peer, label in heard.items())
     assert all(heard[peer] == label for peer, label in said.items() if len(label.encode()) <= 100)
 
 
-def test_the_longest_answer_is_understood() -> None:
-    said = pack(dict.fromkeys(range(PROCESSES), "x" * 1000))
-    assert len(said) == ANSWER_BYTES
-    assert len(unpack(said, PROCESSES)) < PROCESSES
+def test_the_shortest_and_the_longest_answer_are_understood() -> None:
+    assert len(pack(Answer({}))) == min(ANSWER_BYTES)
+    said = pack(Answer(dict.fromkeys(range(PROCESSES), "x" * 1000)))
+    assert len(said) == max(ANSWER_BYTES)
+    assert len(unpack(said, PROCESSES).waits) < PROCESSES
+
+
+COUNTS = pack(Answer({}))
 
 
 def entry(peer: int, text: bytes, size: int | None = None) -> bytes:
@@ -94,17 +142,24 @@ def entry(peer: int, text: bytes, size: int | None = None) -> bytes:
 )
 def test_nonsense_raises(said: bytes) -> None:
     with pytest.raises(ValueError, match="an entry"):
-        unpack(said, 1 if len(said) < 1000 else PROCESSES)
+        unpack(COUNTS + said, 1 if len(said) < 1000 else PROCESSES)
+
+
+def test_counts_that_no_process_has_raise() -> None:
+    with pytest.raises(ValueError, match="cut off"):
+        unpack(COUNTS[:-1], PROCESSES)
+    with pytest.raises(ValueError, match="looked -2 times"):
+        unpack(pack(Answer({}, looks=-2)), PROCESSES)
 
 
 @given(st.binary(max_size=300))
 def test_any_bytes_are_understood_or_refused(said: bytes) -> None:
     try:
-        heard = unpack(said, PROCESSES)
+        heard = unpack(COUNTS + said, PROCESSES)
     except ValueError:
         return
-    assert all(peer < PROCESSES and label.isprintable() for peer, label in heard.items())
+    assert all(peer < PROCESSES and label.isprintable() for peer, label in heard.waits.items())
 
 
 def test_what_a_terminal_would_act_on_is_left_out() -> None:
-    assert unpack(entry(0, b"\x1b[2Jbucket"), 1) == {0: "[2Jbucket"}
+    assert unpack(COUNTS + entry(0, b"\x1b[2Jbucket"), 1).waits == {0: "[2Jbucket"}

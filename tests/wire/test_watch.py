@@ -9,10 +9,10 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from syncline.errors import PeerError, PeerLost
 from syncline.wire import watch
-from syncline.wire.culprit import ANSWER_BYTES, Waits, pack
+from syncline.wire.culprit import ANSWER_BYTES, Answer, pack
 from syncline.wire.member import Member, Roll
 from syncline.wire.watch import Watcher
 
@@ -28,6 +28,13 @@ LIMIT_S = 20.0
 SHORT_S = 0.2
 BEATS_S = 2.0
 """Long enough for a thread of a busy machine to be heard several times within it."""
+RESTS = Answer({})
+QUESTION, ANSWER = 4, 5
+
+
+def numbered(kind: int, number: int, text: bytes = b"") -> bytes:
+    """A question, or the answer to it, as it travels."""
+    return struct.pack("<BxHI", kind, 4 + len(text), number) + text
 
 
 @dataclass
@@ -58,7 +65,7 @@ class Table:
         members: list[Member],
         socks: dict[int, socket.socket],
         liveness_s: float,
-        waits: Waits = MappingProxyType({}),
+        answer: Answer = RESTS,
     ) -> Seat:
         seat: Seat
 
@@ -67,7 +74,7 @@ class Table:
             seat.failed.set()
 
         roll = Roll(index, tuple(members), "a run", b"")
-        watcher = Watcher(roll, socks, on_failure, lambda _: seat.left.set(), liveness_s, lambda: waits)
+        watcher = Watcher(roll, socks, on_failure, lambda _: seat.left.set(), liveness_s, lambda: answer)
         seat = Seat(index, watcher)
         # The process must not end when the "script" does not come back.
         watcher.came_back()
@@ -262,25 +269,25 @@ def test_a_bell_that_has_been_closed_is_not_closed_again_in_a_child(table: Table
 
 
 def test_who_is_asked_says_for_whom_it_waits(table: Table) -> None:
-    """All ask at once, as processes of one machine and of several do; nobody has failed by that."""
-    said: list[Waits] = [{1: "bucket 3"}, {2: "bucket 3", 0: "bucket 4"}, {}]
+    """All ask at once, as processes of one machine and of several do, and again; nobody has failed by that."""
+    said = [Answer({1: "bucket 3"}, 7, 3), Answer({2: "bucket 3", 0: "bucket 4"}, 6, 2), Answer({}, 5)]
     members = [member(0), member(1), member(2, pid_space="elsewhere")]
     socks: list[dict[int, socket.socket]] = [{} for _ in said]
     for low, high in ((0, 1), (0, 2), (1, 2)):
         socks[low][high], socks[high][low] = socket.socketpair()
     seats = [table.seat(index, members, socks[index], LIMIT_S, said[index]) for index in range(3)]
-    heard: dict[tuple[int, int], Waits | None] = {}
+    heard: dict[tuple[int, int], list[Answer | None]] = {}
 
     def ask(seat: Seat) -> None:
         for peer in seat.watcher._socks:
-            heard[seat.index, peer] = seat.watcher.ask(peer)
+            heard[seat.index, peer] = [seat.watcher.ask(peer) for _ in range(3)]
 
     askers = [threading.Thread(target=ask, args=(seat,)) for seat in seats]
     for asker in askers:
         asker.start()
     for asker in askers:
         asker.join(LIMIT_S)
-    assert heard == {(seat.index, peer): said[peer] for seat in seats for peer in range(3) if peer != seat.index}
+    assert heard == {(seat.index, peer): [said[peer]] * 3 for seat in seats for peer in range(3) if peer != seat.index}
     assert all(seat.watcher.failure is None for seat in seats)
 
 
@@ -288,29 +295,51 @@ def test_who_does_not_answer_within_the_limit_has_said_nothing(table: Table, mon
     monkeypatch.setattr(watch, "ANSWER_S", SHORT_S)
     seat, there = table.beside(member(1))
     assert seat.watcher.ask(1) is None
-    assert there.recv(4) == struct.pack("<BxH", 4, 0)
-    there.sendall(struct.pack("<BxH", 4, 0))  # an answer that comes too late does no harm
-    text = pack({0: "bucket 1"})
-    there.sendall(struct.pack("<BxH", 5, len(text)) + text)
-    assert there.recv(4) == struct.pack("<BxH", 5, 0)
+    assert there.recv(8) == numbered(QUESTION, 1)
+    there.sendall(numbered(ANSWER, 1, pack(Answer({0: "bucket 1"}))))  # it comes too late, and does no harm
+    there.sendall(numbered(QUESTION, 1))
+    assert there.recv(100) == numbered(ANSWER, 1, pack(RESTS))
+    assert seat.watcher.ask(1) is None  # what it said before is no answer to this
     assert seat.watcher.failure is None
+
+
+def test_who_does_not_read_gets_one_answer_and_then_no_more(table: Table) -> None:
+    """Of a peer that asks on and on no more is kept here than one answer."""
+    answer = Answer(dict.fromkeys(range(256), "x" * 100))
+    here, there = socket.socketpair()
+    table.raw.append(there)
+    seat = table.seat(0, [member(0), member(1)], {1: here}, LIMIT_S, answer)
+    for number in range(1, 1000):
+        there.sendall(numbered(QUESTION, number))
+    there.sendall(struct.pack("<BxH", 2, 0))
+    assert seat.left.wait(LIMIT_S)  # it has read all that
+    assert 0 < len(seat.watcher._unsent[1]) <= 8 + len(pack(answer))
 
 
 def test_who_has_left_waits_for_nobody(table: Table) -> None:
     seat, there = table.beside(member(1))
     there.sendall(struct.pack("<BxH", 2, 0))
     assert seat.left.wait(LIMIT_S)
-    assert seat.watcher.ask(1) == {}
+    assert seat.watcher.ask(1) == RESTS
 
 
-@pytest.mark.parametrize("waits", [b"\0", struct.pack("<IB", 2, 0), struct.pack("<IB", 0, 9)])
-def test_a_nonsensical_answer_is_the_fault_of_who_gives_it(table: Table, waits: bytes) -> None:
+@pytest.mark.parametrize(
+    "said",
+    [
+        numbered(ANSWER, 1, pack(RESTS) + b"\0"),
+        numbered(ANSWER, 1, pack(RESTS) + struct.pack("<IB", 2, 0)),
+        numbered(ANSWER, 1, pack(RESTS) + struct.pack("<IB", 0, 9)),
+        numbered(ANSWER, 2, pack(RESTS)),
+        numbered(ANSWER, 1, pack(RESTS)) * 2,
+    ],
+    ids=["cut off", "no such rank", "a cut label", "to another question", "twice"],
+)
+def test_a_nonsensical_answer_is_the_fault_of_who_gives_it(table: Table, said: bytes) -> None:
     seat, there = table.beside(member(1))
-    there.sendall(struct.pack("<BxH", 4, 0))
     asker = threading.Thread(target=seat.watcher.ask, args=(1,))
     asker.start()
-    assert sorted(there.recv(4)[:1] for _ in range(2)) == [b"\4", b"\5"]
-    there.sendall(struct.pack("<BxH", 5, len(waits)) + waits)
+    assert there.recv(8) == numbered(QUESTION, 1)
+    there.sendall(said)
     assert seat.culprit() == 1
     assert "broke the protocol" in str(seat.failures[0])
     asker.join(LIMIT_S)
@@ -321,7 +350,7 @@ def test_a_failure_ends_the_wait_for_an_answer(table: Table, monkeypatch: pytest
     seat, there = table.beside(member(1))
     asker = threading.Thread(target=seat.watcher.ask, args=(1,), daemon=True)
     asker.start()
-    assert there.recv(4) == struct.pack("<BxH", 4, 0)
+    assert there.recv(8) == numbered(QUESTION, 1)
     there.close()
     asker.join(LIMIT_S)
     assert not asker.is_alive()
@@ -333,8 +362,28 @@ def test_who_has_asked_or_answered_is_alive_for_others(table: Table) -> None:
     table.raw.append(pairs[0, 2][1])
     first = table.seat(0, members, {1: pairs[0, 1][0], 2: pairs[0, 2][0]}, BEATS_S)
     second = table.seat(1, members, {0: pairs[0, 1][1]}, BEATS_S)
-    assert first.watcher.ask(1) == {}  # from now on neither has beats
+    assert first.watcher.ask(1) == RESTS  # for a moment neither has beats
     assert [first.culprit(), second.culprit()] == [2, 2]
+
+
+def test_who_has_asked_leaves_the_beats_to_compiled_code_again(table: Table) -> None:
+    """The run may go on, and a busy interpreter is not to be taken for a dead one then either."""
+    members = [member(0, pid_space="a"), member(1, pid_space="b")]
+    mine, theirs = socket.socketpair()
+    seats = [
+        table.seat(0, members, {1: mine}, BEATS_S),
+        table.seat(1, members, {0: theirs}, BEATS_S),
+    ]
+    before = [seat.watcher._beats for seat in seats]
+    assert seats[0].watcher.ask(1) == RESTS
+    for seat, ended in zip(seats, before, strict=True):
+        assert ended is not None
+        assert ended.bell == -1
+        seat.watcher._look(time.monotonic())
+        assert seat.watcher._beats is not ended
+        assert seat.watcher._beats is not None
+        assert seat.watcher._beats._thread.is_alive()
+        assert seat.watcher.failure is None
 
 
 @pytest.fixture
@@ -391,10 +440,13 @@ def test_nothing_is_left_behind() -> None:
         struct.pack("<BxH", 1, 65535) + bytes(65535),
         struct.pack("<BxH", 0, 0),
         struct.pack("<BxH", 200, 9) + b"whatever!",
-        struct.pack("<BxH", 4, 1) + b"x",
-        struct.pack("<BxH", 4, 0) * 2,
-        struct.pack("<BxH", 5, 0),
-        struct.pack("<BxH", 5, ANSWER_BYTES + 1) + bytes(ANSWER_BYTES + 1),
+        struct.pack("<BxH", QUESTION, 0),
+        numbered(QUESTION, 2),
+        numbered(QUESTION, 1) * 2,
+        struct.pack("<BxH", ANSWER, 0),
+        numbered(ANSWER, 0, pack(RESTS)),
+        numbered(ANSWER, 1, pack(RESTS)),
+        numbered(ANSWER, 1, bytes(ANSWER_BYTES.stop)),
     ],
     ids=lambda said: f"{said[0]}-{len(said)}",
 )

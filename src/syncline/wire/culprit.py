@@ -6,7 +6,13 @@ wait-for graph, with the edges as each process tells them (Chandy, Misra, Haas, 
 Its end is the culprit: a process that waits for nobody, because it has not come to the operation. One that does not
 answer ends the search too. Where all wait for each other, the last one is named.
 
-Owns the search and how an answer is written. Knows no socket, thread or clock: ``watch`` carries the answers.
+The answers of one search are of different moments, and one that is busy, or was stopped a moment ago, may not have read
+yet what lies before it: it says that it waits for nobody, and is innocent. So a search counts if a second one finds the
+same, and each process asked has looked for messages in between and not moved. Then all answers are true at once, at any
+moment between the two (the double collect of Afek et al., "Atomic snapshots of shared memory", 1993).
+
+Owns the search and how an answer is written. Knows no socket, thread or clock: ``watch`` carries the answers, ``stall``
+says when to search.
 """
 
 from __future__ import annotations
@@ -21,8 +27,27 @@ Waits = Mapping[int, str]
 _ENTRIES = 256
 _LABEL_BYTES = 100
 _ENTRY = struct.Struct("<IB")
-ANSWER_BYTES = _ENTRIES * (_ENTRY.size + _LABEL_BYTES)
-"""The longest answer."""
+_COUNTS = struct.Struct("<Qq")
+ANSWER_BYTES = range(_COUNTS.size, _COUNTS.size + _ENTRIES * (_ENTRY.size + _LABEL_BYTES) + 1)
+"""How long an answer may be."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a process says of itself: for whom it waits, and what tells two answers apart.
+
+    ``moves`` counts what has come, gone or begun in it, ``looks`` how often it has looked for more in vain; -1 where it
+    has nothing to look for.
+    """
+
+    waits: Waits
+    moves: int = 0
+    looks: int = -1
+
+    def still(self, before: Answer) -> bool:
+        """Whether nothing has moved since it gave the answer ``before``, and it has looked."""
+        same = (self.waits, self.moves) == (before.waits, before.moves)
+        return same and (self.looks > before.looks >= 0 or self.looks == before.looks == -1)
 
 
 @dataclass(frozen=True)
@@ -33,40 +58,61 @@ class Culprit:
     why: str
 
 
-def find_culprit(me: int, waits: Waits, ask: Callable[[int], Waits | None]) -> Culprit | None:
-    """Follow from ``me``, which waits for ``waits``, who waits for whom; None when that is nobody.
+@dataclass(frozen=True)
+class Found:
+    """What one search has found: who is to blame, and what each said that was asked, None if nothing."""
 
-    ``ask`` says for whom a process waits, None when it does not answer. Each is asked once at most.
+    culprit: Culprit | None
+    answers: Mapping[int, Answer | None]
+
+    def confirms(self, before: Found) -> bool:
+        """Whether this search, a later one, shows that what the one before has found was true."""
+        if self.culprit != before.culprit or self.answers.keys() != before.answers.keys():
+            return False
+        pairs = [(now, before.answers[peer]) for peer, now in self.answers.items()]
+        return all(now is then is None or (now and then and now.still(then)) for now, then in pairs)
+
+
+def find_culprit(me: int, waits: Waits, ask: Callable[[int], Answer | None]) -> Found:
+    """Follow from ``me``, which waits for ``waits``, who waits for whom; nobody is to blame when that is nobody.
+
+    ``ask`` says what a process answers, None when it does not. Each is asked once at most.
     """
-    asked, last = {me}, None
+    answers: dict[int, Answer | None] = {}
+    last = None
     todo = sorted(waits.items(), reverse=True)
     while todo:
         peer, label = todo.pop()
-        if peer in asked:
+        if peer == me or peer in answers:
             continue
-        asked.add(peer)
-        theirs = ask(peer)
-        if theirs is None:
-            return Culprit(peer, f"does not say for whom it waits in {label}")
-        if not theirs.keys() - {peer}:
-            return Culprit(peer, f"has not come to {label}")
+        answer = answers[peer] = ask(peer)
+        if answer is None:
+            return Found(Culprit(peer, f"does not say for whom it waits in {label}"), answers)
+        if not answer.waits.keys() - {peer}:
+            return Found(Culprit(peer, f"has not come to {label}"), answers)
         last = Culprit(peer, f"waits for others that wait for it, in {label}")
-        todo += sorted(theirs.items(), reverse=True)
-    return last
+        todo += sorted(answer.waits.items(), reverse=True)
+    return Found(last, answers)
 
 
-def pack(waits: Waits) -> bytes:
+def pack(answer: Answer) -> bytes:
     """An answer as it travels; labels are cut, and nobody needs to know of more than a few hundred processes."""
-    found = []
-    for peer, label in sorted(waits.items())[:_ENTRIES]:
+    found = [_COUNTS.pack(answer.moves, answer.looks)]
+    for peer, label in sorted(answer.waits.items())[:_ENTRIES]:
         text = label.encode(errors="replace")[:_LABEL_BYTES]
         found.append(_ENTRY.pack(peer, len(text)) + text)
     return b"".join(found)
 
 
-def unpack(data: bytes, processes: int) -> Waits:
+def unpack(data: bytes, processes: int) -> Answer:
     """The answer of a process; raises ValueError for what ``pack`` never makes."""
+    if len(data) < _COUNTS.size:
+        raise ValueError("the counts are cut off")
+    moves, looks = _COUNTS.unpack_from(data)
+    if looks < -1:
+        raise ValueError(f"a process that has looked {looks} times")
     waits: dict[int, str] = {}
+    data = data[_COUNTS.size :]
     while data:
         if len(data) < _ENTRY.size:
             raise ValueError("an entry is cut off")
@@ -76,4 +122,4 @@ def unpack(data: bytes, processes: int) -> Waits:
             raise ValueError(f"an entry of {size} bytes for rank {peer}")
         label = text.decode(errors="ignore")
         waits[peer] = "".join(char for char in label if char.isprintable())
-    return waits
+    return Answer(waits, moves, looks)

@@ -8,8 +8,8 @@
   A busy interpreter is never taken for a dead one.
 * Whoever finds a culprit, or raises itself, tells everyone: an abort message carries the *first* culprit, so nobody
   blames a neighbour that merely left because of it.
-* Whoever finds that nothing moves asks for whom the others wait (``culprit``). The answer is given here, whatever the
-  other threads do.
+* Whoever finds that nothing moves asks for whom the others wait (``culprit``), more than once. The answer is given
+  here, whatever the other threads do.
 
 The error is printed at once. If the user's thread has not come back to Syncline within ``GRACE_S``, for instance
 because it sits in a data loader that waits for a dead process, the process ends.
@@ -31,7 +31,7 @@ from pathlib import Path
 
 from ..errors import PeerError, PeerLost
 from .beats import Beats
-from .culprit import ANSWER_BYTES, Waits, pack, unpack
+from .culprit import ANSWER_BYTES, Answer, pack, unpack
 from .member import Member, Roll, printable
 from .saying import first_time, in_bytes, say
 
@@ -51,14 +51,15 @@ _LINGER_S = 0.5
 
 _FRAME = struct.Struct("<BxH")
 _CULPRIT = struct.Struct("<I")
+_NUMBER = struct.Struct("<I")  # of a question, and in its answer
 _HEARTBEAT, _GOODBYE, _ABORT, _QUESTION, _ANSWER = 1, 2, 3, 4, 5
 _REASON_BYTES = 4000
 _SIZES = {
     _HEARTBEAT: range(1),
     _GOODBYE: range(1),
     _ABORT: range(_CULPRIT.size, _CULPRIT.size + _REASON_BYTES + 1),
-    _QUESTION: range(1),
-    _ANSWER: range(ANSWER_BYTES + 1),
+    _QUESTION: range(_NUMBER.size, _NUMBER.size + 1),
+    _ANSWER: range(_NUMBER.size + ANSWER_BYTES.start, _NUMBER.size + ANSWER_BYTES.stop),
 }
 FAILED_STATUS = 1
 """The exit status of a process that is ended because of another one."""
@@ -79,7 +80,7 @@ class Watcher:
     """Watches all peers from its own thread until closed.
 
     ``on_failure`` is called once, in that thread, with the error that names the first culprit; ``on_left`` with the
-    index of a peer that said goodbye. ``waits`` says, in that thread, for whom this process waits.
+    index of a peer that said goodbye. ``answer`` says, in that thread, for whom this process waits.
     """
 
     def __init__(
@@ -89,23 +90,23 @@ class Watcher:
         on_failure: Callable[[PeerError], None],
         on_left: Callable[[int], None],
         liveness_s: float = LIVENESS_S,
-        waits: Callable[[], Waits] = dict,
+        answer: Callable[[], Answer] = lambda: Answer({}),
     ) -> None:
         self.failure: PeerError | None = None
         self.failed = threading.Event()
         self.left: set[int] = set()
         self._roll, self._socks = roll, dict(socks)
-        self._on_failure, self._on_left, self._waits = on_failure, on_left, waits
+        self._on_failure, self._on_left, self._answer = on_failure, on_left, answer
         self._liveness_s = liveness_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closing = False
         self._linger_until = 0.0
         self._open = set(socks)
         self._told = self._told_own = False  # whether this process has told of a failure, and of its own
         self._unsent: dict[int, bytes] = {}
-        self._asked: set[int] = set()  # whom this process has asked for whom it waits
-        self._asked_by: set[int] = set()
-        self._answers: dict[int, Waits] = {}
+        self._asked = dict.fromkeys(socks, 0)  # how often this process has asked each
+        self._asked_by = dict.fromkeys(socks, 0)
+        self._answers: dict[int, tuple[int, Answer | None]] = dict.fromkeys(socks, (0, None))  # by question's number
         self._answered = threading.Condition()
         self._came_back = threading.Event()
         self._partial = dict.fromkeys(socks, b"")
@@ -117,9 +118,9 @@ class Watcher:
         self._local = {peer: roll.members[peer].pid for peer in socks if sees(me, roll.members[peer])}
         self._tick_s = min(1.0, liveness_s / 4)
         far = {peer: sock for peer, sock in socks.items() if peer not in self._local}
-        self._far = tuple(far)
+        self._far = far
         self._beats_here = False  # whether beats are sent by this thread instead
-        self._beats = Beats(far, _FRAME.pack(_HEARTBEAT, 0), self._tick_s) if far else None
+        self._beats = self._new_beats() if far else None
         for peer, sock in self._socks.items():
             sock.setblocking(False)
             if sock.family != socket.AF_UNIX:
@@ -149,15 +150,16 @@ class Watcher:
         self._told_own = self._told_own or index == self._roll.index
         self._tell_all(_ABORT, _CULPRIT.pack(index) + in_bytes(reason)[:_REASON_BYTES])
 
-    def ask(self, peer: int) -> Waits | None:
-        """For whom a peer waits; None when it does not say so within ``ANSWER_S``. Asked once, before a failure."""
+    def ask(self, peer: int) -> Answer | None:
+        """For whom a peer waits; None when it does not say so within ``ANSWER_S``. Asked by one thread at a time."""
         if peer in self.left:
-            return {}
-        self._asked.add(peer)
-        self._say(peer, _QUESTION)
+            return Answer({})
+        number = self._asked[peer] = self._asked[peer] + 1
+        self._say(peer, _QUESTION, _NUMBER.pack(number))
         with self._answered:
-            self._answered.wait_for(lambda: peer in self._answers or self.failure is not None, ANSWER_S)
-        return self._answers.get(peer)
+            self._answered.wait_for(lambda: self._answers[peer][0] == number or self.failure is not None, ANSWER_S)
+            answered, answer = self._answers[peer]
+        return answer if answered == number else None
 
     def goodbye(self) -> None:
         """Tell everyone that this process has ended its part."""
@@ -197,15 +199,17 @@ class Watcher:
 
     def _say(self, peer: int, kind: int, text: bytes = b"") -> None:
         """Say something that is not the end: all still have to hear that this process lives."""
-        self._beats_here = True
-        self._end_beats()
-        self._tell(peer, kind, text)
+        with self._lock:
+            self._beats_here = True
+            self._end_beats()
+            self._tell(peer, kind, text)
 
     def _tell_all(self, kind: int, text: bytes = b"") -> None:
-        self._beats_here = False
-        self._end_beats()
-        for peer in list(self._socks):
-            self._tell(peer, kind, text)
+        with self._lock:
+            self._beats_here = False
+            self._end_beats()
+            for peer in list(self._socks):
+                self._tell(peer, kind, text)
 
     def _end_beats(self) -> None:
         """From now on words are written here, behind what a beat has begun."""
@@ -213,15 +217,36 @@ class Watcher:
             if self._beats is not None:
                 self._unsent.update(self._beats.end())
 
+    def _beat_again(self) -> bool:
+        """After words that were not the end, leave the beats to compiled code again, once no word is cut off."""
+        with self._lock:
+            for peer, sock in self._far.items():
+                self._push(peer, sock)
+            if not self._beats_here or self._told or any(self._unsent.get(peer) for peer in self._far):
+                return False
+            self._beats_here = False
+            if self._far:
+                self._beats = self._new_beats()
+                self._beats.start()
+            return True
+
+    def _new_beats(self) -> Beats:
+        return Beats(self._far, _FRAME.pack(_HEARTBEAT, 0), self._tick_s)
+
+    def _push(self, peer: int, sock: socket.socket) -> None:
+        """Send what is unsent, as much as is taken now: the rest goes before the next word."""
+        # A control buffer that is full belongs to a peer that has not read for long; its silence is found elsewhere.
+        rest = self._unsent.get(peer, b"")
+        with contextlib.suppress(OSError):
+            self._unsent[peer] = rest[sock.send(rest, socket.MSG_NOSIGNAL) :] if rest else b""
+
     def _tell(self, peer: int, kind: int, text: bytes = b"") -> None:
         sock = self._socks.get(peer)
         if sock is None or (peer in self.left and kind != _GOODBYE):
             return
-        # A control buffer that is full belongs to a peer that has not read for long; its silence is found elsewhere.
-        with self._lock, contextlib.suppress(OSError):
-            rest = self._unsent.get(peer, b"") + _FRAME.pack(kind, len(text)) + text
-            self._unsent[peer] = rest  # what is not taken now goes before the next word
-            self._unsent[peer] = rest[sock.send(rest, socket.MSG_NOSIGNAL) :]
+        with self._lock:
+            self._unsent[peer] = self._unsent.get(peer, b"") + _FRAME.pack(kind, len(text)) + text
+            self._push(peer, sock)
 
     def _watch(self) -> None:
         tick, last = self._tick_s, time.monotonic()
@@ -286,10 +311,11 @@ class Watcher:
             reason = printable(text[_CULPRIT.size :].decode(errors="ignore"))
             if culprit != self._roll.index or not self._told_own:  # else our own news, come back
                 self._fail(culprit, reason)
-        elif kind == _QUESTION:
-            self._asked_by.add(peer)
-            if not self._told:  # else it has heard who is to blame
-                self._say(peer, _ANSWER, pack(self._waits()))
+        elif kind == _QUESTION and not self._told:  # else it has heard who is to blame
+            said = text + pack(self._answer())
+            with self._lock:
+                if not self._unsent.get(peer):  # whoever does not read gets no more than one
+                    self._say(peer, _ANSWER, said)
 
     def _makes_sense(self, peer: int, kind: int, text: bytes) -> bool:
         """Whether a process of this version says that; of an answer, keep it."""
@@ -299,21 +325,28 @@ class Watcher:
         if kind == _ABORT:
             return bool(_CULPRIT.unpack_from(text)[0] < members)
         if kind == _QUESTION:
-            return peer not in self._asked_by
+            (number,) = _NUMBER.unpack(text)
+            self._asked_by[peer] += 1
+            return bool(number == self._asked_by[peer])
         return kind != _ANSWER or self._take_answer(peer, text)
 
     def _take_answer(self, peer: int, text: bytes) -> bool:
-        """Keep an answer, the only one to a question; False for one that was not asked for, or that is none."""
-        if peer not in self._asked or peer in self._answers:
+        """Keep an answer; False for one to what was not asked, for a second one to a question, and for nonsense."""
+        (number,) = _NUMBER.unpack_from(text)
+        if not self._answers[peer][0] < number <= self._asked[peer]:
             return False
-        with contextlib.suppress(ValueError), self._answered:
-            self._answers[peer] = unpack(text, len(self._roll.members))
+        try:
+            answer = unpack(text[_NUMBER.size :], len(self._roll.members))
+        except ValueError:
+            return False
+        with self._answered:
+            self._answers[peer] = number, answer
             self._answered.notify()
-        return peer in self._answers
+        return True
 
     def _look(self, now: float) -> None:
         """Look at everyone's state, and show that this process lives where nothing else does."""
-        if self._beats_here:
+        if self._beats_here and not self._beat_again():
             for peer in self._far:
                 if not self._unsent.get(peer):
                     self._tell(peer, _HEARTBEAT)
