@@ -192,11 +192,18 @@ def compare(
     "--codecs", multiple=True, metavar="TEXT...",
     help="What to train with, such as int8 topk(ratio=0.01) feedback(onebit); default: every codec, and with feedback.",
 )  # fmt: skip
+@click.option(
+    "--strategies", multiple=True, metavar="TEXT...",
+    help="Whole strategies instead, each quoted, as compare takes them, and single: one worker, beside which the others"
+    " then stand.",
+)  # fmt: skip
 @click.option("--epochs", type=click.IntRange(min=1), help="Passes over the data; default: the workload's.")
+@click.option("--iterations", type=click.IntRange(min=1), help="Training steps, instead of --epochs.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
 @click.option(
     "--markdown", "markdown_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the table here."
 )
+@click.option("--report", "report_path", type=click.Path(dir_okay=False, path_type=Path), help="Write a page here.")
 @click.option(
     "--resume", "resume_path", type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Keep this file's trainings, run the others, and write them to it (or to --json).",
@@ -206,12 +213,17 @@ def accuracy(
     workers: int,
     seeds: tuple[str, ...],
     codecs: tuple[str, ...],
+    strategies: tuple[str, ...],
     epochs: int | None,
+    iterations: int | None,
     json_path: Path | None,
     markdown_path: Path | None,
+    report_path: Path | None,
     resume_path: Path | None,
 ) -> None:
-    """Train one workload with every codec, with and without error feedback, and show what is left of the accuracy."""
+    """Train one workload with every codec, or under strategies, from several seeds, and show what accuracy is left."""
+    if epochs is not None and iterations is not None:
+        raise click.UsageError("--epochs and --iterations exclude each other")
     from .bench import accuracy as table
     from .grammar import read_list, read_value
 
@@ -220,9 +232,12 @@ def accuracy(
         workers,
         [read_value(seed, int, "--seeds") for seed in read_list(seeds)] or table.SEEDS,
         read_list(codecs),
+        strategies,
         epochs=epochs,
+        iterations=iterations,
         json_path=json_path,
         markdown_path=markdown_path,
+        report_path=report_path,
         resume_path=resume_path,
     )
     sys.exit(status)

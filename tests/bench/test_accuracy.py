@@ -15,14 +15,15 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from syncline import registry
-from syncline.bench import accuracy
-from syncline.bench.cases import Case
+from syncline.bench import accuracy, compare, processes
+from syncline.bench.accuracy import strategy_of
+from syncline.bench.cases import Case, plan_of
 from syncline.bench.contenders import contender_of
 from syncline.cli import cli
 from syncline.errors import DataError
 from syncline.report import accuracy_table
-from syncline.report.accuracy_rows import DENSE, AccuracyResult, AccuracyRun
-from syncline.report.rows import Row
+from syncline.report.accuracy_rows import AccuracyResult, AccuracyRun
+from syncline.report.rows import Point, Row
 from syncline.strategy import Strategy
 
 pytest.importorskip("torch")
@@ -30,7 +31,8 @@ pytest.importorskip("sklearn")
 
 FIELDS = {
     "codec", "feedback", "accuracy", "median_accuracy", "lowest", "highest", "bytes_sent_per_step", "of_dense_bytes",
-    "points_below_dense", "workload", "workers", "seeds", "error",
+    "points_below_dense", "workload", "workers", "seeds", "error", "strategy", "chosen", "scatter_points",
+    "within_scatter",
 }  # fmt: skip
 
 
@@ -39,6 +41,9 @@ QUICK = (
     "from syncline.bench.train import main; main(sys.argv[1])"
 )
 """``bench.train`` without torch's compiler, which takes two seconds of every process."""
+
+
+CURVE = (Point(1, 0.1, loss=2.0), Point(2, 0.2, loss=1.0), Point(2, 0.2, accuracy=0.5, test_loss=1.5))
 
 
 def command(*arguments: str | Path) -> Result:
@@ -54,17 +59,21 @@ class Trained:
 
     def __init__(self, spoil: Callable[[Row, int], Row] = lambda row, _: row) -> None:
         self.asked: list[tuple[str, int]] = []
+        self.cases: list[Case] = []
         self._spoil = spoil
 
     def __call__(self, case: Case, workload: str, seed: int, limit_s: float, progress: Any) -> Row:
         assert workload == "digits"
         assert limit_s > 0
         self.asked.append((case.strategy, seed))
+        self.cases.append(case)
         progress.begin(case.strategy, case.workers, case.iterations)
         progress.advance(case.iterations, 0.5, 100.0)
-        accuracy, sent = (0.98, 800.0) if case.strategy == "direct" else (0.9, 200.0)
+        accuracy = 0.9 if "codec" in case.strategy else 0.98
+        sent = 0.0 if case.workers == 1 else 200.0 if "codec" in case.strategy else 800.0
         row = Row(case.strategy, case.workers, accuracy + seed / 1000, 0.1, bytes_sent_per_step=sent)
-        row = self._spoil(replace(row, replicas_equal=True), len(self.asked))
+        row = replace(row, replicas_equal=True, chosen=f"{case.strategy} sync=bsp", replica_sha256="d", curve=CURVE)
+        row = self._spoil(row, len(self.asked))
         progress.end("done")
         return row
 
@@ -81,7 +90,7 @@ def result_of(*runs: AccuracyRun) -> AccuracyResult:
 
 
 def run_of(codec: str, seed: int, accuracy: float | None, feedback: bool = False, **more: Any) -> AccuracyRun:
-    return AccuracyRun(codec, feedback, seed, f"direct codec={codec}", accuracy, **more)
+    return AccuracyRun(codec, feedback, seed, strategy_of((codec, feedback)), accuracy, **more)
 
 
 @pytest.mark.slow
@@ -111,7 +120,7 @@ def test_real_processes_fill_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_every_codec_is_trained_without_feedback_and_with_it_where_that_converges() -> None:
     ways = accuracy.ways_of(())
-    assert ways[0] == DENSE
+    assert ways[0] == accuracy.DENSE
     assert len(set(ways)) == len(ways)
     named = {name.partition("(")[0] for name, _ in ways}
     assert named == set(registry.names("codecs")) - {"feedback"}
@@ -122,20 +131,20 @@ def test_every_codec_is_trained_without_feedback_and_with_it_where_that_converge
 
 def test_strategies_say_what_is_fed_back_and_can_be_built() -> None:
     for name, feedback in accuracy.ways_of(()):
-        text = accuracy.strategy_of((name, feedback))
+        text = strategy_of((name, feedback))
         assert contender_of(text, 4, one_host=True).text == text
         codec = Strategy.parse(text).codec
         assert codec.name == ("feedback" if feedback and not name.startswith("adaptive") else name.partition("(")[0])
-    assert accuracy.strategy_of(("int8", False)) == "direct codec=int8 feedback=off"
-    assert accuracy.strategy_of(("int8", True)) == "direct codec=feedback(int8)"
-    assert accuracy.strategy_of(("fp16", False)) == "direct codec=fp16"
+    assert strategy_of(("int8", False)) == "direct codec=int8 feedback=off"
+    assert strategy_of(("int8", True)) == "direct codec=feedback(int8)"
+    assert strategy_of(("fp16", False)) == "direct codec=fp16"
     warmed = "feedback(onebit, warmup=9)"
     assert accuracy.ways_of([warmed])[1:] == ((warmed, True),)
-    assert accuracy.strategy_of((warmed, True)) == f"direct codec={warmed}"
+    assert strategy_of((warmed, True)) == f"direct codec={warmed}"
 
 
 def test_named_codecs_come_after_dense_and_once() -> None:
-    assert accuracy.ways_of(["feedback(int8)", "int8", "none"]) == (DENSE, ("int8", True), ("int8", False))
+    assert accuracy.ways_of(["feedback(int8)", "int8", "none"]) == (accuracy.DENSE, ("int8", True), ("int8", False))
     assert accuracy.ways_of(["topk(ratio=0.9)"])[1:] == (("topk(ratio=0.9)", False), ("topk(ratio=0.9)", True))
     assert accuracy.ways_of(["adaptive(int4)"])[1:] == (("adaptive(int4)", True),)
 
@@ -159,6 +168,8 @@ def test_rows_are_medians_over_what_finished_beside_dense() -> None:
     assert int8.of_dense_bytes == pytest.approx(0.25)
     assert int8.error == "seed 1: rank 1 died"
     assert sign.points_below_dense == pytest.approx(-1.0)
+    assert [row.scatter_points for row in (none, int8, sign)] == [pytest.approx(9), pytest.approx(2), None]
+    assert [row.within_scatter for row in (none, int8, sign, onebit)] == [None, True, True, None]
     assert onebit.accuracy == (None,)
     assert onebit.median_accuracy is onebit.points_below_dense is onebit.of_dense_bytes is None
     alone = result_of(run_of("int8", 0, 0.9, bytes_sent_per_step=1.0)).rows[0]
@@ -166,7 +177,7 @@ def test_rows_are_medians_over_what_finished_beside_dense() -> None:
 
 
 def test_the_file_can_be_read_back() -> None:
-    found = result_of(run_of("none", 0, 0.9), run_of("int8", 0, None, error="no"))
+    found = result_of(run_of("none", 0, 0.9, curve=CURVE), run_of("int8", 0, None, error="no"))
     assert AccuracyResult.from_json(found.to_json()) == found
     for text in ("", "[]", "{}", '{"runs": [{"codec": "int8"}]}'):
         with pytest.raises(DataError, match="not a result file of syncline accuracy"):
@@ -192,8 +203,8 @@ def test_the_tables_have_every_row_and_fit(width: int) -> None:
     page = accuracy_table.markdown(found)
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert len(rows) == len(found.rows)
-    assert {line.count("|") for line in page.splitlines() if line.startswith("|")} == {8}
-    assert "| `topk(ratio=0.01)` | yes | 98.77 | 98.77 - 98.77 | 0.00 | 1.14 MiB | 100 % |" in rows
+    assert {line.count("|") for line in page.splitlines() if line.startswith("|")} == {9}
+    assert "| `topk(ratio=0.01)` | yes | 98.77 | 98.77 - 98.77 | 0.00 | yes | 1.14 MiB | 100 % |" in rows
     assert "Failed: `int8(block=64)` with feedback: seed 1: rank 1 died." in page
     assert page.startswith("cifar10, 4 workers, seeds 0, 1; 12 epochs, 276 iterations of 64 images.")
     assert "somebody" not in page
@@ -208,6 +219,78 @@ def test_dense_comes_first_and_every_training_is_kept(trained: Trained, tmp_path
     assert trained.asked == [(text, seed) for text in texts for seed in (4, 1)]
     assert [row.seeds for row in read(path).rows] == [(4, 1)] * 3
     assert read(path).rows[1].of_dense_bytes == 0.25
+
+
+def test_strategies_stand_beside_the_single_worker_or_else_the_first(trained: Trained, tmp_path: Path) -> None:
+    path, page = tmp_path / "r.json", tmp_path / "r.html"
+    texts = ("ring", "single", "ps(servers=1)", "direct codec=int8")
+    done = command("--strategies", *texts, "--seeds", "0", "1", "2", "--json", path, "--report", page)
+    assert done.exit_code == 0, done.output
+    names = ("single", "ring", "ps(servers=1)", "direct codec=feedback(int8)")
+    assert trained.asked == [(name, seed) for name in names for seed in (0, 1, 2)]
+    found = read(path)
+    assert {(run.codec, run.feedback, run.replica_sha256, run.curve) for run in found.runs} == {
+        (None, None, "d", CURVE)
+    }
+    assert [(row.strategy, row.within_scatter, row.of_dense_bytes) for row in found.rows] == [
+        ("single", None, 0),
+        ("ring", True, 1),
+        ("ps(servers=1)", True, 1),
+        ("direct codec=feedback(int8)", False, 0.25),
+    ]
+    assert found.rows[1].chosen == "ring sync=bsp"
+    assert found.rows[1].scatter_points == pytest.approx(0.2)
+    assert "points below single" in " ".join(done.output.split())
+    assert all(name in page.read_text() for name in names)
+    assert page.read_text().count("<figure>") == 2
+    assert command("--strategies", "ring", "direct", "--seeds", "0", "--json", path).exit_code == 0
+    assert read(path).reference == "ring"
+    assert [(row.within_scatter, row.scatter_points) for row in read(path).rows] == [(None, None)] * 2
+
+
+def test_a_training_is_a_row_of_a_comparison(trained: Trained) -> None:
+    """The same case from the same seed; how it is run is ``measure`` for both."""
+    texts = ("single", "ps(servers=2)", "ddp")
+    for length in ({"iterations": 7}, {"epochs": 2}, {}):
+        trained.cases.clear()
+        options = [part for name, value in length.items() for part in (f"--{name}", str(value))]
+        assert command("--workers", "3", "--strategies", *texts, "--seeds", "5", *options).exit_code == 0
+        plan = plan_of("digits", 3, texts, *map(length.get, ("epochs", "iterations")), None, 5, None, None)
+        assert tuple(trained.cases) == plan.cases
+    assert compare.measure is processes.measure
+
+
+def test_seeds_and_strategies_are_added_to_a_file(trained: Trained, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    assert command("--codecs", "feedback(int8)", "--seeds", "0", "--json", path).exit_code == 0
+    assert read(path).of_codecs
+    more = ("--strategies", "single", "direct", "direct codec=int8", "--resume", path)
+    assert command(*more, "--seeds", "0").exit_code == 0
+    assert command(*more, "--seeds", "1", "0").exit_code == 0
+    texts = ("single", "direct", "direct codec=feedback(int8)")
+    assert trained.asked == [(texts[1], 0), (texts[2], 0), (texts[0], 0), *((text, 1) for text in texts)]
+    found = read(path)
+    assert not found.of_codecs
+    assert found.reference == "single"
+    assert [(row.strategy, row.seeds) for row in found.rows] == [(text, (1, 0)) for text in texts]
+
+
+def test_an_older_file_is_read_and_resumed(trained: Trained, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    asked = ("--codecs", "feedback(int8)", "--seeds", "0")
+    assert command(*asked, "--json", path).exit_code == 0
+    data = json.loads(path.read_text())
+    for name in ("rows", "reference"):
+        del data[name]
+    for run in data["runs"]:
+        del run["curve"], run["replica_sha256"]
+    path.write_text(json.dumps(data))
+    page = tmp_path / "r.html"
+    assert command(*asked[:-1], "0", "1", "--resume", path, "--report", page).exit_code == 0
+    assert [seed for _, seed in trained.asked] == [0, 0, 1, 1]
+    assert [bool(run.curve) for run in read(path).runs] == [False, True] * 2
+    assert [row.within_scatter for row in read(path).rows] == [None, False]
+    assert page.read_text().count("<figure>") == 2
 
 
 def test_an_interrupt_keeps_what_is_there_and_resume_adds_the_rest(
@@ -232,7 +315,7 @@ def test_an_interrupt_keeps_what_is_there_and_resume_adds_the_rest(
     done = command(*asked, "--resume", path)
     assert done.exit_code == 0, done.output
     assert "3 trainings" in done.output
-    assert rest.asked == [cut.asked[3], *((accuracy.strategy_of(("int8", True)), seed) for seed in (0, 1))]
+    assert rest.asked == [cut.asked[3], *((strategy_of(("int8", True)), seed) for seed in (0, 1))]
     assert [(run.feedback, run.seed) for run in read(path).runs[2:]] == [(False, 0), (False, 1), (True, 0), (True, 1)]
     again, other = Trained(), tmp_path / "other.json"
     monkeypatch.setattr(accuracy, "measure", again)
@@ -275,6 +358,14 @@ def test_a_training_that_failed_is_listed_and_run_again(
         (["--seeds", "one"], "--seeds"),
         (["--epochs", "0"], "x>=1"),
         (["--json", "same.json", "--markdown", "same.json"], "choose two"),
+        (["--report", "same", "--markdown", "same"], "--markdown and --report both name the file"),
+        (["--iterations", "0"], "x>=1"),
+        (["--iterations", "5", "--epochs", "1"], "exclude each other"),
+        (["--codecs", "int8", "--strategies", "ring"], "direct codec=int8"),
+        (["--strategies", "rong"], "did you mean 'ring'"),
+        (["--strategies", "ring", "ring"], "listed twice"),
+        (["--strategies", "ps(servers=0)"], "servers"),
+        (["--report", "nowhere/page.html"], "there is no folder"),
         (["--json", "/proc/nowhere/rows.json"], "choose another path"),
     ],
 )
@@ -306,7 +397,7 @@ def test_only_a_file_of_the_same_work_is_resumed(trained: Trained, tmp_path: Pat
 def test_no_row_of_the_documentation_ends_at_chance() -> None:
     """Digits have ten classes; a codec whose default ends there has the wrong default."""
     text = (Path(__file__).parents[2] / "docs" / "accuracy.md").read_text(encoding="utf-8")
-    rows = [line.split("|") for line in text.splitlines() if line.startswith("| `") and line.count("|") == 8]
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| `") and line.count("|") == 9]
     assert len(rows) > 30
     for row in rows:
         lowest, _, _ = row[4].partition(" - ")

@@ -54,6 +54,7 @@ def test_rows_on_standard_output_are_all_there_is(line: str) -> None:
     [
         (f"{LINES[0]} --report -", "<!doctype html>"),
         (f"{LINES[1]} --markdown -", "digits, 2 workers"),
+        (f"{LINES[1]} --report -", "<!doctype html>"),
         (f"{LINES[2]} --report -", "<!doctype html>"),
     ],
 )

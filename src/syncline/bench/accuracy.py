@@ -1,11 +1,12 @@
-"""``syncline accuracy``: what every codec leaves of a network's accuracy, with and without error feedback.
+"""``syncline accuracy``: what strategies, or all codecs with and without error feedback, leave of a network's accuracy.
 
 Owns which ways of using codecs are trained, the order of the trainings, what is kept of an earlier table, and when
 files are written: after every training, so that an interrupt or a fault costs one at most. Checks and trains by what
 ``compare`` checks and trains with; ``report`` knows what the numbers mean.
 
-The architecture is ``direct``, whose sums have one order: nothing is chosen by measuring that could differ from one
-training to the next. Codecs that cannot travel so take the way of their kind, and every training says which.
+Codecs are strategies of the architecture ``direct``, whose sums have one order: nothing is chosen by measuring that
+could differ from one training to the next. Those that cannot travel so take the way of their kind, and every training
+says which.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from ..errors import DataError, UsageError
 from ..grammar import Part, read_part
 from ..parts import build
 from ..report import accuracy_table
-from ..report.accuracy_rows import DENSE, AccuracyResult, AccuracyRun
+from ..report.accuracy_rows import AccuracyResult, AccuracyRun
 from ..report.files import keep_text, replace_text
-from ..report.rows import Row
+from ..report.rows import BASELINE, Row
 from ..strategy import Strategy
 from ..tuning.codec_times import every_codec, told, ways
 from .cases import Case, Plan, console_beside, plan_of, result_paths
@@ -40,35 +41,39 @@ _LABEL_MOST = 24
 Way = tuple[str, bool]
 """A codec's text without error feedback, and whether it gets some."""
 
+DENSE: Way = ("none", False)
+"""The exchange without a codec, which all codecs stand beside."""
+
 
 @dataclass(frozen=True)
 class Training:
-    """One training that the table needs."""
+    """One training that the table needs; ``codec`` and ``feedback`` are None where a strategy is asked for."""
 
-    codec: str
-    feedback: bool
-    seed: int
     case: Case
+    seed: int
+    codec: str | None = None
+    feedback: bool | None = None
 
     @property
-    def key(self) -> tuple[str, bool, int]:
+    def key(self) -> tuple[str, int]:
         """What makes two trainings of a table the same."""
-        return self.codec, self.feedback, self.seed
+        return self.case.strategy, self.seed
 
     @property
     def label(self) -> str:
         """How progress names it, short enough to leave a bar of 80 columns its room."""
-        codec = self.codec if len(self.codec) <= _LABEL_MOST else f"{self.codec[: _LABEL_MOST - 3]}..."
-        return f"{codec}{' fb' if self.feedback else ''} seed {self.seed}"
+        name = self.codec or self.case.strategy
+        if len(name) > _LABEL_MOST:
+            name = f"...{name[3 - _LABEL_MOST :].lstrip()}"  # the ends of strategies differ, not their beginnings
+        return f"{name}{' fb' if self.feedback else ''} seed {self.seed}"
 
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that the table will need, checked: the dense trainings first, those of one row together."""
+    """Everything that the table will need, checked: what all others stand beside first, those of one row together."""
 
     plan: Plan
     workers: int
-    epochs: int
     trainings: tuple[Training, ...]
 
 
@@ -76,23 +81,27 @@ def run(
     workload: str = "digits",
     workers: int = 4,
     seeds: Sequence[int] = SEEDS,
-    texts: Sequence[str] = (),
+    codecs: Sequence[str] = (),
+    strategies: Sequence[str] = (),
     *,
     epochs: int | None = None,
+    iterations: int | None = None,
     json_path: Path | None = None,
     markdown_path: Path | None = None,
+    report_path: Path | None = None,
     resume_path: Path | None = None,
     console: Console | None = None,
 ) -> int:
-    """Train with codecs, all where ``texts`` is empty, print the table and write the files; returns the exit status.
+    """Train what ``request_of`` says, print the table and write the files; returns the exit status.
 
     0: every training finished and its replicas agreed; 1: not so; 130: interrupted, the trainings so far are kept. With
     ``resume_path`` the finished trainings of that file are kept, and those added that are asked for and not in it; it
     is written again unless ``json_path`` names another. Raises UsageError before any process starts.
     """
-    request = request_of(workload, workers, seeds, texts, epochs, json_path or resume_path)
-    target, markdown = result_paths(request.plan.json_path, markdown_path, second="--markdown")
-    console = console or console_beside(target, markdown)
+    paths = {"--json": json_path or resume_path, "--markdown": markdown_path, "--report": report_path}
+    request = request_of(workload, workers, seeds, codecs, strategies, epochs, iterations)
+    target, markdown, report = result_paths(paths)
+    console = console or console_beside(target, markdown, report)
     result = _origin(request)
     if resume_path is not None:
         result = resumed(result, resume_path)
@@ -111,6 +120,10 @@ def run(
         result.save(target)
     if markdown is not None and result.runs:
         replace_text(markdown, accuracy_table.markdown(result))
+    if report is not None and result.runs:
+        from ..report import accuracy_page
+
+        replace_text(report, accuracy_page.render(result))
     if interrupted:
         return INTERRUPTED
     return 0 if all(training.finished for training in result.runs) else 1
@@ -120,27 +133,34 @@ def request_of(
     workload: str,
     workers: int,
     seeds: Sequence[int],
-    texts: Sequence[str],
-    epochs: int | None,
-    json_path: Path | None,
+    codecs: Sequence[str] = (),
+    strategies: Sequence[str] = (),
+    epochs: int | None = None,
+    iterations: int | None = None,
 ) -> Request:
-    """A checked request, for all codecs when ``texts`` is empty; raises UsageError with the remedy."""
+    """A checked request for strategies, or for codecs, all where neither is named; raises UsageError with the remedy.
+
+    The strategy ``single`` is one worker alone, which all others then stand beside; otherwise they stand beside the
+    first strategy, or the dense exchange where codecs are asked for.
+    """
     if workers < 2:
         raise UsageError(f"--workers has to be 2 or more, got {workers}: one worker alone sends nothing")
     if not seeds or min(seeds) < 0:
         raise UsageError(f"--seeds has to be one or more numbers from 0, got {', '.join(map(str, seeds)) or 'none'}")
     if len(set(seeds)) < len(seeds):
         raise UsageError("a seed is listed twice: leave one of them out")
-    chosen = ways_of(texts)
-    strategies = [strategy_of(way) for way in chosen]
-    plan = plan_of(workload, workers, strategies, epochs, None, None, seeds[0], json_path, None)
+    if codecs and strategies:
+        raise UsageError("--codecs and --strategies exclude each other: name a codec as a strategy, direct codec=int8")
+    ways = () if strategies else ways_of(codecs)
+    asked = strategies or [strategy_of(way) for way in ways]
+    plan = plan_of(workload, workers, asked, epochs, iterations, None, seeds[0], None, None)
     if not plan.scored:
         raise UsageError(f"the workload {workload} has no test set, so it has no accuracy: use digits or cifar10:PATH")
-    cases = {case.strategy: case for case in plan.cases}
-    trainings = tuple(
-        Training(*way, seed, cases[text]) for way, text in zip(chosen, strategies, strict=True) for seed in seeds
-    )
-    return Request(plan, workers, plan.epochs or 0, trainings)
+    alone = any(text.strip() == BASELINE for text in asked)
+    cases = plan.cases[0 if alone else 1 :]
+    names = ways or [(None, None)] * len(cases)
+    trainings = tuple(Training(case, seed, *name) for case, name in zip(cases, names, strict=True) for seed in seeds)
+    return Request(plan, workers, trainings)
 
 
 def ways_of(texts: Sequence[str]) -> tuple[Way, ...]:
@@ -188,13 +208,17 @@ def run_of(training: Training, row: Row) -> AccuracyRun:
     if error is None and not row.replicas_equal:
         error = "the replicas differ at the end of the training"
     return AccuracyRun(
-        *training.key,
+        training.codec,
+        training.feedback,
+        training.seed,
         strategy=row.strategy,
         accuracy=row.accuracy,
         loss=row.loss,
         bytes_sent_per_step=row.bytes_sent_per_step,
         chosen=row.chosen,
         error=error,
+        replica_sha256=row.replica_sha256,
+        curve=row.curve,
     )
 
 
@@ -208,10 +232,11 @@ def resumed(fresh: AccuracyResult, path: Path) -> AccuracyResult:
         raise UsageError(f"{path}: {error}; choose another file") from None
     if not before.same_work(fresh):
         raise UsageError(
-            f"{path} is of another workload, number of workers or epochs, machine, or version of the code or its"
+            f"{path} is of another workload, number of workers, length, machine, or version of the code or its"
             " libraries, so that its rows cannot stand beside new ones: choose another file, or delete it"
         )
-    return replace(before, runs=tuple(run for run in before.runs if run.finished))
+    kept = tuple(run for run in before.runs if run.finished)
+    return replace(before, runs=kept, reference=fresh.reference)
 
 
 class _Keeper:
@@ -250,7 +275,7 @@ class _Progress:
 
 def _origin(request: Request) -> AccuracyResult:
     """An empty result of this machine, code and work."""
-    machine, case = describe(), request.trainings[0].case
+    machine, first = describe(), request.trainings[0].case
     return AccuracyResult(
         machine.description,
         machine.cores,
@@ -261,7 +286,8 @@ def _origin(request: Request) -> AccuracyResult:
         datetime.now(timezone.utc).isoformat(timespec="seconds"),
         request.plan.workload,
         request.workers,
-        request.epochs,
-        case.iterations,
-        case.batch,
+        request.plan.epochs,
+        first.iterations,
+        first.batch,
+        reference=first.strategy,
     )

@@ -6,7 +6,7 @@ paths, packages that a report needs. Starts nothing and leaves nothing behind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,7 +84,7 @@ def plan_of(
             raise UsageError(f"{name} has to be 1 or more, got {value}")
     if seed < 0:
         raise UsageError(f"--seed has to be 0 or more, got {seed}")
-    paths = result_paths(json_path, report_path)
+    json_file, report_file = result_paths({"--json": json_path, "--report": report_path})
     rate = None if lab is None else _rate(lab)
     contenders = _contenders(strategies, workers, one_host=rate is None)
     loaded = load(workload)
@@ -92,7 +92,8 @@ def plan_of(
         epochs = loaded.epochs
     cases = [_case(loaded, Contender(BASELINE), 1, batch, epochs, iterations)]
     cases += [_case(loaded, contender, workers, batch, epochs, iterations) for contender in contenders]
-    return Plan(workload, tuple(cases), seed, epochs, iterations, *paths, rate, loaded.trace, loaded.test is not None)
+    scored = loaded.test is not None
+    return Plan(workload, tuple(cases), seed, epochs, iterations, json_file, report_file, rate, loaded.trace, scored)
 
 
 def _rate(text: str) -> Rate:
@@ -133,19 +134,22 @@ def _case(
     return Case(contender.text, workers, contender.servers, total, iterations, contender.rate)
 
 
-def result_paths(
-    json_path: str | Path | None, report_path: str | Path | None, *, second: str = "--report"
-) -> tuple[Path | None, Path | None]:
-    """Where the result file and the page, or what ``second`` asks for, go; UsageError when one cannot be written."""
-    if report_path is not None and second == "--report":
+def result_paths(paths: Mapping[str, str | Path | None]) -> tuple[Path | None, ...]:
+    """Where the files go that ``--json``, ``--report`` and others name; UsageError when one cannot be written."""
+    if paths.get("--report") is not None:
         missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
         if missing:
             raise UsageError(f"--report needs {' and '.join(missing)}: pip install 'syncline[report]'")
-    json_file, report_file = checked(json_path), checked(report_path)
-    if json_file is not None and json_file == report_file:
-        what = "standard output" if json_file == STANDARD_OUTPUT else f"the file {json_file}"
-        raise UsageError(f"--json and {second} both name {what}: choose two")
-    return json_file, report_file
+    found: dict[Path, str] = {}
+    files = tuple(checked(path) for path in paths.values())
+    for option, file in zip(paths, files, strict=True):
+        if file is None:
+            continue
+        if file in found:
+            what = "standard output" if file == STANDARD_OUTPUT else f"the file {file}"
+            raise UsageError(f"{found[file]} and {option} both name {what}: choose two")
+        found[file] = option
+    return files
 
 
 def console_beside(*paths: Path | None) -> Console:

@@ -12,26 +12,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from ..errors import DataError
 from .files import replace_text
-from .rows import finite, known
+from .rows import BASELINE, Point, finite, known, points
 
-DENSE = ("none", False)
-"""The codec, and whether with error feedback, that all others are compared with."""
+DENSE = "direct"
+"""The strategy that a table of codecs compares all others with: their architecture without a codec."""
+
+_ROUNDING = 1e-9
+"""Percentage points that differences of equal shares of a test set may be apart."""
 
 
 @dataclass(frozen=True)
 class AccuracyRun:
-    """One training: a codec with or without error feedback, from one seed.
+    """One training: a strategy from one seed.
 
+    ``codec`` and ``feedback`` say what was asked for where that was a codec, and are None where it was a strategy.
     ``strategy`` is what the processes were told, ``chosen`` what really ran. ``accuracy`` (0 to 1) and ``loss`` are of
     the test set after the last iteration, ``bytes_sent_per_step`` is the median over workers and iterations. ``error``
-    says why the training does not count.
+    says why the training does not count. ``replica_sha256`` is the digest of the weights at the end, ``curve`` how the
+    training went.
     """
 
-    codec: str
-    feedback: bool
+    codec: str | None
+    feedback: bool | None
     seed: int
     strategy: str
     accuracy: float | None = None
@@ -39,11 +45,13 @@ class AccuracyRun:
     bytes_sent_per_step: float | None = None
     chosen: str | None = None
     error: str | None = None
+    replica_sha256: str | None = None
+    curve: tuple[Point, ...] = ()
 
     @property
-    def key(self) -> tuple[str, bool, int]:
+    def key(self) -> tuple[str, int]:
         """What makes two trainings of a table the same."""
-        return self.codec, self.feedback, self.seed
+        return self.strategy, self.seed
 
     @property
     def finished(self) -> bool:
@@ -53,16 +61,20 @@ class AccuracyRun:
 
 @dataclass(frozen=True)
 class AccuracyRow:
-    """One codec with or without error feedback, over all seeds that it was trained from.
+    """One strategy over all seeds that it was trained from.
 
-    ``accuracy`` (0 to 1) has a value per seed, in the order of ``seeds``, None where the training failed; ``error`` is
-    that of the first one that did. Median, ``lowest`` and ``highest`` are over the others. ``bytes_sent_per_step`` is
-    per worker and iteration, ``of_dense_bytes`` its share of the dense row's. ``points_below_dense`` is by how many
-    percentage points the median is below the dense row's; negative where it is above.
+    ``codec`` and ``feedback`` are None where it was asked for as a strategy. ``accuracy`` (0 to 1) has a value per
+    seed, in the order of ``seeds``, None where the training failed; ``error`` is that of the first one that did.
+    Median, ``lowest`` and ``highest`` are over the others, ``scatter_points`` is how many percentage points these two
+    are apart, None for fewer than two seeds. ``points_below_dense`` is by how many percentage points the median is
+    below that of the row which all others stand beside; negative where it is above. ``within_scatter`` says whether
+    this, above or below, is no more than that row's scatter. ``bytes_sent_per_step`` is per worker and iteration,
+    ``of_dense_bytes`` its share of what that row sends, or, where that is a single worker, the first row that does.
+    ``chosen`` is what really ran.
     """
 
-    codec: str
-    feedback: bool
+    codec: str | None
+    feedback: bool | None
     accuracy: tuple[float | None, ...]
     median_accuracy: float | None
     lowest: float | None
@@ -73,14 +85,19 @@ class AccuracyRow:
     workload: str
     workers: int
     seeds: tuple[int, ...]
-    error: str | None = None
+    error: str | None
+    strategy: str
+    chosen: str | None
+    scatter_points: float | None
+    within_scatter: bool | None
 
 
 @dataclass(frozen=True)
 class AccuracyResult:
     """A whole table: where, on what and how long was trained, and every training, those of one row together.
 
-    ``iterations`` is the length of every training, ``batch`` the global one.
+    ``iterations`` is the length of every training, ``epochs`` the same where it was given so, ``batch`` the global one.
+    ``reference`` is the strategy whose row all others stand beside.
     """
 
     machine: str
@@ -92,25 +109,44 @@ class AccuracyResult:
     started: str
     workload: str
     workers: int
-    epochs: int
+    epochs: int | None
     iterations: int
     batch: int
     runs: tuple[AccuracyRun, ...] = ()
+    reference: str = DENSE
+
+    @property
+    def of_codecs(self) -> bool:
+        """Whether every training was asked for as a codec, so that codecs name the rows."""
+        return all(run.codec is not None for run in self.runs)
+
+    @property
+    def sender(self) -> str | None:
+        """The strategy whose bytes those of all others are shares of; beside a single worker the first that sends."""
+        if self.reference != BASELINE:
+            return self.reference
+        return next((strategy for strategy, runs in self.grouped.items() if _median(_sent(runs))), None)
+
+    @property
+    def grouped(self) -> Mapping[str, Sequence[AccuracyRun]]:
+        """The trainings of every strategy, in their order."""
+        found: dict[str, list[AccuracyRun]] = {}
+        for run in self.runs:
+            found.setdefault(run.strategy, []).append(run)
+        return found
 
     @property
     def rows(self) -> tuple[AccuracyRow, ...]:
-        """One row per codec and way of using it, in the order of the trainings."""
-        grouped: dict[tuple[str, bool], list[AccuracyRun]] = {}
-        for run in self.runs:
-            grouped.setdefault((run.codec, run.feedback), []).append(run)
-        dense = grouped.get(DENSE, ())
-        return tuple(self._row(runs, dense) for runs in grouped.values())
+        """One row per strategy, in the order of the trainings."""
+        grouped = self.grouped
+        reference, sender = (grouped.get(name or "", ()) for name in (self.reference, self.sender))
+        return tuple(self._row(runs, _accuracies(reference), _median(_sent(sender))) for runs in grouped.values())
 
     def with_run(self, run: AccuracyRun) -> AccuracyResult:
         """This result with one more training."""
         return dataclasses.replace(self, runs=(*self.runs, run))
 
-    def arranged(self, keys: Sequence[tuple[str, bool, int]]) -> AccuracyResult:
+    def arranged(self, keys: Sequence[tuple[str, int]]) -> AccuracyResult:
         """This result in the order of ``keys``; trainings that are not among them come last, in their own order."""
         place = {key: number for number, key in enumerate(keys)}
         runs = sorted(self.runs, key=lambda run: place.get(run.key, len(place)))
@@ -125,7 +161,6 @@ class AccuracyResult:
             "source_sha256",
             "workload",
             "workers",
-            "epochs",
             "iterations",
             "batch",
         )
@@ -142,7 +177,7 @@ class AccuracyResult:
         """Read a result file's text back; raises DataError where it is not one."""
         try:
             data = json.loads(text)
-            runs = tuple(AccuracyRun(**known(AccuracyRun, item)) for item in data["runs"])
+            runs = tuple(_run(item) for item in data["runs"])
             return cls(**{**known(cls, data), "runs": runs})
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise DataError(f"this is not a result file of syncline accuracy: {error!r}") from None
@@ -151,9 +186,11 @@ class AccuracyResult:
         """Write the result file in one piece, so that a reader never sees half of it."""
         replace_text(path, self.to_json())
 
-    def _row(self, runs: Sequence[AccuracyRun], dense: Sequence[AccuracyRun]) -> AccuracyRow:
-        found, reference = _accuracies(runs), _median(_accuracies(dense))
-        middle, sent, dense_sent = _median(found), _median(_sent(runs)), _median(_sent(dense))
+    def _row(self, runs: Sequence[AccuracyRun], reference: Sequence[float], dense_sent: float | None) -> AccuracyRow:
+        found, sent = _accuracies(runs), _median(_sent(runs))
+        middle, other = _median(found), _median(reference)
+        below = None if middle is None or other is None else 100 * (other - middle)
+        within = None if runs[0].strategy == self.reference else _within(below, _scatter(reference))
         failed = next((run for run in runs if not run.finished), None)
         return AccuracyRow(
             runs[0].codec,
@@ -164,12 +201,20 @@ class AccuracyResult:
             highest=max(found, default=None),
             bytes_sent_per_step=sent,
             of_dense_bytes=sent / dense_sent if sent is not None and dense_sent else None,
-            points_below_dense=None if middle is None or reference is None else 100 * (reference - middle),
+            points_below_dense=below,
             workload=self.workload,
             workers=self.workers,
             seeds=tuple(run.seed for run in runs),
             error=None if failed is None else f"seed {failed.seed}: {failed.error}",
+            strategy=runs[0].strategy,
+            chosen=next((run.chosen for run in runs if run.finished), None),
+            scatter_points=_scatter(found),
+            within_scatter=within,
         )
+
+
+def _run(data: Mapping[str, Any]) -> AccuracyRun:
+    return AccuracyRun(**{**known(AccuracyRun, data), "curve": points(data.get("curve", ()))})
 
 
 def _accuracies(runs: Sequence[AccuracyRun]) -> list[float]:
@@ -182,3 +227,11 @@ def _sent(runs: Sequence[AccuracyRun]) -> list[float]:
 
 def _median(values: Sequence[float]) -> float | None:
     return median(values) if values else None
+
+
+def _scatter(accuracies: Sequence[float]) -> float | None:
+    return 100 * (max(accuracies) - min(accuracies)) if len(accuracies) > 1 else None
+
+
+def _within(below: float | None, scatter: float | None) -> bool | None:
+    return None if below is None or scatter is None else abs(below) <= scatter + _ROUNDING

@@ -1,6 +1,7 @@
 """Rows of ``syncline accuracy`` as a table for the terminal and as one in Markdown.
 
-Owns the columns, the same in both. A row that failed keeps its place, and its error stands below the table in full.
+Owns the columns, the same in both: what names a row (a codec and whether with feedback, or a strategy), then its
+figures, which the page shows too. A row that failed keeps its place, and its error stands below the table in full.
 """
 
 from __future__ import annotations
@@ -14,55 +15,57 @@ from . import units
 from .accuracy_rows import AccuracyResult, AccuracyRow
 from .breaking import broken
 
-_HEADS = ("acc %", "range", "below", "bytes", "of dense")
+_HEADS = ("acc %", "range", "below", "within", "bytes", "share")
 _NAME_LEAST = 10
 _FEEDBACK_WIDTH = 5
-_LEGEND = (
-    "fb: with error feedback. acc: test accuracy, median over the seeds; range: lowest and highest. below: percentage "
-    "points below dense. bytes: sent per worker and iteration."
-)
-_MARKDOWN_HEAD = (
-    "| codec | feedback | accuracy % | lowest to highest | points below dense | bytes per step | of dense |",
-    "|---|---|---|---|---|---|---|",
-)
+_ONE_SEED = "one seed"
 
 
 def render(result: AccuracyResult, width: int) -> RenderableType:
     """The table with its legend, then what failed."""
     if not result.runs:
         return Text("no rows")
-    figures = [_cells(row) for row in result.rows]
+    figures = [cells(row) for row in result.rows]
     taken = sum(
         max(len(head), *map(len, column)) + 1 for head, column in zip(_HEADS, zip(*figures, strict=True), strict=True)
     )
-    name = max(_NAME_LEAST, min(width - taken - 5, max(len(row.codec) for row in result.rows)))
+    first = "codec" if result.of_codecs else "strategy"
+    left = width - taken - _FEEDBACK_WIDTH * result.of_codecs
+    name = max(_NAME_LEAST, min(left, max(len(_name(result, row)) for row in result.rows)))
     table = Table(
         title=title_of(result), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
-    table.add_column("codec", overflow="fold", min_width=name)
-    table.add_column("fb", no_wrap=True)
+    table.add_column(first, overflow="fold", min_width=name)
+    if result.of_codecs:
+        table.add_column("fb", no_wrap=True)
     for head in _HEADS:
         table.add_column(head, justify="right", no_wrap=True)
     for row in result.rows:
+        fed = [Text("yes" if row.feedback else "")] if result.of_codecs else []
         style = "red" if row.error is not None else ""
-        table.add_row(
-            Text(broken(row.codec, name)),
-            "yes" if row.feedback else "",
-            *(Text(cell) for cell in _cells(row)),
-            style=style,
-        )
-    failed = [Text(f"{row.codec}{_fb(row)}, {row.error}", style="red") for row in result.rows if row.error is not None]
-    return Group(table, Text(_LEGEND, style="dim"), *failed)
+        table.add_row(Text(broken(_name(result, row), name)), *fed, *(Text(cell) for cell in cells(row)), style=style)
+    failed = [
+        Text(f"{_name(result, row)}{_fb(result, row)}, {row.error}", style="red")
+        for row in result.rows
+        if row.error is not None
+    ]
+    return Group(table, Text(_legend(result), style="dim"), *failed)
 
 
 def markdown(result: AccuracyResult) -> str:
     """The table in Markdown under a line that says what was trained, where and with what."""
-    length = f"{_epochs(result)}, {result.iterations} iterations of {result.batch} images"
-    lines = [f"{title_of(result)}; {length}. {_origin(result)}.", "", *_MARKDOWN_HEAD]
+    lines = [f"{title_of(result)}; {length_of(result)}. {_origin(result)}.", ""]
+    names = ("codec", "feedback") if result.of_codecs else ("strategy",)
+    heads = (*names, *long_heads(result))
+    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in result.rows:
-        cells = (f"`{row.codec}`", "yes" if row.feedback else "no", *_cells(row))
-        lines.append(f"| {' | '.join(cells)} |")
-    failed = [f"`{row.codec}`{_fb(row)}: {_one_line(row.error)}" for row in result.rows if row.error is not None]
+        fed = ("yes" if row.feedback else "no",) if result.of_codecs else ()
+        lines.append(f"| {' | '.join((f'`{_name(result, row)}`', *fed, *cells(row)))} |")
+    failed = [
+        f"`{_name(result, row)}`{_fb(result, row)}: {_one_line(row.error)}"
+        for row in result.rows
+        if row.error is not None
+    ]
     if failed:
         lines += ["", "Failed: " + "; ".join(failed) + "."]
     return "\n".join(lines) + "\n"
@@ -76,21 +79,60 @@ def title_of(result: AccuracyResult) -> str:
     return f"{workload}, {result.workers} workers, seed{'s' if ',' in seeds else ''} {seeds}"
 
 
-def _cells(row: AccuracyRow) -> tuple[str, ...]:
+def length_of(result: AccuracyResult) -> str:
+    """How long every training was: ``12 epochs, 276 iterations of 64 images``."""
+    epochs = "" if result.epochs is None else f"{result.epochs} epoch{'s' if result.epochs > 1 else ''}, "
+    return f"{epochs}{result.iterations} iterations of {result.batch} images"
+
+
+def long_heads(result: AccuracyResult) -> tuple[str, ...]:
+    """The heads of a row's figures where there is room to say what they are."""
+    other, sender = compared_with(result)
+    return (
+        "accuracy %",
+        "lowest to highest",
+        f"points below {other}",
+        "within scatter",
+        "bytes per step",
+        f"of {sender}",
+    )
+
+
+def compared_with(result: AccuracyResult) -> tuple[str, str]:
+    """What the rows stand beside, and whose bytes theirs are shares of, as the table calls them."""
+    return ("dense", "dense") if result.of_codecs else (result.reference, result.sender or "all")
+
+
+def cells(row: AccuracyRow) -> tuple[str, ...]:
+    """A row's figures, one for every head."""
     if row.median_accuracy is None or row.lowest is None or row.highest is None:
         return ("failed", *(units.MISSING for _ in _HEADS[1:]))
     spread = f"{units.percent(row.lowest, 2, '')} - {units.percent(row.highest, 2, '')}"
-    below = units.MISSING if row.points_below_dense is None else f"{round(row.points_below_dense, 2) + 0.0:.2f}"
-    share = units.MISSING if row.of_dense_bytes is None else f"{units.significant(100 * row.of_dense_bytes)} %"
-    return units.percent(row.median_accuracy, 2, ""), spread, below, units.size(row.bytes_sent_per_step), share
+    return (
+        units.percent(row.median_accuracy, 2, ""),
+        _ONE_SEED if row.scatter_points is None else spread,
+        units.MISSING if row.points_below_dense is None else f"{round(row.points_below_dense, 2) + 0.0:.2f}",
+        {True: "yes", False: "no", None: units.MISSING}[row.within_scatter],
+        units.size(row.bytes_sent_per_step),
+        units.MISSING if row.of_dense_bytes is None else f"{units.significant(100 * row.of_dense_bytes)} %",
+    )
 
 
-def _fb(row: AccuracyRow) -> str:
-    return " with feedback" if row.feedback else ""
+def _legend(result: AccuracyResult) -> str:
+    other, sender = compared_with(result)
+    return (
+        f"{'fb: with error feedback. ' if result.of_codecs else ''}acc: test accuracy, median over the seeds; range: "
+        f"lowest and highest. below: percentage points below {other}; within: no further from it than its seeds "
+        f"scatter. bytes: sent per worker and iteration; share: of those of {sender}."
+    )
 
 
-def _epochs(result: AccuracyResult) -> str:
-    return f"{result.epochs} epoch{'s' if result.epochs > 1 else ''}"
+def _name(result: AccuracyResult, row: AccuracyRow) -> str:
+    return row.codec or row.strategy if result.of_codecs else row.strategy
+
+
+def _fb(result: AccuracyResult, row: AccuracyRow) -> str:
+    return " with feedback" if result.of_codecs and row.feedback else ""
 
 
 def _origin(result: AccuracyResult) -> str:

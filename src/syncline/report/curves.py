@@ -33,7 +33,7 @@ class Learner:
 
 
 @dataclass(frozen=True)
-class _Spot:
+class Spot:
     """All trainings of a strategy at one iteration."""
 
     x: float
@@ -104,7 +104,7 @@ def _chart(
     keys: list[Key] = []
     ends: list[float] = []
     for learner in learners:
-        spots = _spots(learner.trainings, across, upwards)
+        spots = spots_of(learner.trainings, across, upwards)
         if not spots:
             continue
         _draw(axes, spots, learner.style)
@@ -127,8 +127,8 @@ def _chart(
     return Chart(title, caption + _BAND * several, svg.render(figure, title), tuple(keys), line_keys=True)
 
 
-def _spots(trainings: Sequence[Sequence[Point]], across: Value, upwards: Value) -> list[_Spot]:
-    """What all trainings together say, iteration by iteration, where any has both values."""
+def spots_of(trainings: Sequence[Sequence[Point]], across: Value, upwards: Value) -> list[Spot]:
+    """What all trainings together say, iteration by iteration: of those that have both values there."""
     found: dict[int, list[tuple[float, float]]] = {}
     for point in (point for training in trainings for point in training):
         x, y = across(point), upwards(point)
@@ -137,11 +137,11 @@ def _spots(trainings: Sequence[Sequence[Point]], across: Value, upwards: Value) 
     spots = []
     for _, pairs in sorted(found.items()):
         xs, ys = zip(*pairs, strict=True)
-        spots.append(_Spot(median(xs), median(ys), min(ys), max(ys)))
+        spots.append(Spot(median(xs), median(ys), min(ys), max(ys)))
     return spots
 
 
-def _draw(axes: Axes, spots: Sequence[_Spot], style: Style) -> None:
+def _draw(axes: Axes, spots: Sequence[Spot], style: Style) -> None:
     pattern = (0, tuple(float(part) for part in style.dash.split())) if style.dash else "-"
     marker = "o" if len(spots) < 30 else None
     xs, middles = [spot.x for spot in spots], [spot.middle for spot in spots]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,9 +157,14 @@ class Result:
 
 
 def _row(data: Mapping[str, Any]) -> Row:
-    curve = tuple(Point(**known(Point, point)) for point in data.get("curve", ()))
+    curve = points(data.get("curve", ()))
     traffic = tuple(tuple(line) for line in data.get("traffic", ()))
     return Row(**{**known(Row, data), "curve": curve, "traffic": traffic})
+
+
+def points(data: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
+    """A curve of a result file."""
+    return tuple(Point(**known(Point, point)) for point in data)
 
 
 def known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def run(
     Raises UsageError before anything is measured. An interrupt leaves no file, since medians of a run that was cut off
     would not be comparable.
     """
-    target, _ = result_paths(json_path, None)
+    (target,) = result_paths({"--json": json_path})
     console = console or console_beside(target)
     request = request_of(texts, elements, repetitions, workers)
     count = contestants_of(request)

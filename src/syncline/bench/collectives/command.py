@@ -50,7 +50,7 @@ def run(
     those are taken over that are asked for, if it is of the same machine and code. Files are written after every size,
     the page at the end, and after an interrupt too. Raises UsageError before anything is measured.
     """
-    target, report = result_paths(json_path or resume_path, report_path)
+    target, report = result_paths({"--json": json_path or resume_path, "--report": report_path})
     console = console or console_beside(target, report)
     keeper = _Keeper(_start(requests, json_path, resume_path, console), target)
     try:
