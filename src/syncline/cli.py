@@ -321,6 +321,41 @@ def bench_codecs(
     command.run(elements, read_list(codecs), repetitions=repetitions, workers=workers, json_path=json_path)
 
 
+@cli.command("bench-gradients", cls=_Lists)
+@click.option(
+    "--workloads", multiple=True, metavar="TEXT...",
+    help="Whose networks; default: synthetic:alexnet synthetic:googlenet synthetic:resnet50.",
+)  # fmt: skip
+@click.option("--ranks", multiple=True, metavar="N...", help="Numbers of ranks; 1 is the copies alone; default: 1,2.")
+@click.option(
+    "--with", "forms", multiple=True, metavar="FORM...",
+    help="What to compare: contiguous, placed, accumulated, copied:mul, copied:foreach, copied:cat, "
+    "copied:flatten, layerwise:all, layerwise:one; default: all.",
+)  # fmt: skip
+@click.option("--repetitions", type=click.IntRange(min=1), default=15, show_default=True, help="Of every row.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
+@click.option("--report", "report_path", type=click.Path(dir_okay=False, path_type=Path), help="Write a page here.")
+def bench_gradients(
+    workloads: tuple[str, ...],
+    ranks: tuple[str, ...],
+    forms: tuple[str, ...],
+    repetitions: int,
+    json_path: Path | None,
+    report_path: Path | None,
+) -> None:
+    """Measure what gradients cost that are copied together and back, beside buckets that are their memory."""
+    from .bench.gradients import command, request
+    from .grammar import read_list, read_value
+
+    asked = request.request_of(
+        workloads=read_list(workloads),
+        ranks=[read_value(count, int, "--ranks") for count in read_list(ranks)],
+        forms=read_list(forms),
+        repetitions=repetitions,
+    )
+    sys.exit(command.run(asked, json_path=json_path, report_path=report_path))
+
+
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--hosts", type=click.IntRange(min=1), default=4, show_default=True, help="Hosts to make.")
 @click.option("--rate", default="1gbit", show_default=True, help="Of every host's link, each way; none: unshaped.")

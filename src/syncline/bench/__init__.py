@@ -3,5 +3,5 @@
 ``compare`` trains one workload under several strategies and fills the rows of a result file; ``train`` is the script
 that each of its processes runs, on the hosts of ``site``; ``peers`` are what stands beside Syncline there; ``measure``
 holds the clocks and the arithmetic between them, ``bound`` what cannot be beaten; ``machine`` says where it all
-happened.
+happened. ``collectives``, ``codecs`` and ``gradients`` are verbs of their own.
 """

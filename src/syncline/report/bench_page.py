@@ -6,35 +6,14 @@ Owns the words and the order of the page; ``bench.html.j2`` puts its tables into
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from . import svg, units
 from .bench_charts import all_charts, contender_styles
 from .bench_rows import BenchResult, Measured, places
 from .bench_table import LEGEND, at_size, figures, peers_of, ratio, title
 from .figures import Key
-from .frame import fill, origin_facts
+from .frame import Line, Part, fill, origin_facts
 from .goal_table import Verdict
-
-
-@dataclass(frozen=True)
-class _Line:
-    """One row of a table."""
-
-    key: Key
-    size: str
-    cells: tuple[str, ...]
-    error: str | None
-    chosen: str | None
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The table of one place."""
-
-    title: str
-    heads: tuple[str, ...]
-    lines: tuple[_Line, ...]
 
 
 def render(result: BenchResult, verdicts: Sequence[Verdict] = ()) -> str:
@@ -46,6 +25,7 @@ def render(result: BenchResult, verdicts: Sequence[Verdict] = ()) -> str:
         summary=_summary(result),
         facts=_facts(result),
         reading=LEGEND,
+        columns=("contender", "bytes"),
         verdicts=verdicts,
         parts=_parts(result),
         charts=all_charts(result),
@@ -65,7 +45,7 @@ def _summary(result: BenchResult) -> str:
     )
 
 
-def _parts(result: BenchResult) -> tuple[_Part, ...]:
+def _parts(result: BenchResult) -> tuple[Part, ...]:
     styles = contender_styles(result)
     found = []
     for rows in places(result.rows):
@@ -76,8 +56,8 @@ def _parts(result: BenchResult) -> tuple[_Part, ...]:
             style = styles[row.contender]
             key = Key(row.contender, svg.css(style.color), style.dash)
             cells = () if row.error is not None else _cells(row, rows, peers)
-            lines.append(_Line(key, units.decimal_size(row.bytes), cells, row.error, row.chosen))
-        found.append(_Part(title(rows, result.cores), heads, tuple(lines)))
+            lines.append(Line(key, units.decimal_size(row.bytes), cells, row.error, row.chosen))
+        found.append(Part(title(rows, result.cores), heads, tuple(lines)))
     return tuple(found)
 
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, to_rgb
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from . import svg, units
 from .curves import Learner, learning
-from .figures import PALETTE, RC, Chart, Key, drawable, new_figure, strategy_styles
+from .figures import PALETTE, RC, Chart, Key, bars_figure, drawable, label_bar, name_bar, new_figure, strategy_styles
 from .rows import BASELINE, Result, Row
 
 
@@ -62,7 +61,7 @@ def _stages(result: Result) -> list[Chart]:
     rows = [row for row in result.rows if row.iteration_s is not None]
     if not rows:
         return []
-    figure, axes = _bars_figure(len(rows))
+    figure, axes = bars_figure(len(rows))
     for place, row in enumerate(rows):
         left = 0.0
         for stage in STAGE_STYLES:
@@ -73,8 +72,8 @@ def _stages(result: Result) -> list[Chart]:
         total = (row.iteration_s or 0.0) * 1e3
         if total > left:
             axes.barh(place, total - left, left=left, color=_REST.color, height=0.5, edgecolor=svg.PAPER, lw=0.4)
-        _name_bar(axes, place, row.strategy)
-        _label_bar(axes, max(left, total), place, units.seconds(row.iteration_s))
+        name_bar(axes, place, row.strategy)
+        label_bar(axes, max(left, total), place, units.seconds(row.iteration_s))
     axes.set_xlabel("milliseconds per iteration")
     axes.margins(x=0.2)
     title = "Time per iteration"
@@ -99,12 +98,12 @@ def _wire(result: Result) -> list[Chart]:
     if not shown:
         return []
     scale, unit = units.size_unit(max(row.bytes_sent_per_step or 0.0 for row, _ in shown))
-    figure, axes = _bars_figure(len(shown))
+    figure, axes = bars_figure(len(shown))
     for place, (row, style) in enumerate(shown):
         value = (row.bytes_sent_per_step or 0.0) / scale
         axes.barh(place, value, color=style.color, height=0.5)
-        _name_bar(axes, place, row.strategy)
-        _label_bar(axes, value, place, units.size(row.bytes_sent_per_step))
+        name_bar(axes, place, row.strategy)
+        label_bar(axes, value, place, units.size(row.bytes_sent_per_step))
     axes.margins(x=0.22)
     axes.set_xlabel(f"{unit} sent per worker and iteration")
     title = "Bytes on the wire"
@@ -171,28 +170,6 @@ def _annotate(axes: Axes, source: int, target: int, value: float, top: float, co
     text = units.size(value).replace(" ", "\n")
     size = 8.0 if count <= 5 else 6.5
     axes.text(target + 0.5, source + 0.5, text, ha="center", va="center", color=color, fontsize=size)
-
-
-def _bars_figure(count: int) -> tuple[Figure, Axes]:
-    figure, axes = new_figure(0.75 + 0.55 * count)
-    axes.set_ylim(count - 0.5, -0.65)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    axes.grid(visible=False, axis="y")
-    return figure, axes
-
-
-def _name_bar(axes: Axes, place: int, strategy: str) -> None:
-    # Above its bar instead of beside it: a strategy's text may be longer than any margin.
-    axes.text(0, place - 0.3, _cut(strategy, 60), va="bottom", ha="left")
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
-
-
-def _label_bar(axes: Axes, end: float, place: int, text: str) -> None:
-    axes.annotate(text, (end, place), xytext=(3, 0), textcoords="offset points", va="center")
 
 
 def _tick_step(top: float) -> float:

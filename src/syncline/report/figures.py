@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from . import svg
 from .bench_rows import Measured
+from .gradient_rows import GradientRow
 from .rows import BASELINE, Point, Row
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777")
@@ -27,7 +28,7 @@ _WIDTH_IN = 4.6
 _LEAST, _MOST = 1e-30, 1e30
 """Numbers that an axis can show, in whatever unit."""
 
-Drawn = TypeVar("Drawn", Row, Point, Measured)
+Drawn = TypeVar("Drawn", Row, Point, Measured, GradientRow)
 
 RC = {
     "axes.axisbelow": True,
@@ -118,3 +119,28 @@ def new_figure(height_in: float) -> tuple[Figure, Axes]:
     """An empty figure as wide as all charts; to be drawn inside ``rc_context(RC)``."""
     figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
     return figure, figure.subplots()
+
+
+def bars_figure(count: int) -> tuple[Figure, Axes]:
+    """An empty figure for so many horizontal bars, one below the other."""
+    figure, axes = new_figure(0.75 + 0.55 * count)
+    axes.set_ylim(count - 0.5, -0.65)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.grid(visible=False, axis="y")
+    return figure, axes
+
+
+def name_bar(axes: Axes, place: int, name: str) -> None:
+    """Write what a bar is of."""
+    # Above its bar instead of beside it: a strategy's text may be longer than any margin.
+    axes.text(0, place - 0.3, _cut(name, 60), va="bottom", ha="left")
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def label_bar(axes: Axes, end: float, place: int, text: str) -> None:
+    """Write a bar's figure behind its end."""
+    axes.annotate(text, (end, place), xytext=(3, 0), textcoords="offset points", va="center")

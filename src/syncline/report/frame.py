@@ -1,4 +1,4 @@
-"""The frame that all pages share: the template engine, one line of a table, and where figures come from.
+"""The frame that all pages share: the template engine, tables and their lines, and where figures come from.
 
 Owns how a page is filled from its template, one file without outside references. Everything that comes from outside
 (strategy texts, errors, machine names) is escaped by the template engine.
@@ -34,13 +34,22 @@ class Origin(Protocol):
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a page's table of strategies."""
+    """One line of a page's table; ``place`` stands beside the name of what was measured."""
 
     key: Key
     place: str
     cells: tuple[str, ...]
     error: str | None
     chosen: str | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of several tables; ``heads`` are those of the columns after name and place."""
+
+    title: str
+    heads: tuple[str, ...]
+    lines: tuple[Line, ...]
 
 
 def fill(template: str, **content: Any) -> str:

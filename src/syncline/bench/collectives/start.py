@@ -12,15 +12,15 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import Field, dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 from ...errors import SynclineError
 from ...launch.local import LocalRun, Outcome, Output
 from ...launch.mpi_library import MpiLibrary, find_library
 from ...report.units import decimal_size as size_text
 from ..messages import Mailbox, Message
-from .work import Position, Turn, Work
+from .work import Position, Turn
 
 RANK = ("-m", "syncline.bench.collectives.rank")
 SILENCE_S = 300.0
@@ -32,6 +32,36 @@ _KEPT_LINES = 6
 
 Heard = Callable[[Message], None]
 Moved = Callable[[Position], None]
+
+
+class Errand(Protocol):
+    """What every rank of a set gets as its argument: a dataclass with the fields that only the starter knows."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def folder(self) -> str:
+        """Where the ranks report."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Where rank 0's store listens."""
+        ...
+
+    @property
+    def interface(self) -> str:
+        """What Gloo is bound to."""
+        ...
+
+    @property
+    def library(self) -> str:
+        """The MPI library under whose launcher the ranks run, if any."""
+        ...
+
+    def to_json(self) -> str:
+        """As text in a command line."""
+        ...
 
 
 class LabLike(Protocol):
@@ -124,7 +154,7 @@ class RanksFailed(SynclineError):
 
 
 def run_ranks(
-    work: Work, ranks: int, place: Place, heard: Heard, moved: Moved, silence_s: float, script: Sequence[str] = RANK
+    work: Errand, ranks: int, place: Place, heard: Heard, moved: Moved, silence_s: float, script: Sequence[str] = RANK
 ) -> None:
     """Run one set of ranks to its end; ``work.folder`` and what the place knows are filled in.
 
@@ -132,7 +162,7 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="syncline-bench-") as folder, Mailbox(ranks, folder) as mailbox:
         turn = Turn(folder, create=True)
-        told = Work(**{**vars(work), "folder": folder, "address": place.address, "interface": place.interface})
+        told = replace(work, folder=folder, address=place.address, interface=place.interface)
         watch = _Watch(ranks, heard)
         command = [sys.executable, *script, told.to_json()]
         with place.run(command, ranks, work.library, watch.output) as started:

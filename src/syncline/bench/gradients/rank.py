@@ -1,0 +1,165 @@
+"""What each rank of ``syncline bench-gradients`` runs: ``python -m syncline.bench.gradients.rank WORK``.
+
+Owns the course of a repetition: whose turn it is, what is timed and what is checked. Forms take turns, in an order that
+rotates; the gradients are written anew before each, as backward would have, and what a form adds is counted
+from the ``bare`` one of the same repetition.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from ...connecting import connect_session
+from ...launch.environment import Environment, recognise
+from ...launch.meeting import MeetingPoint
+from ...report.gradient_rows import BARE
+from ...session import Session
+from ...strategy import Strategy
+from ..collectives.meeting import Meeting, Table
+from ..collectives.probes import MemoryProbe
+from ..collectives.work import Turn
+from ..messages import Sender, reports_path
+from ..store import open_store
+from .request import WARM_UP, Model, Work
+
+STRATEGY = "auto transport=shm schedule=fifo"
+"""One exchange of all gradients after backward, as the source has it, by whatever algorithm is the fastest."""
+
+_TIMEOUT_S = 120.0
+
+
+def main(text: str) -> None:
+    """Measure what WORK asks for and report it; an error is reported before it ends the process."""
+    work, environment = Work.from_json(text), recognise()
+    sender = Sender(os.open(reports_path(work.folder, environment.rank), os.O_WRONLY))
+    try:
+        bench = _Bench(work, environment, sender)
+        for number, model in enumerate(work.models):
+            bench.measure(number, model)
+        bench.close()
+    except Exception as error:
+        sender.send("error", at=time.time(), text=f"{type(error).__name__}: {error}")
+        raise
+    sender.send("finished")
+    sender.close()
+
+
+class _Bench:
+    """One rank, and what it measures model by model; each has a session of its own, whose memory ends with it."""
+
+    def __init__(self, work: Work, environment: Environment, sender: Sender) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._work, self._environment, self._sender = work, environment, sender
+        self._point = MeetingPoint(environment)
+        self._meeting = Meeting(open_store(environment, _TIMEOUT_S), environment.rank, environment.world)
+        self._turn = Turn(work.folder) if environment.rank == 0 else None
+
+    def measure(self, number: int, model: Model) -> None:
+        """All forms on the gradients of one model."""
+        run = f"{self._environment.run_id}/gradients/{number}"
+        session = connect_session(Strategy.parse(STRATEGY), self._point, run)
+        try:
+            _Measurement(self._work, self._meeting, self._turn, self._sender).run(number, model, session)
+        finally:
+            session.shutdown()
+
+    def close(self) -> None:
+        """Ranks end together."""
+        self._meeting.wait()
+        self._point.close()
+        self._meeting.leave()
+
+
+class _Measurement:
+    """The repetitions of one model."""
+
+    def __init__(self, work: Work, meeting: Meeting, turn: Turn | None, sender: Sender) -> None:
+        self._work, self._meeting, self._turn, self._sender = work, meeting, turn, sender
+
+    def run(self, number: int, model: Model, session: Session) -> None:
+        """Measure and report."""
+        from .iterations import Ground, iteration_of
+
+        self._ground = Ground(session, model.shapes)
+        self._session = session
+        self._forms = [iteration_of(name, self._ground) for name in self._work.forms]
+        count = len(self._forms)
+        times = np.zeros((self._work.repetitions, count))
+        sent = np.zeros(count)
+        correct = [form.exchanged_bytes == model.nbytes for form in self._forms]
+        memory, speeds = MemoryProbe(self._meeting, 2 * model.nbytes), []
+        for repetition in range(-WARM_UP, self._work.repetitions):
+            for place in range(count):
+                at = (repetition + place) % count
+                self._begin(at, model.nbytes)
+                if repetition < 0 or repetition == self._work.repetitions - 1:
+                    correct[at] &= self._check(at, repetition + WARM_UP)
+                elapsed, moved = self._time(at)
+                if repetition >= 0:
+                    times[repetition, at] = elapsed
+                    sent[at] += moved
+                self._end()
+            speeds.append(memory.measure())
+        right = self._meeting.gather(*map(float, correct)).all(axis=0)
+        self._report(number, times, sent, right, float(np.median(speeds)))
+
+    def _check(self, at: int, seed: int) -> bool:
+        form = self._forms[at]
+        self._ground.fill(seed)
+        form.ready()
+        self._meeting.wait()  # one-sided transports may write into a peer's memory as soon as they run
+        form.run()
+        right = form.is_right(seed)
+        self._meeting.wait()
+        return right
+
+    def _time(self, at: int) -> tuple[float, float]:
+        """Seconds of the slowest rank, and the bytes that one rank's transport has sent at most."""
+        form = self._forms[at]
+        self._ground.fill_alike()
+        form.ready()
+        before = self._sent()
+        self._meeting.wait()
+        begun = time.perf_counter()
+        form.run()
+        elapsed = time.perf_counter() - begun
+        found = self._meeting.gather(elapsed, self._sent() - before)
+        return float(found[:, 0].max()), float(found[:, 1].max())
+
+    def _sent(self) -> int:
+        sent, _ = self._session.engine.transport.traffic()
+        return sum(sent.values())
+
+    def _report(self, number: int, times: Table, sent: Table, correct: Any, bytes_per_s: float) -> None:
+        bare = times[:, self._work.forms.index(BARE)]
+        for at in range(len(self._forms) if self._turn is not None else 0):
+            self._sender.send(
+                "measured",
+                model=number,
+                form=at,
+                times_s=times[:, at].tolist(),
+                added_s=(times[:, at] - bare).tolist(),
+                sent_bytes=sent[at] / len(times),
+                correct=bool(correct[at]),
+                bytes_per_s=bytes_per_s,
+            )
+
+    def _begin(self, form: int, nbytes: int) -> None:
+        if self._turn is not None:
+            self._turn.begin(form, nbytes)
+
+    def _end(self) -> None:
+        if self._turn is not None:
+            self._turn.end()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(sys.argv[1])
