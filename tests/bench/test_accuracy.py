@@ -185,6 +185,23 @@ def test_the_file_can_be_read_back() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 100])
+def test_tables_of_strategies_fit(width: int) -> None:
+    names = ["single", *map(strategy_of, accuracy.ways_of(()))]
+    runs = [AccuracyRun(None, None, seed, name, 0.98765, 0.1, 1.2e6) for name in names for seed in (0, 1)]
+    found = replace(result_of(*runs), epochs=None, reference="single")
+    out = io.StringIO()
+    Console(file=out, width=width).print(accuracy_table.render(found, width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum("98.77 - 98.77" in line and line.rstrip().endswith("1.14 MiB  100 %") for line in lines) == len(names)
+    assert "…" not in out.getvalue()
+    text = accuracy_table.markdown(found)
+    assert all(f"| `{name}` |" in text for name in names)
+    assert "| strategy | accuracy % | lowest to highest | points below single |" in text
+    assert "; 276 iterations of 64 images" in text
+
+
+@pytest.mark.parametrize("width", [80, 100])
 def test_the_tables_have_every_row_and_fit(width: int) -> None:
     runs = [
         run_of(name, seed, 0.98765, feedback, bytes_sent_per_step=1.2e6)
@@ -197,7 +214,9 @@ def test_the_tables_have_every_row_and_fit(width: int) -> None:
     Console(file=out, width=width).print(accuracy_table.render(found, width))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
-    assert sum("98.77 - 98.77" in line for line in lines) == len(runs) // 2
+    assert (
+        sum("98.77 - 98.77" in line and line.rstrip().endswith("1.14 MiB  100 %") for line in lines) == len(runs) // 2
+    )
     assert any("…" in line for line in lines) is False
     assert "int8(block=64) with feedback, seed 1: rank 1 died" in out.getvalue()
     page = accuracy_table.markdown(found)

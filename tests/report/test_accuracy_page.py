@@ -73,6 +73,13 @@ def test_a_row_that_failed_says_why_and_has_no_line(result: AccuracyResult) -> N
     assert re.findall(r"<figure>.*?</ul>", text, re.DOTALL)[0].count("<li>") == 4
 
 
+def test_codecs_are_strategies_on_a_page(result: AccuracyResult) -> None:
+    runs = [replace(result.runs[seed], codec="none", feedback=False, strategy="direct") for seed in (0, 1)]
+    text = accuracy_page.render(replace(result, runs=tuple(runs), reference="direct"))
+    assert "points below direct" in text
+    assert "of direct<" in text
+
+
 @pytest.mark.parametrize("runs", [0, 1])
 def test_little_makes_a_page(result: AccuracyResult, runs: int) -> None:
     bare = replace(result, runs=tuple(replace(run, curve=()) for run in result.runs[:runs]))

@@ -10,7 +10,7 @@ import matplotlib as mpl
 
 from . import svg
 from .accuracy_rows import AccuracyResult, AccuracyRow
-from .accuracy_table import cells, compared_with, length_of, long_heads, title_of
+from .accuracy_table import cells, length_of, long_heads, title_of
 from .curves import Learner, learning
 from .figures import RC, Chart, Key, Style, drawable, strategy_styles
 from .frame import Line, fill, origin_facts
@@ -26,7 +26,7 @@ def render(result: AccuracyResult) -> str:
         heading=f"Accuracy: {title_of(result)}",
         summary=_summary(result),
         facts=_facts(result),
-        heads=[(head, "") for head in long_heads(result)],
+        heads=[(head, "") for head in long_heads(result.reference, _sender(result))],
         reading=_reading(result),
         lines=[_line(result, row, style) for row, style in zip(result.rows, styles, strict=True)],
         remarks=(),
@@ -38,7 +38,7 @@ def _summary(result: AccuracyResult) -> str:
     failed = sum(not run.finished for run in result.runs)
     if failed:
         return f"{failed} of {len(result.runs)} trainings could not be finished; the first error of each row is below."
-    other, _ = compared_with(result)
+    other = result.reference
     compared = [row for row in result.rows if row.within_scatter is not None]
     outside = [row.strategy for row in compared if not row.within_scatter]
     if not compared:
@@ -53,13 +53,17 @@ def _summary(result: AccuracyResult) -> str:
 
 
 def _reading(result: AccuracyResult) -> str:
-    other, sender = compared_with(result)
+    other = result.reference
     return (
         "Accuracy is of the test set after the last iteration, the median over the seeds, beside the lowest and the "
         f"highest. A row is within the scatter when its median is no further from that of {other} than the seeds of "
         f"{other} are from each other. Bytes are what one worker sends in one iteration, their share is of those of "
-        f"{sender}."
+        f"{_sender(result)}."
     )
+
+
+def _sender(result: AccuracyResult) -> str:
+    return result.sender or result.reference  # a single worker alone sends nothing, and nobody else is there
 
 
 def _facts(result: AccuracyResult) -> tuple[tuple[str, str], ...]:

@@ -17,7 +17,8 @@ from .breaking import broken
 
 _HEADS = ("acc %", "range", "below", "within", "bytes", "share")
 _NAME_LEAST = 10
-_FEEDBACK_WIDTH = 5
+_GAP = 2
+_FEEDBACK_WIDTH = 3 + _GAP
 _ONE_SEED = "one seed"
 
 
@@ -26,9 +27,8 @@ def render(result: AccuracyResult, width: int) -> RenderableType:
     if not result.runs:
         return Text("no rows")
     figures = [cells(row) for row in result.rows]
-    taken = sum(
-        max(len(head), *map(len, column)) + 1 for head, column in zip(_HEADS, zip(*figures, strict=True), strict=True)
-    )
+    columns = zip(_HEADS, zip(*figures, strict=True), strict=True)
+    taken = _GAP + sum(max(len(head), *map(len, column)) + _GAP for head, column in columns)
     first = "codec" if result.of_codecs else "strategy"
     left = width - taken - _FEEDBACK_WIDTH * result.of_codecs
     name = max(_NAME_LEAST, min(left, max(len(_name(result, row)) for row in result.rows)))
@@ -56,7 +56,7 @@ def markdown(result: AccuracyResult) -> str:
     """The table in Markdown under a line that says what was trained, where and with what."""
     lines = [f"{title_of(result)}; {length_of(result)}. {_origin(result)}.", ""]
     names = ("codec", "feedback") if result.of_codecs else ("strategy",)
-    heads = (*names, *long_heads(result))
+    heads = (*names, *long_heads(*_compared_with(result)))
     lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in result.rows:
         fed = ("yes" if row.feedback else "no",) if result.of_codecs else ()
@@ -85,9 +85,8 @@ def length_of(result: AccuracyResult) -> str:
     return f"{epochs}{result.iterations} iterations of {result.batch} images"
 
 
-def long_heads(result: AccuracyResult) -> tuple[str, ...]:
-    """The heads of a row's figures where there is room to say what they are."""
-    other, sender = compared_with(result)
+def long_heads(other: str, sender: str) -> tuple[str, ...]:
+    """The heads of a row's figures where there is room to say beside which row they stand, and whose bytes are all."""
     return (
         "accuracy %",
         "lowest to highest",
@@ -96,11 +95,6 @@ def long_heads(result: AccuracyResult) -> tuple[str, ...]:
         "bytes per step",
         f"of {sender}",
     )
-
-
-def compared_with(result: AccuracyResult) -> tuple[str, str]:
-    """What the rows stand beside, and whose bytes theirs are shares of, as the table calls them."""
-    return ("dense", "dense") if result.of_codecs else (result.reference, result.sender or "all")
 
 
 def cells(row: AccuracyRow) -> tuple[str, ...]:
@@ -119,12 +113,16 @@ def cells(row: AccuracyRow) -> tuple[str, ...]:
 
 
 def _legend(result: AccuracyResult) -> str:
-    other, sender = compared_with(result)
+    other, sender = _compared_with(result)
     return (
         f"{'fb: with error feedback. ' if result.of_codecs else ''}acc: test accuracy, median over the seeds; range: "
         f"lowest and highest. below: percentage points below {other}; within: no further from it than its seeds "
         f"scatter. bytes: sent per worker and iteration; share: of those of {sender}."
     )
+
+
+def _compared_with(result: AccuracyResult) -> tuple[str, str]:
+    return ("dense", "dense") if result.of_codecs else (result.reference, result.sender or result.reference)
 
 
 def _name(result: AccuracyResult, row: AccuracyRow) -> str:
