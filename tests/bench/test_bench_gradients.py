@@ -170,6 +170,7 @@ def report(model: int, form: int, scale: float = 1.0) -> dict[str, Any]:
         "form": form,
         "times_s": [0.004 * scale, 0.002, 0.009],
         "added_s": [0.001, 0.002, 0.003],
+        "cpu_s": 0.003,
         "sent_bytes": 1456.0,
         "correct": True,
         "bytes_per_s": 8e6,
@@ -202,7 +203,7 @@ def test_figures_follow_from_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row.repetitions, row.median_s, row.added_s, row.share) == (3, 0.004, 0.002, 0.5)
     assert row.limit_s == pytest.approx(4 * TOY.nbytes * 2 / 8e6)
     assert row.of_limit == pytest.approx((row.limit_s or 0) / 0.002)
-    assert row.sent_bytes == 1456.0
+    assert (row.cpu_s, row.sent_bytes) == (0.003, 1456.0)
     assert all(row.finished for row in result.rows)
     assert "2 ranks: toy" in text
 
@@ -252,5 +253,6 @@ def test_real_ranks_measure_every_form_and_find_it_right(tmp_path: Path) -> None
     assert all(row.finished for row in rows)
     # 2(N-1)/N of the gradients, in whatever form, and a few tickets.
     assert all(0 <= (row.sent_bytes or 0) - row.bytes < 100 for row in rows)
+    assert all((row.cpu_s or 0) > 0 for row in rows)
     assert all(row.added_s == 0 for row in rows if row.form == BARE)
     assert json.loads(path.read_text())["rows"][0]["workload"] == "digits"

@@ -29,9 +29,10 @@ class GradientRow:
     over ``repetitions``. ``added_s`` is the median of what the form takes beyond ``bare``, in which no gradient is
     moved, in the same repetition; ``share = added_s / median_s``. ``passes`` is how often the form has to read or write
     all gradients beside the exchange, ``limit_s`` the time of that at the speed of plain copies by all ranks, measured
-    in the same run, and ``of_limit = limit_s / added_s``, None where there is nothing to move. ``sent_bytes`` is what a
-    rank's transport counted per iteration. ``correct`` is of every element on every rank, before and after the timed
-    repetitions. ``error`` says why there are no figures.
+    in the same run, and ``of_limit = limit_s / added_s``, None where there is nothing to move. ``cpu_s`` is the
+    processor time of all ranks per iteration, which other work on the machine changes little, ``sent_bytes`` what a
+    rank's transport counted. ``correct`` is of every element on every rank, before and after the timed repetitions.
+    ``error`` says why there are no figures.
     """
 
     workload: str
@@ -48,6 +49,7 @@ class GradientRow:
     share: float | None = None
     limit_s: float | None = None
     of_limit: float | None = None
+    cpu_s: float | None = None
     sent_bytes: float | None = None
     correct: bool | None = None
     error: str | None = None

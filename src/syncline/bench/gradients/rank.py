@@ -92,7 +92,7 @@ class _Measurement:
         self._forms = [iteration_of(name, self._ground) for name in self._work.forms]
         count = len(self._forms)
         times = np.zeros((self._work.repetitions, count))
-        sent = np.zeros(count)
+        sent, used = np.zeros(count), np.zeros(count)
         correct = [form.exchanged_bytes == model.nbytes for form in self._forms]
         memory, speeds = MemoryProbe(self._meeting, 2 * model.nbytes), []
         for repetition in range(-WARM_UP, self._work.repetitions):
@@ -101,14 +101,15 @@ class _Measurement:
                 self._begin(at, model.nbytes)
                 if repetition < 0 or repetition == self._work.repetitions - 1:
                     correct[at] &= self._check(at, repetition + WARM_UP)
-                elapsed, moved = self._time(at)
+                elapsed, cpu, moved = self._time(at)
                 if repetition >= 0:
                     times[repetition, at] = elapsed
-                    sent[at] += moved
+                    used[at] += cpu / len(times)
+                    sent[at] += moved / len(times)
                 self._end()
             speeds.append(memory.measure())
         right = self._meeting.gather(*map(float, correct)).all(axis=0)
-        self._report(number, times, sent, right, float(np.median(speeds)))
+        self._report(number, times, {"cpu_s": used, "sent_bytes": sent}, right, float(np.median(speeds)))
 
     def _check(self, at: int, seed: int) -> bool:
         form = self._forms[at]
@@ -120,24 +121,24 @@ class _Measurement:
         self._meeting.wait()
         return right
 
-    def _time(self, at: int) -> tuple[float, float]:
-        """Seconds of the slowest rank, and the bytes that one rank's transport has sent at most."""
+    def _time(self, at: int) -> tuple[float, float, float]:
+        """Seconds of the slowest rank, processor seconds of all, and the most bytes that one's transport has sent."""
         form = self._forms[at]
         self._ground.fill_alike()
         form.ready()
         before = self._sent()
         self._meeting.wait()
-        begun = time.perf_counter()
+        used, begun = time.process_time(), time.perf_counter()
         form.run()
-        elapsed = time.perf_counter() - begun
-        found = self._meeting.gather(elapsed, self._sent() - before)
-        return float(found[:, 0].max()), float(found[:, 1].max())
+        elapsed, used = time.perf_counter() - begun, time.process_time() - used
+        found = self._meeting.gather(elapsed, used, self._sent() - before)
+        return float(found[:, 0].max()), float(found[:, 1].sum()), float(found[:, 2].max())
 
     def _sent(self) -> int:
         sent, _ = self._session.engine.transport.traffic()
         return sum(sent.values())
 
-    def _report(self, number: int, times: Table, sent: Table, correct: Any, bytes_per_s: float) -> None:
+    def _report(self, number: int, times: Table, means: dict[str, Table], correct: Any, bytes_per_s: float) -> None:
         bare = times[:, self._work.forms.index(BARE)]
         for at in range(len(self._forms) if self._turn is not None else 0):
             self._sender.send(
@@ -146,7 +147,7 @@ class _Measurement:
                 form=at,
                 times_s=times[:, at].tolist(),
                 added_s=(times[:, at] - bare).tolist(),
-                sent_bytes=sent[at] / len(times),
+                **{name: float(values[at]) for name, values in means.items()},
                 correct=bool(correct[at]),
                 bytes_per_s=bytes_per_s,
             )

@@ -81,6 +81,7 @@ class _Set:
             share=added / median,
             limit_s=limit,
             of_limit=limit / added if limit and added > 0 else None,
+            cpu_s=message["cpu_s"],
             sent_bytes=message["sent_bytes"],
             correct=message["correct"],
         )
