@@ -13,6 +13,7 @@ HEAVY = {
     "tensorflow",
     "jax",
     "numba",
+    "llvmlite",
     "matplotlib",
     "sklearn",
     "scipy",

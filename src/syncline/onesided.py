@@ -118,8 +118,8 @@ class _Run:
     """One run under way, or waiting to be; used again for the next one of its layout."""
 
     __slots__ = (
-        "array", "before", "key", "label", "layout", "on_done", "peers", "room", "scratch", "slot", "staging", "state",
-        "table", "tolerant",
+        "array", "before", "bound", "key", "label", "layout", "maps", "on_done", "peers", "room", "scratch", "slot",
+        "staging", "state", "table", "tolerant",
     )  # fmt: skip
 
     def __init__(self, layout: _Layout, world: int) -> None:
@@ -127,6 +127,8 @@ class _Run:
         self.state = layout.state.copy()
         self.peers = np.zeros((world, 3), np.int64)
         self.room = np.empty((2, world + layout.script.scratch + 1), np.int64)
+        self.maps: Words | None = None
+        self.bound: Callable[[int, int], int] | None = None
         self.array: NDArray[Any] = self.state
         self.key = self.slot = self.before = -1
         self.table: _Table | None = None
@@ -135,6 +137,16 @@ class _Run:
         self.on_done: Callable[[], None] = _nothing
         self.staging: Bytes | None = None
         self.scratch: Bytes | None = None
+
+    def advance(self, kernel: Any, window: Window) -> Callable[[int, int], int]:
+        """The compiled ``advance`` with this run's tables; laid out anew when the window's table of maps is another."""
+        if self.bound is None or self.maps is not window.maps:
+            layout, self.maps = self.layout, window.maps
+            self.bound = kernel.advance.bind(
+                self.state, self.peers, window.members, window.maps, layout.operations, layout.operands,
+                layout.lengths, layout.touched, self.room,
+            )  # fmt: skip
+        return self.bound
 
 
 def _nothing() -> None:
@@ -222,10 +234,7 @@ class OneSided:
             patience_ms = 0
         for run in tuple(self._runs):
             layout, state = run.layout, run.state
-            code = kernel.advance(
-                state, run.peers, window.members, window.maps, layout.operations, layout.operands, layout.lengths,
-                layout.touched, run.room, spins, patience_ms,
-            )  # fmt: skip
+            code = run.advance(kernel, window)(spins, patience_ms)
             if code == kernel.DONE:
                 moved += 1
                 self._finish(run)

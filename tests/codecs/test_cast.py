@@ -7,48 +7,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from numba import njit, uint32
 from numpy.typing import NDArray
 
 from syncline.codecs.cast import Bf16, Fp8, Fp16
-from syncline.kernels.cast import narrow_e4m3, widen_e4m3
-from syncline.kernels.native import bits_of_float, float_of_bits
 from syncline.types import Spec, numpy_dtype
-
-
-@njit(uint32[:](uint32[:]))  # type: ignore[untyped-decorator]
-def narrowed(floats):  # type: ignore[no-untyped-def]
-    out = np.empty(floats.size, np.uint32)
-    for i in range(floats.size):
-        out[i] = narrow_e4m3(float_of_bits(floats[i]))
-    return out
-
-
-@njit(uint32[:](uint32[:]))  # type: ignore[untyped-decorator]
-def widened(codes):  # type: ignore[no-untyped-def]
-    out = np.empty(codes.size, np.uint32)
-    for i in range(codes.size):
-        out[i] = bits_of_float(widen_e4m3(codes[i]))
-    return out
-
-
-def test_all_e4m3_numbers_widen_exactly() -> None:
-    codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint32)
-    wanted = codes.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    np.testing.assert_array_equal(widened(codes), wanted.view(np.uint32))
-
-
-def test_narrowing_to_e4m3_rounds_to_nearest_even() -> None:
-    """All numbers of the type, the ties between them, the neighbours of both, and numbers at random."""
-    exact = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    points = np.concatenate([exact, (exact[1:] + exact[:-1]) / 2])
-    draw = np.random.default_rng(0)
-    random = draw.standard_normal(100_000).astype(np.float32) * np.float32(2.0) ** draw.integers(-12, 7, 100_000)
-    floats = np.concatenate([points, np.nextafter(points, 0), np.nextafter(points, np.float32(448)), random])
-    floats = np.concatenate([floats, -floats]).astype(np.float32)
-    floats = floats[np.abs(floats) <= 448]
-    wanted = floats.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    np.testing.assert_array_equal(narrowed(floats.view(np.uint32)), wanted)
 
 
 def sent(codec: Any, x: NDArray[np.float32], state: Any) -> NDArray[np.float32]:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numba import float32, int64, njit
+from elementwise import chances
 from numpy.typing import NDArray
-
-from syncline.kernels.draws import chance, draw, other_key
 
 COUNT = 1 << 20
 
 
-@njit(float32[:](int64, int64, int64))  # type: ignore[untyped-decorator]
-def drawn(seed, first, count):  # type: ignore[no-untyped-def]
-    key = np.uint32(seed)
-    other = other_key(key)
+def drawn(seed: int, first: int, count: int) -> NDArray[np.float32]:
     out = np.empty(count, np.float32)
-    for i in range(count):
-        out[i] = chance(draw(np.uint32(first + i), key, other))
+    chances(seed, first, out)
     return out
 
 

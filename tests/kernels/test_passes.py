@@ -5,79 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
+from bits import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import njit, uint16, uint32
 from numpy.typing import NDArray
 
 from syncline.kernels import cpu
-from syncline.kernels.halves import narrow_bfloat16, narrow_float16, widen_bfloat16, widen_float16
-from syncline.kernels.native import bits_of_float, float_of_bits
 from syncline.kernels.passes import CODES, sum_arrays
 from syncline.types import numpy_dtype
-
-HALVES = {"float16": (widen_float16, narrow_float16), "bfloat16": (widen_bfloat16, narrow_bfloat16)}
-
-
-def over(convert: Any, name: str) -> tuple[Any, Any]:
-    """Widening and narrowing of whole arrays, from bits to bits."""
-    widen, narrow = convert[name]
-
-    @njit(uint32[:](uint16[:]))
-    def widened(halves):  # type: ignore[no-untyped-def]
-        out = np.empty(halves.size, np.uint32)
-        for i in range(halves.size):
-            out[i] = bits_of_float(widen(halves[i]))
-        return out
-
-    @njit(uint16[:](uint32[:]))
-    def narrowed(floats):  # type: ignore[no-untyped-def]
-        out = np.empty(floats.size, np.uint16)
-        for i in range(floats.size):
-            out[i] = narrow(float_of_bits(floats[i]))
-        return out
-
-    return widened, narrowed
-
-
-@pytest.fixture(scope="module", params=HALVES)
-def half(request: pytest.FixtureRequest) -> tuple[np.dtype[Any], Any, Any]:
-    return (numpy_dtype(request.param), *over(HALVES, request.param))
-
-
-def same(mine: NDArray[Any], theirs: NDArray[Any]) -> None:
-    """Bit for bit; a NaN may be any NaN."""
-    nan = np.isnan(theirs)
-    np.testing.assert_array_equal(np.isnan(mine), nan)
-    bits = np.dtype(f"u{mine.itemsize}")
-    np.testing.assert_array_equal(mine.view(bits)[~nan], theirs.view(bits)[~nan])
-
-
-def test_all_16_bit_numbers_widen_exactly(half: tuple[np.dtype[Any], Any, Any]) -> None:
-    dtype, widened, _ = half
-    halves = np.arange(1 << 16, dtype=np.uint16)
-    with np.errstate(invalid="ignore"):
-        wanted = halves.view(dtype).astype(np.float32)
-    same(widened(halves).view(np.float32), wanted)
-
-
-def test_narrowing_rounds_to_nearest_even(half: tuple[np.dtype[Any], Any, Any]) -> None:
-    """Bit patterns at random, and all 16-bit numbers, the ties between them, and their neighbours."""
-    dtype, widened, narrowed = half
-    exact = widened(np.arange(1 << 16, dtype=np.uint16))
-    finite = exact[np.isfinite(exact.view(np.float32))].view(np.float32)
-    with np.errstate(all="ignore"):
-        following = np.nextafter(finite.astype(dtype), dtype.type(np.inf)).astype(np.float32)
-        ties = ((finite.astype(np.float64) + following) / 2).astype(np.float32).view(np.uint32)
-        floats = np.concatenate(
-            [
-                np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, np.uint32),
-                *(bits + np.uint32(shift) for bits in (exact, ties) for shift in (-1 & 0xFFFFFFFF, 0, 1)),
-            ]
-        )
-        wanted = floats.view(np.float32).astype(dtype)
-    same(narrowed(floats).view(dtype), wanted)
 
 
 @st.composite

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.kernels.private import NotPrivateError, check_contents, keep_private, path_of, private_folder, read_file
+from syncline.kernels.private import NotPrivateError, check_contents, path_of, private_folder, read_file
 
 SOMEBODY = 54321
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -110,12 +110,3 @@ def test_roots_files_are_trusted(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("syncline.kernels.private.os.geteuid", lambda: SOMEBODY)
     with private_folder(cache, "a", "b") as fd:
         check_contents(fd, cache / "a" / "b")
-
-
-def test_what_the_umask_gives_to_others_is_taken_back(cache: Path) -> None:
-    with private_folder(cache, "a", "b") as fd:
-        for path in (cache / "a" / "b").rglob("*"):
-            path.chmod(0o777)
-        keep_private(fd)
-        check_contents(fd, cache / "a" / "b")
-        assert (cache / "a" / "b" / "table").stat().st_mode & 0o777 == 0o755

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import int32, int64, void
 
 from .compiled import compiled
 from .native import poll, send
 
 _MSG_DONTWAIT, _MSG_NOSIGNAL = 0x40, 0x4000
-_WORDS = int64[::1]
 
 
-@compiled(void(_WORDS, _WORDS, int64, int64, int64, int64))
+@compiled("(int64[], int64[], int64, int64, int64, int64)")
 def beat(descriptors, begun, frame, nbytes, bell, period_ms):
     """Send ``nbytes`` at address ``frame`` to every socket once per period, until the bell rings.
 
     ``bell`` is the address of a struct pollfd. A socket that takes nothing is passed over; of a frame that it took a
     part of, ``begun`` is how much, and the rest goes first next time.
     """
-    rung = int32(0)
+    rung = np.int32(0)
     while rung <= 0:  # negative: a signal came
         for i in range(descriptors.size):
             rest = nbytes - begun[i]

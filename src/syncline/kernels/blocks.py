@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import njit
 
+from .compiled import inner
 from .native import bits_of_float
 
 TINY: Final = np.float32(2.0**-100)
@@ -29,7 +29,7 @@ BODY: Final = np.uint32(0x7FFFFFFF)
 """The bits of a float32 without its sign."""
 
 
-@njit(nogil=True)
+@inner
 def gather(x, residual, values):
     """``values`` = x + residual (where there is one) of a block; the bits of the largest magnitude."""
     largest = np.int32(0)
@@ -46,7 +46,7 @@ def gather(x, residual, values):
     return np.uint32(largest)
 
 
-@njit(nogil=True)
+@inner
 def folded(lanes):
     """The sum of the lanes, a power of two of them: lane j += lane j + half, half by half. They are overwritten."""
     half = lanes.size // 2

@@ -9,13 +9,12 @@ the word. A block is zero when its maximum is below ``TINY``. The scale is a NaN
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, float32, int64, njit, uint16, uint32
 
 from .blocks import BODY, INFINITY, NAN, TINY, gather
-from .compiled import compiled
+from .compiled import compiled, inlined, inner
 from .halves import narrow_bfloat16, narrow_float16, widen_bfloat16, widen_float16
 from .linear import step_of
-from .native import bits_of_float, float_of_bits
+from .native import bits_of_float, float_of_bits, free, malloc, view
 
 _LARGEST_FLOAT16 = np.uint32(0x477FE000)
 _LARGEST_BFLOAT16 = np.uint32(0x7F7F0000)
@@ -29,7 +28,7 @@ _E4M3_BIAS = np.uint32((127 - 7) << 23)
 _E4M3_ROUND = np.uint32((0x100000000 - ((127 - 7) << 23) + 0x7FFFF) & 0xFFFFFFFF)
 
 
-@njit(inline="always")
+@inlined
 def _saturated(bits, largest):
     """The bits of a float32 with a finite number beyond the largest of another type made that one."""
     body = np.uint32(bits & BODY)
@@ -37,7 +36,7 @@ def _saturated(bits, largest):
     return float_of_bits(np.uint32(kept | np.uint32(bits & np.uint32(0x80000000))))
 
 
-@compiled(boolean(float32[::1], float32[::1], uint16[::1]))
+@compiled("(float32[], float32[], uint16[]) -> bool")
 def encode_float16(x, residual, out):
     """float16 of ``x`` + ``residual`` (empty: none); whether all were finite."""
     largest = np.int32(0)
@@ -53,7 +52,7 @@ def encode_float16(x, residual, out):
     return np.uint32(largest) < INFINITY
 
 
-@compiled(boolean(float32[::1], float32[::1], uint16[::1]))
+@compiled("(float32[], float32[], uint16[]) -> bool")
 def encode_bfloat16(x, residual, out):
     """bfloat16 of ``x`` + ``residual`` (empty: none); whether all were finite."""
     largest = np.int32(0)
@@ -69,7 +68,7 @@ def encode_bfloat16(x, residual, out):
     return np.uint32(largest) < INFINITY
 
 
-@compiled(int64(uint16[::1], float32[::1], boolean))
+@compiled("(uint16[], float32[], bool) -> int64")
 def decode_float16(halves, out, add):
     """float32 of float16, written or added."""
     for i in range(out.size):
@@ -78,7 +77,7 @@ def decode_float16(halves, out, add):
     return out.size
 
 
-@compiled(int64(uint16[::1], float32[::1], boolean))
+@compiled("(uint16[], float32[], bool) -> int64")
 def decode_bfloat16(halves, out, add):
     """float32 of bfloat16, written or added."""
     for i in range(out.size):
@@ -87,7 +86,7 @@ def decode_bfloat16(halves, out, add):
     return out.size
 
 
-@njit(inline="always")
+@inlined
 def narrow_e4m3(value):
     """The 8 bits of the E4M3 number nearest to a float32 of at most 448, ties to even, in a uint32."""
     bits = bits_of_float(value)
@@ -99,7 +98,7 @@ def narrow_e4m3(value):
     return np.uint32(chosen | np.uint32(np.uint32(bits >> np.uint32(24)) & np.uint32(0x80)))
 
 
-@njit(inline="always")
+@inlined
 def widen_e4m3(code):
     """float32 of the 8 bits of an E4M3 number in a uint32; what the type calls a NaN, which is never sent, is 480."""
     body = np.uint32(np.uint32(code & np.uint32(0x7F)) << np.uint32(20))
@@ -109,7 +108,7 @@ def widen_e4m3(code):
     return float_of_bits(np.uint32(chosen | np.uint32(np.uint32(code & np.uint32(0x80)) << np.uint32(24))))
 
 
-@njit(nogil=True)
+@inner
 def _pack(values, residual, codes, inverse, scale, shift):
     for j in range(values.size):
         value = values[j]
@@ -119,12 +118,13 @@ def _pack(values, residual, codes, inverse, scale, shift):
             residual[j] = value - widen_e4m3(code) * scale
 
 
-@compiled(int64(float32[::1], float32[::1], uint32[::1], int64))
+@compiled("(float32[], float32[], uint32[], int64) -> int64")
 def encode_e4m3(x, residual, out, block):
     """Payload of ``x`` + ``residual`` (empty: none); the number of blocks that are not finite."""
-    room = np.empty(block, np.float32)
+    memory = malloc(4 * block)
+    room = view(memory, np.float32(0), block)
     at, bad = 0, 0
-    for start in range(0, x.size, block):
+    for start in range(0, x.size, max(block, 1)):
         n = min(block, x.size - start)
         words = (n + 3) // 4
         values = room[:n]
@@ -145,21 +145,22 @@ def encode_e4m3(x, residual, out, block):
                 first, last = min(k * words, n), min((k + 1) * words, n)
                 _pack(values[first:last], kept[first:last], codes, inverse, scale, np.uint32(8 * k))
         at += 1 + words
+    free(memory)
     return bad
 
 
-@njit(nogil=True)
+@inner
 def _unpack(codes, out, scale, shift, add):
     for j in range(out.size):
         value = widen_e4m3(np.uint32(codes[j] >> shift)) * scale
         out[j] = out[j] + value if add else value
 
 
-@compiled(int64(uint32[::1], float32[::1], int64, boolean))
+@compiled("(uint32[], float32[], int64, bool) -> int64")
 def decode_e4m3(payload, out, block, add):
     """The elements that a payload of the right length says, written or added."""
     at = 0
-    for start in range(0, out.size, block):
+    for start in range(0, out.size, max(block, 1)):
         n = min(block, out.size - start)
         words = (n + 3) // 4
         codes = payload[at + 1 : at + 1 + words]

@@ -1,169 +1,194 @@
-"""Compiling for good: the decorator of the functions that Python calls, and where their machine code is kept.
+"""Compiled functions as Python sees them: what they take, and how they are called.
 
-Numba keeps machine code beside a function's source and looks at that file alone, not at the functions compiled in from
-others. So the code is kept in a folder named after the text of all kernels: whoever changes one compiles anew. The
-folder is in the user's cache (``XDG_CACHE_HOME``, ``~/.cache``), or a temporary one where that cannot be written;
-``NUMBA_CACHE_DIR`` overrides both. What is loaded from it is run, and Numba unpickles it: a place where somebody else
-could have put something is not used (``private``), with one warning, and without a place every process compiles for
-itself. So does one that has waited too long for another one that compiles, and may have been stopped.
+A kernel is a Python function that the decorators here mark: ``compiled`` those that Python calls, ``inner`` and
+``inlined`` those that compiled ones call. What they decorate never runs as Python. A process of its own compiles a
+whole module of them (``compiler``), what it makes is kept (``objects``), and here it is opened and called by ctypes,
+without the interpreter lock: no compiler is loaded, and nothing is unpickled. A module is compiled, or opened, when it
+is imported.
+
+A function in machine code takes the address of its parameters and nothing else: 8 bytes each, an array as its address
+followed by its shape. So a call costs the same whatever it takes, and parameters that stay can be laid out once
+(``Compiled.bind``).
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
-import logging
-import os
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-from numba import config, njit
-from numba.core.caching import _CacheLocator
+import numpy as np
+from numpy.typing import NDArray
 
-from .private import NotPrivateError, cache_home, check_contents, keep_private, path_of, private_folder
+from . import objects
 
-log = logging.getLogger("syncline")
-
-LOCK_S = 60.0
-"""How long a process waits for others that compile before it does so for itself."""
-
-_one_thread = threading.RLock()
-"""Numba's setting is the process's."""
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class Place(NamedTuple):
-    """A folder for machine code: ``names``, one below the other, in ``root``."""
+class Compiler(Protocol):
+    """What makes machine code of the marked functions, in the process that does."""
 
-    root: Path
-    names: tuple[str, ...] = ()
+    def inner(self, function: Callable[..., Any], inline: bool) -> Any: ...  # noqa: D102
+    def compiled(self, function: Callable[..., Any], signature: Signature) -> Any: ...  # noqa: D102
+    def instruction(self, name: str) -> Any: ...  # noqa: D102
+    def external(self, name: str, signature: Signature) -> Any: ...  # noqa: D102
+
+
+compiler: Compiler | None = None
+"""None everywhere but in a process that compiles."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A number, or an array of ``dims`` dimensions, C-contiguous and writable; ``element`` names its type."""
+
+    element: str
+    dims: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Parameter:
+        """``int64``, ``float32[]``, ``int64[,]``."""
+        element, bracket, rest = text.strip().partition("[")
+        return cls(element, rest.count(",") + 1 if bracket else 0)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a function takes and returns: ``(float32[], int64) -> int64``."""
+
+    parameters: tuple[Parameter, ...]
+    results: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Signature:
+        """Read ``text``; dimensions are commas within brackets, several results are separated by commas."""
+        taken, _, given = text.partition("->")
+        inside = taken.strip()[1:-1].replace("[,]", "[;]")
+        parts = [part.replace(";", ",") for part in inside.split(",") if part.strip()]
+        results = tuple(part.strip() for part in given.split(",") if part.strip())
+        return cls(tuple(map(Parameter.parse, parts)), results)
 
     @property
-    def path(self) -> Path:
-        """The whole path."""
-        return self.root.joinpath(*self.names)
+    def layout(self) -> str:
+        """The parameters in memory, in the letters of ``struct``."""
+        letters = (("q" + "q" * item.dims) if item.dims else _letter(item.element) for item in self.parameters)
+        return "=" + "".join(letters) + ("q" if len(self.results) > 1 else "")
 
 
-def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function for ``signature`` now, or load it, without the interpreter lock when it runs.
+def _letter(element: str) -> str:
+    return "d" if element.startswith("float") else "q"
 
-    Functions that it calls need no more than ``numba.njit(nogil=True)``.
-    """
+
+def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Mark a function that Python calls; it returns a number, a bool, some whole numbers, or nothing."""
+    parsed = Signature.parse(signature)
 
     def decorate(function: Callable[..., Any]) -> Any:
-        with _one_thread, contextlib.ExitStack() as stack:
-            place = _place()
-            try:
-                folder = None if place is None else stack.enter_context(private_folder(*_flat(place)))
-                if folder is not None:
-                    stack.enter_context(_alone(folder))
-            except (OSError, NotPrivateError):  # it has changed since it was looked at, or others do not let go of it
-                folder = None
-            if folder is None:
-                return njit(signature, nogil=True)(function)
-            stack.callback(setattr, config, "CACHE_DIR", config.CACHE_DIR)
-            config.CACHE_DIR = str(path_of(folder))
-            made = njit(signature, nogil=True, cache=True)(function)
-            if made.stats.cache_misses:
-                keep_private(folder)
-            return made
+        if compiler is not None:
+            return compiler.compiled(function, parsed)
+        return Compiled(function, parsed)
 
     return decorate
 
 
-@contextlib.contextmanager
-def _alone(folder: int) -> Iterator[None]:
-    """One process compiles while the others of a run wait to load what it made; TimeoutError after the limit."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    lock = os.open("lock", flags, 0o600, dir_fd=folder)
-    try:
-        _lock(lock)
-        yield
-    finally:
-        os.close(lock)
+def inner(function: _F) -> _F:
+    """Mark a function that compiled ones call; its types follow from theirs."""
+    return function if compiler is None else compiler.inner(function, inline=False)
 
 
-def _lock(fd: int) -> None:
-    """Lock a file, looking again and again: nobody says that a lock is free to those who wait within a limit."""
-    wait_s = 0.0005
-    while True:
+def inlined(function: _F) -> _F:
+    """As ``inner``, but written into those that call it."""
+    return function if compiler is None else compiler.inner(function, inline=True)
+
+
+def instruction(function: _F) -> _F:
+    """Mark a function of ``native`` that stands for instructions."""
+    return function if compiler is None else compiler.instruction(function.__name__)
+
+
+def external(name: str, signature: str) -> Any:
+    """A function of the C library, for compiled functions to call."""
+    return None if compiler is None else compiler.external(name, Signature.parse(signature))
+
+
+class Compiled:
+    """A function in machine code. Raises TypeError for anything but what its signature says."""
+
+    def __init__(self, function: Callable[..., Any], signature: Signature) -> None:
+        self.__name__, self.__doc__ = function.__name__, function.__doc__
+        address = objects.address(function.__module__, function.__name__)
+        result = _C_TYPES.get(signature.results[0], ctypes.c_int64) if signature.results else None
+        self._call = ctypes.CFUNCTYPE(result, ctypes.c_void_p)(address)
+        self._pack = struct.Struct(signature.layout).pack
+        self._wanted = [_Wanted(item) for item in signature.parameters]
+        self._numbers = not any(item.dims for item in signature.parameters)
+        self._results = len(signature.results)
+        self._size = struct.calcsize(signature.layout) // 8
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it; other threads run meanwhile."""
+        if len(args) != len(self._wanted):
+            raise TypeError(f"{self.__name__} takes {len(self._wanted)} parameters, got {len(args)}")
+        flat = args if self._numbers else self._flat(args)
         try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= _deadline():
-                _warn()
-                raise TimeoutError("the folder for machine code stays locked") from None
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, 0.05)
+            if self._results < 2:
+                return self._call(self._pack(*flat))
+            results = (ctypes.c_int64 * self._results)()
+            self._call(self._pack(*flat, ctypes.addressof(results)))
+            return tuple(results)
+        except struct.error as error:
+            raise TypeError(f"{self.__name__}: {error}") from None
+
+    def bind(self, *args: Any) -> Bound:
+        """This function with its first parameters, which are arrays, given; the others have to be whole numbers."""
+        return Bound(self._call, self._flat(args), self._size, args)
+
+    def _flat(self, args: Sequence[Any]) -> list[Any]:
+        flat = list[Any]()
+        for wanted, value in zip(self._wanted, args, strict=False):
+            if wanted.dtype is None:
+                flat.append(value)
+                continue
+            if not isinstance(value, np.ndarray) or value.dtype != wanted.dtype or value.ndim != wanted.dims:
+                raise TypeError(f"{self.__name__} takes {wanted.dims}-dimensional arrays of {wanted.dtype}")
+            flat.append(address_of(value))
+            flat.extend(value.shape)
+        return flat
 
 
-@lru_cache(maxsize=1)
-def _deadline() -> float:
-    """Until when this process waits for others that compile: for all its functions together."""
-    return time.monotonic() + LOCK_S
+class Bound:
+    """A compiled function whose arrays lie where they lie; used by one thread at a time."""
+
+    def __init__(
+        self, call: Callable[[int], Any], first: Sequence[int], size: int, keep: tuple[NDArray[Any], ...]
+    ) -> None:
+        self._call, self._keep = call, keep
+        self._block = (ctypes.c_int64 * size)(*first)
+        self._address, self._first = ctypes.addressof(self._block), len(first)
+
+    def __call__(self, *rest: int) -> Any:
+        """Run it with the rest of its parameters."""
+        for place, value in enumerate(rest, self._first):
+            self._block[place] = value
+        return self._call(self._address)
 
 
-@lru_cache(maxsize=1)
-def _warn() -> None:
-    log.warning(
-        "another process has locked the folder for machine code for more than %.0f s (is it stopped?): not using it",
-        LOCK_S,
-    )
+class _Wanted:
+    """What is held against an argument."""
+
+    __slots__ = ("dims", "dtype")
+
+    def __init__(self, parameter: Parameter) -> None:
+        self.dims = parameter.dims
+        self.dtype = np.dtype(parameter.element) if parameter.dims else None
 
 
-def folder_name(sources: Path) -> str:
-    """The name of the folder for the machine code of the kernels in a folder: another one whenever a text changes."""
-    digest = hashlib.sha256()
-    for source in sorted(sources.glob("*.py")):
-        digest.update(source.read_bytes())
-    return f"kernels-{digest.hexdigest()[:16]}"
+_NOTHING = ctypes.c_char * 0
+_C_TYPES = {"bool": ctypes.c_bool, "float32": ctypes.c_double, "float64": ctypes.c_double}
 
 
-@lru_cache(maxsize=1)
-def _place() -> Place | None:
-    """Where machine code is kept; None when there is no place that only this user can write to."""
-    refused = []
-    for place in _places():
-        try:
-            with private_folder(*_flat(place)) as folder:
-                if not os.access(path_of(folder), os.W_OK):
-                    continue
-                with _alone(folder):  # what another process has just made is its own before it lets go
-                    _check(folder, place)
-        except NotPrivateError as error:
-            refused.append(str(error))
-        except OSError:
-            continue
-        else:
-            break
-    else:
-        place = None
-    if refused:
-        instead = "every process compiles for itself" if place is None else f"it is kept in {place.path}"
-        log.warning("machine code is not loaded from where others could have put it; %s. %s", instead, refused[0])
-    return place
-
-
-def _places() -> list[Place]:
-    if config.CACHE_DIR:
-        return [Place(Path(config.CACHE_DIR))]
-    name = folder_name(Path(__file__).parent)
-    temporary = Path(tempfile.gettempdir())
-    return [Place(cache_home(), ("syncline", name)), Place(temporary, (f"syncline-{os.getuid()}", name))]
-
-
-def _check(folder: int, place: Place) -> None:
-    """Raise NotPrivateError for anything that others could have written; NUMBA_CACHE_DIR has their code beside ours."""
-    ours = _CacheLocator.get_suitable_cache_subpath(__file__)
-    check_contents(folder, place.path, None if place.names else ours)
-    with private_folder(path_of(folder), ours):  # made here, or Numba would make it as the umask says
-        pass
-
-
-def _flat(place: Place) -> tuple[Any, ...]:
-    return place.root, *place.names
+def address_of(array: NDArray[Any]) -> int:
+    """Where a contiguous, writable array lies; TypeError or ValueError for others. Quicker than ``array.ctypes``."""
+    return ctypes.addressof(_NOTHING.from_buffer(array))

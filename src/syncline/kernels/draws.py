@@ -9,14 +9,15 @@ takes the index modulo 2**32: elements so far apart share their number.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from .compiled import inlined, inner
 
 _FIRST = np.uint32(0x7FEB352D)
 _SECOND = np.uint32(0x846CA68B)
 _UNIT = np.float32(2.0**-24)
 
 
-@njit(inline="always")
+@inlined
 def draw(index, key, other):
     """32 random bits of an element, all three uint32; ``other`` is ``other_key(key)``."""
     bits = np.uint32(index ^ key)
@@ -26,19 +27,19 @@ def draw(index, key, other):
     return np.uint32(bits ^ np.uint32(bits >> np.uint32(16)))
 
 
-@njit(nogil=True)
+@inner
 def other_key(key):
     """The second key that belongs to a seed: without it two seeds would give the same numbers in another order."""
     return draw(np.uint32(0x9E3779B9), key, np.uint32(0))
 
 
-@njit(inline="always")
+@inlined
 def chance(bits):
     """A float32 in [0, 1), of the upper 24 of 32 random bits."""
     return np.float32(np.int32(np.uint32(bits >> np.uint32(8)))) * _UNIT
 
 
-@njit(inline="always")
+@inlined
 def below(bits, limit):
     """A whole number from 0 up to, not including, ``limit``, of 32 random bits."""
     return np.int64(np.uint64(np.uint64(bits) * np.uint64(limit)) >> np.uint64(32))

@@ -11,8 +11,8 @@ integer addition, subnormal numbers by the rounding of a float addition.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from .compiled import inlined
 from .native import bits_of_float, float_of_bits
 
 _SIGN = np.uint32(0x8000)
@@ -24,7 +24,7 @@ _DENORMAL_MAGIC = np.uint32(((127 - 15) + (23 - 10) + 1) << 23)
 _REBIAS = np.uint32((0x100000000 + ((15 - 127) << 23) + 0xFFF) & 0xFFFFFFFF)
 
 
-@njit(inline="always")
+@inlined
 def widen_float16(half):
     """float32 of the bits of a float16."""
     bits = np.uint32(half)
@@ -37,7 +37,7 @@ def widen_float16(half):
     return float_of_bits(np.uint32(chosen | np.uint32((bits & _SIGN) << np.uint32(16))))
 
 
-@njit(inline="always")
+@inlined
 def narrow_float16(value):
     """The bits of the float16 nearest to a float32."""
     bits = bits_of_float(value)
@@ -51,13 +51,13 @@ def narrow_float16(value):
     return np.uint16(chosen | sign)
 
 
-@njit(inline="always")
+@inlined
 def widen_bfloat16(half):
     """float32 of the bits of a bfloat16."""
     return float_of_bits(np.uint32(np.uint32(half) << np.uint32(16)))
 
 
-@njit(inline="always")
+@inlined
 def narrow_bfloat16(value):
     """The bits of the bfloat16 nearest to a float32."""
     bits = bits_of_float(value)

@@ -8,14 +8,13 @@ block is not finite.
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, float32, int64, njit, uint32
 
 from .blocks import INFINITY, MAGIC, NAN, TINY, gather
-from .compiled import compiled
-from .native import bits_of_float, float_of_bits
+from .compiled import compiled, inner
+from .native import bits_of_float, float_of_bits, free, malloc, view
 
 
-@njit(nogil=True)
+@inner
 def step_of(maximum, levels):
     """The step with which ``levels`` of them make the maximum; one bit less where they would exceed float32."""
     step = maximum / levels
@@ -24,7 +23,7 @@ def step_of(maximum, levels):
     return step
 
 
-@njit(nogil=True)
+@inner
 def _pack(values, residual, codes, inverse, step, shift, mask):
     for j in range(values.size):
         value = values[j]
@@ -34,15 +33,16 @@ def _pack(values, residual, codes, inverse, step, shift, mask):
             residual[j] = value - (shifted - MAGIC) * step
 
 
-@compiled(int64(float32[::1], float32[::1], uint32[::1], int64, int64))
+@compiled("(float32[], float32[], uint32[], int64, int64) -> int64")
 def encode_linear(x, residual, out, bits, block):
     """Payload of ``x`` + ``residual`` (empty: none); the number of blocks that are not finite."""
     fields = 32 // bits
     levels = np.float32((1 << (bits - 1)) - 1)
     mask = np.uint32((1 << bits) - 1)
-    room = np.empty(block, np.float32)
+    memory = malloc(4 * block)
+    room = view(memory, np.float32(0), block)
     at, bad = 0, 0
-    for start in range(0, x.size, block):
+    for start in range(0, x.size, max(block, 1)):
         n = min(block, x.size - start)
         words = (n + fields - 1) // fields
         values = room[:n]
@@ -63,22 +63,23 @@ def encode_linear(x, residual, out, bits, block):
                 first, last = k * words, min((k + 1) * words, n)
                 _pack(values[first:last], kept[first:last], codes, inverse, step, np.uint32(k * bits), mask)
         at += 1 + words
+    free(memory)
     return bad
 
 
-@njit(nogil=True)
+@inner
 def _unpack(codes, out, step, left, right, add):
     for j in range(out.size):
         value = np.float32(np.int32(np.int32(np.uint32(codes[j] << left)) >> right)) * step
         out[j] = out[j] + value if add else value
 
 
-@compiled(int64(uint32[::1], float32[::1], int64, int64, boolean))
+@compiled("(uint32[], float32[], int64, int64, bool) -> int64")
 def decode_linear(payload, out, bits, block, add):
     """The elements that a payload of the right length says, written or added."""
     fields = 32 // bits
     at = 0
-    for start in range(0, out.size, block):
+    for start in range(0, out.size, max(block, 1)):
         n = min(block, out.size - start)
         words = (n + fields - 1) // fields
         step = float_of_bits(payload[at])

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import float32, int64, njit, uint32, void
 
-from .compiled import compiled
+from .compiled import compiled, inner
 from .draws import draw, other_key
+from .native import free, malloc, view
 
 _LANES: Final = 256
 
@@ -22,23 +22,23 @@ _LOST: Final = 1e-5
 """A vector of which less than this part is left after projections is rounding, and no direction of its own."""
 
 
-@njit(nogil=True)
+@inner
 def _add_products(a, b, lanes):
     for j in range(a.size):
         lanes[j] += a[j] * b[j]
 
 
-@njit(nogil=True)
+@inner
 def _add_upper_half(lower, upper):
     for j in range(lower.size):
         lower[j] += upper[j]
 
 
-@njit(nogil=True)
+@inner
 def _dot(a, b, lanes):
     lanes[:] = 0
-    for start in range(0, a.size, lanes.size):
-        _add_products(a[start : start + lanes.size], b[start : start + lanes.size], lanes)
+    for start in range(0, a.size, _LANES):
+        _add_products(a[start : start + _LANES], b[start : start + _LANES], lanes)
     half = lanes.size // 2
     while half:
         _add_upper_half(lanes[:half], lanes[half : 2 * half])
@@ -46,24 +46,32 @@ def _dot(a, b, lanes):
     return lanes[0]
 
 
-@njit(nogil=True)
+@inner
+def _copy(a, out):
+    for j in range(out.size):
+        out[j] = a[j]
+
+
+@inner
 def _add_scaled(factor, a, out):
     for j in range(out.size):
         out[j] += factor * a[j]
 
 
-@compiled(void(float32[::1], float32[::1], float32[::1], int64))
+@compiled("(float32[], float32[], float32[], int64)")
 def times(matrix, q, p, rank):
     """P = M Q."""
     rows, columns = p.size // rank, q.size // rank
-    lanes = np.empty(_LANES, np.float32)
+    memory = malloc(4 * _LANES)
+    lanes = view(memory, np.float32(0), _LANES)
     for i in range(rows):
         row = matrix[i * columns : (i + 1) * columns]
         for r in range(rank):
             p[r * rows + i] = _dot(row, q[r * columns : (r + 1) * columns], lanes)
+    free(memory)
 
 
-@compiled(void(float32[::1], float32[::1], float32[::1], int64))
+@compiled("(float32[], float32[], float32[], int64)")
 def transposed_times(matrix, p, q, rank):
     """Q = M^T P."""
     rows, columns = p.size // rank, q.size // rank
@@ -74,7 +82,7 @@ def transposed_times(matrix, p, q, rank):
             _add_scaled(p[r * rows + i], row, q[r * columns : (r + 1) * columns])
 
 
-@compiled(void(float32[::1], float32[::1], float32[::1], float32[::1], float32[::1], int64))
+@compiled("(float32[], float32[], float32[], float32[], float32[], int64)")
 def expand(matrix, residual, p, mine, summed, rank):
     """``residual`` (unless empty) = M - P mine^T, then M = P summed^T."""
     rows, columns = p.size // rank, mine.size // rank
@@ -82,7 +90,7 @@ def expand(matrix, residual, p, mine, summed, rank):
         row = matrix[i * columns : (i + 1) * columns]
         if residual.size:
             kept = residual[i * columns : (i + 1) * columns]
-            kept[:] = row
+            _copy(row, kept)
             for r in range(rank):
                 _add_scaled(-p[r * rows + i], mine[r * columns : (r + 1) * columns], kept)
         row[:] = np.float32(0)
@@ -90,18 +98,18 @@ def expand(matrix, residual, p, mine, summed, rank):
             _add_scaled(p[r * rows + i], summed[r * columns : (r + 1) * columns], row)
 
 
-@njit(nogil=True)
+@inner
 def _randomise(vector, seed, first):
     other = other_key(seed)
     for i in range(vector.size):
         vector[i] = np.float32(np.int32(draw(np.uint32(first + i), seed, other))) * np.float32(2.0**-31)
 
 
-@njit(nogil=True)
+@inner
 def _length(vector, lanes):
     lanes[:] = 0
-    for start in range(0, vector.size, lanes.size):
-        part = vector[start : start + lanes.size]
+    for start in range(0, vector.size, _LANES):
+        part = vector[start : start + _LANES]
         for j in range(part.size):
             lanes[j] += np.float64(part[j]) * np.float64(part[j])
     half = lanes.size // 2
@@ -111,13 +119,13 @@ def _length(vector, lanes):
     return np.sqrt(lanes[0])
 
 
-@njit(nogil=True)
+@inner
 def _scale(vector, length):
     for i in range(vector.size):
         vector[i] = np.float32(np.float64(vector[i]) / length)
 
 
-@njit(nogil=True)
+@inner
 def _made_orthogonal(vectors, r, n, lanes, wide):
     """Make vector r a unit vector orthogonal to those before it; False when nothing of it is left."""
     vector = vectors[r * n : (r + 1) * n]
@@ -136,7 +144,7 @@ def _made_orthogonal(vectors, r, n, lanes, wide):
     return True
 
 
-@compiled(void(float32[::1], int64, uint32))
+@compiled("(float32[], int64, uint32)")
 def orthonormalise(vectors, rank, seed):
     """Modified Gram-Schmidt in place, each vector twice.
 
@@ -144,7 +152,8 @@ def orthonormalise(vectors, rank, seed):
     subspace never loses dimensions; it is zero where there are no further dimensions.
     """
     n = vectors.size // rank
-    lanes, wide = np.empty(_LANES, np.float32), np.empty(_LANES, np.float64)
+    memory = malloc(12 * _LANES)
+    wide, lanes = view(memory, np.float64(0), _LANES), view(memory + 8 * _LANES, np.float32(0), _LANES)
     for r in range(rank):
         vector = vectors[r * n : (r + 1) * n]
         if _made_orthogonal(vectors, r, n, lanes, wide):
@@ -152,3 +161,4 @@ def orthonormalise(vectors, rank, seed):
         _randomise(vector, seed, r * n)
         if r >= n or not _made_orthogonal(vectors, r, n, lanes, wide):
             vector[:] = np.float32(0)
+    free(memory)

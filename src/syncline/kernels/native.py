@@ -1,105 +1,76 @@
-"""What compiled code needs of the machine: raw memory, atomic words, a pause, ringing an eventfd.
+"""What compiled code needs of the machine and of C: raw memory, atomic words, calls of the system.
 
-Each is one instruction or one call. Addresses are int64. Orders are those of C11: what was written before a word was
-stored with ``store`` is seen by whoever reads the word with ``load``.
+Each is one instruction or one call; nothing here runs outside of compiled code (``instructions`` says how each is
+made). Addresses are int64. Orders are those of C11: what was written before a word was stored with ``store`` is seen
+by whoever reads the word with ``load``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from .compiled import external, instruction
 
-_WORD = ir.IntType(64)
-
-write = types.ExternalFunction("write", types.intp(types.int32, types.intp, types.intp))
+write = external("write", "(int32, int64, int64) -> int64")
 """write(2); the buffer is given as an address."""
 
-read = types.ExternalFunction("read", types.intp(types.int32, types.intp, types.intp))
+read = external("read", "(int32, int64, int64) -> int64")
 """read(2); the buffer is given as an address."""
 
-send = types.ExternalFunction("send", types.intp(types.int32, types.intp, types.uintp, types.int32))
+send = external("send", "(int32, int64, int64, int32) -> int64")
 """send(2); the buffer is given as an address."""
 
-poll = types.ExternalFunction("poll", types.int32(types.intp, types.uintp, types.int32))
+poll = external("poll", "(int64, int64, int32) -> int32")
 """poll(2); the array of descriptors is given as an address, the limit in milliseconds."""
 
-memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.uintp))
+memcpy = external("memcpy", "(int64, int64, int64) -> int64")
 """memcpy(3), with addresses."""
 
-sched_yield = types.ExternalFunction("sched_yield", types.int32())
+malloc = external("malloc", "(int64) -> int64")
+"""malloc(3); the address, to be given to ``free`` on every way out."""
+
+free = external("free", "(int64)")
+"""free(3)."""
+
+sched_yield = external("sched_yield", "() -> int32")
 """sched_yield(2)."""
 
 
-@intrinsic
-def pointer(typing: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
-    """``address`` as a pointer to elements of the type of ``like``, for ``numba.carray``."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(like)(address, like), generate
+@instruction
+def view(address: int, like: Any, size: int) -> Any:
+    """The one-dimensional array of ``size`` elements of the type of ``like`` at ``address``."""
 
 
-@intrinsic
-def load(typing: Any, address: Any) -> Any:  # noqa: ARG001
+@instruction
+def table(address: int, like: Any, rows: int, columns: int) -> Any:
+    """The two-dimensional one."""
+
+
+@instruction
+def load(address: int) -> Any:
     """The word at ``address``; what its writer wrote before it is visible after."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
-        return builder.load_atomic(builder.inttoptr(args[0], _WORD.as_pointer()), "acquire", 8)
 
-    return types.int64(types.int64), generate
-
-
-@intrinsic
-def store(typing: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+@instruction
+def store(address: int, value: int) -> Any:
     """Set the word at ``address``, after everything written before."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
-        builder.store_atomic(args[1], builder.inttoptr(args[0], _WORD.as_pointer()), "release", 8)
-        return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
-def add(typing: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+@instruction
+def add(address: int, value: int) -> Any:
     """Add to the word at ``address`` in one indivisible step; its old value."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], _WORD.as_pointer()), args[1], "seq_cst")
 
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
-def fence(typing: Any) -> Any:  # noqa: ARG001
+@instruction
+def fence() -> Any:
     """Order everything before against everything after, stores against later loads too."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
 
-    return types.void(), generate
-
-
-@intrinsic
-def float_of_bits(typing: Any, bits: Any) -> Any:  # noqa: ARG001
+@instruction
+def float_of_bits(bits: Any) -> Any:
     """The float32 with these 32 bits."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
-        return builder.bitcast(args[0], ir.FloatType())
 
-    return types.float32(types.uint32), generate
-
-
-@intrinsic
-def bits_of_float(typing: Any, value: Any) -> Any:  # noqa: ARG001
+@instruction
+def bits_of_float(value: Any) -> Any:
     """The 32 bits of a float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), generate

@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import int64, njit, void
 
 from .board import (
     ASLEEP,
@@ -38,7 +37,7 @@ from .board import (
     TABLES,
     WAYS,
 )  # fmt: skip
-from .compiled import compiled
+from .compiled import compiled, inner
 from .native import add, fence, load, poll, read, sched_yield, store, write
 from .passes import sum_pass
 
@@ -106,10 +105,8 @@ names memory for a table that cannot be one."""
 _POLLIN = 1
 _FACTOR = np.uint64(SPREAD)
 
-_WORDS, _TABLE = int64[::1], int64[:, ::1]
 
-
-@njit(nogil=True)
+@inner
 def _ring(members, buffer, ranks, first, last):
     """Wake those of the ranks that sleep."""
     fence()
@@ -119,14 +116,14 @@ def _ring(members, buffer, ranks, first, last):
             write(np.int32(members[rank, BELL]), buffer + 8 * ONE, 8)
 
 
-@compiled(int64(int64, int64))
+@compiled("(int64, int64) -> int64")
 def first_slot(wanted, sets):
     """The first of the slots where a run may lie in a table of so many sets of slots, a power of two."""
     scattered = (np.uint64(wanted) * _FACTOR) >> np.uint64(32)
-    return int64(scattered & np.uint64(sets - 1)) * WAYS
+    return np.int64(scattered & np.uint64(sets - 1)) * WAYS
 
 
-@njit(nogil=True)
+@inner
 def _in_table(table, sets, wanted):
     slot = table + first_slot(wanted, sets) * SLOT_BYTES
     for _ in range(WAYS):
@@ -136,7 +133,7 @@ def _in_table(table, sets, wanted):
     return NOWHERE
 
 
-@compiled(int64(_TABLE, _TABLE, int64, int64))
+@compiled("(int64[,], int64[,], int64, int64) -> int64")
 def find_slot(members, maps, rank, wanted):
     """The address of the slot of a run of another rank; NOWHERE when not there yet, UNSEEN when not seen from here."""
     board, sets = members[rank, BOARD], SLOTS // WAYS
@@ -158,7 +155,7 @@ def find_slot(members, maps, rank, wanted):
     return found
 
 
-@njit(nogil=True)
+@inner
 def _resolve(rank, state, peers, members, maps):
     """Find a peer's slot and memory; DONE, BLOCKED, UNMAPPED, UNLIKE or BROKEN."""
     if peers[rank, SLOT] == 0:
@@ -193,7 +190,7 @@ def _resolve(rank, state, peers, members, maps):
     return DONE
 
 
-@njit(nogil=True)
+@inner
 def _met(operation, state, peers, members, maps, operations, operands, lengths):
     """Whether all conditions of an operation hold; otherwise why not, and for whom it waits."""
     for i in range(operations[operation, WAITS], operations[operation, WAITS + 1], 2):
@@ -207,7 +204,7 @@ def _met(operation, state, peers, members, maps, operations, operands, lengths):
     return DONE
 
 
-@njit(nogil=True)
+@inner
 def _addresses(found, operands, first, last, state, peers, offset):
     """Where the arrays of a list of ranks (or scratch) lie, at ``offset`` bytes into this segment."""
     for i in range(first, last):
@@ -218,7 +215,7 @@ def _addresses(found, operands, first, last, state, peers, offset):
             found[i - first] = peers[rank, BASE] + state[SEGMENT] * peers[rank, STRIDE] + offset
 
 
-@njit(nogil=True)
+@inner
 def _perform(operation, state, peers, operations, operands, room):
     """The pass of an operation over its chunks of this segment."""
     first, last = operations[operation, SOURCES], operations[operation, SOURCES + 1]
@@ -237,7 +234,7 @@ def _perform(operation, state, peers, operations, operands, room):
     sum_pass(state[CODE], state[ITEM], sources, targets, stop - start)
 
 
-@njit(nogil=True)
+@inner
 def _stage(state, peers, room, out):
     """Copy this segment from the user's array to where peers see it, or back (``out``)."""
     start = state[SEGMENT] * state[PER_SEGMENT]
@@ -248,7 +245,7 @@ def _stage(state, peers, room, out):
     sum_pass(state[CODE], state[ITEM], room[0, :1], room[1, :1], length)
 
 
-@njit(nogil=True)
+@inner
 def _show(state, peers):
     """Fill in this run's slot and show it to the others."""
     slot = state[OWN_SLOT]
@@ -265,14 +262,14 @@ def _show(state, peers):
     store(slot + SLOT_ID, state[ID])
 
 
-@njit(nogil=True)
+@inner
 def _sleep(state, members, patience_ms):
     """Sleep until rung, for at most that long; the caller has said so on the board and looked once more."""
     store(state[BUFFER] + 8 * POLLED, members[state[RANK], BELL] | (_POLLIN << 32))
     poll(state[BUFFER] + 8 * POLLED, 1, np.int32(patience_ms))
 
 
-@njit(nogil=True)
+@inner
 def _wait(operation, state, peers, members, maps, operations, operands, lengths, spins, patience_ms):
     """Wait a little for an operation's conditions: looking again and again first, then asleep."""
     found = _met(operation, state, peers, members, maps, operations, operands, lengths)
@@ -296,8 +293,8 @@ def _wait(operation, state, peers, members, maps, operations, operands, lengths,
 
 
 @compiled(
-    int64(_WORDS, _TABLE, _TABLE, _TABLE, _TABLE, _WORDS, _WORDS, _WORDS, _TABLE, int64, int64)
-)  # fmt: skip
+    "(int64[], int64[,], int64[,], int64[,], int64[,], int64[], int64[], int64[], int64[,], int64, int64) -> int64"
+)
 def advance(state, peers, members, maps, operations, operands, lengths, touched, room, spins, patience_ms):
     """Do what can be done of a run; DONE, or why not: BLOCKED, UNMAPPED, UNLIKE, BROKEN.
 
@@ -339,14 +336,14 @@ def advance(state, peers, members, maps, operations, operands, lengths, touched,
     return DONE
 
 
-@compiled(void(int64))
+@compiled("(int64)")
 def sleep_soon(board):
     """Say that this rank is about to sleep; it has to look once more before it does."""
     store(board, ASLEEP)
     fence()
 
 
-@compiled(void(int64))
+@compiled("(int64)")
 def awake(board):
     """Say that this rank needs no ringing."""
     store(board, AWAKE)

@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import float32, int64, njit, uint32
 
-from .compiled import compiled
+from .compiled import compiled, inner
+from .native import bits_of_float
 
 STRETCH: Final = 1 << 16
 _LOW: Final = np.uint32(0xFFFF)
@@ -30,12 +30,12 @@ RANGE: Final = -3
 ORDER: Final = -4
 
 
-@njit(nogil=True)
+@inner
 def _stretches(elements):
     return (elements + STRETCH - 1) // STRETCH
 
 
-@compiled(int64(uint32[::1], float32[::1], int64, uint32[::1]))
+@compiled("(uint32[], float32[], int64, uint32[]) -> int64")
 def write_pairs(indices, values, elements, out):
     """The pairs of a tensor as words, the indices increasing; how many words."""
     stretches, pairs = _stretches(elements), indices.size
@@ -46,13 +46,13 @@ def write_pairs(indices, values, elements, out):
         index = indices[i]
         out[index >> np.uint32(16)] += np.uint32(1)
         halves[i >> 1] |= np.uint32(np.uint32(index & _LOW) << np.uint32(16 * (i & 1)))
-    into = out[stretches + halves.size : stretches + halves.size + pairs].view(np.float32)
+    into = out[stretches + halves.size : stretches + halves.size + pairs]
     for i in range(pairs):
-        into[i] = values[i]
+        into[i] = bits_of_float(values[i])
     return stretches + halves.size + pairs
 
 
-@compiled(int64(uint32[::1], int64))
+@compiled("(uint32[], int64) -> int64")
 def count_pairs(payload, elements):
     """How many pairs a payload for that many elements has, or what is wrong with its head or length."""
     stretches = _stretches(elements)
@@ -66,7 +66,7 @@ def count_pairs(payload, elements):
     return pairs if payload.size == stretches + (pairs + 1) // 2 + pairs else LENGTH
 
 
-@compiled(int64(uint32[::1], int64, uint32[::1]))
+@compiled("(uint32[], int64, uint32[]) -> int64")
 def read_indices(payload, elements, indices):
     """The indices of a payload whose pairs were counted; their number, or what is wrong with one of them."""
     stretches = _stretches(elements)
@@ -88,7 +88,7 @@ def read_indices(payload, elements, indices):
     return at
 
 
-@compiled(int64(uint32[::1], float32[::1], uint32[::1], float32[::1], uint32[::1], float32[::1]))
+@compiled("(uint32[], float32[], uint32[], float32[], uint32[], float32[]) -> int64")
 def merge(left, lefts, right, rights, indices, values):
     """Two lists of indices and values as one, values of the same index added; how many pairs."""
     i, j, at = 0, 0, 0

@@ -15,11 +15,10 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import carray, int64, njit, void
 
-from .compiled import compiled
+from .compiled import compiled, inner
 from .halves import narrow_bfloat16, narrow_float16, widen_bfloat16, widen_float16
-from .native import memcpy, pointer
+from .native import memcpy, view
 
 CODES: Final = {
     "float32": 0,
@@ -37,7 +36,7 @@ _BLOCK = 1024
 """Elements made at a time where the sum does not stay in registers."""
 
 
-@njit(nogil=True)
+@inner
 def _sum2(a, b, n):
     for i in range(n):
         total = a[i] + b[i]
@@ -45,7 +44,7 @@ def _sum2(a, b, n):
         b[i] = total
 
 
-@njit(nogil=True)
+@inner
 def _sum4(a, b, c, d, n):
     for i in range(n):
         total = a[i] + b[i] + c[i] + d[i]
@@ -55,25 +54,25 @@ def _sum4(a, b, c, d, n):
         d[i] = total
 
 
-@njit(nogil=True)
+@inner
 def _add(into, source, n):
     for i in range(n):
         into[i] += source[i]
 
 
-@njit(nogil=True)
+@inner
 def _add_float16(into, source, n):
     for i in range(n):
         into[i] = narrow_float16(widen_float16(into[i]) + widen_float16(source[i]))
 
 
-@njit(nogil=True)
+@inner
 def _add_bfloat16(into, source, n):
     for i in range(n):
         into[i] = narrow_bfloat16(widen_bfloat16(into[i]) + widen_bfloat16(source[i]))
 
 
-@njit(nogil=True)
+@inner
 def _alike(sources, targets):
     if sources.size != targets.size:
         return False
@@ -86,35 +85,35 @@ def _alike(sources, targets):
     return True
 
 
-@njit(nogil=True)
+@inner
 def _in_registers(sources, n):
     """Two or four arrays of float32 that are sources and targets alike."""
     zero = np.float32(0)
-    a, b = carray(pointer(sources[0], zero), n), carray(pointer(sources[1], zero), n)
+    a, b = view(sources[0], zero, n), view(sources[1], zero, n)
     if sources.size == 2:
         _sum2(a, b, n)
     else:
-        _sum4(a, b, carray(pointer(sources[2], zero), n), carray(pointer(sources[3], zero), n), n)
+        _sum4(a, b, view(sources[2], zero, n), view(sources[3], zero, n), n)
 
 
-@njit(nogil=True)
+@inner
 def add_block(code, into, source, n):
     """Add ``n`` elements at one address to those at another."""
     if code == 0:
-        _add(carray(pointer(into, np.float32(0)), n), carray(pointer(source, np.float32(0)), n), n)
+        _add(view(into, np.float32(0), n), view(source, np.float32(0), n), n)
     elif code == 1:
-        _add(carray(pointer(into, np.float64(0)), n), carray(pointer(source, np.float64(0)), n), n)
+        _add(view(into, np.float64(0), n), view(source, np.float64(0), n), n)
     elif code == 2:
-        _add(carray(pointer(into, np.int32(0)), n), carray(pointer(source, np.int32(0)), n), n)
+        _add(view(into, np.int32(0), n), view(source, np.int32(0), n), n)
     elif code == 3:
-        _add(carray(pointer(into, np.int64(0)), n), carray(pointer(source, np.int64(0)), n), n)
+        _add(view(into, np.int64(0), n), view(source, np.int64(0), n), n)
     elif code == 4:
-        _add_float16(carray(pointer(into, np.uint16(0)), n), carray(pointer(source, np.uint16(0)), n), n)
+        _add_float16(view(into, np.uint16(0), n), view(source, np.uint16(0), n), n)
     else:
-        _add_bfloat16(carray(pointer(into, np.uint16(0)), n), carray(pointer(source, np.uint16(0)), n), n)
+        _add_bfloat16(view(into, np.uint16(0), n), view(source, np.uint16(0), n), n)
 
 
-@njit(nogil=True)
+@inner
 def sum_pass(code, size, sources, targets, n):
     """``targets[...] = sources[0] + sources[1] + ...`` over ``n`` elements of ``size`` bytes; addresses.
 
@@ -135,7 +134,7 @@ def sum_pass(code, size, sources, targets, n):
             memcpy(targets[j] + offset, into, length * size)
 
 
-@compiled(void(int64, int64, int64[::1], int64[::1], int64))
+@compiled("(int64, int64, int64[], int64[], int64)")
 def sum_arrays(code, size, sources, targets, n):
     """``sum_pass``, for Python."""
     sum_pass(code, size, sources, targets, n)

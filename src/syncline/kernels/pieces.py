@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from numba import int64
-
 from .compiled import compiled
 from .native import memcpy
 from .passes import add_block
@@ -17,7 +15,7 @@ PIECE_BYTES: Final = 256 * 1024
 """What is received at a time where it is added: it has to stay in the second-level cache until it is."""
 
 
-@compiled(int64(int64, int64, int64, int64, int64))
+@compiled("(int64, int64, int64, int64, int64) -> int64")
 def absorb(code, item, into, scratch, have):
     """Add the whole elements among ``have`` bytes of scratch, keep the rest at its beginning; the bytes added."""
     whole = have // item * item

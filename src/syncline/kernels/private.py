@@ -67,9 +67,9 @@ def path_of(fd: int) -> Path:
     return Path(f"/proc/self/fd/{fd}")
 
 
-def check_contents(fd: int, path: Path, only: str | None = None) -> None:
-    """Raise NotPrivateError unless all (or ``only`` one) that lies in an open folder, at any depth, is this user's."""
-    for name in os.listdir(fd) if only is None else [only]:
+def check_contents(fd: int, path: Path) -> None:
+    """Raise NotPrivateError unless all that lies in an open folder, at any depth, is this user's."""
+    for name in os.listdir(fd):
         inner = path / name
         with suppress(FileNotFoundError):  # another process of this user tidies up
             found = os.lstat(name, dir_fd=fd)
@@ -80,16 +80,6 @@ def check_contents(fd: int, path: Path, only: str | None = None) -> None:
                     check_contents(folder, inner)
                 finally:
                     os.close(folder)
-
-
-def keep_private(fd: int) -> None:
-    """Take from group and others what the umask has given them in an open folder that is this user's alone."""
-    for _, _, files, inner in os.fwalk(".", dir_fd=fd):
-        for name in (".", *files):
-            with suppress(FileNotFoundError):  # another process of this user tidies up
-                found = os.lstat(name, dir_fd=inner)
-                if found.st_uid == os.geteuid() and found.st_mode & _OTHERS_WRITE and not stat.S_ISLNK(found.st_mode):
-                    os.chmod(name, stat.S_IMODE(found.st_mode) & ~_OTHERS_WRITE, dir_fd=inner)
 
 
 def read_file(fd: int, name: str, path: Path) -> bytes:

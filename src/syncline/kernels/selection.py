@@ -13,11 +13,10 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import boolean, float32, float64, int32, int64, njit, types, uint32, void
 
-from .compiled import compiled
+from .compiled import compiled, inner
 from .draws import below, draw, other_key
-from .native import bits_of_float
+from .native import bits_of_float, free, malloc, view
 
 NOT_FINITE: Final = 0x7F800000
 """The magnitude of infinity; that of a NaN is larger."""
@@ -29,16 +28,17 @@ _GROUP: Final = 8
 """Elements that are skipped together when none of them is large enough."""
 
 _DIGIT: Final = 2048
+_LANES: Final = 64
 _BODY: Final = np.uint32(0x7FFFFFFF)
 
 
-@njit(nogil=True)
+@inner
 def magnitude(value):
     """|value| as a whole number that orders like it."""
     return np.int32(np.uint32(bits_of_float(value) & _BODY))
 
 
-@njit(nogil=True)
+@inner
 def _value(x, residual, velocity, i, momentum, scale):
     value = x[i] * scale
     if velocity.size:
@@ -48,7 +48,7 @@ def _value(x, residual, velocity, i, momentum, scale):
     return value
 
 
-@njit(nogil=True)
+@inner
 def _fill(x, residual, velocity, momentum, scale, room):
     """The values of a block, and their largest magnitude; one loop for each case, as only such loops are vectorised."""
     largest = np.int32(0)
@@ -70,21 +70,20 @@ def _fill(x, residual, velocity, momentum, scale, room):
     return largest
 
 
-@njit(nogil=True)
+@inner
 def _mark(values, bound, marks):
     """1 for each value of a block that reaches the bound, 0 for the others."""
     for i in range(values.size):
         marks[i] = np.uint8(magnitude(values[i]) >= bound)
 
 
-@njit(nogil=True)
-def _append(block, first, marks, groups, indices, values, found):
+@inner
+def _append(block, first, marks, words, groups, indices, values, found):
     """The marked ones of a block, for all of which there has to be room.
 
-    Eight marks are looked at as one word: most are empty, and the others are listed in ``groups``. Nothing branches on
-    what is marked, since nothing could foretell it: each is written, and kept by counting on.
+    Eight marks are looked at as one of ``words``: most are empty, and the others are listed in ``groups``. Nothing
+    branches on what is marked, since nothing could foretell it: each is written, and kept by counting on.
     """
-    words = marks.view(np.uint64)
     some = 0
     for group in range(block.size // _GROUP):
         groups[some] = np.uint16(group)
@@ -102,18 +101,16 @@ def _append(block, first, marks, groups, indices, values, found):
     return found
 
 
-@compiled(
-    types.UniTuple(int64, 2)(
-        float32[::1], float32[::1], float32[::1], float32, float32, int64, uint32[::1], float32[::1]
-    )
-)
+@compiled("(float32[], float32[], float32[], float32, float32, int64, uint32[], float32[]) -> int64, int64")
 def select(x, residual, velocity, momentum, scale, bound, indices, values):
     """Indices and values of the elements whose magnitude is at least ``bound``, in order, as far as there is room.
 
     Returns how many were found and the largest magnitude of all elements. It stops collecting, not looking, where a
     block might need more places than there are, so a number found that leaves ``BLOCK`` places or more is complete.
     """
-    room, marks, groups = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint16)
+    memory = malloc(7 * BLOCK)
+    marks, words = view(memory, np.uint8(0), BLOCK), view(memory, np.uint64(0), BLOCK // _GROUP)
+    groups, room = view(memory + BLOCK, np.uint16(0), BLOCK), view(memory + 3 * BLOCK, np.float32(0), BLOCK)
     found, largest = 0, np.int32(0)
     last = indices.size - BLOCK
     for start in range(0, x.size, BLOCK):
@@ -123,11 +120,12 @@ def select(x, residual, velocity, momentum, scale, bound, indices, values):
         largest = max(largest, most)
         if most >= bound and found <= last:
             _mark(block, np.int32(bound), marks)
-            found = _append(block, start, marks, groups, indices, values, found)
+            found = _append(block, start, marks, words, groups, indices, values, found)
+    free(memory)
     return found, np.int64(largest)
 
 
-@compiled(int64(float32[::1], float32[::1], float32[::1], float32, float32, int64, int64, uint32[::1], float32[::1]))
+@compiled("(float32[], float32[], float32[], float32, float32, int64, int64, uint32[], float32[]) -> int64")
 def select_exactly(x, residual, velocity, momentum, scale, bound, ties, indices, values):
     """As ``select``, but what is larger than ``bound`` and the first ``ties`` that equal it; needs one place more.
 
@@ -145,26 +143,28 @@ def select_exactly(x, residual, velocity, momentum, scale, bound, ties, indices,
     return found
 
 
-@compiled(int32(float32[::1], float32[::1]))
+@compiled("(float32[], float32[]) -> int32")
 def largest_magnitude(x, residual):
     """The largest magnitude of ``x`` + ``residual``."""
-    room = np.empty(BLOCK, np.float32)
+    memory = malloc(4 * BLOCK)
+    room = view(memory, np.float32(0), BLOCK)
     largest = np.int32(0)
     for start in range(0, x.size, BLOCK):
         stop = min(start + BLOCK, x.size)
         mine, kept = x[start:stop], residual[start:stop]
         largest = max(largest, _fill(mine, kept, x[:0], np.float32(0), np.float32(1), room[: stop - start]))
+    free(memory)
     return largest
 
 
-@compiled(void(float32[::1], float32[::1], float32[::1], float32, float32, int32[::1]))
+@compiled("(float32[], float32[], float32[], float32, float32, int32[])")
 def magnitudes(x, residual, velocity, momentum, scale, out):
     """The magnitudes of all elements."""
     for i in range(x.size):
         out[i] = magnitude(_value(x, residual, velocity, i, momentum, scale))
 
 
-@compiled(void(float32[::1], float32[::1], float32[::1], float32, float32, uint32, int32[::1]))
+@compiled("(float32[], float32[], float32[], float32, float32, uint32, int32[])")
 def sample(x, residual, velocity, momentum, scale, seed, out):
     """The magnitudes of ``out.size`` elements, one at random of each of as many strata of equal size."""
     other = other_key(seed)
@@ -174,7 +174,7 @@ def sample(x, residual, velocity, momentum, scale, seed, out):
         out[j] = magnitude(_value(x, residual, velocity, i, momentum, scale))
 
 
-@njit(nogil=True)
+@inner
 def _digit_of_rank(counts, rank):
     """The digit of the element of that rank, counted from the largest, and how many have larger digits."""
     larger = 0
@@ -186,15 +186,17 @@ def _digit_of_rank(counts, rank):
     return 0, larger
 
 
-@compiled(types.UniTuple(int64, 2)(int32[::1], int64))
+@compiled("(int32[], int64) -> int64, int64")
 def rank_largest(found, rank):
     """The ``rank``-th largest of some magnitudes (1: the largest), and how many are larger than it.
 
     Three counts by digits of 11, 10 and 10 bits from the highest down: exact, and linear whatever the values are.
     """
+    memory = malloc(8 * _DIGIT)
+    counts = view(memory, np.int64(0), _DIGIT)
     prefix, larger = 0, 0
     for shift, width in ((20, 11), (10, 10), (0, 10)):
-        counts = np.zeros(_DIGIT, np.int64)
+        counts[:] = 0
         above = shift + width
         mask = (1 << width) - 1
         for i in range(found.size):
@@ -204,10 +206,11 @@ def rank_largest(found, rank):
         digit, more = _digit_of_rank(counts, rank - larger)
         prefix = (prefix << width) | digit
         larger += more
+    free(memory)
     return prefix, larger
 
 
-@compiled(int64(uint32[::1], float32[::1], int64, int64, int64))
+@compiled("(uint32[], float32[], int64, int64, int64) -> int64")
 def keep_largest(indices, values, found, bound, ties):
     """Keep, in place and in order, what is larger than ``bound`` and the first ``ties`` that equal it; how many."""
     kept = 0
@@ -221,7 +224,7 @@ def keep_largest(indices, values, found, bound, ties):
     return kept
 
 
-@compiled(void(uint32[::1], float32[::1], uint32[::1], float32[::1]))
+@compiled("(uint32[], float32[], uint32[], float32[])")
 def add_zeros(indices, values, all_indices, all_values):
     """The elements chosen, and zeros at the lowest other indices, as many as there are places for them."""
     zeros, at, index = all_indices.size - indices.size, 0, 0
@@ -236,7 +239,7 @@ def add_zeros(indices, values, all_indices, all_values):
         index += 1
 
 
-@compiled(void(uint32[::1], float32[::1], int64, int64, float32[::1]))
+@compiled("(uint32[], float32[], int64, int64, float32[])")
 def put_others(indices, values, bound, ties, out):
     """Add to ``out`` what ``keep_largest`` with the same bound and ties does not keep."""
     for i in range(indices.size):
@@ -247,7 +250,7 @@ def put_others(indices, values, bound, ties, out):
             out[indices[i]] += values[i]
 
 
-@njit(nogil=True)
+@inner
 def _absorb(x, residual, velocity, momentum, scale):
     if velocity.size:
         for i in range(x.size):
@@ -259,7 +262,7 @@ def _absorb(x, residual, velocity, momentum, scale):
             residual[i] = residual[i] + x[i] * scale
 
 
-@compiled(void(float32[::1], float32[::1], float32[::1], float32, float32, uint32[::1], boolean))
+@compiled("(float32[], float32[], float32[], float32, float32, uint32[], bool)")
 def settle(x, residual, velocity, momentum, scale, chosen, finite):
     """``residual`` becomes the values that ``select`` saw, and ``velocity`` what was added; both zero where chosen.
 
@@ -278,10 +281,12 @@ def settle(x, residual, velocity, momentum, scale, chosen, finite):
             at += 1
 
 
-@compiled(float64(float32[::1]))
+@compiled("(float32[]) -> float64")
 def norm(x):
     """The Euclidean norm, summed in float64 lane by lane in a fixed order; not finite where ``x`` is not."""
-    lanes = np.zeros(64, np.float64)
+    memory = malloc(8 * _LANES)
+    lanes = view(memory, np.float64(0), _LANES)
+    lanes[:] = 0.0
     for start in range(0, x.size, lanes.size):
         part = x[start : start + lanes.size]
         for i in range(part.size):
@@ -289,10 +294,11 @@ def norm(x):
     total = 0.0
     for i in range(lanes.size):
         total += lanes[i]
+    free(memory)
     return np.sqrt(total)
 
 
-@compiled(void(uint32, int64, uint32[::1]))
+@compiled("(uint32, int64, uint32[])")
 def strata(seed, elements, out):
     """One random index of each of ``out.size`` strata of equal size."""
     other = other_key(seed)
@@ -301,21 +307,21 @@ def strata(seed, elements, out):
         out[j] = np.uint32(first + below(draw(np.uint32(j), seed, other), stop - first))
 
 
-@compiled(void(uint32[::1], float32[::1], float32[::1]))
+@compiled("(uint32[], float32[], float32[])")
 def take(indices, x, out):
     """The elements at the indices, added to ``out``."""
     for j in range(indices.size):
         out[j] += x[indices[j]]
 
 
-@compiled(void(uint32[::1], float32[::1], float32[::1]))
+@compiled("(uint32[], float32[], float32[])")
 def put(indices, values, out):
     """Add the values at the indices."""
     for j in range(indices.size):
         out[indices[j]] += values[j]
 
 
-@compiled(void(float32[::1], float32[::1], float32, uint32[::1]))
+@compiled("(float32[], float32[], float32, uint32[])")
 def fade(x, residual, decay, chosen):
     """``residual`` becomes ``decay`` times its sum with ``x``, and zero where chosen."""
     for i in range(x.size):

@@ -15,11 +15,10 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import boolean, float32, int64, njit, uint32
 
 from .blocks import BODY, NAN, folded
-from .compiled import compiled
-from .native import bits_of_float, float_of_bits
+from .compiled import compiled, inner
+from .native import bits_of_float, float_of_bits, free, malloc, view
 
 BLOCK: Final = 16384
 _BITS = 32
@@ -27,7 +26,7 @@ _LANES = BLOCK // _BITS
 _SIGN_BIT = np.uint32(31)
 
 
-@njit(nogil=True)
+@inner
 def _sum_row(x, residual, codes, above, below, shift):
     """The bits of a row; its elements with and without a set bit added to their lanes."""
     for j in range(x.size):
@@ -38,7 +37,7 @@ def _sum_row(x, residual, codes, above, below, shift):
         below[j] += value if bit else np.float32(0)
 
 
-@njit(nogil=True)
+@inner
 def _sum_magnitudes(x, kept, decay, codes, lanes, shift):
     """The bits of a row; the magnitudes of its elements added to their lanes."""
     for j in range(x.size):
@@ -48,7 +47,7 @@ def _sum_magnitudes(x, kept, decay, codes, lanes, shift):
         lanes[j] += float_of_bits(np.uint32(bits & BODY))
 
 
-@njit(nogil=True)
+@inner
 def _keep(x, residual, above, below):
     """The residual of a whole block, whose bits are its elements' own."""
     for j in range(residual.size):
@@ -56,14 +55,14 @@ def _keep(x, residual, above, below):
         residual[j] = value - (below if np.uint32(bits_of_float(value) >> _SIGN_BIT) else above)
 
 
-@njit(nogil=True)
+@inner
 def _move(x, momentum, decay):
     """The momentum of a whole block."""
     for j in range(momentum.size):
         momentum[j] = x[j] + decay * momentum[j]
 
 
-@njit(nogil=True)
+@inner
 def _count(codes):
     """How many bits are set."""
     total = np.uint32(0)
@@ -77,11 +76,12 @@ def _count(codes):
     return np.int64(total)
 
 
-@compiled(int64(float32[::1], float32[::1], uint32[::1]))
+@compiled("(float32[], float32[], uint32[]) -> int64")
 def encode_means(x, residual, out):
     """Payload of ``x`` + ``residual`` (empty: none); the number of blocks that are not finite."""
-    lanes = np.empty((2, _LANES), np.float32)
-    above, below = lanes[0], lanes[1]
+    memory = malloc(8 * _LANES)
+    lanes = view(memory, np.float32(0), 2 * _LANES)
+    above, below = lanes[:_LANES], lanes[_LANES:]
     at, bad = 0, 0
     for start in range(0, x.size, BLOCK):
         n = min(BLOCK, x.size - start)
@@ -103,17 +103,19 @@ def encode_means(x, residual, out):
             out[at] = out[at + 1] = NAN
             bad += 1
         at += 2 + words
+    free(memory)
     return bad
 
 
-@compiled(int64(float32[::1], float32[::1], uint32[::1], float32, float32))
+@compiled("(float32[], float32[], uint32[], float32, float32) -> int64")
 def encode_signs(x, kept, out, vote, decay):
     """Payload of ``x`` + ``decay`` * ``kept`` (empty: none); the number of blocks that are not finite.
 
     Where ``vote`` is 0 the scale is the mean magnitude, and what is kept the residual. Otherwise ``vote`` is the scale,
     and what is kept all of it.
     """
-    lanes = np.empty(_LANES, np.float32)
+    memory = malloc(4 * _LANES)
+    lanes = view(memory, np.float32(0), _LANES)
     at, bad = 0, 0
     for start in range(0, x.size, BLOCK):
         n = min(BLOCK, x.size - start)
@@ -136,17 +138,18 @@ def encode_signs(x, kept, out, vote, decay):
             out[at] = NAN
             bad += 1
         at += 1 + words
+    free(memory)
     return bad
 
 
-@njit(nogil=True)
+@inner
 def _unpack(codes, out, above, below, shift, add):
     for j in range(out.size):
         value = below if np.uint32(np.uint32(codes[j] >> shift) & np.uint32(1)) else above
         out[j] = out[j] + value if add else value
 
 
-@compiled(int64(uint32[::1], float32[::1], int64, boolean))
+@compiled("(uint32[], float32[], int64, bool) -> int64")
 def decode_bits(payload, out, scales, add):
     """The elements that a payload of the right length with one or two scales says, written or added."""
     at = 0

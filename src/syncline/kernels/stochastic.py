@@ -9,19 +9,18 @@ block is not finite.
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, float32, int64, njit, uint32
 
 from .blocks import BODY, INFINITY, NAN, TINY, folded, gather
-from .compiled import compiled
+from .compiled import compiled, inlined, inner
 from .draws import chance, draw, other_key
-from .native import bits_of_float, float_of_bits
+from .native import bits_of_float, float_of_bits, free, malloc, view
 
 _LANES = 256
 _LARGEST_NORM = np.float32(2.0**127)
 _MANTISSA_BITS = np.uint32(23)
 
 
-@njit(nogil=True)
+@inner
 def _norm(values, maximum, lanes):
     """The L2 norm, by way of values divided by the maximum: their squares neither overflow nor vanish."""
     unit = np.float32(1) / maximum
@@ -34,7 +33,7 @@ def _norm(values, maximum, lanes):
     return maximum * np.sqrt(folded(lanes))
 
 
-@njit(nogil=True)
+@inner
 def _pack_steps(values, residual, codes, inverse, step, levels, first, key, other, shift, mask):
     for j in range(values.size):
         value = values[j]
@@ -48,17 +47,17 @@ def _pack_steps(values, residual, codes, inverse, step, levels, first, key, othe
             residual[j] = value - np.float32(signed) * step
 
 
-@compiled(int64(float32[::1], float32[::1], uint32[::1], int64, int64, int64, int64, int64))
+@compiled("(float32[], float32[], uint32[], int64, int64, int64, int64, int64) -> int64")
 def encode_steps(x, residual, out, bits, levels, block, seed, index):
     """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite."""
     fields = 32 // bits
     mask = np.uint32((1 << bits) - 1)
     key = np.uint32(seed)
     other = other_key(key)
-    room = np.empty(block, np.float32)
-    lanes = np.empty(_LANES, np.float32)
+    memory = malloc(4 * (_LANES + block))
+    lanes, room = view(memory, np.float32(0), _LANES), view(memory + 4 * _LANES, np.float32(0), block)
     at, bad = 0, 0
-    for start in range(0, x.size, block):
+    for start in range(0, x.size, max(block, 1)):
         n = min(block, x.size - start)
         words = (n + fields - 1) // fields
         values = room[:n]
@@ -92,10 +91,11 @@ def encode_steps(x, residual, out, bits, levels, block, seed, index):
                     mask,
                 )
         at += 1 + words
+    free(memory)
     return bad
 
 
-@njit(nogil=True)
+@inner
 def _pack_powers(values, residual, codes, scale, unit, first, key, other, shift):
     for j in range(values.size):
         value = values[j]
@@ -109,14 +109,14 @@ def _pack_powers(values, residual, codes, scale, unit, first, key, other, shift)
             residual[j] = value - _power(code) * unit
 
 
-@njit(inline="always")
+@inlined
 def _power(code):
     """2**(e - 127) with its sign, 0 for e = 0."""
     sign = np.uint32(np.uint32(code & np.uint32(0x80)) << np.uint32(24))
     return float_of_bits(np.uint32(np.uint32(np.uint32(code & np.uint32(0x7F)) << _MANTISSA_BITS) | sign))
 
 
-@compiled(int64(float32[::1], float32[::1], uint32[::1], int64, int64, int64))
+@compiled("(float32[], float32[], uint32[], int64, int64, int64) -> int64")
 def encode_powers(x, residual, out, block, seed, index):
     """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite.
 
@@ -126,9 +126,10 @@ def encode_powers(x, residual, out, block, seed, index):
     """
     key = np.uint32(seed)
     other = other_key(key)
-    room = np.empty(block, np.float32)
+    memory = malloc(4 * block)
+    room = view(memory, np.float32(0), block)
     at, bad = 0, 0
-    for start in range(0, x.size, block):
+    for start in range(0, x.size, max(block, 1)):
         n = min(block, x.size - start)
         words = (n + 3) // 4
         values = room[:n]
@@ -158,21 +159,22 @@ def encode_powers(x, residual, out, block, seed, index):
                     np.uint32(8 * k),
                 )
         at += 1 + words
+    free(memory)
     return bad
 
 
-@njit(nogil=True)
+@inner
 def _unpack_powers(codes, out, unit, shift, add):
     for j in range(out.size):
         value = _power(np.uint32(codes[j] >> shift)) * unit
         out[j] = out[j] + value if add else value
 
 
-@compiled(int64(uint32[::1], float32[::1], int64, boolean))
+@compiled("(uint32[], float32[], int64, bool) -> int64")
 def decode_powers(payload, out, block, add):
     """The elements that a payload of the right length says, written or added."""
     at = 0
-    for start in range(0, out.size, block):
+    for start in range(0, out.size, max(block, 1)):
         n = min(block, out.size - start)
         words = (n + 3) // 4
         codes = payload[at + 1 : at + 1 + words]

@@ -11,12 +11,11 @@ deviation it follows from is that about zero, from squares summed in lanes, one 
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, float32, int64, njit, uint32
 
 from .blocks import INFINITY, NAN, folded, gather
-from .compiled import compiled
+from .compiled import compiled, inlined, inner
 from .draws import chance, draw, other_key
-from .native import bits_of_float, float_of_bits
+from .native import bits_of_float, float_of_bits, free, malloc, view
 
 _TRITS = 20
 _HALF_TRITS = 10
@@ -25,14 +24,14 @@ _LANES = 512
 _EXPONENT_BITS = np.uint32(23)
 
 
-@njit(nogil=True)
+@inner
 def _add_squares(values, unit, lanes):
     for j in range(values.size):
         value = values[j] * unit
         lanes[j] += value * value
 
 
-@njit(nogil=True)
+@inner
 def _clipped(values, largest, clip, words, lanes):
     """The maximum, or ``clip`` standard deviations where these are less.
 
@@ -47,7 +46,7 @@ def _clipped(values, largest, clip, words, lanes):
     return min(float_of_bits(largest) * unit, limit) / unit
 
 
-@njit(inline="always")
+@inlined
 def _put(value, threshold, maximum, weight, codes, residual, j):
     some = np.float32(abs(value)) > threshold
     trit = (np.int32(-1) if value < np.float32(0) else np.int32(1)) if some else np.int32(0)
@@ -56,21 +55,21 @@ def _put(value, threshold, maximum, weight, codes, residual, j):
         residual[j] = value - np.float32(trit) * maximum
 
 
-@njit(nogil=True)
+@inner
 def _pack_nearest(values, residual, codes, maximum, weight):
     threshold = np.float32(0.5) * maximum
     for j in range(values.size):
         _put(values[j], threshold, maximum, weight, codes, residual, j)
 
 
-@njit(nogil=True)
+@inner
 def _pack_stochastic(values, residual, codes, maximum, weight, first, key, other):
     for j in range(values.size):
         uniform = chance(draw(np.uint32(first + np.uint32(j)), key, other))
         _put(values[j], uniform * maximum, maximum, weight, codes, residual, j)
 
 
-@compiled(int64(float32[::1], float32[::1], uint32[::1], int64, boolean, float32, int64, int64))
+@compiled("(float32[], float32[], uint32[], int64, bool, float32, int64, int64) -> int64")
 def encode_trits(x, residual, out, block, stochastic, clip, seed, index):
     """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite.
 
@@ -78,9 +77,10 @@ def encode_trits(x, residual, out, block, stochastic, clip, seed, index):
     """
     key = np.uint32(seed)
     other = other_key(key)
-    room, lanes = np.empty(block, np.float32), np.empty(_LANES, np.float32)
+    memory = malloc(4 * (_LANES + block))
+    lanes, room = view(memory, np.float32(0), _LANES), view(memory + 4 * _LANES, np.float32(0), block)
     at, bad = 0, 0
-    for start in range(0, x.size, block):
+    for start in range(0, x.size, max(block, 1)):
         n = min(block, x.size - start)
         words = (n + _TRITS - 1) // _TRITS
         values = room[:n]
@@ -104,10 +104,11 @@ def encode_trits(x, residual, out, block, stochastic, clip, seed, index):
                     _pack_nearest(row, rest, codes, maximum, weight)
                 weight = np.uint32(weight * np.uint32(3))
         at += 1 + words
+    free(memory)
     return bad
 
 
-@njit(nogil=True)
+@inner
 def _unpack(codes, out, maximum, add):
     """Write or add the lowest digits, and take them off the codes, which are below 2**16."""
     for j in range(out.size):
@@ -119,7 +120,7 @@ def _unpack(codes, out, maximum, add):
         out[j] = out[j] + value if add else value
 
 
-@njit(nogil=True)
+@inner
 def _halve(codes, low, high):
     """Each code as two of ten digits, which 32-bit arithmetic can divide; digits beyond the 20th are dropped."""
     for j in range(codes.size):
@@ -129,19 +130,22 @@ def _halve(codes, low, high):
         high[j] = np.uint32(upper & np.uint32(0xFFFF))
 
 
-@compiled(int64(uint32[::1], float32[::1], int64, boolean))
+@compiled("(uint32[], float32[], int64, bool) -> int64")
 def decode_trits(payload, out, block, add):
     """The elements that a payload of the right length says, written or added."""
-    room = np.empty((2, (block + _TRITS - 1) // _TRITS), np.uint32)
+    most = (block + _TRITS - 1) // _TRITS
+    memory = malloc(8 * most)
+    lower, upper = view(memory, np.uint32(0), most), view(memory + 4 * most, np.uint32(0), most)
     at = 0
-    for start in range(0, out.size, block):
+    for start in range(0, out.size, max(block, 1)):
         n = min(block, out.size - start)
         words = (n + _TRITS - 1) // _TRITS
         maximum = float_of_bits(np.uint32(payload[at]))
-        low, high = room[0, :words], room[1, :words]
+        low, high = lower[:words], upper[:words]
         _halve(payload[at + 1 : at + 1 + words], low, high)
         for k in range(_TRITS):
             first, last = start + min(k * words, n), start + min((k + 1) * words, n)
             _unpack(low if k < _HALF_TRITS else high, out[first:last], maximum, add)
         at += 1 + words
+    free(memory)
     return at

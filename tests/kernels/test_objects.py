@@ -1,0 +1,264 @@
+"""Machine code that is kept: for which text, by several processes at once, and what is made anew."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from syncline.errors import SynclineError
+from syncline.kernels import objects, places
+
+LIMIT_S = 120.0
+
+KERNEL = """
+import numpy as np
+from syncline.kernels.compiled import compiled
+from syncline.kernels.native import free, malloc
+
+@compiled("(int64[]) -> int64")
+def total(numbers):
+    found = 0
+    for i in range(numbers.size):
+        found += numbers[i]
+    return found
+"""
+SUM_UP = """
+import sys
+import numpy as np
+import small_kernels
+print(small_kernels.total(np.arange(5)), *({"numba", "llvmlite"} & set(sys.modules)))
+"""
+NAME = "small_kernels"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A module of kernels, ``small_kernels``, and the cache after two processes that needed it at once."""
+    root = tmp_path_factory.mktemp("made")
+    (root / f"{NAME}.py").write_text(KERNEL)
+    for process in [start(root), start(root)]:
+        assert ended(process) == ["10"]
+    return root
+
+
+def start(root: Path, **environment: str) -> subprocess.Popen[str]:
+    """A process that calls a kernel, and prints its result and what of the compiler it has loaded."""
+    path = os.pathsep.join([str(root), *filter(None, sys.path)])
+    environment = {**os.environ, "XDG_CACHE_HOME": str(root / "cache"), "PYTHONPATH": path, **environment}
+    script = f"import os\nos.umask(0o002)\n{SUM_UP}"  # what others may write would not be opened
+    return subprocess.Popen([sys.executable, "-c", script], env=environment, text=True, stdout=-1, stderr=-1)
+
+
+def ended(process: subprocess.Popen[str]) -> list[str]:
+    out, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, errors
+    assert not errors
+    return out.split()
+
+
+def folder_of(root: Path) -> Path:
+    (folder,) = (root / "cache" / "syncline").iterdir()
+    return folder
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder_of(root).iterdir()}
+
+
+def test_who_needs_compiled_kernels_loads_no_compiler_and_changes_nothing(made: Path) -> None:
+    before = files(made)
+    assert ended(start(made)) == ["10"]
+    assert files(made) == before
+    assert {Path(name).suffix for name in before} >= {".json", ".o"}
+    for file in folder_of(made).iterdir():
+        assert file.stat().st_mode & 0o077 == 0
+
+
+def test_without_a_linker_llvmlite_opens_the_object_and_a_later_process_with_one_links_it(
+    made: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    folder = folder_of(tmp_path)
+    manifest = json.loads((folder / f"{NAME}.json").read_text())
+    (folder / f"{NAME}.json").write_text(json.dumps({**manifest, "library": None}))
+    for library in folder.glob("*.so"):
+        library.unlink()
+    assert ended(start(tmp_path, PATH="")) == ["10", "llvmlite"]
+    assert not list(folder.glob("*.so"))
+    linked = shutil.which("ld") is not None
+    assert ended(start(tmp_path)) == (["10"] if linked else ["10", "llvmlite"])
+    assert len(list(folder.glob("*.so"))) == linked
+
+
+@pytest.fixture
+def own(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ModuleType]:
+    """Imports the module here, with a cache of its own that has what was made."""
+    shutil.copytree(folder_of(made), tmp_path / "cache" / "kernels")
+    monkeypatch.setattr(objects, "place_for", lambda _: places.Place(tmp_path, ("cache", "kernels")))
+    monkeypatch.setattr(objects, "_opened", {})
+    monkeypatch.syspath_prepend(str(made))
+
+    def imported() -> ModuleType:
+        monkeypatch.delitem(sys.modules, NAME, raising=False)
+        objects._opened.clear()  # type: ignore[attr-defined]
+        return importlib.import_module(NAME)
+
+    return imported
+
+
+def total_of(module: ModuleType) -> int:
+    import numpy as np
+
+    return int(module.total(np.arange(5)))
+
+
+def replaced(path: Path, change: Mapping[str, object]) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda folder: [file.unlink() for file in folder.iterdir()],
+    "no object": lambda folder: [file.unlink() for file in folder.glob("*.o")],
+    "half an object": lambda folder: [file.write_bytes(file.read_bytes()[:99]) for file in folder.glob("*.o")],
+    "no manifest": lambda folder: (folder / f"{NAME}.json").unlink(),
+    "half a manifest": lambda folder: (folder / f"{NAME}.json").write_text('{"sources": "'),
+    "another's manifest": lambda folder: (folder / f"{NAME}.json").write_text("[1, 2]"),
+    "another text": lambda folder: replaced(folder / f"{NAME}.json", {"sources": "0" * 64}),
+    "another processor": lambda folder: replaced(folder / f"{NAME}.json", {"processor": "0" * 64}),
+    "another version": lambda folder: replaced(folder / f"{NAME}.json", {"object": None}),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_what_is_not_of_this_text_or_damaged_is_made_anew(
+    own: Callable[[], ModuleType], what: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilations = list[list[str]]()
+
+    def compile_again(folder: int, modules: list[str]) -> None:
+        compilations.append(modules)
+        shutil.copytree(folder_of(made), objects.path_of(folder), dirs_exist_ok=True)
+
+    monkeypatch.setattr(objects, "_compile", compile_again)
+    assert total_of(own()) == 10
+    assert not compilations
+    DAMAGE[what](tmp_path / "cache" / "kernels")
+    assert total_of(own()) == 10
+    assert compilations == [[NAME]]
+
+
+@pytest.mark.skipif(shutil.which("ld") is None, reason="there is no linker")
+@pytest.mark.parametrize("damage", [lambda _: b"", lambda code: code[:-1] + b"!"], ids=["empty", "changed"])
+def test_a_damaged_library_is_linked_anew(
+    own: Callable[[], ModuleType], damage: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    (library,) = (tmp_path / "cache" / "kernels").glob("*.so")
+    good = library.read_bytes()
+    library.write_bytes(damage(good))
+    assert total_of(own()) == 10
+    assert library.read_bytes() == good
+
+
+def test_where_libraries_cannot_be_mapped_the_object_is_loaded(
+    own: Callable[[], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = objects.ctypes.CDLL
+
+    def refusing(path: str, **options: object) -> object:
+        if NAME in path:
+            raise OSError(f"{path}: failed to map segment from shared object")
+        return real(path, **options)
+
+    monkeypatch.setattr(objects.ctypes, "CDLL", refusing)
+    before = len(objects._engines)
+    assert total_of(own()) == 10
+    assert len(objects._engines) == before + 1
+
+
+def test_without_a_place_code_is_made_for_this_process_alone(
+    own: Callable[[], ModuleType], made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else's place, one that stays locked, and one that became another's since it was looked at."""
+    monkeypatch.setattr(objects.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(objects, "_compile", lambda fd, _: shutil.copytree(
+        folder_of(made), objects.path_of(fd), dirs_exist_ok=True))  # fmt: skip
+    kept = tmp_path / "cache" / "kernels"
+    for file in kept.iterdir():
+        file.unlink()
+    kept.chmod(0o777)
+    assert total_of(own()) == 10
+    kept.chmod(0o700)
+
+    def locked(folder: int, _: str) -> nullcontext[None]:
+        if objects.path_of(folder).readlink() == kept:
+            raise TimeoutError
+        return nullcontext()
+
+    monkeypatch.setattr(objects, "alone", locked)
+    assert total_of(own()) == 10
+    monkeypatch.setattr(objects, "place_for", lambda _: None)
+    assert total_of(own()) == 10
+    assert not list(kept.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return np.empty(size[0], np.int64)[0]", "Only accept returning of array passed into the function"),
+        ("return size[1:].reshape(size[0])[0]", "may neither raise nor allocate"),
+        ("if size.size == 0: raise ValueError(0)\n    return 0", "may neither raise nor allocate"),
+        ("return size.nonsense", "Unknown attribute 'nonsense'"),
+    ],
+)
+def test_a_kernel_that_raises_or_allocates_is_refused(
+    own: Callable[[], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str
+) -> None:
+    """What needs Numba's runtime or Python's cannot be opened without them."""
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / f"{NAME}.py").write_text(
+        KERNEL
+        + f"""
+@compiled("(int64[]) -> int64")
+def bad(size):
+    {body}
+"""
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "bad"))
+    objects.digest.cache_clear()
+    with pytest.raises(SynclineError, match=f"compiling {NAME} failed with status 1: {NAME}: .*({said})"):
+        own()
+
+
+def test_another_text_is_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("elsewhere")
+    module.__file__ = str(tmp_path / "elsewhere.py")
+    monkeypatch.setitem(sys.modules, "elsewhere", module)
+    found = set[str]()
+    for text in ("x = 1", "x = 2", "x = 1\ny = 2"):
+        Path(module.__file__).write_text(text)
+        found.add(objects.digest.__wrapped__("elsewhere"))
+    assert len(found) == 3
+    assert objects.digest("syncline.kernels.passes") == objects.digest("syncline.kernels.objects")
+
+
+def test_what_nearly_every_run_needs_is_compiled_together(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir(mode=0o700)
+    folder = os.open(tmp_path / "empty", os.O_RDONLY)
+    try:
+        found = objects._companions(folder, "syncline.kernels.passes")
+        assert {name.rpartition(".")[2] for name in found} == set(objects.TOGETHER) - {"passes"}
+        assert objects._companions(folder, "syncline.kernels.cast") == []
+        assert objects._companions(folder, "elsewhere.passes") == []
+    finally:
+        os.close(folder)
