@@ -186,7 +186,7 @@ class _Wanted:
 
 
 _NOTHING = ctypes.c_char * 0
-_C_TYPES = {"bool": ctypes.c_bool, "float32": ctypes.c_double, "float64": ctypes.c_double}
+_C_TYPES: dict[str, Any] = {"bool": ctypes.c_bool, "float32": ctypes.c_double, "float64": ctypes.c_double}
 
 
 def address_of(array: NDArray[Any]) -> int:

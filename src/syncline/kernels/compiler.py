@@ -28,7 +28,7 @@ C_LIBRARY: Final = frozenset(
 )
 """What machine code may refer to."""
 
-_OPTIONS: Final = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cpython_wrapper": True}
+_OPTIONS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cpython_wrapper": True}
 
 
 class NumbaCompiler:
