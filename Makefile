@@ -17,8 +17,9 @@ demo: install ## Train on handwritten digits: one worker, ring, parameter server
 	$(BIN)/syncline compare --workload digits --workers 4 --strategies "ring" "ps(servers=1)" \
 		--json demo/compare.json --report demo/compare.html
 
+# Many tests wait for processes, so there are two at a time for every core; the longest files begin (tests/conftest.py).
 test: install ## Run all tests
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest -n $$(( $$(nproc) < 4 ? 2 * $$(nproc) : 8 )) --dist loadfile --no-loadscope-reorder
 
 check: install ## Run ruff and mypy
 	$(BIN)/ruff check

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from syncline.connecting import in_process
 from syncline.errors import PeerError
 from syncline.session import Session
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
+"""Kernels may have to be compiled within it."""
 
 # A machine may be busy: how long an example takes says nothing.
 settings.register_profile("syncline", deadline=None)
@@ -29,12 +31,39 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 os.environ["SYNCLINE_TUNING"] = "off"
 
 
+# Files that wait for processes rather than compute, the longest first: they leave the cores to those that compute, and
+# none of them is left for the end.
+FIRST = ("parallel/test_libraries", "parallel/test_launched", "bench/", "test_examples", "parallel/", "lab/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let those of ``FIRST`` begin; the files of each keep their order."""
+    root = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        name = item.path.relative_to(root).as_posix()
+        return next((place for place, start in enumerate(FIRST) if name.startswith(start)), len(FIRST))
+
+    items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays: no search for garbage has to go through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def run_group(strategy: str, workers: int, body: Callable[[Session], Any]) -> list[Any]:
+    """``run_sessions`` on a group over ``inproc``."""
+    return run_sessions(in_process(strategy, workers), body)
+
+
+def run_sessions(sessions: Sequence[Session], body: Callable[[Session], Any]) -> list[Any]:
     """Run ``body`` on every process of a group, each a thread; results by process index.
 
-    The first exception of any of them is raised here; a rank that does not end in time is named.
+    The first exception of any of them is raised here; a rank that does not end in time is named. All sessions have been
+    shut down by then.
     """
-    sessions = in_process(strategy, workers)
     results: list[Any] = [None] * len(sessions)
     errors: dict[int, BaseException] = {}
 
@@ -54,7 +83,12 @@ def run_group(strategy: str, workers: int, body: Callable[[Session], Any]) -> li
     for thread, session in zip(threads, sessions, strict=True):
         thread.join(LIMIT_S)
         if thread.is_alive() and not errors:
-            raise TimeoutError(f"rank {session.index} did not end within {LIMIT_S} s")
+            hung = TimeoutError(f"{session.name(session.index)} hangs in {session.engine.doing}")
+            errors[session.index] = hung
+            for other in sessions:
+                other.fail(hung)
+    for thread in threads:
+        thread.join(LIMIT_S)
     if errors:
         raise first_culprit(errors)
     return results
@@ -66,6 +100,12 @@ def first_culprit(errors: dict[int, BaseException]) -> BaseException:
         if not (isinstance(error, PeerError) and error.rank in errors):
             return error
     return next(iter(errors.values()))
+
+
+@pytest.fixture
+def run_on() -> Callable[..., list[Any]]:
+    """``run_sessions``."""
+    return run_sessions
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,7 @@ def test_every_algorithm_gives_the_bits_of_messages_wherever_the_arrays_lie(
 @given(st.data(), cases(), st.integers(2, 12))
 def test_runs_in_flight_may_start_in_another_order_on_every_rank(data: st.DataObject, case: Case, count: int) -> None:
     """Twice with the same keys: nobody takes an old run for the new one."""
+    case = replace(case, size=min(case.size, 25))  # what many segments do is shown above
     choose = chooser(data)
     with machine(case.plan.world) as ends:
         exchanges = [Exchange(end, case.segment_bytes) for end in ends]

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from syncline.report.rows import Point, Row
 from syncline.strategy import Strategy
 
 pytest.importorskip("torch")
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
 
 FIELDS = {
     "codec", "feedback", "accuracy", "median_accuracy", "lowest", "highest", "bytes_sent_per_step", "of_dense_bytes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from rich.console import Console
 from syncline.bench import compare
 
 pytest.importorskip("torch")
-pytest.importorskip("sklearn")
-pytest.importorskip("jinja2")
-pytest.importorskip("matplotlib")
+
+NEEDS = ("sklearn", "jinja2", "matplotlib")
+pytestmark = pytest.mark.skipif(not all(map(find_spec, NEEDS)), reason="the digits and the report need more packages")
 
 NUMBERS = (
     "accuracy",

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from syncline.bench.messages import Job, Mailbox, Message, Sender
 from syncline.report.rows import BASELINE
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("sklearn")
 
 from syncline.bench import train  # noqa: E402
+
+pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from syncline.types import Group
 from syncline.wire.member import Member, Roll
 from syncline.wire.watch import Watcher
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 SHORT_S = 0.9
 HANGS = 1
 STEPS = 2

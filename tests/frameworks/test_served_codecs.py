@@ -12,6 +12,8 @@ import pytest
 import torch
 from toy import STAGED, Here, alone, batch, close, fill, loss_of, mlp, on_group, weights
 
+from syncline.errors import GradientError
+
 NEARLY_EXACT = ["topk(ratio=1)", "adaptive(int8, small=1GiB)"]
 PLACES = [
     "ps(servers=1)",
@@ -95,6 +97,21 @@ def test_the_optimizers_state_comes_and_goes(group: Any, place: str) -> None:
         close(found["weights"], wanted["weights"], TOLERANCE)
         for index, state in wanted["state"]["state"].items():
             close(found["state"]["state"][index], state, TOLERANCE)
+
+
+def test_a_state_is_loaded_into_the_whole_model_or_not_at_all(group: Any) -> None:
+    """Of what the owners know and the workers do not, nothing is lost without a word."""
+
+    def body(here: Here) -> None:
+        train(here, range(2))
+        state = copy.deepcopy(here.model.state_dict())
+        here.model.load_state_dict(state)
+        train(here, range(2, 3))
+        here.model.load_state_dict({"0.weight": state["0.weight"]}, strict=False)
+        train(here, range(3, 4))
+
+    with pytest.raises(GradientError, match=r"weights '0.weight' were changed .* load a state_dict into the whole"):
+        on_group(group, "ps(servers=1) codec=topk(ratio=0.5)", 1, momentum, body)
 
 
 @pytest.mark.parametrize("place", ["ps(servers=2)", "ps(servers=2, on=workers)"])

@@ -2,12 +2,16 @@
 
 They ask it for no more than to be left alone (``disable``, ``graph_break``). Scripts that tests start many processes of
 put something in its place that does so, and that brings the compiler itself as soon as anything else is asked of it.
+
+As a program it runs another one so: ``quick_torch.py SCRIPT [ARGUMENT ...]``.
 """
 
 from __future__ import annotations
 
 import importlib
+import runpy
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -35,3 +39,10 @@ def without_compiler() -> None:
     """Call it before the first optimizer is made."""
     if NAME not in sys.modules:
         sys.modules[NAME] = torch._dynamo = Compiler(NAME)  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    without_compiler()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -20,8 +20,14 @@ STRATEGIES = {  # and the processes that only serve
 }
 
 
-@pytest.mark.parametrize(("workers", "transport"), [(2, "shm"), (3, "tcp"), (4, "shm"), (4, "tcp")])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "workers", "transport"),
+    [
+        *((strategy, *case) for strategy in STRATEGIES for case in ((3, "tcp"), (4, "shm"))),
+        ("ring", 2, "shm"),
+        ("direct", 4, "tcp"),
+    ],
+)
 def test_processes_train_as_one(pool: Pool, address: str, strategy: str, workers: int, transport: str) -> None:
     processes = workers + STRATEGIES[strategy]
     case: list[Any] = [f"{strategy} transport={transport}", CASES]
