@@ -26,6 +26,7 @@ from syncline.report import accuracy_table
 from syncline.report.accuracy_rows import AccuracyResult, AccuracyRun
 from syncline.report.rows import Point, Row
 from syncline.strategy import Strategy
+from syncline.workloads import load
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
@@ -43,6 +44,9 @@ QUICK = (
 )
 """``bench.train`` without torch's compiler, which takes two seconds of every process."""
 
+
+REAL_IMAGES = Path(__file__).parents[3] / "shared" / "data" / "cifar10-part"
+"""The first 761 images of each file of CIFAR-10, where they are at hand."""
 
 CURVE = (Point(1, 0.1, loss=2.0), Point(2, 0.2, loss=1.0), Point(2, 0.2, accuracy=0.5, test_loss=1.5))
 
@@ -278,6 +282,19 @@ def test_a_training_is_a_row_of_a_comparison(trained: Trained) -> None:
         plan = plan_of("digits", 3, texts, *map(length.get, ("epochs", "iterations")), None, 5, None, None)
         assert tuple(trained.cases) == plan.cases
     assert compare.measure is processes.measure
+
+
+@pytest.mark.skipif(not REAL_IMAGES.is_dir(), reason="no CIFAR-10 images at hand")
+def test_real_images_are_trained_on_under_every_strategy_alike() -> None:
+    texts = ("single", "ring", "ps(servers=1)", "direct codec=powersgd(rank=2)")
+    request = accuracy.request_of(f"cifar10:{REAL_IMAGES}", 4, (0, 1), strategies=texts, iterations=4000)
+    assert len(request.trainings) == len(texts) * 2
+    assert {(training.case.iterations, training.case.batch) for training in request.trainings} == {(4000, 100)}
+    assert request.trainings[0].case.workers == 1
+    assert request.trainings[-1].case.strategy == "direct codec=feedback(powersgd(rank=2))"
+    images = load(request.plan.workload)
+    assert (len(images.train), images.test and len(images.test)) == (3805, 761)
+    assert set(images.train.labels) == set(range(10))
 
 
 def test_seeds_and_strategies_are_added_to_a_file(trained: Trained, tmp_path: Path) -> None:
