@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -480,3 +481,18 @@ def loses_one_at_the_end(line: Connection, place: Place, how: str, explicit: boo
     if explicit:
         syncline.shutdown()
     line.send("ended well")
+
+
+# Scripts of users.
+
+
+def runs_script(line: Connection, place: Place, script: str, *arguments: str) -> None:  # noqa: ARG001
+    """A script in an environment as launchers make it, or alone where there is one process."""
+    index, processes, address = place
+    if processes > 1:
+        host, _, port = address.rpartition(":")
+        world = str(processes)
+        os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port, "SYNCLINE_SECRET": SECRET}
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")

@@ -1,0 +1,86 @@
+"""Every example runs as its head says and ends well; ``spawn.py`` does so among the tests of launchers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import rank_bodies as bodies
+from pool import Pool
+
+HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parents[1] / "examples"
+LIMIT_S = 120.0
+
+
+def test_training_script() -> None:
+    """By the launcher; without a strategy it runs in the tests of launchers, under torchrun."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    environment.pop("SYNCLINE_STRATEGY", None)
+    options = ["-n", "2", "--strategy", "ps(servers=1) transport=tcp"]
+    done = subprocess.run(
+        [sys.executable, "-m", "syncline", "run", *options, str(HERE / "quick_torch.py"), str(EXAMPLES / "train.py")],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    strategy, _, right = done.stdout.strip().partition(": ")
+    assert strategy.startswith("ps(servers=1)")
+    assert float(right.partition("%")[0]) > 80
+
+
+def printed(pool: Pool, address: str, processes: int, script: str, *arguments: str) -> str:
+    """What rank 0 prints of a script that all run, as processes of a launcher."""
+    case = [[[index, processes, address], str(EXAMPLES / script), *arguments] for index in range(processes)]
+    with pool.start(bodies.runs_script, case) as group:
+        group.results(LIMIT_S)
+        assert not any("Traceback" in rank.printed() for rank in group.ranks)
+        return group.ranks[0].printed()
+
+
+def test_own_strategy(pool: Pool, address: str) -> None:
+    found = printed(pool, address, 2, "own_strategy.py")
+    assert "trained with ring schedule=even(count=3) transport=shm, 2 workers" in found
+    assert "the nearest that works is 'ps(servers=1)'" in found
+
+
+def test_own_algorithm(pool: Pool, address: str) -> None:
+    found = printed(pool, address, 1, "own_algorithm.py")
+    assert "the contributions of ranks 0-2 missing" in found
+    assert float(found.split()[-1]) < 1e-12
+
+
+def test_own_codec(pool: Pool, address: str) -> None:
+    strategy, _, right = printed(pool, address, 2, "own_codec.py").strip().partition(": ")
+    assert "codec=feedback(upper)" in strategy
+    assert float(right.partition("%")[0]) > 80
+
+
+def test_checkpoint(pool: Pool, address: str, tmp_path: Path) -> None:
+    """A run that is resumed ends with the weights of one that was not interrupted."""
+    whole = printed(pool, address, 2, "checkpoint.py", str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {f"epoch-{number}.pt" for number in range(4)}
+    for number in (2, 3):
+        (tmp_path / f"epoch-{number}.pt").unlink()
+    resumed = printed(pool, address, 2, "checkpoint.py", str(tmp_path))
+    assert whole.startswith("from epoch 0 to 4: ")
+    assert resumed.startswith("from epoch 2 to 4: ")
+    assert whole.partition(": ")[2] == resumed.partition(": ")[2]
+
+
+def test_no_example_is_forgotten() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "train.py",
+        "own_strategy.py",
+        "own_algorithm.py",
+        "own_codec.py",
+        "checkpoint.py",
+        "spawn.py",
+    }
