@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -23,11 +24,11 @@ HEAVY = {
 }
 
 
-def loaded_by(script: str) -> set[str]:
+def loaded_by(script: str, limit_s: float = 60) -> set[str]:
     """The top-level modules after running a script."""
     script += "\nimport sys; print('modules:', *{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True, env=environment()
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=limit_s, check=True, env=environment()
     )
     return set(done.stdout.rpartition("modules:")[2].split())
 
@@ -73,3 +74,17 @@ def test_every_kind_can_be_listed_without_a_framework() -> None:
 
 def test_the_local_launcher_loads_no_numpy() -> None:
     assert not loaded_by("import syncline.launch.local") & (HEAVY | {"numpy"})
+
+
+@pytest.mark.skipif(shutil.which("ld") is None, reason="without a linker llvmlite opens machine code")
+def test_compiled_kernels_are_opened_without_a_compiler() -> None:
+    script = (
+        "import importlib, pkgutil\n"
+        "import syncline.kernels as kernels\n"
+        "for module in pkgutil.iter_modules(kernels.__path__, f'{kernels.__name__}.'):\n"
+        "    if not module.ispkg and not module.name.endswith(('compiler', 'instructions')):\n"
+        "        importlib.import_module(module.name)\n"
+    )
+    for _ in range(2):  # the first of a machine has them compiled, by another process
+        loaded = loaded_by(script, limit_s=600)
+        assert not loaded & HEAVY

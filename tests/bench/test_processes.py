@@ -27,7 +27,7 @@ def result(sha256="a"):
              "bytes_sent_per_step").split()
     send("result", iterations=10, warmup=2, measures=dict.fromkeys(names, 1.0 + rank), chosen="ring transport=shm",
          curve=[{"iteration": 10, "seconds": 1.0, "loss": 0.5, "accuracy": None, "test_loss": None}],
-         sent={}, received={}, sha256=sha256)
+         sent={}, received={}, sha256=sha256, start_s=0.5, peak_bytes=1 << 28)
 def forever():
     while True:
         signal.pause()

@@ -56,6 +56,8 @@ def test_a_single_worker_reports_progress_and_one_result() -> None:
     scores = [point for point in result["curve"] if point["accuracy"] is not None]
     assert [point["iteration"] for point in scores] == [5]
     assert (result["chosen"], result["sent"]) == (BASELINE, {})
+    assert result["start_s"] >= 0
+    assert result["peak_bytes"] > 1 << 20
 
 
 def test_two_runs_end_with_the_same_bits_and_another_seed_with_others() -> None:

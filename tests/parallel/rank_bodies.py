@@ -174,7 +174,7 @@ def holdings() -> dict[str, Any]:
         "descriptors": sorted(descriptors()),
         "tasks": fewest_tasks(),
         "threads": threading.active_count(),  # counted after the kernel's have had time to end
-        "memory": [text for text in Path("/proc/self/maps").read_text().splitlines() if "syncline" in text],
+        "memory": [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:syncline" in line],
         "shared": sorted(path.name for path in Path("/dev/shm").iterdir() if "syncline" in path.name),
     }
 

@@ -181,15 +181,15 @@ def test_figures_at_the_end_of_bars_stand_inside_the_chart() -> None:
 
 
 @pytest.fixture(scope="module")
-def two(mixed: Result) -> Result:
-    """A baseline and one strategy: all charts but those of further rows."""
-    return dataclasses.replace(mixed, rows=mixed.rows[:2])
+def few(mixed: Result) -> Result:
+    """A baseline and two strategies: every chart has something to show though one of them is broken."""
+    return dataclasses.replace(mixed, rows=mixed.rows[:3])
 
 
 @pytest.fixture(scope="module")
-def drawings(two: Result) -> int:
+def drawings(few: Result) -> int:
     """How many its page has."""
-    return read(page.render(two)).tags["svg"]
+    return read(page.render(few)).tags["svg"]
 
 
 BAD = (float("inf"), -float("inf"), float("nan"), 1e308, -1e308, 5e-324, 1e30)
@@ -197,12 +197,12 @@ BAD = (float("inf"), -float("inf"), float("nan"), 1e308, -1e308, 5e-324, 1e30)
 
 @pytest.mark.parametrize("bad", BAD, ids=str)
 def test_a_number_that_has_gone_wrong_keeps_nobody_from_reading_the_page(
-    two: Result, drawings: int, bad: float
+    few: Result, drawings: int, bad: float
 ) -> None:
     """In any field of one row, and in all at once: a training that diverges measures such numbers."""
-    first, row = two.rows
+    first, row, last = few.rows
     numbers = [item.name for item in dataclasses.fields(row) if isinstance(getattr(row, item.name), float)]
     point = dataclasses.replace(row.curve[-1], seconds=bad, loss=bad, accuracy=bad, test_loss=bad)
     curve = (*row.curve, dataclasses.replace(point, seconds=1.0), point)
     broken = dataclasses.replace(row, **dict.fromkeys(numbers, bad), curve=curve, traffic=((bad, 1.0),) * 2)
-    assert read(page.render(dataclasses.replace(two, rows=(first, broken)))).tags["svg"] == drawings
+    assert read(page.render(dataclasses.replace(few, rows=(first, broken, last)))).tags["svg"] == drawings

@@ -143,6 +143,8 @@ def row_of(strategy: str, workers: int, servers: int, batch: int, reports: Seque
         warmup=int(first["warmup"]),
         batch=batch,
         replica_sha256=digests.pop() if len(digests) == 1 else None,
+        start_s=median(report["start_s"] for report in reports),
+        peak_bytes=max(report["peak_bytes"] for report in reports),
         curve=curve,
         traffic=traffic(sent, received, servers) if counted else (),
     )

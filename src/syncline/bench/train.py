@@ -10,12 +10,13 @@ Stages of an iteration: *loading* takes the next batch from the workload; *h2d* 
 a CPU, where the batch already is; *forward* includes the loss; *backward* is ``loss.backward()``; *update* is the
 optimizer's step, the learning-rate schedule's, and ``zero_grad``, which closes the iteration. Each excludes the time
 blocked in Syncline; a peer does not say how long it was blocked. Evaluation, barriers, and the reports are outside of
-iterations.
+iterations. The start is joining the group and preparing the model; loading data and building the model are not.
 """
 
 from __future__ import annotations
 
 import hashlib
+import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -96,17 +97,21 @@ def main(text: str) -> None:
     with closing(Sender(job.report_fds[recognise().rank])) as sender:
         try:
             torch.set_num_threads(1)
-            train(job, _side(job.strategy), sender)
+            begun = time.perf_counter()
+            train(job, _side(job.strategy), sender, time.perf_counter() - begun)
         except Exception as error:
             sender.send("error", at=time.monotonic(), text=f"{type(error).__name__}: {error}")
             raise
 
 
-def train(job: Job, side: Side, sender: Sender) -> None:
-    """Train to the end of the job and send one result."""
+def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0) -> None:
+    """Train to the end of the job and send one result; joining the group took ``joined_s``."""
     workload = load(job.workload)
     bare = workload.model(job.seed)
-    model, optimizer = side.prepare(bare, workload.optimizer(bare), weight=workload.weight)
+    bare_optimizer = workload.optimizer(bare)
+    begun = time.perf_counter()
+    model, optimizer = side.prepare(bare, bare_optimizer, weight=workload.weight)
+    start_s = joined_s + time.perf_counter() - begun
     rank, world = side.rank(), side.world_size()
     # Replicas start equal; what is random during training (dropout) differs between them, as it would in one big batch.
     torch.manual_seed(job.seed * 65_537 + rank)
@@ -125,7 +130,7 @@ def train(job: Job, side: Side, sender: Sender) -> None:
         if last or batches.epoch_ended:
             _evaluate(workload, model, bare, side, record)
     model.eval()
-    sender.send("result", **record.report(), **_outcome(bare, start, side.stats(), record.done))
+    sender.send("result", **record.report(), start_s=start_s, **_outcome(bare, start, side.stats(), record.done))
     side.shutdown()
 
 
@@ -225,6 +230,7 @@ def _outcome(model: torch.nn.Module, start: Counters, end: Counters, steps: int)
     return {
         "chosen": end.chosen,
         "sha256": digest(model),
+        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "sent": per_step(start.bytes_sent, end.bytes_sent),
         "received": per_step(start.bytes_received, end.bytes_received),
     }

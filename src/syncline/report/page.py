@@ -27,13 +27,16 @@ HEADS = (
     ("compute", "ms"),
     ("exposed", "ms"),
     ("sent", "per step"),
+    ("start", ""),
+    ("memory", ""),
     ("replicas", ""),
 )
 READING = (
     "Accuracy and loss are of the test set after the last iteration. Images/s is of all workers together; scaling is "
     "that against one worker's times the number of workers. Times are medians over iterations: copy is the copy of a "
     "batch to the device, exposed the time for which the training thread was blocked in communication, compute the "
-    "rest of an iteration. Sent is what one worker sends in one iteration. Replicas are compared bit by bit."
+    "rest of an iteration. Sent is what one worker sends in one iteration. Start is joining the "
+    "group and preparing the model, memory the most that the process of a worker had. Replicas are compared bit by bit."
 )
 BOUND = (
     "Of bound is the share of an iteration that no communication can make shorter without compression: the trace's "
@@ -129,5 +132,7 @@ def _cells(row: Row, score: float | None) -> tuple[str, ...]:
         units.milliseconds(row.iteration_s),
         *map(units.milliseconds, times),
         units.size(row.bytes_sent_per_step),
+        units.seconds(row.start_s),
+        units.size(row.peak_bytes),
         verdict,
     )

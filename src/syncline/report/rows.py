@@ -84,6 +84,10 @@ class Row:
     """The global batch: samples per iteration of all workers together."""
     replica_sha256: str | None = None
     """The digest of parameters and buffers at the end, when all workers have the same one."""
+    start_s: float | None = None
+    """From before the group is joined until the model is prepared: the median over workers."""
+    peak_bytes: int | None = None
+    """The most memory that a worker had: all of its process, framework, model and data included."""
     curve: tuple[Point, ...] = ()
     traffic: tuple[tuple[float, ...], ...] = ()
     """Bytes per iteration that each process (row) sent to each process (column); workers first, then servers."""
