@@ -33,7 +33,7 @@ os.environ["SYNCLINE_TUNING"] = "off"
 
 # Files that wait for processes rather than compute, the longest first: they leave the cores to those that compute, and
 # none of them is left for the end.
-FIRST = ("parallel/test_libraries", "parallel/test_launched", "bench/", "parallel/", "lab/")
+FIRST = ("parallel/test_libraries", "parallel/test_launched", "bench/", "parallel/", "lab/", "workloads/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -18,3 +19,10 @@ def _end_of_worlds() -> Iterator[None]:
     yield
     while worlds:
         worlds.popitem()[1].close()
+
+
+@pytest.fixture(scope="module")
+def no_old_garbage() -> None:
+    """Searches for garbage are of what a file's tests leave, not of all that was imported and run before."""
+    gc.collect()
+    gc.freeze()

@@ -125,7 +125,7 @@ def test_at_other_world_sizes(check: Check, strategy: str, workers: int) -> None
 @pytest.mark.parametrize("kind", ["inproc", "tcp", "auto-near", "auto-far", "torch"])
 @pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=2, on=workers)", "ring"])
 def test_over_every_transport(check: Check, kind: str, strategy: str) -> None:
-    check(kind, strategy, 3, 2 * SLOTS + 1)
+    check(kind, strategy, 3, SLOTS + 1)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -238,6 +238,7 @@ SOUND = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     ],
     ids=["unsealed", "half sealed", "short", "endless", "holes", "file", "device"],
 )
+@pytest.mark.usefixtures("no_old_garbage")
 def test_memory_that_could_vanish_is_not_mapped(make: Callable[[], int], claimed: int, said: str) -> None:
     fd = make()
     try:

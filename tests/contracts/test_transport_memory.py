@@ -14,6 +14,8 @@ from remote import RemoteEnd
 from mpi_launch import LIBRARIES
 from syncline.transports.tcp import Tcp
 
+pytestmark = pytest.mark.usefixtures("no_old_garbage")
+
 
 def settle(before: set[threading.Thread]) -> None:
     """Wait for threads that end with their peers, those of ``before`` aside, and drop what they held."""

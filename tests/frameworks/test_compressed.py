@@ -88,10 +88,10 @@ def test_what_is_learnt_is_what_the_gradients_say(group: Any, text: str, archite
     def body(session: Session) -> Any:
         model = torch.nn.Module()
         model.w = torch.nn.Parameter(torch.zeros(30, 20))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         if prepare(session, model, optimizer) is None:
             return None
-        for _ in range(200):
+        for _ in range(80):
             optimizer.zero_grad()
             (0.5 * (model.w - wanted[session.rank]).square().sum()).backward()
             optimizer.step()
