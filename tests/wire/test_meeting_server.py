@@ -163,7 +163,7 @@ def test_a_wrong_secret_is_refused_and_said_when_its_rank_is_missed(
     served = serve(2)
     with caplog.at_level(logging.WARNING, "syncline.wire"), pytest.raises(SecretError):
         served.prove(1, secret=b"a guess")
-    late = served.come(0, timeout=0.2)
+    late = served.come(0, timeout=2.0)
     assert "which says that it is rank 1: it does not know this run's secret" in caplog.text
     assert isinstance(late, RollCallError)
     assert "rank 1 (one that claims to be it was refused at 127.0.0.1:" in str(late)
@@ -190,7 +190,7 @@ def test_a_proof_for_another_purpose_is_refused(serve: Serve) -> None:
 def test_one_that_has_proved_itself_and_says_nothing_is_missed(serve: Serve) -> None:
     served = serve(2)
     served.prove(1)
-    late = served.come(0, timeout=0.2)
+    late = served.come(0, timeout=2.0)
     assert "1 of 2 processes have not come: rank 1 (it has connected, from 127.0.0.1:" in str(late)
 
 

@@ -112,7 +112,7 @@ def test_all_find_each_other(world: int) -> None:
 
 
 def test_the_missing_are_named_with_where_they_were_expected() -> None:
-    came = [Caller(index, 5, timeout=0.2) for index in (0, 3)]
+    came = [Caller(index, 5, timeout=2.0) for index in (0, 3)]
     for text in faults(came, hint=lambda index: f" (node {index // 2})"):
         assert "3 of 5 processes have not come: rank 1 (node 0), rank 2 (node 1), rank 4 (node 2);" in text
         assert "init(timeout=)" in text
