@@ -235,6 +235,21 @@ def test_the_tables_have_every_row_and_fit(width: int) -> None:
     assert "no rows" in str(accuracy_table.render(result_of(), 80))
 
 
+@pytest.mark.parametrize("width", [60, 40])
+def test_a_narrow_terminal_loses_columns_and_never_the_name(width: int) -> None:
+    ways = (("none", False), ("int8", True), ("topk(ratio=0.01)", True))
+    runs = [run_of(name, seed, 0.98765, fed, bytes_sent_per_step=1.2e6) for name, fed in ways for seed in (0, 1)]
+    out = io.StringIO()
+    Console(file=out, width=width).print(accuracy_table.render(result_of(*runs), width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in out.getvalue()
+    head = next(line.split() for line in lines if "below" in line)
+    assert head == ["codec", "fb", "acc", "%", "below", "bytes", *(["share"] if width == 60 else [])]
+    assert any(line.split()[:4] == ["int8", "yes", "98.77", "0.00"] for line in lines)
+    assert "No room for range, within" in " ".join(out.getvalue().split())
+
+
 def test_dense_comes_first_and_every_training_is_kept(trained: Trained, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     done = command("--codecs", "int8", "--seeds", "4", "1", "--json", path)

@@ -1,10 +1,14 @@
 """Rows of ``syncline accuracy`` as a table for the terminal and as one in Markdown.
 
 Owns the columns, the same in both: what names a row (a codec and whether with feedback, or a strategy), then its
-figures, which the page shows too. A row that failed keeps its place, and its error stands below the table in full.
+figures, which the page shows too. A narrow terminal loses "within", then the range, the share and the bytes, never the
+name. A row that failed keeps its place, and its error stands below the table in full.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -14,42 +18,60 @@ from rich.text import Text
 from . import units
 from .accuracy_rows import AccuracyResult, AccuracyRow
 from .breaking import broken
+from .columns import fitting
 
-_HEADS = ("acc %", "range", "below", "within", "bytes", "share")
-_NAME_LEAST = 10
+_RANKS = {"acc %": 0, "range": 3, "below": 0, "within": 4, "bytes": 1, "share": 2}
+_NAME_LEAST = 8
 _GAP = 2
 _FEEDBACK_WIDTH = 3 + _GAP
 _ONE_SEED = "one seed"
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    cells: tuple[str, ...]
+    rank: int
+    """The greatest goes first when there is no room; 0 stays."""
+
+    @property
+    def width(self) -> int:
+        return max(map(len, (self.title, *self.cells)))
 
 
 def render(result: AccuracyResult, width: int) -> RenderableType:
     """The table with its legend, then what failed."""
     if not result.runs:
         return Text("no rows")
-    figures = [cells(row) for row in result.rows]
-    columns = zip(_HEADS, zip(*figures, strict=True), strict=True)
-    taken = _GAP + sum(max(len(head), *map(len, column)) + _GAP for head, column in columns)
+    every = _columns(result.rows)
     first = "codec" if result.of_codecs else "strategy"
-    left = width - taken - _FEEDBACK_WIDTH * result.of_codecs
-    name = max(_NAME_LEAST, min(left, max(len(_name(result, row)) for row in result.rows)))
+
+    def left(columns: Sequence[_Column]) -> int:
+        return width - _GAP - _FEEDBACK_WIDTH * result.of_codecs - sum(column.width + _GAP for column in columns)
+
+    columns = fitting(every, lambda columns: left(columns) >= _NAME_LEAST)
+    name = max(_NAME_LEAST, min(left(columns), max(len(_name(result, row)) for row in result.rows)))
     table = Table(
         title=title_of(result), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
     table.add_column(first, overflow="fold", min_width=name)
     if result.of_codecs:
         table.add_column("fb", no_wrap=True)
-    for head in _HEADS:
-        table.add_column(head, justify="right", no_wrap=True)
-    for row in result.rows:
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    for number, row in enumerate(result.rows):
         fed = [Text("yes" if row.feedback else "")] if result.of_codecs else []
         style = "red" if row.error is not None else ""
-        table.add_row(Text(broken(_name(result, row), name)), *fed, *(Text(cell) for cell in cells(row)), style=style)
+        figures = (Text(column.cells[number]) for column in columns)
+        table.add_row(Text(broken(_name(result, row), name)), *fed, *figures, style=style)
     failed = [
         Text(f"{_name(result, row)}{_fb(result, row)}, {row.error}", style="red")
         for row in result.rows
         if row.error is not None
     ]
-    return Group(table, Text(_legend(result), style="dim"), *failed)
+    left_out = ", ".join(column.title for column in every if column not in columns)
+    more = f" No room for {left_out}: a wider terminal shows them, and --json has them." if left_out else ""
+    return Group(table, Text(_legend(result) + more, style="dim"), *failed)
 
 
 def markdown(result: AccuracyResult) -> str:
@@ -100,7 +122,7 @@ def long_heads(other: str, sender: str) -> tuple[str, ...]:
 def cells(row: AccuracyRow) -> tuple[str, ...]:
     """A row's figures, one for every head."""
     if row.median_accuracy is None or row.lowest is None or row.highest is None:
-        return ("failed", *(units.MISSING for _ in _HEADS[1:]))
+        return ("failed", *(units.MISSING for _ in list(_RANKS)[1:]))
     spread = f"{units.percent(row.lowest, 2, '')} - {units.percent(row.highest, 2, '')}"
     return (
         units.percent(row.median_accuracy, 2, ""),
@@ -110,6 +132,11 @@ def cells(row: AccuracyRow) -> tuple[str, ...]:
         units.size(row.bytes_sent_per_step),
         units.MISSING if row.of_dense_bytes is None else f"{units.significant(100 * row.of_dense_bytes)} %",
     )
+
+
+def _columns(rows: Sequence[AccuracyRow]) -> list[_Column]:
+    figures = zip(*map(cells, rows), strict=True)
+    return [_Column(title, found, rank) for (title, rank), found in zip(_RANKS.items(), figures, strict=True)]
 
 
 def _legend(result: AccuracyResult) -> str:

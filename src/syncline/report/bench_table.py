@@ -17,6 +17,7 @@ from rich.text import Text
 from . import units
 from .bench_rows import BenchResult, Measured, places
 from .breaking import broken
+from .columns import fitting
 
 PEERS = ("gloo:native", "mpi:native", "openmpi:native", "mpich:native", "mpi:ring", "openmpi:ring", "mpich:ring")
 """Contenders that all others are held against, in the order of the columns."""
@@ -133,12 +134,11 @@ def _columns(rows: Sequence[Measured], width: int) -> list[_Column]:
     ]
     found += [_Column(_ratio_title(name), 6, against(name), 0) for name in peers_of(rows)]
     found.append(_Column("ok", 3, figure(5), 0))
-    while sum(max(column.width, *map(len, column.title.splitlines())) + 2 for column in found) > width:
-        last = max(found, key=lambda column: column.rank)
-        if last.rank == 0:
-            break
-        found.remove(last)
-    return found
+
+    def taken(column: _Column) -> int:
+        return max(column.width, *map(len, column.title.splitlines())) + 2
+
+    return fitting(found, lambda columns: sum(map(taken, columns)) <= width)
 
 
 def _ratio_title(peer: str) -> str:

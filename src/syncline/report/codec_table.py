@@ -6,7 +6,7 @@ Owns the words and which columns fit: a narrow terminal loses the comparison wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -18,6 +18,7 @@ from ..predict.compression import ANY_LINK_BIT_PER_S
 from . import units
 from .breaking import broken
 from .codec_rows import CodecResult, CodecRow
+from .columns import fitting
 
 _GAP = 2
 _NAME_MOST = 25
@@ -51,15 +52,13 @@ def render(result: CodecResult, width: int) -> RenderableType:
         return Text("no rows")
     name = min(_NAME_MOST, max(len(row.codec) for row in result.rows))
     verdict = max(len(verdict_of(row)) for row in result.rows)
-    columns = list(_COLUMNS)
-    while name + verdict + 2 * _GAP + sum(column.width(result) + _GAP for column in columns) > width:
-        last = max(columns, key=lambda column: column.rank)
-        if last.rank == 0:
-            break
-        columns.remove(last)
+
+    def left(columns: Sequence[_Column]) -> int:
+        return width - verdict - 2 * _GAP - sum(column.width(result) + _GAP for column in columns)
+
+    columns = fitting(_COLUMNS, lambda columns: left(columns) >= name)
     # What is left without the verdict: names break before it does.
-    left = width - verdict - 2 * _GAP - sum(column.width(result) + _GAP for column in columns)
-    name = max(_NAME_LEAST, min(name, left))
+    name = max(_NAME_LEAST, min(name, left(columns)))
     table = Table(title=_title(result), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("codec", overflow="fold", min_width=name)
     for column in columns:

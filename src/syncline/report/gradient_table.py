@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import units
+from .columns import fitting
 from .gradient_rows import BARE, CONTIGUOUS, GradientResult, GradientRow, places
 
 LEGEND = (
@@ -103,12 +104,7 @@ def _columns(rows: Sequence[GradientRow], width: int) -> list[_Column]:
         _Column("x", figure("x"), 0),
         _Column("ok", figure("ok"), 0),
     ]
-    while sum(column.width(rows) + _GAP for column in found) + _GAP > width:
-        last = max(found, key=lambda column: column.rank)
-        if last.rank == 0:
-            break
-        found.remove(last)
-    return found
+    return fitting(found, lambda columns: sum(column.width(rows) + _GAP for column in columns) + _GAP <= width)
 
 
 def _errors(rows: Sequence[GradientRow]) -> list[Text]:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from . import units
 from .breaking import broken, widest_piece
+from .columns import fitting
 from .rows import Result, Row
 
 _GAP = 2
@@ -106,13 +107,12 @@ def _fitting(columns: Sequence[_Column], rows: Sequence[Row], width: int) -> tup
     """The columns that fit, and the width that is left for the strategy."""
     texts = ["strategy", *(row.strategy for row in rows)]
     least, most = max(min(_NAME_MOST, widest_piece(text)) for text in texts), max(map(len, texts))
-    found = list(columns)
-    while (left := width - 2 - sum(column.width(rows) + _GAP for column in found)) < least:
-        last = max(found, key=lambda column: column.rank)
-        if last.rank == 0:
-            break
-        found.remove(last)
-    return found, max(1, min(left, most))
+
+    def left(columns: Sequence[_Column]) -> int:
+        return width - 2 - sum(column.width(rows) + _GAP for column in columns)
+
+    found = fitting(columns, lambda columns: left(columns) >= least)
+    return found, max(1, min(left(found), most))
 
 
 def remarks(result: Result) -> tuple[str, ...]:
