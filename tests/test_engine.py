@@ -220,7 +220,7 @@ def test_nothing_moving_for_the_limit_names_whom_it_waits_for() -> None:
 def test_who_had_only_not_read_its_messages_yet_is_not_blamed() -> None:
     """A server that was stopped says at first that it waits for nobody, then for the worker that hangs."""
     late = {2: Answer({})}
-    says = [Answer({}, moves=4, looks=1), Answer({2: "bucket 0"}, moves=5, looks=1), Answer({2: "bucket 0"}, 5, 2)]
+    says = [Answer({}, moves=4, looks=1), Answer({2: "bucket 0"}, moves=5, looks=1), Answer({2: "bucket 0"}, 5, 3)]
 
     def search(waits: Waits) -> Found:
         assert waits == {1: "bucket 0"}
@@ -252,6 +252,33 @@ def test_an_answer_shows_whether_a_process_has_looked_and_moved() -> None:
         both[0].wait(work, timeout=LIMIT_S)
         assert not asked().waits
         assert asked().moves > waits.moves
+
+
+def test_a_look_that_had_found_nothing_before_a_process_was_asked_shows_nothing() -> None:
+    """Each look is held between its end and being counted."""
+    ended, go, free = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+
+    with engines() as both:
+        engine = both[0]
+        poll = engine.transport.poll
+
+        def held(timeout: float) -> Any:
+            handles = poll(timeout)
+            if not free.is_set():
+                ended.release()
+                go.acquire()
+            return handles
+
+        engine.transport.poll = held
+        engine.recv(1, 99, 8, "a message that never comes")
+        assert ended.acquire(timeout=LIMIT_S)
+        before = engine.answer()
+        for looked in (False, True):
+            go.release()
+            assert ended.acquire(timeout=LIMIT_S)  # it was woken, and again looks only as long as it takes
+            assert engine.answer().still(before) == looked
+        free.set()
+        go.release()
 
 
 def test_doing_names_the_oldest_exchange_and_counts_the_others() -> None:

@@ -35,7 +35,7 @@ from .reducers import Reducer, Room
 from .reducing import Reducing
 from .stall import LOOKS, Stall
 from .transports import Bytes, Handle, Transport
-from .wire.culprit import Answer, Found, Waits, find_culprit
+from .wire.culprit import ANEW, Answer, Found, Waits, find_culprit
 from .work import Lane, Work
 
 LIMIT_S = 30 * 60.0
@@ -87,6 +87,7 @@ class Engine:
         self._tolerated = 0  # works that nobody waits for
         self._driver = 0  # the thread that drives
         self._moves = self._looks = 0  # how often something has moved, and how often nothing had
+        self._shown = -ANEW  # how often nothing had when that was asked last
         self._closing = False
         self._thread = threading.Thread(target=self._progress, name="syncline-progress", daemon=True)
         self._thread.start()
@@ -495,8 +496,8 @@ class Engine:
                 left = look_s if stall is None else stall.patience_s
                 if deadline is not None:
                     left = min(left, max(0.0, deadline - time.perf_counter()))
-                if self._reducing and self._open_another():
-                    left = 0.0
+                if self._looks < self._shown + ANEW or (self._reducing and self._open_another()):
+                    left = 0.0  # who has asked wants to know soon that it was looked since
                 if self._exchange.progress(left, spins):
                     self._moves += 1
                     stall = None
@@ -573,8 +574,9 @@ class Engine:
         """What this process says of itself to one that asks for whom it waits; asked from any thread."""
         moves, looks = self._moves, self._looks if self._driver or self._busy else -1
         answer = Answer(self.waits(), moves, looks)
+        self._shown = looks
         if self._driver:
-            self.transport.wake()  # who asks again wants to know that it has looked since
+            self.transport.wake()
         return answer
 
     def _arrived(self, work: Work, handle: Handle) -> None:

@@ -67,7 +67,7 @@ BLAMED = Culprit(2, "has not come to bucket 0")
 SERVER = Answer({2: "bucket 0"}, moves=5, looks=3)
 LATE = Answer({}, moves=7)
 SEARCH = Found(BLAMED, {1: SERVER, 2: LATE})
-NEXT = Found(BLAMED, {1: replace(SERVER, looks=4), 2: LATE})
+NEXT = Found(BLAMED, {1: replace(SERVER, looks=5), 2: LATE})
 
 
 def test_a_search_is_confirmed_by_one_after_which_all_have_looked_and_nothing_has_moved() -> None:
@@ -80,16 +80,28 @@ def test_a_search_is_confirmed_by_one_after_which_all_have_looked_and_nothing_ha
     "answers",
     [
         {1: SERVER, 2: LATE},
-        {1: replace(SERVER, moves=6, looks=4), 2: LATE},
-        {1: replace(SERVER, waits={2: "bucket 1"}, looks=4), 2: LATE},
+        {1: replace(SERVER, looks=4), 2: LATE},
+        {1: replace(SERVER, moves=6, looks=5), 2: LATE},
+        {1: replace(SERVER, waits={2: "bucket 1"}, looks=5), 2: LATE},
         {1: replace(SERVER, looks=-1), 2: LATE},
-        {1: replace(SERVER, looks=4), 2: replace(LATE, looks=1)},
-        {1: replace(SERVER, looks=4), 2: replace(LATE, moves=8)},
+        {1: replace(SERVER, looks=5), 2: replace(LATE, looks=1)},
+        {1: replace(SERVER, looks=5), 2: replace(LATE, moves=8)},
         {1: None, 2: LATE},
         {2: LATE},
-        {1: replace(SERVER, looks=4), 2: LATE, 3: LATE},
+        {1: replace(SERVER, looks=5), 2: LATE, 3: LATE},
     ],
-    ids=["has not looked", "moved", "waits for more", "rests", "drives", "came", "is silent", "left out", "one more"],
+    ids=[
+        "has not looked",
+        "may have looked before",
+        "moved",
+        "waits for more",
+        "rests",
+        "drives",
+        "came",
+        "is silent",
+        "left out",
+        "one more",
+    ],
 )
 def test_what_may_have_changed_between_two_searches_confirms_nothing(answers: dict[int, Answer | None]) -> None:
     assert not Found(BLAMED, answers).confirms(SEARCH)

@@ -8,8 +8,8 @@ answer ends the search too. Where all wait for each other, the last one is named
 
 The answers of one search are of different moments, and one that is busy, or was stopped a moment ago, may not have read
 yet what lies before it: it says that it waits for nobody, and is innocent. So a search counts if a second one finds the
-same, and each process asked has looked for messages in between and not moved. Then all answers are true at once, at any
-moment between the two (the double collect of Afek et al., "Atomic snapshots of shared memory", 1993).
+same, and each process asked has begun and ended a look for messages in between and not moved. Then all answers are true
+at once, at any moment between the two (the double collect of Afek et al., "Atomic snapshots of shared memory", 1993).
 
 Owns the search and how an answer is written. Knows no socket, thread or clock: ``watch`` carries the answers, ``stall``
 says when to search.
@@ -24,6 +24,9 @@ from dataclasses import dataclass
 Waits = Mapping[int, str]
 """Peer -> label of what is waited for."""
 
+ANEW = 2
+"""Of so many looks that have ended since a moment, the last has begun since."""
+
 _ENTRIES = 256
 _LABEL_BYTES = 100
 _ENTRY = struct.Struct("<IB")
@@ -36,8 +39,8 @@ ANSWER_BYTES = range(_COUNTS.size, _COUNTS.size + _ENTRIES * (_ENTRY.size + _LAB
 class Answer:
     """What a process says of itself: for whom it waits, and what tells two answers apart.
 
-    ``moves`` counts what has come, gone or begun in it, ``looks`` how often it has looked for more in vain; -1 where it
-    has nothing to look for.
+    ``moves`` counts what has come, gone or begun in it, ``looks`` its looks for more that have ended in vain; -1 where
+    it has nothing to look for.
     """
 
     waits: Waits
@@ -45,9 +48,13 @@ class Answer:
     looks: int = -1
 
     def still(self, before: Answer) -> bool:
-        """Whether nothing has moved since it gave the answer ``before``, and it has looked."""
+        """Whether nothing has moved since it gave the answer ``before``, and it has looked since.
+
+        One look more may be the one that it was in when it was asked; it has looked once two have ended.
+        """
         same = (self.waits, self.moves) == (before.waits, before.moves)
-        return same and (self.looks > before.looks >= 0 or self.looks == before.looks == -1)
+        looked = before.looks >= 0 and self.looks >= before.looks + ANEW
+        return same and (looked or self.looks == before.looks == -1)
 
 
 @dataclass(frozen=True)
