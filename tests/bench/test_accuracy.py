@@ -378,6 +378,66 @@ def test_an_interrupt_keeps_what_is_there_and_resume_adds_the_rest(
     assert len(read(path).runs) == 6
 
 
+def interrupted(*_: object) -> Row:
+    raise KeyboardInterrupt
+
+
+def test_rows_stand_beside_the_old_reference_until_the_new_one_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.json"
+    monkeypatch.setattr(accuracy, "measure", Trained())
+    assert command("--codecs", "int8", "--seeds", "0,1", "--json", path).exit_code == 0
+    before = path.read_text()
+    assert [row.within_scatter for row in read(path).rows] == [None, False, False]
+    more = ("--strategies", "single", "ring", "--seeds", "0,1", "--resume", path)
+    monkeypatch.setattr(accuracy, "measure", Trained(interrupted))
+    done = command(*more)
+    assert done.exit_code == 130, done.output
+    assert path.read_text() == before
+    assert "points below dense" in " ".join(done.output.split())
+    monkeypatch.setattr(accuracy, "measure", Trained(lambda row, _: replace(row, error="rank 1 died")))
+    assert command(*more).exit_code == 1
+    assert read(path).reference == "direct"
+    monkeypatch.setattr(accuracy, "measure", Trained(lambda row, n: row if n == 1 else interrupted(row, n)))
+    done = command(*more)
+    assert done.exit_code == 130
+    assert read(path).reference == "single"
+    assert "points below single" in " ".join(done.output.split())
+    alone = replace(read(path), runs=tuple(run for run in read(path).runs if run.codec is not None))
+    assert "points below single" in accuracy_table.markdown(alone)
+
+
+def test_nothing_is_said_to_be_kept_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.json"
+    for spoil, files in (
+        (interrupted, ("--json", path)),
+        (lambda row, n: row if n == 1 else interrupted(row, n), ()),
+    ):
+        monkeypatch.setattr(accuracy, "measure", Trained(spoil))
+        done = command("--codecs", "none", "--seeds", "0,1", *files)
+        assert done.exit_code == 130, done.output
+        assert "interrupted, and no training is kept" in done.output
+    assert not path.exists()
+
+
+def test_a_file_that_cannot_be_written_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, path, page = tmp_path / "away", tmp_path / "r.json", tmp_path / "r.html"
+    folder.mkdir()
+
+    def remove(row: Row, _: int) -> Row:
+        folder.rmdir()
+        return row
+
+    monkeypatch.setattr(accuracy, "measure", Trained(remove))
+    files = ("--json", path, "--markdown", folder / "r.md", "--report", page)
+    done = command("--codecs", "none", "--seeds", "0", *files)
+    assert done.exit_code == 2, done.output
+    assert "cannot write" in done.output
+    assert "r.md" in "".join(done.output.split())
+    assert "<figure>" in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("fault", "says"),
     [({"error": "rank 1 died"}, "rank 1 died"), ({"replicas_equal": False}, "replicas differ")],

@@ -94,7 +94,7 @@ def run(
 ) -> int:
     """Train what ``request_of`` says, print the table and write the files; returns the exit status.
 
-    0: every training finished and its replicas agreed; 1: not so; 130: interrupted, the trainings so far are kept. With
+    0: every training finished and its replicas agreed; 1: not so; 130: interrupted, what has ended is written. With
     ``resume_path`` the finished trainings of that file are kept, and those added that are asked for and not in it; it
     is written again unless ``json_path`` names another. Raises UsageError before any process starts.
     """
@@ -113,17 +113,12 @@ def run(
             carry_out(request, keeper, display)
     except KeyboardInterrupt:
         interrupted = True
-        console.print("interrupted: the trainings so far are kept")
+        kept = target is not None and keeper.result.runs
+        console.print("interrupted" + (": the trainings so far are kept" if kept else ", and no training is kept"))
     result = keeper.result
     console.print(accuracy_table.render(result, console.width))
-    if target is not None and result.runs:
-        result.save(target)
-    if markdown is not None and result.runs:
-        replace_text(markdown, accuracy_table.markdown(result))
-    if report is not None and result.runs:
-        from ..report import accuracy_page
-
-        replace_text(report, accuracy_page.render(result))
+    if result.runs:
+        _write(result, target, markdown, report)
     if interrupted:
         return INTERRUPTED
     return 0 if all(training.finished for training in result.runs) else 1
@@ -236,7 +231,8 @@ def resumed(fresh: AccuracyResult, path: Path) -> AccuracyResult:
             " libraries, so that its rows cannot stand beside new ones: choose another file, or delete it"
         )
     kept = tuple(run for run in before.runs if run.finished)
-    return replace(before, runs=kept, reference=fresh.reference)
+    # Rows stand beside the old reference until the new one has an accuracy to stand beside.
+    return replace(before, runs=kept).beside(fresh.reference)
 
 
 class _Keeper:
@@ -245,10 +241,11 @@ class _Keeper:
     def __init__(self, request: Request, result: AccuracyResult, path: Path | None) -> None:
         self.result, self._path = result, path
         self._order = [training.key for training in request.trainings]
+        self._reference = request.trainings[0].case.strategy
 
     def add(self, run: AccuracyRun) -> None:
         """Take over a training, and write it where a file is asked for."""
-        self.result = self.result.with_run(run).arranged(self._order)
+        self.result = self.result.with_run(run).arranged(self._order).beside(self._reference)
         keep_text(self._path, self.result.to_json())
 
 
@@ -271,6 +268,26 @@ class _Progress:
     def end(self, outcome: str) -> None:  # noqa: ARG002 - the result says it
         """It has ended."""
         self._before += self._iterations
+
+
+def _write(result: AccuracyResult, target: Path | None, markdown: Path | None, report: Path | None) -> None:
+    """Write every file that is asked for; one that cannot be written is raised once the others are."""
+
+    def page() -> str:
+        from ..report import accuracy_page  # matplotlib is only loaded for a page
+
+        return accuracy_page.render(result)
+
+    texts = ((target, result.to_json), (markdown, lambda: accuracy_table.markdown(result)), (report, page))
+    faults = []
+    for path, text in texts:
+        try:
+            if path is not None:
+                replace_text(path, text())
+        except UsageError as fault:
+            faults.append(fault)
+    if faults:
+        raise faults[0]
 
 
 def _origin(request: Request) -> AccuracyResult:

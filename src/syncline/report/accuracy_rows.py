@@ -152,6 +152,13 @@ class AccuracyResult:
         runs = sorted(self.runs, key=lambda run: place.get(run.key, len(place)))
         return dataclasses.replace(self, runs=tuple(runs))
 
+    def beside(self, reference: str) -> AccuracyResult:
+        """This result with that reference, or as it is where only the reference that it has is trained yet."""
+        there = {run.strategy for run in self.runs if run.finished}
+        if reference not in there and self.reference in there:
+            return self
+        return dataclasses.replace(self, reference=reference)
+
     def same_work(self, other: AccuracyResult) -> bool:
         """Whether both trained the same on the same machine with the same code and libraries."""
         names = (

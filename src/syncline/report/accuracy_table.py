@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import units
-from .accuracy_rows import AccuracyResult, AccuracyRow
+from .accuracy_rows import DENSE, AccuracyResult, AccuracyRow
 from .breaking import broken
 from .columns import fitting
 
@@ -149,7 +149,9 @@ def _legend(result: AccuracyResult) -> str:
 
 
 def _compared_with(result: AccuracyResult) -> tuple[str, str]:
-    return ("dense", "dense") if result.of_codecs else (result.reference, result.sender or result.reference)
+    if result.of_codecs and result.reference == DENSE:
+        return "dense", "dense"
+    return result.reference, result.sender or result.reference
 
 
 def _name(result: AccuracyResult, row: AccuracyRow) -> str:
