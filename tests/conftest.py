@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,6 @@ from syncline.session import Session
 
 LIMIT_S = 120.0
 """Kernels may have to be compiled within it."""
-
-END_S = 10.0
-"""How long ranks that have not ended by then have to end when they learn that it is over."""
 
 # A machine may be busy: how long an example takes says nothing.
 settings.register_profile("syncline", deadline=None)
@@ -40,13 +39,26 @@ os.environ["SYNCLINE_TUNING"] = "off"
 FIRST = ("parallel/test_libraries", "parallel/test_launched", "bench/", "parallel/", "lab/", "workloads/")
 
 
+KERNELS = ("selection", "onesided", "cast", "stochastic", "low_rank", "signs", "ternary", "linear", "pairs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before several processes begin: have kernels compiled on a new machine, or many tests would wait for that."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            list(threads.map(compile_kernels, KERNELS))
+
+
+def compile_kernels(module: str) -> None:
+    """Import a module of kernels in a process of its own; what is wrong with it is for its tests to say."""
+    subprocess.run([sys.executable, "-c", f"import syncline.kernels.{module}"], timeout=600, check=False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let those of ``FIRST`` begin; the files of each keep their order. Tests from elsewhere are the last."""
+    """Let those of ``FIRST`` begin; the files of each keep their order."""
     root = Path(__file__).parent
 
     def place(item: pytest.Item) -> int:
-        if not item.path.is_relative_to(root):
-            return len(FIRST) + 1
         name = item.path.relative_to(root).as_posix()
         return next((place for place, start in enumerate(FIRST) if name.startswith(start)), len(FIRST))
 
@@ -67,9 +79,8 @@ def run_group(strategy: str, workers: int, body: Callable[[Session], Any]) -> li
 def run_sessions(sessions: Sequence[Session], body: Callable[[Session], Any]) -> list[Any]:
     """Run ``body`` on every process of a group, each a thread; results by process index.
 
-    The first exception of any of them is raised here. All sessions have been shut down by then, unless a body waits for
-    something of its own: when ``LIMIT_S`` is over TimeoutError names all ranks that have not ended, and those of them
-    that do not end either when their sessions fail.
+    The first exception of any of them is raised here; a rank that does not end in time is named. All sessions have been
+    shut down by then.
     """
     results: list[Any] = [None] * len(sessions)
     errors: dict[int, BaseException] = {}
@@ -87,25 +98,18 @@ def run_sessions(sessions: Sequence[Session], body: Callable[[Session], Any]) ->
     threads = [threading.Thread(target=run, args=(session,), daemon=True) for session in sessions]
     for thread in threads:
         thread.start()
-    if hung := still_there(threads, sessions, LIMIT_S):
-        late = TimeoutError(f"not done within {LIMIT_S:.0f} s: {hung}")
-        for session in sessions:
-            session.fail(late)
-        if left := still_there(threads, sessions, END_S):
-            late = TimeoutError(f"{late}; and still there: {left}")
-        raise late from (first_culprit(errors) if errors else None)
+    for thread, session in zip(threads, sessions, strict=True):
+        thread.join(LIMIT_S)
+        if thread.is_alive() and not errors:
+            hung = TimeoutError(f"{session.name(session.index)} hangs in {session.engine.doing}")
+            errors[session.index] = hung
+            for other in sessions:
+                other.fail(hung)
+    for thread in threads:
+        thread.join(LIMIT_S)
     if errors:
         raise first_culprit(errors)
     return results
-
-
-def still_there(threads: Sequence[threading.Thread], sessions: Sequence[Session], limit_s: float) -> str:
-    """Wait for all threads; the ranks of those that have not ended in time, and what they are in."""
-    deadline = time.monotonic() + limit_s
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    pairs = zip(threads, sessions, strict=True)
-    return ", ".join(f"{one.name(one.index)} in {one.engine.doing}" for thread, one in pairs if thread.is_alive())
 
 
 def first_culprit(errors: dict[int, BaseException]) -> BaseException:

@@ -343,6 +343,20 @@ def test_a_table_of_slots_that_is_none_is_the_fault_of_its_rank(table: int) -> N
         assert caught.value.rank == 1
 
 
+def test_tables_that_grow_between_two_runs_of_a_layout_are_the_ones_that_are_looked_at() -> None:
+    """Compiled code has their addresses laid out; each run's memory lies in segments that were not known before."""
+    plan = plan_of("direct", 2)
+    with machine(2) as ends:
+        exchanges = [Exchange(end) for end in ends]
+        for number in range(40):
+            runs = [run_of(plan, rank, placed(end, np.full(5, number), True)) for rank, end in enumerate(ends)]
+            for exchange, run in zip(exchanges, runs, strict=True):
+                exchange.start(run)
+            turn(exchanges, runs, anyone())
+            assert all((run.array == 2 * number).all() for run in runs)
+        assert len(ends[0]._segments.fds) > 32
+
+
 def test_memory_of_an_odd_size_can_be_searched_for_slots() -> None:
     with machine(2) as ends:
         ends[1].allocate(2 * SLOTS * board.SLOT_BYTES + 3)

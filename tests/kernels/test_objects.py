@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -90,20 +91,21 @@ def test_without_a_linker_llvmlite_opens_the_object_and_a_later_process_with_one
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     folder = folder_of(tmp_path)
     manifest = json.loads((folder / f"{NAME}.json").read_text())
-    (folder / f"{NAME}.json").write_text(json.dumps({**manifest, "library": None}))
-    for library in folder.glob("*.so"):
+    (folder / f"{NAME}.json").write_text(json.dumps({**manifest, "library": None, "linker": None}))
+    for library in folder.glob(f"{NAME}-*.so"):
         library.unlink()
     assert ended(start(tmp_path, PATH="")) == ["10", "llvmlite"]
-    assert not list(folder.glob("*.so"))
+    assert not list(folder.glob(f"{NAME}-*.so"))
     linked = shutil.which("ld") is not None
     assert ended(start(tmp_path)) == (["10"] if linked else ["10", "llvmlite"])
-    assert len(list(folder.glob("*.so"))) == linked
+    assert len(list(folder.glob(f"{NAME}-*.so"))) == linked
 
 
 @pytest.fixture
 def own(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ModuleType]:
     """Imports the module here, with a cache of its own that has what was made."""
     shutil.copytree(folder_of(made), tmp_path / "cache" / "kernels")
+    importlib.import_module("syncline.kernels.arrays")  # of the cache of these tests
     monkeypatch.setattr(objects, "place_for", lambda _: places.Place(tmp_path, ("cache", "kernels")))
     monkeypatch.setattr(objects, "_opened", {})
     monkeypatch.syspath_prepend(str(made))
@@ -111,6 +113,7 @@ def own(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     def imported() -> ModuleType:
         monkeypatch.delitem(sys.modules, NAME, raising=False)
         objects._opened.clear()  # type: ignore[attr-defined]
+        objects.digest.cache_clear()
         return importlib.import_module(NAME)
 
     return imported
@@ -126,16 +129,29 @@ def replaced(path: Path, change: Mapping[str, object]) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
 
 
+def unlinked(folder: Path, code: Callable[[bytes], bytes | None]) -> None:
+    """Without a library the object is what counts."""
+    replaced(folder / f"{NAME}.json", {"library": None, "linker": None})
+    for file in folder.glob(f"{NAME}-*.o"):
+        changed = code(file.read_bytes())
+        if changed is None:
+            file.unlink()
+        else:
+            file.write_bytes(changed)
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "nothing": lambda folder: [file.unlink() for file in folder.iterdir()],
-    "no object": lambda folder: [file.unlink() for file in folder.glob("*.o")],
-    "half an object": lambda folder: [file.write_bytes(file.read_bytes()[:99]) for file in folder.glob("*.o")],
+    "no object": lambda folder: unlinked(folder, lambda _: None),
+    "half an object": lambda folder: unlinked(folder, lambda code: code[:99]),
+    "half a library": lambda folder: [file.write_bytes(file.read_bytes()[:99]) for file in folder.glob(f"{NAME}-*.so")],
+    "another's library": lambda folder: [file.write_bytes(b"!") for file in folder.glob(f"{NAME}-*.so")],
     "no manifest": lambda folder: (folder / f"{NAME}.json").unlink(),
     "half a manifest": lambda folder: (folder / f"{NAME}.json").write_text('{"sources": "'),
     "another's manifest": lambda folder: (folder / f"{NAME}.json").write_text("[1, 2]"),
     "another text": lambda folder: replaced(folder / f"{NAME}.json", {"sources": "0" * 64}),
     "another processor": lambda folder: replaced(folder / f"{NAME}.json", {"processor": "0" * 64}),
-    "another version": lambda folder: replaced(folder / f"{NAME}.json", {"object": None}),
+    "a manifest without files": lambda folder: replaced(folder / f"{NAME}.json", {"object": None, "library": None}),
 }
 
 
@@ -155,18 +171,6 @@ def test_what_is_not_of_this_text_or_damaged_is_made_anew(
     DAMAGE[what](tmp_path / "cache" / "kernels")
     assert total_of(own()) == 10
     assert compilations == [[NAME]]
-
-
-@pytest.mark.skipif(shutil.which("ld") is None, reason="there is no linker")
-@pytest.mark.parametrize("damage", [lambda _: b"", lambda code: code[:-1] + b"!"], ids=["empty", "changed"])
-def test_a_damaged_library_is_linked_anew(
-    own: Callable[[], ModuleType], damage: Callable[[bytes], bytes], tmp_path: Path
-) -> None:
-    (library,) = (tmp_path / "cache" / "kernels").glob("*.so")
-    good = library.read_bytes()
-    library.write_bytes(damage(good))
-    assert total_of(own()) == 10
-    assert library.read_bytes() == good
 
 
 def test_where_libraries_cannot_be_mapped_the_object_is_loaded(
@@ -236,7 +240,7 @@ def bad(size):
     )
     monkeypatch.syspath_prepend(str(tmp_path / "bad"))
     objects.digest.cache_clear()
-    with pytest.raises(SynclineError, match=f"compiling {NAME} failed with status 1: {NAME}: .*({said})"):
+    with pytest.raises(SynclineError, match=f"compiling {NAME} failed: {NAME}: .*({said})"):
         own()
 
 
@@ -252,13 +256,72 @@ def test_another_text_is_another_digest(tmp_path: Path, monkeypatch: pytest.Monk
     assert objects.digest("syncline.kernels.passes") == objects.digest("syncline.kernels.objects")
 
 
-def test_what_nearly_every_run_needs_is_compiled_together(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir(mode=0o700)
-    folder = os.open(tmp_path / "empty", os.O_RDONLY)
-    try:
-        found = objects._companions(folder, "syncline.kernels.passes")
-        assert {name.rpartition(".")[2] for name in found} == set(objects.TOGETHER) - {"passes"}
-        assert objects._companions(folder, "syncline.kernels.cast") == []
-        assert objects._companions(folder, "elsewhere.passes") == []
-    finally:
-        os.close(folder)
+def test_what_nearly_every_run_needs_is_compiled_together_once_though_nothing_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compilations, opened = list[list[str]](), list[str]()
+    monkeypatch.setattr(objects, "_opened", {})
+    monkeypatch.setattr(objects, "place_for", lambda _: None)
+    monkeypatch.setattr(objects, "_compile", lambda _, modules: compilations.append(modules))
+    monkeypatch.setattr(objects, "_link", lambda *_: None)
+    monkeypatch.setattr(objects, "_functions", lambda _, module: opened.append(module) or {"f": 1})
+    wanted = [f"syncline.kernels.{name}" for name in objects.TOGETHER]
+    assert [objects.address(module, "f") for module in wanted] == [1] * len(wanted)
+    assert compilations == [wanted]
+    assert opened == wanted
+    assert objects.address("syncline.kernels.cast", "f") == 1
+    assert compilations[1:] == [["syncline.kernels.cast"]]
+
+
+@pytest.mark.skipif(shutil.which("ld") is None, reason="there is no linker")
+def test_a_linker_that_fails_is_said_and_not_tried_again(
+    own: Callable[[], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = tmp_path / "ld"
+    failing.write_text("#!/bin/sh\necho no such emulation >&2\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setattr(objects, "_linker", lambda: str(failing))
+    unlinked(tmp_path / "cache" / "kernels", lambda code: code)
+    for _ in range(2):
+        assert total_of(own()) == 10
+    (said,) = caplog.messages
+    assert "no such emulation" in said
+    manifest = json.loads((tmp_path / "cache" / "kernels" / f"{NAME}.json").read_text())
+    assert (manifest["library"], manifest["linker"]) == (None, str(failing))
+
+
+def test_a_compiler_obeys_neither_its_folder_nor_settings_of_numba(made: Path, tmp_path: Path) -> None:
+    """What it makes is run by every later process."""
+    for name in ("hashlib.py", "numba.py", ".numba_config.yaml"):
+        (tmp_path / name).write_text("raise SystemExit(f'{__file__} was run')")
+    script = f"import os, sys, hashlib\nos.chdir({str(tmp_path)!r})\nsys.path.remove('')\n{SUM_UP}"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_DISABLE_JIT": "1", "NUMBA_OPT": "0"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(made), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, text=True, capture_output=True, timeout=LIMIT_S, check=False
+    )
+    assert (done.stdout.split(), done.stderr) == (["10"], "")
+
+
+@pytest.mark.parametrize("how", ["other text", "no python", "a compiler that starts itself", "time"])
+def test_why_nothing_was_compiled_is_said(
+    own: Callable[[], ModuleType], how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in (tmp_path / "cache" / "kernels").iterdir():
+        file.unlink()
+    said = {
+        "other text": "is not the caller's",
+        "no python": "is not Python",
+        "a compiler that starts itself": "is not Python",
+        "time": "timed out after",
+    }[how]
+    if how == "other text":
+        monkeypatch.setattr(objects, "digest", cache(lambda _: "0" * 64))
+    elif how == "no python":
+        monkeypatch.setattr(sys, "executable", "")
+    elif how == "time":
+        monkeypatch.setattr(objects, "COMPILE_S", 0.0)
+    else:
+        monkeypatch.setenv(objects.COMPILING, "1")
+    with pytest.raises(SynclineError, match=f"compil.*{NAME}.*{said}"):
+        own()

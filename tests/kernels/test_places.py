@@ -91,7 +91,6 @@ def test_what_is_kept_is_this_users_alone_and_replaced_in_one_piece(tmp_path: Pa
         with private_folder(tmp_path, "cache") as folder:
             places.keep(folder, "code", b"old")
             with (tmp_path / "cache" / "code").open("rb") as reader:
-                (tmp_path / "cache" / f"code.{os.getpid()}").write_bytes(b"left by a process that was killed")
                 places.keep(folder, "code", b"new")
                 assert reader.read() == b"old"
             assert read_file(folder, "code", tmp_path) == b"new"
@@ -118,8 +117,9 @@ def test_a_folder_that_stays_locked_is_not_waited_for_without_end(
     assert "another process has locked" in said
 
 
-def test_one_waits_until_the_other_is_through(tmp_path: Path) -> None:
-    came = threading.Event()
+def test_one_waits_until_the_other_is_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused, came = threading.Event(), threading.Event()
+    monkeypatch.setattr(places.time, "sleep", lambda _: refused.set())
 
     def second() -> None:
         with private_folder(tmp_path, "cache") as folder, places.alone(folder, "code"):
@@ -129,6 +129,22 @@ def test_one_waits_until_the_other_is_through(tmp_path: Path) -> None:
         with places.alone(folder, "code"):
             thread = threading.Thread(target=second)
             thread.start()
+            assert refused.wait(60)
             assert not came.is_set()
         assert came.wait(60)
         thread.join(60)
+
+
+def test_who_has_no_home_keeps_it_in_a_temporary_folder(
+    roots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a container's user without an entry; a relative folder would be another one everywhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    found = chosen()
+    assert found is not None
+    assert found.is_relative_to(roots[1])
+
+
+def homeless(path: Path) -> Path:
+    raise RuntimeError(f"Could not determine home directory for {path}")

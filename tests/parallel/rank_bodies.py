@@ -174,6 +174,7 @@ def holdings() -> dict[str, Any]:
         "descriptors": sorted(descriptors()),
         "tasks": fewest_tasks(),
         "threads": threading.active_count(),  # counted after the kernel's have had time to end
+        "compilers": sorted({"numba", "llvmlite"} & set(sys.modules)),
         "memory": [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:syncline" in line],
         "shared": sorted(path.name for path in Path("/dev/shm").iterdir() if "syncline" in path.name),
     }
@@ -489,7 +490,6 @@ def loses_one_at_the_end(line: Connection, place: Place, how: str, explicit: boo
 def runs_script(line: Connection, place: Place, script: str, *arguments: str) -> None:  # noqa: ARG001
     """A script in an environment as launchers make it, or alone where there is one process."""
     index, processes, address = place
-    os.environ.pop("SYNCLINE_STRATEGY", None)  # its own strategy counts
     if processes > 1:
         host, _, port = address.rpartition(":")
         world = str(processes)

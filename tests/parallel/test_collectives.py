@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -53,6 +54,7 @@ def test_worlds_leave_nothing_behind(pool: Pool, address: str) -> None:
             assert all(holding == warm for holding in later), (warm, later)
             assert warm["threads"] == 1
             assert not warm["memory"]
+            assert not warm["compilers"] or shutil.which("ld") is None
             assert not warm["shared"]
 
 

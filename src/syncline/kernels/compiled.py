@@ -7,8 +7,7 @@ without the interpreter lock: no compiler is loaded, and nothing is unpickled. A
 is imported.
 
 A function in machine code takes the address of its parameters and nothing else: 8 bytes each, an array as its address
-followed by its shape. So a call costs the same whatever it takes, and parameters that stay can be laid out once
-(``Compiled.bind``).
+followed by its shape. That is laid out for every call, or once where the arrays stay (``Compiled.bind``).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -53,6 +53,19 @@ class Parameter:
         element, bracket, rest = text.strip().partition("[")
         return cls(element, rest.count(",") + 1 if bracket else 0)
 
+    def __str__(self) -> str:
+        return self.element + ("[" + "," * (self.dims - 1) + "]" if self.dims else "")
+
+    def of(self, array: Any) -> tuple[int, ...]:
+        """The address and shape of such an array; TypeError for anything else."""
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"a {type(array).__name__} is no {self}")
+        if array.dtype != self.element or array.ndim != self.dims:
+            raise TypeError(f"an array of {array.dtype} in {array.ndim} dimensions is no {self}")
+        if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
+            raise TypeError("arrays have to be contiguous, aligned and writable")
+        return array.ctypes.data, *array.shape
+
 
 @dataclass(frozen=True)
 class Signature:
@@ -70,15 +83,22 @@ class Signature:
         results = tuple(part.strip() for part in given.split(",") if part.strip())
         return cls(tuple(map(Parameter.parse, parts)), results)
 
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.parameters))})" + (f" -> {', '.join(self.results)}" if self.results else "")
+
     @property
     def layout(self) -> str:
-        """The parameters in memory, in the letters of ``struct``."""
-        letters = (("q" + "q" * item.dims) if item.dims else _letter(item.element) for item in self.parameters)
-        return "=" + "".join(letters) + ("q" if len(self.results) > 1 else "")
+        """The parameters in memory, in the letters of ``struct``, with room for the shapes of arrays."""
+        return "".join("q" + 8 * item.dims * "x" if item.dims else _letter(item.element) for item in self.parameters)
+
+    @property
+    def size(self) -> int:
+        """The words of parameters, and of the results where these are several: they stand behind."""
+        return sum(1 + item.dims for item in self.parameters) + (len(self.results) if len(self.results) > 1 else 0)
 
 
 def _letter(element: str) -> str:
-    return "d" if element.startswith("float") else "q"
+    return "?7x" if element == "bool" else "d" if element.startswith("float") else "q"
 
 
 def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
@@ -114,81 +134,110 @@ def external(name: str, signature: str) -> Any:
 
 
 class Compiled:
-    """A function in machine code. Raises TypeError for anything but what its signature says."""
+    """A function in machine code. Raises TypeError for other types than its signature has.
+
+    Whole numbers are taken modulo the size of their type; what they mean is for the caller to check.
+    """
 
     def __init__(self, function: Callable[..., Any], signature: Signature) -> None:
         self.__name__, self.__doc__ = function.__name__, function.__doc__
-        address = objects.address(function.__module__, function.__name__)
         result = _C_TYPES.get(signature.results[0], ctypes.c_int64) if signature.results else None
-        self._call = ctypes.CFUNCTYPE(result, ctypes.c_void_p)(address)
-        self._pack = struct.Struct(signature.layout).pack
-        self._wanted = [_Wanted(item) for item in signature.parameters]
-        self._numbers = not any(item.dims for item in signature.parameters)
-        self._results = len(signature.results)
-        self._size = struct.calcsize(signature.layout) // 8
+        self.code = ctypes.CFUNCTYPE(result, ctypes.c_void_p)(objects.address(function.__module__, function.__name__))
+        """Takes the address of the parameters, without a check."""
+        self._signature = signature
+        self._run = _caller(self.code, signature)
 
     def __call__(self, *args: Any) -> Any:
         """Run it; other threads run meanwhile."""
-        if len(args) != len(self._wanted):
-            raise TypeError(f"{self.__name__} takes {len(self._wanted)} parameters, got {len(args)}")
-        flat = args if self._numbers else self._flat(args)
         try:
-            if self._results < 2:
-                return self._call(self._pack(*flat))
-            results = (ctypes.c_int64 * self._results)()
-            self._call(self._pack(*flat, ctypes.addressof(results)))
-            return tuple(results)
-        except struct.error as error:
-            raise TypeError(f"{self.__name__}: {error}") from None
+            return self._run(*args)
+        except (TypeError, struct.error) as error:
+            raise TypeError(f"{self.__name__} takes {self._signature}: {error}") from None
 
-    def bind(self, *args: Any) -> Bound:
+    def bind(self, *args: NDArray[Any]) -> Bound:
         """This function with its first parameters, which are arrays, given; the others have to be whole numbers."""
-        return Bound(self._call, self._flat(args), self._size, args)
-
-    def _flat(self, args: Sequence[Any]) -> list[Any]:
-        flat = list[Any]()
-        for wanted, value in zip(self._wanted, args, strict=False):
-            if wanted.dtype is None:
-                flat.append(value)
-                continue
-            if not isinstance(value, np.ndarray) or value.dtype != wanted.dtype or value.ndim != wanted.dims:
-                raise TypeError(f"{self.__name__} takes {wanted.dims}-dimensional arrays of {wanted.dtype}")
-            flat.append(address_of(value))
-            flat.extend(value.shape)
-        return flat
+        parameters, count = self._signature.parameters, len(args)
+        arrays, rest = parameters[:count], parameters[count:]
+        if len(arrays) < count or len(self._signature.results) > 1 or any(item != Parameter("int64") for item in rest):
+            raise TypeError(f"the first {count} parameters of {self.__name__}{self._signature} cannot be bound")
+        words = [word for item, array in zip(arrays, args, strict=True) for word in item.of(array)]
+        return Bound(self.code, words, len(rest), args)
 
 
 class Bound:
     """A compiled function whose arrays lie where they lie; used by one thread at a time."""
 
     def __init__(
-        self, call: Callable[[int], Any], first: Sequence[int], size: int, keep: tuple[NDArray[Any], ...]
+        self, call: Callable[[int], Any], first: Sequence[int], rest: int, keep: tuple[NDArray[Any], ...]
     ) -> None:
-        self._call, self._keep = call, keep
-        self._block = (ctypes.c_int64 * size)(*first)
+        self._call, self._rest, self._keep = call, rest, keep
+        self._block = (ctypes.c_int64 * (len(first) + rest))(*first)
         self._address, self._first = ctypes.addressof(self._block), len(first)
 
     def __call__(self, *rest: int) -> Any:
         """Run it with the rest of its parameters."""
+        if len(rest) != self._rest:
+            raise TypeError(f"{self._rest} parameters are not bound, got {len(rest)}")
         for place, value in enumerate(rest, self._first):
             self._block[place] = value
         return self._call(self._address)
 
 
-class _Wanted:
-    """What is held against an argument."""
-
-    __slots__ = ("dims", "dtype")
-
-    def __init__(self, parameter: Parameter) -> None:
-        self.dims = parameter.dims
-        self.dtype = np.dtype(parameter.element) if parameter.dims else None
+_HEAD = 3
+"""The words of ``arrays.spread``, which stand in front of those of the function."""
 
 
-_NOTHING = ctypes.c_char * 0
+def _caller(code: Callable[[Any], Any], signature: Signature) -> Callable[..., Any]:
+    """A function that lays out its parameters and calls machine code with them.
+
+    It is written for the signature: a loop over parameters takes longer than many a kernel runs.
+    """
+    names = [f"p{place}" for place in range(len(signature.parameters))]
+    arrays = [name for name, item in zip(names, signature.parameters, strict=True) if item.dims]
+    head, count = _HEAD if arrays else 0, len(signature.results)
+    known: dict[str, Any] = {
+        "code": code, "addressof": ctypes.addressof, "Block": ctypes.c_int64 * (head + signature.size),
+        "ndarray": np.ndarray, "fill": partial(_fill, signature),
+    }  # fmt: skip
+    layout = "=" + "q" * head + signature.layout
+    if not arrays and count < 2:
+        known["pack"] = struct.Struct(layout).pack
+        lines = [f"return code(pack({', '.join(names)}))"]
+    else:
+        known["pack_into"] = struct.Struct(layout).pack_into
+        words = [f"id({name})" if name in arrays else name for name in names]
+        lines = ["block = Block()", "address = addressof(block)"]
+        if arrays:
+            known["spread"], known["table"] = _spreading(signature)
+            usual = " and ".join(f"type({name}) is ndarray" for name in arrays)
+            words = [f"address + {8 * head}", "addressof(table)", str(len(arrays)), *words]
+            refill = f"if not ({usual} and spread(address)): fill(block, {', '.join(names)})"
+        lines += [f"pack_into(block, 0, {', '.join(words)})", *([refill] if arrays else [])]
+        call = f"code(address + {8 * head})"
+        lines += [call, f"return tuple(block[-{count}:])"] if count > 1 else [f"return {call}"]
+    exec("\n ".join([f"def call({', '.join(names)}):", *lines]), known)
+    return known["call"]  # type: ignore[no-any-return]
+
+
+def _spreading(signature: Signature) -> tuple[Any, Any]:
+    """The machine code of ``arrays.spread``, and its table of a function's arrays."""
+    from .arrays import spread
+
+    rows, at = list[int](), 0
+    for item in signature.parameters:
+        if item.dims:
+            rows += at, item.dims, id(np.dtype(item.element))
+        at += 1 + item.dims
+    return spread.code, (ctypes.c_int64 * len(rows))(*rows)
+
+
+def _fill(signature: Signature, block: Any, *args: Any) -> None:
+    """The arrays as Python knows them: their type may equal the one wanted without being the same object."""
+    at = _HEAD
+    for item, value in zip(signature.parameters, args, strict=True):
+        if item.dims:
+            block[at : at + 1 + item.dims] = item.of(value)
+        at += 1 + item.dims
+
+
 _C_TYPES: dict[str, Any] = {"bool": ctypes.c_bool, "float32": ctypes.c_double, "float64": ctypes.c_double}
-
-
-def address_of(array: NDArray[Any]) -> int:
-    """Where a contiguous, writable array lies; TypeError or ValueError for others. Quicker than ``array.ctypes``."""
-    return ctypes.addressof(_NOTHING.from_buffer(array))

@@ -1,4 +1,4 @@
-"""Makes the machine code of kernels with Numba: the process that ``objects`` starts, ``main() FOLDER MODULE...``.
+"""Makes the machine code of kernels with Numba: the process that ``objects`` starts.
 
 Every function is compiled without Numba's runtime: it can neither allocate nor raise, and needs nothing of Python or
 Numba when it runs. Python calls it through an *entry* that takes the address of its parameters (``compiled``). The
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.metadata
+import struct
 import sys
 from collections.abc import Callable
 from typing import Any, Final
@@ -27,6 +28,9 @@ C_LIBRARY: Final = frozenset(
     ("free", "malloc", "memcpy", "memmove", "memset", "poll", "read", "sched_yield", "send", "sqrt", "sqrtf", "write")
 )
 """What machine code may refer to."""
+
+_SYMBOLS: Final = 2
+"""The kind of a section of ELF that is a table of symbols."""
 
 _OPTIONS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cpython_wrapper": True}
 
@@ -58,12 +62,18 @@ class NumbaCompiler:
 
 
 def main() -> None:
-    """Compile the modules named on the command line into the open folder whose descriptor is the first argument."""
-    folder = int(sys.argv[1])
+    """Compile modules into an open folder: the arguments are its descriptor, and ``MODULE=DIGEST`` for each.
+
+    The digest is that of the text which the caller has; one line on standard error says why it cannot be done.
+    """
+    folder = int(sys.argv[2])
     compiler = compiled.compiler = NumbaCompiler()
-    for module in sys.argv[2:]:
+    for argument in sys.argv[3:]:
+        module, _, digest = argument.partition("=")
         try:
             importlib.import_module(module)
+            if objects.digest(module) != digest:
+                raise RuntimeError(f"the text in {objects.__file__} is not the caller's: has it just been edited?")
             _keep(folder, module, *_object(compiler.entries[module]))
         except Exception as error:  # whoever waits shows one line
             sys.exit(f"{module}: {type(error).__name__}: {' '.join(str(error).split())}")
@@ -80,6 +90,7 @@ def _keep(folder: int, module: str, code: bytes, functions: dict[str, str]) -> N
         "processor": objects.processor(),
         "object": [name, digest],
         "library": None,
+        "linker": None,
         "functions": functions,
         "made by": versions,
     }
@@ -93,7 +104,7 @@ def _object(entries: list[tuple[str, Callable[..., Any], Signature]]) -> tuple[b
     whole = binding.parse_assembly("")
     symbols = {}
     for name, function, signature in entries:
-        text, inside = _entry(name, function, signature)
+        text, inside = _entry(function, signature)
         if not whole.triple:
             whole = binding.parse_assembly(text)
         else:
@@ -109,12 +120,30 @@ def _object(entries: list[tuple[str, Callable[..., Any], Signature]]) -> tuple[b
     )
     _strip(whole, set(symbols.values()), machine)
     whole.verify()
-    return machine.emit_object(whole), symbols
+    code = machine.emit_object(whole)
+    if foreign := undefined(code) - C_LIBRARY:
+        raise RuntimeError(f"kernels may refer to nothing but {sorted(C_LIBRARY)}, not to {sorted(foreign)}")
+    return code, symbols
 
 
-def _entry(name: str, function: Callable[..., Any], signature: Signature) -> tuple[str, str]:
+def undefined(code: bytes) -> set[str]:
+    """The symbols that an object of ELF (64 bits, little-endian) needs from elsewhere."""
+    (table,), (size, count) = struct.unpack_from("<Q", code, 40), struct.unpack_from("<HH", code, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", code, table + size * number) for number in range(count)]
+    found = set[str]()
+    for _, kind, _, _, begin, nbytes, names, *_ in sections:
+        if kind == _SYMBOLS:
+            for at in range(begin, begin + nbytes, 24):
+                name, _, _, section = struct.unpack_from("<IBBH", code, at)
+                if section == 0 and name:
+                    first = sections[names][4] + name
+                    found.add(code[first : code.index(b"\0", first)].decode())
+    return found
+
+
+def _entry(function: Callable[..., Any], signature: Signature) -> tuple[str, str]:
     """A function that takes the address of its parameters, as LLVM's text, and what Numba calls it."""
-    entry = njit(_word_of(signature)(types.int64), **_OPTIONS)(_python_entry(name, function, signature))
+    entry = njit(_word_of(signature)(types.int64), **_OPTIONS)(_python_entry(function, signature))
     (made,) = entry.overloads.values()
     return entry.inspect_llvm(entry.signatures[0]), made.fndesc.llvm_func_name
 
@@ -123,13 +152,11 @@ def _word_of(signature: Signature) -> Any:
     return types.float64 if signature.results and signature.results[0].startswith("float") else types.int64
 
 
-def _python_entry(name: str, function: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
+def _python_entry(function: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
     """Python text that reads parameters out of memory and calls the function, compiled to Python."""
-    lines, arguments, at = (
-        [f"def {name}(block):", " whole, real = view(block, int_, 99), view(block, real_, 99)"],
-        [],
-        0,
-    )
+    words = signature.size
+    lines = ["def entry(block):", f" whole, real = view(block, int_, {words}), view(block, real_, {words})"]
+    arguments, at = list[str](), 0
     names: dict[str, Any] = {
         "view": instructions.view, "table": instructions.table, "function": function,
         "int_": np.int64(0), "real_": np.float64(0), "np": np,
@@ -145,15 +172,15 @@ def _python_entry(name: str, function: Callable[..., Any], signature: Signature)
         at += 1 + item.dims
     call = f"function({', '.join(arguments)})"
     if len(signature.results) > 1:
-        lines += [f" results = view(whole[{at}], int_, {len(signature.results)})", f" found = {call}"]
-        lines += [f" results[{place}] = found[{place}]" for place in range(len(signature.results))]
+        lines.append(f" found = {call}")
+        lines += [f" whole[{at + place}] = found[{place}]" for place in range(len(signature.results))]
         lines.append(" return 0")
     elif not signature.results:
         lines += [f" {call}", " return 0"]
     else:
         lines.append(f" return {call}")
     exec("\n".join(lines), names)
-    return names[name]  # type: ignore[no-any-return]
+    return names["entry"]  # type: ignore[no-any-return]
 
 
 def _number(element: str, at: int) -> str:
@@ -181,7 +208,7 @@ define {word} @"{symbol}"(i64 %block) {{
 
 
 def _strip(module: Any, entries: set[str], machine: Any) -> None:
-    """Leave the entries and what they need; RuntimeError where that is more than the C library."""
+    """Leave the entries and what they need; RuntimeError where that is Numba's runtime or Python's."""
     for function in module.functions:
         if not function.is_declaration and function.name not in entries:
             function.linkage = binding.Linkage.internal
@@ -191,11 +218,9 @@ def _strip(module: Any, entries: set[str], machine: Any) -> None:
     passes = binding.create_new_module_pass_manager()
     passes.add_global_dead_code_eliminate_pass()
     passes.run(module, binding.create_pass_builder(machine, binding.create_pipeline_tuning_options()))
-    foreign = {item.name for item in module.functions if item.is_declaration and not item.name.startswith("llvm.")}
-    foreign |= {item.name for item in module.global_variables if item.is_declaration}
-    raised = {item.name for item in module.global_variables if "picklebuf" in item.name}
-    if foreign - C_LIBRARY or raised:
-        raise RuntimeError(f"kernels may neither raise nor allocate: {sorted((foreign - C_LIBRARY) | raised)}")
+    raised = any("picklebuf" in item.name for item in module.global_variables)
+    if raised or any(item.name.startswith(("numba_", "NRT_", "Py")) for item in module.functions):
+        raise RuntimeError("kernels may neither raise nor allocate")
 
 
 def _type(parameter: Parameter) -> Any:

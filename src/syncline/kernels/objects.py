@@ -4,8 +4,8 @@ A module of kernels is compiled once per text and processor, by a process of its
 one needs a compiler. What is kept in the folder for this text and processor (``places``), each as one file:
 
 * the object;
-* a manifest: of which text, for which processor's features, with which hash, and what functions are in it;
-* a shared library, linked once by ``ld`` where there is one, which the system maps into every process that needs it.
+* a shared library, linked once by ``ld`` where there is one, which the system maps into every process that needs it;
+* a manifest: of which text, for which processor's features, with which hashes they are, and what functions are in them.
 
 Without ``ld``, or where nothing may be run from files, llvmlite loads the object. What does not have the hash that the
 manifest says, or is of another text or processor, is made anew. A process without a place, or that has waited too long
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -39,11 +39,22 @@ log = logging.getLogger("syncline")
 COMPILE_S = 600.0
 """How long the compiler, or the linker, may take."""
 
-TOGETHER: Final = ("beats", "onesided", "passes", "pieces")
+TOGETHER: Final = ("arrays", "beats", "onesided", "passes", "pieces")
 """The modules of this folder that nearly every run needs: whoever needs one has all of them compiled at once."""
 
+COMPILING: Final = "SYNCLINE_COMPILING"
+"""Set in the environment of a compiler: who finds it and wants to start one is not what it was started as."""
+
+_PROGRAM: Final = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from syncline.kernels.compiler import main
+main()
+"""
+
 _FEATURES: Final = (
-    "vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "CPU variant", "Features", "isa",
+    "vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "CPU variant", "Features", "isa", "cpu",
+    "features",
 )  # fmt: skip
 """What the system says of a processor that follows from its kind: not its clock, nor its defects."""
 
@@ -63,37 +74,53 @@ def address(module: str, function: str) -> int:
     """
     with _one_thread:
         if module not in _opened:
-            _opened[module] = _open(module)
+            _opened.update(_open(module))
         return _opened[module][function]
 
 
-def _open(module: str) -> Addresses:
+def _open(module: str) -> Mapping[str, Addresses]:
+    """The functions of a module, and of those that were compiled for this process alone together with it."""
     place = place_for(f"kernels-{digest(__name__)[:16]}-{processor()[:16]}")
     if place is not None:
         try:
             with private_folder(place.root, *place.names) as folder:
-                return _kept(folder, module) or _made(folder, module)
+                if not _ready(folder, module):
+                    with alone(folder, "together" if _is_together(module) else module):
+                        _make(folder, module)
+                return {module: _functions(folder, module)}
         except (OSError, NotPrivateError) as error:  # it has changed since it was looked at, or stays locked
-            log.debug("the machine code of %s is not kept in %s: %s", module, place.path, error)
+            _say_once(f"machine code is not kept in {place.path}, this process compiles for itself: {error}")
+    with _folder_of_its_own() as folder:
+        return {made: _functions(folder, made) for made in _make(folder, module)}
+
+
+@contextlib.contextmanager
+def _folder_of_its_own() -> Iterator[int]:
     with tempfile.TemporaryDirectory(prefix="syncline-") as own, private_folder(Path(own).parent, Path(own).name) as fd:
-        return _made(fd, module)
+        yield fd
 
 
-def _made(folder: int, module: str) -> Addresses:
-    """The functions of a module, compiled now unless another process has just done so."""
-    with alone(folder, "together" if _is_together(module) else module):
-        if _manifest(folder, module) is None:
-            _compile(folder, [module, *_companions(folder, module)])
-        found = _kept(folder, module)
-    if found is None:
-        raise SynclineError(f"the machine code of {module} was made but cannot be read: is the disk full?")
-    return found
+@cache
+def _say_once(text: str) -> None:
+    log.warning("%s", text)
 
 
-def _companions(folder: int, module: str) -> list[str]:
-    """What is compiled together with a module and is not there yet."""
-    everything = [f"{__package__}.{name}" for name in TOGETHER] if _is_together(module) else []
-    return [other for other in everything if other != module and _manifest(folder, other) is None]
+def _ready(folder: int, module: str) -> bool:
+    """Whether a module can be opened without a compiler and without a linker."""
+    manifest = _manifest(folder, module)
+    return manifest is not None and (manifest["library"] is not None or manifest["linker"] == _linker())
+
+
+def _make(folder: int, module: str) -> list[str]:
+    """Compile and link what is missing of a module, and of those that belong together with it; which these are."""
+    wanted = [f"{__package__}.{name}" for name in TOGETHER] if _is_together(module) else [module]
+    missing = [other for other in wanted if _manifest(folder, other) is None]
+    if missing:
+        _compile(folder, missing)
+    for other in wanted:
+        if not _ready(folder, other):
+            _link(folder, other)
+    return wanted
 
 
 def _is_together(module: str) -> bool:
@@ -104,34 +131,76 @@ def _is_together(module: str) -> bool:
 def _compile(folder: int, modules: Sequence[str]) -> None:
     """Have a process of its own compile modules into an open folder."""
     names = ", ".join(modules)
-    if not sys.executable:
-        raise SynclineError(f"cannot compile {names}: this process does not know which Python it runs under")
-    command = [sys.executable, "-c", "from syncline.kernels.compiler import main; main()", str(folder), *modules]
-    # It finds what this process finds, and nothing of the folder that it happens to start in.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+    if not sys.executable or COMPILING in os.environ:
+        raise SynclineError(
+            f"cannot compile {names}: {sys.executable or 'the program around this interpreter'} is not Python; start"
+            " Syncline once under the same user's Python, which keeps the machine code"
+        )
+    path = json.dumps([str(Path(entry).absolute()) for entry in sys.path])  # as this process finds modules
+    command = [sys.executable, "-I", "-c", _PROGRAM, path, str(folder), *(f"{name}={digest(name)}" for name in modules)]
+    # Neither the folder it starts in nor settings of Numba may change what everybody will run.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
     try:
-        _run(command, folder, environment)
-    except subprocess.TimeoutExpired:
-        raise SynclineError(f"compiling {names} took more than {COMPILE_S:.0f} s: is the machine overloaded?") from None
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        raise SynclineError(f"compiling {names} failed with status {error.returncode}: {said[0][:2000]}") from None
+        said = _run(command, {**environment, COMPILING: "1"}, folder)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SynclineError(f"compiling {names} failed: {error}") from None
+    if any(_manifest(folder, module) is None for module in modules):
+        raise SynclineError(f"compiling {names} failed: {said or 'it ended without a word'}")
 
 
-def _run(command: Sequence[str], folder: int, environment: Mapping[str, str] | None = None) -> None:
-    """Run a program to which an open folder is known."""
-    subprocess.run(
-        command, pass_fds=[folder], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, text=True, errors="replace", timeout=COMPILE_S, check=True,
+def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, *folders: int) -> str:
+    """Run a program to which open folders are known; the last line of what it says of errors."""
+    done = subprocess.run(
+        command, pass_fds=folders, env=environment, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True, errors="replace", timeout=COMPILE_S, check=False,
     )  # fmt: skip
+    return "".join(done.stderr.strip().splitlines()[-1:])[:2000]
+
+
+def _linker() -> str | None:
+    return shutil.which("ld")
+
+
+def _link(folder: int, module: str) -> None:
+    """Make the shared library of a module that is there; the manifest says with which linker that was tried."""
+    manifest = _manifest(folder, module)
+    if manifest is None:
+        raise SynclineError(f"the machine code of {module} was made but cannot be read: is the disk full?")
+    linked, linker = b"", _linker()
+    if linker is not None:
+        linked, said = _linked(linker, _checked(folder, manifest["object"]))
+        if not linked:
+            log.warning("%s cannot link machine code, which costs every process some tens of MiB: %s", linker, said)
+    # The system's loader knows a library by its name and never opens a second one of that name.
+    found = hashlib.sha256(linked).hexdigest()
+    library = [f"{module}-{found[:16]}.so", found] if linked else None
+    if library is not None:
+        keep(folder, library[0], linked)
+    keep(folder, f"{module}.json", {**manifest, "library": library, "linker": linker})
+
+
+def _linked(linker: str, code: bytes) -> tuple[bytes, str]:
+    """A shared library made of an object, or nothing, and what the linker said."""
+    with tempfile.TemporaryDirectory(prefix="syncline-") as own:
+        given, made = Path(own, "code.o"), Path(own, "code.so")
+        given.write_bytes(code)
+        try:
+            said = _run([linker, "-shared", "-z", "noexecstack", "-o", str(made), str(given)])
+            return made.read_bytes(), said
+        except FileNotFoundError:
+            return b"", said
+        except (OSError, subprocess.SubprocessError) as error:
+            return b"", str(error)
 
 
 def _manifest(folder: int, module: str) -> dict[str, Any] | None:
     """What an open folder has of a module; None when that is nothing, damaged, or of another text or processor."""
     try:
         manifest = dict(json.loads(read_file(folder, f"{module}.json", path_of(folder))))
-        _checked(folder, manifest["object"])
-        return manifest if (manifest["sources"], manifest["processor"]) == (digest(module), processor()) else None
+        if (manifest["sources"], manifest["processor"]) != (digest(module), processor()):
+            return None
+        _checked(folder, manifest["object"] if manifest["library"] is None else manifest["library"])
+        return {"linker": None, **manifest}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
@@ -145,41 +214,15 @@ def _checked(folder: int, file: Sequence[str]) -> bytes:
     return found
 
 
-def _kept(folder: int, module: str) -> Addresses | None:
-    """The functions of a module from an open folder; None when they are not there."""
+def _functions(folder: int, module: str) -> Addresses:
+    """The functions of a module that is there, opened."""
     manifest = _manifest(folder, module)
     if manifest is None:
-        return None
-    library = _library(folder, module, manifest)
-    if library is not None:
+        raise SynclineError(f"the machine code of {module} was made but cannot be read: is the disk full?")
+    if manifest["library"] is not None:
         with contextlib.suppress(OSError):  # nothing may be run from files here
-            return _mapped(folder, library, manifest["functions"])
+            return _mapped(folder, manifest["library"][0], manifest["functions"])
     return _loaded(_checked(folder, manifest["object"]), manifest["functions"])
-
-
-def _library(folder: int, module: str, manifest: Mapping[str, Any]) -> str | None:
-    """The name of a module's shared library, linked now where that has not been done; None without a linker."""
-    try:
-        _checked(folder, manifest["library"])
-        return str(manifest["library"][0])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        linker = shutil.which("ld")
-    if linker is None:
-        return None
-    code, digest_of_code = manifest["object"]
-    # The system's loader knows a library by its name and never opens a second one of that name.
-    name, path = f"{module}-{digest_of_code[:16]}.so", path_of(folder)
-    fresh = f"{name}.{os.getpid()}"
-    try:
-        _run([linker, "-shared", "-z", "noexecstack", "-o", str(path / fresh), str(path / code)], folder)
-    except (OSError, subprocess.SubprocessError) as error:
-        log.debug("cannot link %s: %s", name, error)
-        return None
-    linked = (path / fresh).read_bytes()
-    os.unlink(fresh, dir_fd=folder)
-    keep(folder, name, linked)
-    keep(folder, f"{module}.json", {**manifest, "library": [name, hashlib.sha256(linked).hexdigest()]})
-    return name
 
 
 def _mapped(folder: int, name: str, functions: Mapping[str, str]) -> Addresses:
@@ -206,6 +249,8 @@ def _loaded(code: bytes, functions: Mapping[str, str]) -> Addresses:
 def digest(module: str) -> str:
     """The SHA-256 of the text of all kernels here, and of a module that lies elsewhere."""
     files = sorted(Path(__file__).parent.glob("*.py"))
+    if not files:
+        raise SynclineError("the text of the kernels is not there and cannot be compiled: install Syncline as files")
     if module.rpartition(".")[0] != __package__:
         files.append(Path(sys.modules[module].__file__ or ""))
     found = hashlib.sha256()

@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import tempfile
 import threading
 import time
@@ -24,7 +25,7 @@ from .private import NotPrivateError, cache_home, check_contents, path_of, priva
 
 log = logging.getLogger("syncline")
 
-LOCK_S = 60.0
+LOCK_S = 180.0
 """How long a process waits for another one that compiles before it does so for itself."""
 
 _given_up = threading.Event()
@@ -73,9 +74,7 @@ def _places(name: str) -> list[Place]:
 
 def keep(folder: int, name: str, what: bytes | Mapping[str, Any]) -> None:
     """Write a file, bytes or JSON, into an open folder: who reads it meanwhile sees the old one, or all of the new."""
-    fresh = f"{name}.{os.getpid()}"
-    with contextlib.suppress(FileNotFoundError):  # of a process that had this number and was killed
-        os.unlink(fresh, dir_fd=folder)
+    fresh = f"{name}.{secrets.token_hex(8)}"  # homes are shared by machines and containers: no number is one's own
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(fresh, flags, 0o600, dir_fd=folder), "wb") as file:
         file.write(what if isinstance(what, bytes) else json.dumps(what, indent=1).encode())

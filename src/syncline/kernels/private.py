@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,8 +27,14 @@ class NotPrivateError(Exception):
 
 
 def cache_home() -> Path:
-    """The user's folder for caches: ``XDG_CACHE_HOME``, or ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    """The user's folder for caches: ``XDG_CACHE_HOME``, or ``~/.cache``, or a temporary one of who has no home."""
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if chosen.is_absolute():
+        return chosen
+    try:
+        return Path("~/.cache").expanduser()
+    except RuntimeError:
+        return Path(tempfile.gettempdir(), f"syncline-{os.getuid()}")
 
 
 @contextmanager

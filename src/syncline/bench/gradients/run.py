@@ -94,7 +94,7 @@ class _Set:
             len(model.shapes),
             model.parameters,
             model.nbytes,
-            form.passes_at(self._ranks),
+            form.passes,
             **figures,  # type: ignore[arg-type]  # what was measured, by the names of the fields
         )
 
