@@ -211,6 +211,18 @@ def train_until(line: Connection, place: Place, strategy: str, victim: int, numb
                 line.send(step)
 
 
+def keeps_on(line: Connection, place: Place, strategy: str, progress: float) -> None:
+    """Step after step, until rank 0 is told that it is enough."""
+    with joined(place, strategy, progress=progress):
+        syncline.barrier()
+        line.send("running")
+        enough = np.zeros(1)
+        while not enough[0]:
+            enough[0] = place[0] == 0 and line.poll() and line.recv()
+            syncline.allreduce(enough, op="sum")
+    line.send("ended")
+
+
 def raises(line: Connection, place: Place, strategy: str) -> None:
     """Rank 1 raises between two steps."""
     with joined(place, strategy):
