@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
@@ -16,10 +18,10 @@ torch = pytest.importorskip("torch")
 
 from syncline.bench.collectives.start import RanksFailed  # noqa: E402
 from syncline.bench.collectives.work import Position  # noqa: E402
-from syncline.bench.gradients import command, request, run  # noqa: E402
+from syncline.bench.gradients import command, iterations, request, run  # noqa: E402
 from syncline.bench.gradients.forms import FORMS, exchanges_only, forms_of  # noqa: E402
 from syncline.bench.gradients.iterations import Ground, iteration_of  # noqa: E402
-from syncline.bench.gradients.rank import STRATEGY  # noqa: E402
+from syncline.bench.gradients.rank import STRATEGY, _Measurement, order_of  # noqa: E402
 from syncline.bench.gradients.request import DEFAULT_WORKLOADS, Model, Request, Work, model_of  # noqa: E402
 from syncline.cli import cli  # noqa: E402
 from syncline.connecting import connect_session  # noqa: E402
@@ -51,7 +53,11 @@ def test_a_form_is_limited_by_what_it_has_to_move() -> None:
     passes = {name: form.passes for name, form in FORMS.items()}
     assert passes[BARE] == passes["layerwise:all"] == 0
     assert 2 * passes[CONTIGUOUS] == passes["copied:mul"] == passes["copied:flatten"] == 4
-    assert FORMS["copied:cat"].limit_s(1000, 2, 8e6) == pytest.approx(0.001)
+    assert FORMS["copied:mul"].limit_s(1000, 2, 8e6) == pytest.approx(0.001)
+    # Dividing by the number of ranks is two more where it is not done on the way.
+    assert FORMS["copied:cat"].limit_s(1000, 2, 8e6) == pytest.approx(0.0015)
+    assert [FORMS["copied:cat"].passes_at(ranks) for ranks in (1, 2, 4)] == [4, 6, 6]
+    assert [FORMS[CONTIGUOUS].passes_at(ranks) for ranks in (1, 2, 4)] == [2, 2, 2]
     assert [form.name for form in forms_of(["copied:cat"])] == [BARE, "copied:cat"]
     assert forms_of([]) == tuple(FORMS.values())
 
@@ -63,6 +69,7 @@ def test_a_form_is_limited_by_what_it_has_to_move() -> None:
         (["--with", "gloo"], "there are bare, contiguous"),
         (["--ranks", "0"], "use 1 to 64"),
         (["--repetitions", "0"], "x>=1"),
+        (["--with", "layerwise:all", "--ranks", "1"], "layerwise:all does: use --ranks 2"),
         (["--workloads", "synthetic:alexnot"], "did you mean 'synthetic:alexnet'"),
         (["--ranks", "64"], "fewer --ranks"),
         (["--json", "/proc/nowhere/rows.json"], "choose another path"),
@@ -77,6 +84,27 @@ def test_mistakes_are_named_before_anything_is_measured(
     assert done.exit_code == 2
     assert says in " ".join(done.output.split())
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(("ranks", "left_out"), [([1, 2], ("layerwise:one",)), ([1], ("layerwise:one",)), ([2], ())])
+def test_a_form_that_is_left_out_is_named(
+    ranks: list[int], left_out: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request.request_of(workloads=["digits"], ranks=ranks, forms=[CONTIGUOUS, "layerwise:one"])
+    assert asked.left_out == left_out
+    monkeypatch.setattr(command, "measure", lambda *_: GradientResult("here", 2, {}, None, None, "", ""))
+    out = io.StringIO()
+    command.run(asked, console=Console(file=out, width=100))
+    assert ("not measured with 1 rank, which exchanges nothing: layerwise:one" in out.getvalue()) is bool(left_out)
+    assert request.request_of(workloads=["digits"], ranks=ranks).left_out == ()
+
+
+def test_forms_take_turns_in_orders_in_which_none_always_follows_the_same() -> None:
+    orders = [order_of(repetition, 8) for repetition in range(15)]
+    assert all(sorted(order) == list(range(8)) for order in orders)
+    assert order_of(3, 8) == orders[3]
+    before = {at: {order[order.index(at) - 1] for order in orders if order[0] != at} for at in range(8)}
+    assert min(map(len, before.values())) > 3
 
 
 def test_work_survives_its_way_down() -> None:
@@ -113,18 +141,86 @@ def test_every_form_leaves_the_mean_of_all_ranks_and_exchanges_the_same(group: G
         assert exchanged == nbytes == TOY.nbytes
 
 
-def test_one_process_alone_copies_and_keeps_its_own_gradients() -> None:
+@contextmanager
+def alone() -> Iterator[Session]:
+    """The session of a single process."""
     with bind_here() as door:
         place = f"127.0.0.1:{door.getsockname()[1]}"
     point = MeetingPoint(recognise(rank=0, world_size=1, address=place))
     session = connect_session(Strategy.parse(STRATEGY), point, "gradients alone")
     try:
-        for form in FORMS.values():
-            if not exchanges_only(form):
-                assert one_iteration(form.name, 5)(session)[:2] == (True, form.name == BARE)
+        yield session
     finally:
         session.shutdown()
         point.close()
+
+
+def test_one_process_alone_copies_and_keeps_its_own_gradients() -> None:
+    with alone() as session:
+        for form in FORMS.values():
+            if not exchanges_only(form):
+                assert one_iteration(form.name, 5)(session)[:2] == (True, form.name == BARE)
+
+
+def test_a_form_that_moves_nothing_is_found_wrong_in_one_process_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single rank's mean is its own gradient, which is there without any moving."""
+
+    def still(form: Any) -> None:
+        model = getattr(form, "_model", form._ground.plain)
+        model.zero_grad()
+        model().backward()
+        for parameter, gradient in zip(model.parameters(), form._ground.gradients, strict=True):
+            parameter.grad = gradient
+
+    moving = [name for name, form in FORMS.items() if form.passes]
+    with alone() as session:
+        with monkeypatch.context() as patch:
+            for kind in (iterations._Copied, iterations._Prepared):
+                patch.setattr(kind, "run", still)
+            assert not any(one_iteration(name, 5)(session)[0] for name in moving)
+        monkeypatch.setattr(torch, "_foreach_copy_", lambda *_: None)
+        assert not any(one_iteration(name, 5)(session)[0] for name in moving if name.startswith("copied"))
+
+
+class Alone:
+    """Stands in for the meeting of a single rank, and for what it reports to."""
+
+    world = 1
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def wait(self) -> None:
+        """Nobody else is there."""
+
+    def gather(self, *values: float) -> np.ndarray[Any, Any]:
+        return np.array([values])
+
+    def send(self, _: str, **fields: Any) -> None:
+        self.sent.append(fields)
+
+
+def test_results_are_checked_before_anything_is_timed_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        done = getattr(_Measurement, name)
+
+        def call(self: _Measurement, at: int, *more: Any) -> Any:
+            seen.append((name, at))
+            return done(self, at, *more)
+
+        return call
+
+    for name in ("_check", "_time"):
+        monkeypatch.setattr(_Measurement, name, noted(name))
+    forms, met = (BARE, CONTIGUOUS, "copied:flatten"), Alone()
+    turn: Any = type("Turn", (), {"begin": lambda *_: None, "end": lambda *_: None})()
+    with alone() as session:
+        _Measurement(Work((TOY,), forms, 2), met, turn, met).run(0, TOY, session)  # type: ignore[arg-type]
+    assert [fields["correct"] for fields in met.sent] == [True] * 3
+    for at in range(3):
+        assert "".join(name[1] for name, form in seen if form == at) == "ctct" + "t" + "tc"
 
 
 def test_an_exchange_that_does_not_happen_is_found_wrong(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:

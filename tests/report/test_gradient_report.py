@@ -65,6 +65,18 @@ def test_the_table_fits_the_terminal_and_keeps_what_a_form_adds(result: Gradient
     assert "no rows" in str(gradient_table.render(replace(result, rows=()), width))
 
 
+def test_what_is_no_figure_is_not_shown_as_one(result: GradientResult) -> None:
+    rows = list(result.rows[:4])
+    rows[2] = replace(rows[2], added_s=-113e-6, share=-0.01, of_limit=None)
+    lost = gradient_table.figures(rows[2], rows)
+    assert [lost[head] for head in ("added", "share", "x")] == ["noise", "-", "-"]
+    assert "within the noise" in " ".join(shown(replace(result, rows=tuple(rows)), 100).split())
+    rows[1] = replace(rows[1], added_s=-1e-6, of_limit=None)
+    assert gradient_table.figures(rows[3], rows)["x"] == "-"
+    assert gradient_table.figures(replace(rows[2], of_limit=1.02), rows)["of limit"] == "no limit"
+    assert gradient_table.figures(replace(rows[2], of_limit=0.98), rows)["of limit"] == "98 %"
+
+
 def test_the_page_is_self_contained_and_escaped(result: GradientResult) -> None:
     text = gradient_page.render(result)
     assert text.count("<figure>") == 2

@@ -27,12 +27,12 @@ class GradientRow:
     An iteration is ``zero_grad``, a backward pass that computes nothing, and, with several ranks, the exchange, until
     the mean is where the form has it. A repetition's time is that of its slowest rank; ``median_s`` and ``p99_s`` are
     over ``repetitions``. ``added_s`` is the median of what the form takes beyond ``bare``, in which no gradient is
-    moved, in the same repetition; ``share = added_s / median_s``. ``passes`` is how often the form has to read or write
-    all gradients beside the exchange, ``limit_s`` the time of that at the speed of plain copies by all ranks, measured
-    in the same run, and ``of_limit = limit_s / added_s``, None where there is nothing to move. ``cpu_s`` is the
-    processor time of all ranks per iteration, which other work on the machine changes little, ``sent_bytes`` what a
-    rank's transport counted. ``correct`` is of every element on every rank, before and after the timed repetitions.
-    ``error`` says why there are no figures.
+    moved, in the same repetition; ``share = added_s / median_s``. ``passes`` is how often the form reads or writes all
+    gradients beside the exchange among so many ranks, ``limit_s`` the time of that at the speed of plain copies by all
+    ranks, measured in the same run, and ``of_limit = limit_s / added_s``, None where there is nothing to move; above 1
+    the gradients lay in a cache, and it is no limit. ``cpu_s`` is the processor time of all ranks per iteration, which
+    other work on the machine changes little, ``sent_bytes`` what a rank's transport counted. ``correct`` is of every
+    element on every rank, before the timed repetitions and after the last one. ``error`` says why there are no figures.
     """
 
     workload: str

@@ -20,12 +20,16 @@ from .gradient_rows import BARE, CONTIGUOUS, GradientResult, GradientRow, places
 
 LEGEND = (
     "median: of an iteration that computes nothing, slowest rank. added: what the form takes beyond bare, in which no "
-    "gradient is moved, in the same repetition. share: of the median. limit: the form's passes over the gradients at "
-    "the speed of plain copies, measured in the same run, and the share of it reached. x: added, as a multiple of what "
-    "contiguous adds. ok: every element right on every rank."
+    "gradient is moved, in the same repetition; noise: nothing above bare, within the noise. share: of the median. "
+    "limit: the form's passes over the gradients at the speed of plain copies, measured in the same run, and the share "
+    "of it reached; no limit: faster than that, out of the cache. x: added, as a multiple of what contiguous adds. "
+    "layerwise and copied:flatten: with the transport's staging of memory that is not its own. ok: every element right "
+    "on every rank."
 )
 
 _GAP = 2
+_NOISE = "noise"
+_NO_LIMIT = "no limit"
 
 
 @dataclass(frozen=True)
@@ -57,14 +61,16 @@ def title(rows: Sequence[GradientRow], cores: int) -> str:
 def figures(row: GradientRow, rows: Sequence[GradientRow]) -> dict[str, str]:
     """Every figure of a row as text, by the head of its column; ``rows`` are those of its place."""
     moved = row.form != BARE
+    lost = row.added_s is not None and row.added_s <= 0
+    limited = units.percent(row.of_limit) if row.of_limit is None or row.of_limit <= 1 else _NO_LIMIT
     return {
         "passes": str(row.passes),
         "median": units.seconds(row.median_s),
         "p99": units.seconds(row.p99_s),
-        "added": units.seconds(row.added_s) if moved else "",
-        "share": units.percent(row.share) if moved else "",
+        "added": (_NOISE if lost else units.seconds(row.added_s)) if moved else "",
+        "share": (units.MISSING if lost else units.percent(row.share)) if moved else "",
         "limit": units.seconds(row.limit_s) if row.passes else "",
-        "of limit": units.percent(row.of_limit) if row.passes else "",
+        "of limit": limited if row.passes else "",
         "x": _times(row, rows),
         "ok": {True: "yes", False: "NO", None: units.MISSING}[row.correct],
     }
@@ -72,8 +78,10 @@ def figures(row: GradientRow, rows: Sequence[GradientRow]) -> dict[str, str]:
 
 def _times(row: GradientRow, rows: Sequence[GradientRow]) -> str:
     ours = next((other.added_s for other in rows if other.form == CONTIGUOUS), None)
-    if row.form in (BARE, CONTIGUOUS) or row.added_s is None or ours is None or ours <= 0:
+    if row.form in (BARE, CONTIGUOUS) or row.added_s is None or ours is None:
         return ""
+    if row.added_s <= 0 or ours <= 0:
+        return units.MISSING
     return units.significant(row.added_s / ours, 2)
 
 

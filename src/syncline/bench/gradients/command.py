@@ -28,6 +28,8 @@ def run(
     """
     target, report = result_paths({"--json": json_path, "--report": report_path})
     console = console or console_beside(target, report)
+    if request.left_out:
+        console.print(f"not measured with 1 rank, which exchanges nothing: {', '.join(request.left_out)}", markup=False)
     with Display(console) as display:
         result = measure(request, display)
     if target is not None:

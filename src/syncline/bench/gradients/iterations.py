@@ -36,7 +36,10 @@ class Iteration(Protocol):
         ...
 
     def is_right(self, seed: int) -> bool:
-        """Whether every element is the ranks' mean of what ``Ground.fill`` wrote with that seed."""
+        """Whether every element is the ranks' mean of what ``Ground.fill`` wrote with that seed, and was moved.
+
+        A single rank's mean is what backward left: whether anything was moved shows in the places and the block.
+        """
         ...
 
     @property
@@ -58,19 +61,28 @@ class Ground:
         self.block = torch.from_numpy(self.array)
         self.plain = self.model()
         self.key = session.enter_model(self.plain)
+        self.checking = False
         self._kind: Collective = collective("allreduce")
+        self._versions = [0] * len(self.gradients)
 
     def model(self) -> Scattered:
         """A model of its own with these gradients; its weights are everybody's, since nobody reads them."""
         return Scattered(self.gradients, self.weights)
 
     def fill(self, seed: int) -> None:
-        """Gradients that differ in every element, between ranks and with the seed, whose sums are exact."""
+        """Gradients that differ in every element, between ranks and with the seed, whose sums are exact.
+
+        The block has none of them. What is run next is checked.
+        """
+        self.checking = True
+        self.block.fill_(-1.0)
         for number, gradient in enumerate(self.gradients):
             self._kind.fill(gradient.view(-1).numpy(), self.session.rank, self.ranks, seed + number)
+        self._versions = [gradient._version for gradient in self.gradients]
 
     def fill_alike(self) -> None:
-        """Gradients that were just written, as backward leaves them."""
+        """Gradients that were just written, as backward leaves them; nothing is checked."""
+        self.checking = False
         for gradient in self.gradients:
             gradient.fill_(1.0)
 
@@ -80,10 +92,18 @@ class Ground:
 
     def has_means(self, model: Scattered, seed: int) -> bool:
         """Whether every ``grad`` of a model is the mean of what ``fill`` wrote."""
+        return self.are_means([parameter.grad for parameter in model.parameters()], seed)
+
+    def are_means(self, tensors: Sequence[Tensor | None], seed: int) -> bool:
+        """Whether these are the means of what ``fill`` wrote, in its order."""
         return all(
-            gradient is not None and self.is_sum(self._summed(gradient), seed + number)
-            for number, gradient in enumerate(parameter.grad for parameter in model.parameters())
+            tensor is not None and self.is_sum(self._summed(tensor), seed + number)
+            for number, tensor in enumerate(tensors)
         )
+
+    def written_back(self) -> bool:
+        """Whether torch has written into every gradient since ``fill``; backward does not."""
+        return all(gradient._version > before for gradient, before in zip(self.gradients, self._versions, strict=True))
 
     def fill_block(self, seed: int) -> None:
         """The same for the block, as one array."""
@@ -125,7 +145,8 @@ class _Prepared:
         self._ground, self._keep, self._model = ground, keep, ground.model()
         made = prepare(ground.session, self._model)
         assert made is not None  # only servers get nothing
-        self.exchanged_bytes = sum(array.nbytes for array in made.replica.storage.arrays)
+        self._storage = made.replica.storage
+        self.exchanged_bytes = sum(array.nbytes for array in self._storage.arrays)
 
     def ready(self) -> None:
         """Nothing: gradients are in place by themselves."""
@@ -135,7 +156,7 @@ class _Prepared:
         self._model().backward()
 
     def is_right(self, seed: int) -> bool:
-        return self._ground.has_means(self._model, seed)
+        return _lie_at(self._model, self._storage.places) and self._ground.has_means(self._model, seed)
 
 
 class _Copied:
@@ -150,6 +171,7 @@ class _Copied:
         sizes = [gradient.numel() for gradient in ground.gradients]
         parts = zip(torch.split(ground.block, sizes), ground.gradients, strict=True)
         self.views = [part.view(gradient.shape) for part, gradient in parts]
+        self._copies: Sequence[Tensor] = ()
 
     def ready(self) -> None:
         """Nothing: gradients are where backward leaves them."""
@@ -164,9 +186,17 @@ class _Copied:
             return
         parts = self.views if flat is self.block else _unflatten_dense_tensors(flat, gradients)  # type: ignore[no-untyped-call]
         torch._foreach_copy_(gradients, parts)
+        self._copies = parts if self._ground.checking else ()  # a new block would live on, and none be made there again
 
     def is_right(self, seed: int) -> bool:
-        return self._ground.has_means(self._ground.plain, seed)
+        ground = self._ground
+        if self._stays:
+            moved = _lie_at(ground.plain, [view.data_ptr() for view in self.views])
+        else:
+            count = len(ground.gradients)
+            moved = len(self._copies) == count and ground.are_means(self._copies, seed) and ground.written_back()
+            self._copies = ()
+        return moved and ground.has_means(ground.plain, seed)
 
     def divided(self, flat: Tensor) -> Tensor:
         """The block divided by the number of ranks, in a pass of its own."""
@@ -223,6 +253,12 @@ class _Layerwise:
 
     def is_right(self, seed: int) -> bool:
         return self._ground.has_means(self._ground.plain, seed)
+
+
+def _lie_at(model: Scattered, places: Sequence[int]) -> bool:
+    """Whether every ``grad`` of a model is at its place."""
+    found = [parameter.grad.data_ptr() for parameter in model.parameters() if parameter.grad is not None]
+    return found == list(places)
 
 
 def _backward(model: Scattered) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """What each rank of ``syncline bench-gradients`` runs: ``python -m syncline.bench.gradients.rank WORK``.
 
 Owns the course of a repetition: whose turn it is, what is timed and what is checked. Forms take turns, in an order that
-rotates; the gradients are written anew before each, as backward would have, and what a form adds is counted
-from the ``bare`` one of the same repetition.
+is drawn anew for every repetition; the gradients are written anew before each, as backward would have, and what a form
+adds is counted from the ``bare`` one of the same repetition.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ class _Bench:
         self._meeting.leave()
 
 
+def order_of(repetition: int, count: int) -> list[int]:
+    """The order in which the forms take turns, the same on all ranks: none always finds what another one leaves."""
+    return [int(at) for at in np.random.default_rng(repetition).permutation(count)]
+
+
 class _Measurement:
     """The repetitions of one model."""
 
@@ -96,16 +101,17 @@ class _Measurement:
         correct = [form.exchanged_bytes == model.nbytes for form in self._forms]
         memory, speeds = MemoryProbe(self._meeting, 2 * model.nbytes), []
         for repetition in range(-WARM_UP, self._work.repetitions):
-            for place in range(count):
-                at = (repetition + place) % count
+            for at in order_of(repetition + WARM_UP, count):
                 self._begin(at, model.nbytes)
-                if repetition < 0 or repetition == self._work.repetitions - 1:
+                if repetition < 0:
                     correct[at] &= self._check(at, repetition + WARM_UP)
                 elapsed, cpu, moved = self._time(at)
                 if repetition >= 0:
                     times[repetition, at] = elapsed
                     used[at] += cpu / len(times)
                     sent[at] += moved / len(times)
+                if repetition == self._work.repetitions - 1:
+                    correct[at] &= self._check(at, repetition + WARM_UP)
                 self._end()
             speeds.append(memory.measure())
         right = self._meeting.gather(*map(float, correct)).all(axis=0)

@@ -15,7 +15,7 @@ from ...errors import UsageError
 from ...report.units import size as size_text
 from ...workloads import layers, load
 from ..machine import available_memory_bytes
-from .forms import Form, exchanges_only, forms_of
+from .forms import FORMS, Form, exchanges_only, forms_of
 
 DEFAULT_WORKLOADS = ("synthetic:alexnet", "synthetic:googlenet", "synthetic:resnet50")
 DEFAULT_RANKS = (1, 2)
@@ -57,6 +57,14 @@ class Request:
     forms: tuple[Form, ...]
     ranks: tuple[int, ...]
     repetitions: int
+    asked: tuple[str, ...] = ()
+    """The names of the forms that were asked for; none where all are measured."""
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Those of them that are not measured at some of the numbers of ranks, where nobody is to exchange with."""
+        alone = 1 in self.ranks
+        return tuple(name for name in self.asked if alone and exchanges_only(FORMS[name]))
 
     def forms_at(self, ranks: int) -> tuple[Form, ...]:
         """Those that there is something to measure of among so many ranks."""
@@ -109,7 +117,9 @@ def request_of(
     if find_spec("torch") is None:
         raise UsageError("gradients are PyTorch's: pip install 'syncline[torch]'")
     models = tuple(model_of(text) for text in dict.fromkeys(workloads or DEFAULT_WORKLOADS))
-    request = Request(models, chosen, worlds, repetitions)
+    request = Request(models, chosen, worlds, repetitions, tuple(dict.fromkeys(forms)))
+    if forms and worlds == (1,) and set(request.left_out) == set(forms):
+        raise UsageError(f"one rank alone exchanges nothing, which is all that {', '.join(forms)} does: use --ranks 2")
     _check_memory(request)
     return request
 

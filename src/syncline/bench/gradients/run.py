@@ -94,7 +94,7 @@ class _Set:
             len(model.shapes),
             model.parameters,
             model.nbytes,
-            form.passes,
+            form.passes_at(self._ranks),
             **figures,  # type: ignore[arg-type]  # what was measured, by the names of the fields
         )
 
