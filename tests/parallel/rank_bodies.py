@@ -211,16 +211,15 @@ def train_until(line: Connection, place: Place, strategy: str, victim: int, numb
                 line.send(step)
 
 
-def keeps_on(line: Connection, place: Place, strategy: str, progress: float) -> None:
-    """Step after step, until rank 0 is told that it is enough."""
-    with joined(place, strategy, progress=progress):
+def waits_for_one(line: Connection, place: Place, progress: float) -> None:
+    """Rank 1 does not come to the barrier until the test says so."""
+    with joined(place, "ring transport=tcp", progress=progress):
         syncline.barrier()
-        line.send("running")
-        enough = np.zeros(1)
-        while not enough[0]:
-            enough[0] = place[0] == 0 and line.poll() and line.recv()
-            syncline.allreduce(enough, op="sum")
-    line.send("ended")
+        line.send("joined")
+        if place[0] == 1:
+            line.recv()
+        syncline.barrier()
+    line.send("met")
 
 
 def raises(line: Connection, place: Place, strategy: str) -> None:
