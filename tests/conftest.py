@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,9 @@ from syncline.session import Session
 
 LIMIT_S = 120.0
 """Kernels may have to be compiled within it."""
+
+END_S = 10.0
+"""How long ranks that have not ended by then have to end when they learn that it is over."""
 
 # A machine may be busy: how long an example takes says nothing.
 settings.register_profile("syncline", deadline=None)
@@ -55,10 +59,12 @@ def compile_kernels(module: str) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let those of ``FIRST`` begin; the files of each keep their order."""
+    """Let those of ``FIRST`` begin; the files of each keep their order. Tests from elsewhere are the last."""
     root = Path(__file__).parent
 
     def place(item: pytest.Item) -> int:
+        if not item.path.is_relative_to(root):
+            return len(FIRST) + 1
         name = item.path.relative_to(root).as_posix()
         return next((place for place, start in enumerate(FIRST) if name.startswith(start)), len(FIRST))
 
@@ -79,8 +85,9 @@ def run_group(strategy: str, workers: int, body: Callable[[Session], Any]) -> li
 def run_sessions(sessions: Sequence[Session], body: Callable[[Session], Any]) -> list[Any]:
     """Run ``body`` on every process of a group, each a thread; results by process index.
 
-    The first exception of any of them is raised here; a rank that does not end in time is named. All sessions have been
-    shut down by then.
+    The first exception of any of them is raised here. All sessions have been shut down by then, unless a body waits for
+    something of its own: when ``LIMIT_S`` is over TimeoutError names all ranks that have not ended, and those of them
+    that do not end either when their sessions fail.
     """
     results: list[Any] = [None] * len(sessions)
     errors: dict[int, BaseException] = {}
@@ -98,18 +105,25 @@ def run_sessions(sessions: Sequence[Session], body: Callable[[Session], Any]) ->
     threads = [threading.Thread(target=run, args=(session,), daemon=True) for session in sessions]
     for thread in threads:
         thread.start()
-    for thread, session in zip(threads, sessions, strict=True):
-        thread.join(LIMIT_S)
-        if thread.is_alive() and not errors:
-            hung = TimeoutError(f"{session.name(session.index)} hangs in {session.engine.doing}")
-            errors[session.index] = hung
-            for other in sessions:
-                other.fail(hung)
-    for thread in threads:
-        thread.join(LIMIT_S)
+    if hung := still_there(threads, sessions, LIMIT_S):
+        late = TimeoutError(f"not done within {LIMIT_S:.0f} s: {hung}")
+        for session in sessions:
+            session.fail(late)
+        if left := still_there(threads, sessions, END_S):
+            late = TimeoutError(f"{late}; and still there: {left}")
+        raise late from (first_culprit(errors) if errors else None)
     if errors:
         raise first_culprit(errors)
     return results
+
+
+def still_there(threads: Sequence[threading.Thread], sessions: Sequence[Session], limit_s: float) -> str:
+    """Wait for all threads; the ranks of those that have not ended in time, and what they are in."""
+    deadline = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    pairs = zip(threads, sessions, strict=True)
+    return ", ".join(f"{one.name(one.index)} in {one.engine.doing}" for thread, one in pairs if thread.is_alive())
 
 
 def first_culprit(errors: dict[int, BaseException]) -> BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from syncline.errors import ClosedError, PeerLost, PeerTimeout, SynclineError
 from syncline.program import Program, compile_program
 from syncline.transports.inproc import Hub
 from syncline.types import Group
-from syncline.wire.culprit import Answer, Culprit, Found, Waits
+from syncline.wire.culprit import Answer, Culprit, Found, Waits, find_culprit
 from syncline.work import Lane
 
 LIMIT_S = 30.0
@@ -279,6 +280,33 @@ def test_a_look_that_had_found_nothing_before_a_process_was_asked_shows_nothing(
             assert engine.answer().still(before) == looked
         free.set()
         go.release()
+
+
+def test_one_that_does_not_come_back_from_what_it_called_is_named_with_the_time_that_has_passed() -> None:
+    """It says that it waits for nobody."""
+    over, called = threading.Event(), threading.Event()
+
+    def takes_long() -> None:
+        called.set()
+        over.wait(LIMIT_S)
+
+    def search(waits: Waits) -> Found:
+        return find_culprit(0, waits, lambda peer: both[peer].answer())
+
+    with engines(limit_s=0.2, find_culprit=search) as both:
+        both[1].exchange(ring(1), np.ones(4), 0, "bucket 0", before=takes_long)
+        assert called.wait(LIMIT_S)
+        work = both[0].exchange(ring(0), np.ones(4), 0, "bucket 0")
+        words = r"nothing has moved for (\d+\.\d) s, .*; rank 1 has not looked for messages for (\d+\.\d) s: something"
+        try:
+            with pytest.raises(PeerTimeout, match=words) as caught:
+                both[0].wait(work, timeout=LIMIT_S)
+        finally:
+            over.set()
+        found = re.search(words, str(caught.value))
+        assert found is not None
+        assert float(found[1]) > float(found[2])
+        assert caught.value.rank == 1
 
 
 def test_doing_names_the_oldest_exchange_and_counts_the_others() -> None:

@@ -516,12 +516,12 @@ class Engine:
         if not self._under_way:
             return None
         if stall is None:
-            return Stall(self._limit_s, look_s, time.monotonic())
-        found = stall.look(time.monotonic(), lambda: self._find_culprit(self.waits()))
+            return Stall(self._limit_s, look_s, time.monotonic)
+        found = stall.look(lambda: self._find_culprit(self.waits()))
         if found is None:
             return stall
         peers = ", ".join(f"rank {peer} ({label})" for peer, label in sorted(self.waits().items())) or "a message"
-        text = f"nothing has moved for {self._limit_s:.0f} s, waiting for {peers}"
+        text = f"nothing has moved for {stall.lasted_s:.1f} s, waiting for {peers}"
         if found.culprit is None:
             raise PeerTimeout(text, rank=-1)
         raise PeerTimeout(f"{text}; rank {found.culprit.rank} {found.culprit.why}", rank=found.culprit.rank)

@@ -501,6 +501,7 @@ def loses_one_at_the_end(line: Connection, place: Place, how: str, explicit: boo
 def runs_script(line: Connection, place: Place, script: str, *arguments: str) -> None:  # noqa: ARG001
     """A script in an environment as launchers make it, or alone where there is one process."""
     index, processes, address = place
+    os.environ.pop("SYNCLINE_STRATEGY", None)  # its own strategy counts
     if processes > 1:
         host, _, port = address.rpartition(":")
         world = str(processes)

@@ -10,18 +10,17 @@ from pathlib import Path
 import rank_bodies as bodies
 from pool import Pool
 
-HERE = Path(__file__).resolve().parent
-EXAMPLES = HERE.parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT_S = 120.0
 
 
 def test_training_script() -> None:
-    """By the launcher; without a strategy it runs in the tests of launchers, under torchrun."""
+    """By the launcher, with all of torch; without a strategy it runs in the tests of launchers, under torchrun."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     environment.pop("SYNCLINE_STRATEGY", None)
     options = ["-n", "2", "--strategy", "ps(servers=1) transport=tcp"]
     done = subprocess.run(
-        [sys.executable, "-m", "syncline", "run", *options, str(HERE / "quick_torch.py"), str(EXAMPLES / "train.py")],
+        [sys.executable, "-m", "syncline", "run", *options, str(EXAMPLES / "train.py")],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

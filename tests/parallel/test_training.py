@@ -25,11 +25,13 @@ STRATEGIES = {  # and the processes that only serve
     [
         *((strategy, *case) for strategy in STRATEGIES for case in ((3, "tcp"), (4, "shm"))),
         ("ring", 2, "shm"),
+        ("ps(servers=1)", 2, "shm"),
+        ("tree", 2, "shm"),
         ("direct", 4, "tcp"),
     ],
 )
 def test_processes_train_as_one(pool: Pool, address: str, strategy: str, workers: int, transport: str) -> None:
-    processes = workers + STRATEGIES[strategy]
+    processes = workers + STRATEGIES.get(strategy, 0)
     case: list[Any] = [f"{strategy} transport={transport}", CASES]
     with pool.start(train, [[[index, processes, address], *case] for index in range(processes)]) as group:
         results = group.results()

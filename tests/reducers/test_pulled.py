@@ -97,7 +97,7 @@ def keeps(text: str) -> bool:
     return all(codec_of(codec(text), Spec("p", shape))[0].contraction for shape in SHAPES)
 
 
-@pytest.mark.parametrize(("workers", "servers", "owners"), [(1, 1, 0), (3, 2, 0), (3, 0, 2)])
+@pytest.mark.parametrize(("workers", "servers", "owners"), [(1, 1, 0), (3, 2, 0), (3, 0, 2), (3, 0, 3)])
 @pytest.mark.parametrize("text", SERVABLE)
 def test_all_workers_have_the_same_weights(text: str, workers: int, servers: int, owners: int) -> None:
     served = Served(text, workers, servers, owners)

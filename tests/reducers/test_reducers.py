@@ -122,7 +122,7 @@ def can_be_served(text: str) -> bool:
     return codec(text).combine != "rounds"
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 0), (2, 2), (3, 0), (3, 1), (5, 0)])
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 0), (2, 2), (3, 0), (3, 1), (5, 0), (5, 2)])
 @pytest.mark.parametrize("text", TEXTS)
 def test_all_workers_get_the_same_bits(text: str, workers: int, servers: int) -> None:
     if servers and not can_be_served(text):

@@ -386,6 +386,20 @@ def test_who_has_asked_leaves_the_beats_to_compiled_code_again(table: Table) -> 
         assert seat.watcher.failure is None
 
 
+def test_who_is_asked_after_its_goodbye_answers_and_sends_no_more_beats(table: Table) -> None:
+    seat, there = table.beside(member(1, pid_space="elsewhere"))
+    assert seat.watcher._beats is not None
+    ended = seat.watcher._beats
+    seat.watcher.goodbye()
+    there.sendall(numbered(QUESTION, 1))
+    said, answer = b"", numbered(ANSWER, 1, pack(RESTS))
+    while not said.endswith(answer):
+        said += there.recv(len(answer))
+    seat.watcher._look(time.monotonic())
+    assert seat.watcher._beats is ended
+    assert ended.bell == -1
+
+
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])

@@ -5,8 +5,9 @@ extensions do, would look like death. The kernel cannot either: keepalive probes
 stopped. So the beats come from compiled code in a thread of this process, without the lock. They stop when the process
 is stopped or gone, when its machine hangs and when the link is dead, and at no other time.
 
-A connection has one writer at a time. Whoever has something to say ends the beats first, for good: after a goodbye, or
-the news of a failure, nobody asks for them. While it is asked who is to blame, the watcher shows that it lives itself.
+A connection has one writer at a time. Whoever has something to say ends the beats first: an object of this class never
+begins again. After a goodbye, or the news of a failure, nobody asks for beats. After a question or an answer others
+still do: the watcher shows itself that it lives, and once its words are all sent it leaves that to new beats.
 """
 
 from __future__ import annotations

@@ -103,6 +103,7 @@ class Watcher:
         self._linger_until = 0.0
         self._open = set(socks)
         self._told = self._told_own = False  # whether this process has told of a failure, and of its own
+        self._last_said = False  # whether that or the goodbye was said: nobody asks for beats any more
         self._unsent: dict[int, bytes] = {}
         self._asked = dict.fromkeys(socks, 0)  # how often this process has asked each
         self._asked_by = dict.fromkeys(socks, 0)
@@ -198,15 +199,15 @@ class Watcher:
             self._selector.close()
 
     def _say(self, peer: int, kind: int, text: bytes = b"") -> None:
-        """Say something that is not the end: all still have to hear that this process lives."""
+        """Say something that is not the end: all still have to hear that this process lives, unless that was said."""
         with self._lock:
-            self._beats_here = True
+            self._beats_here = not self._last_said
             self._end_beats()
             self._tell(peer, kind, text)
 
     def _tell_all(self, kind: int, text: bytes = b"") -> None:
         with self._lock:
-            self._beats_here = False
+            self._beats_here, self._last_said = False, True
             self._end_beats()
             for peer in list(self._socks):
                 self._tell(peer, kind, text)

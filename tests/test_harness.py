@@ -1,0 +1,55 @@
+"""What the tests share: it ends, and says who has not, and finds room for tests from elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from syncline.errors import ClosedError
+from syncline.session import Session
+
+LIMIT_S = 30.0
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def shared(pytestconfig: pytest.Config) -> Any:
+    """The module ``conftest`` of this folder."""
+    return pytestconfig.pluginmanager.get_plugin(str(HERE / "conftest.py"))
+
+
+def test_tests_from_elsewhere_are_the_last(shared: Any, tmp_path: Path) -> None:
+    paths = [tmp_path / "test_own.py", HERE / "test_engine.py", HERE / "parallel" / "test_training.py"]
+    items = [SimpleNamespace(path=path) for path in paths]
+    shared.pytest_collection_modifyitems(items)
+    assert [item.path for item in items] == paths[::-1]
+
+
+def test_all_ranks_that_do_not_end_are_named(shared: Any, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits in its session, ranks 1 and 2 for something of their own; rank 3 ends."""
+    monkeypatch.setattr(shared, "LIMIT_S", 0.1)
+    monkeypatch.setattr(shared, "END_S", 0.1)
+    ended, over = [threading.Event() for _ in range(4)], threading.Event()
+
+    def body(session: Session) -> None:
+        if session.rank == 0:
+            try:
+                session.barrier()
+            except ClosedError as error:
+                raise AssertionError from error
+            finally:
+                ended[0].set()
+        elif session.rank < 3:
+            over.wait(LIMIT_S)
+            ended[session.rank].set()
+
+    try:
+        with pytest.raises(TimeoutError, match=r"not done within 0 s: .*rank 1 .*still there: .*rank 1 .*rank 2 "):
+            group("ring", 4, body)
+    finally:
+        over.set()
+    assert all(event.wait(LIMIT_S) for event in ended[:3])
