@@ -10,13 +10,15 @@ from .native import poll, send
 _MSG_DONTWAIT, _MSG_NOSIGNAL = 0x40, 0x4000
 
 
-@compiled("(int64[], int64[], int64, int64, int64, int64)")
-def beat(descriptors, begun, frame, nbytes, bell, period_ms):
+@compiled("(int64[], int64[], int64[], int64, int64, int64, int64)")
+def beat(descriptors, begun, running, frame, nbytes, bell, period_ms):
     """Send ``nbytes`` at address ``frame`` to every socket once per period, until the bell rings.
 
     ``bell`` is the address of a struct pollfd. A socket that takes nothing is passed over; of a frame that it took a
-    part of, ``begun`` is how much, and the rest goes first next time.
+    part of, ``begun`` is how much, and the rest goes first next time. ``running`` is set when nothing of Python is
+    needed any more.
     """
+    running[0] = 1
     rung = np.int32(0)
     while rung <= 0:  # negative: a signal came
         for i in range(descriptors.size):

@@ -16,12 +16,16 @@ import os
 import select
 import struct
 import threading
+import time
 from collections.abc import Mapping
 from socket import socket
 
 import numpy as np
 
 _POLLFD = struct.Struct("=ihh")
+
+START_S = 5.0
+"""How long ``start`` waits for its thread, which needs the interpreter lock until it runs compiled code."""
 
 
 class Beats:
@@ -36,9 +40,11 @@ class Beats:
         self._begun = np.zeros(len(socks), np.int64)
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = np.frombuffer(bytearray(_POLLFD.pack(self.bell, select.POLLIN, 0)), np.uint8)
+        self._running = np.zeros(1, np.int64)
         arguments = (
             self._descriptors,
             self._begun,
+            self._running,
             self._frame.ctypes.data,
             self._frame.nbytes,
             self._poll.ctypes.data,
@@ -48,8 +54,11 @@ class Beats:
         self._ended = False
 
     def start(self) -> None:
-        """Begin."""
+        """Begin: from then on no thread that holds the interpreter lock is in the way."""
         self._thread.start()
+        deadline = time.monotonic() + START_S
+        while not self._running[0] and time.monotonic() < deadline:
+            time.sleep(0.0001)
 
     def end(self) -> dict[int, bytes]:
         """Send no more; by peer what is left of a frame that had begun. Called by one thread at a time."""
