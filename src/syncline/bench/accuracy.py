@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 from rich.console import Console
@@ -31,7 +30,7 @@ from ..tuning.codec_times import every_codec, told, ways
 from .cases import Case, Plan, console_beside, plan_of, result_paths
 from .collectives.display import Display, Task
 from .compare import INTERRUPTED, SILENCE_LIMIT_S
-from .machine import describe, source_sha256
+from .machine import provenance
 from .processes import measure
 
 SEEDS = (0, 1, 2)
@@ -292,19 +291,13 @@ def _write(result: AccuracyResult, target: Path | None, markdown: Path | None, r
 
 def _origin(request: Request) -> AccuracyResult:
     """An empty result of this machine, code and work."""
-    machine, first = describe(), request.trainings[0].case
+    first = request.trainings[0].case
     return AccuracyResult(
-        machine.description,
-        machine.cores,
-        machine.versions,
-        machine.commit,
-        machine.modified,
-        source_sha256(),
-        datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        request.plan.workload,
-        request.workers,
-        request.plan.epochs,
-        first.iterations,
-        first.batch,
+        **provenance(),
+        workload=request.plan.workload,
+        workers=request.workers,
+        epochs=request.plan.epochs,
+        iterations=first.iterations,
+        batch=first.batch,
         reference=first.strategy,
     )

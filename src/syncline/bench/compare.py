@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +22,7 @@ from ..report.files import STANDARD_OUTPUT, keep_text, replace_text
 from ..report.rows import Result
 from .bound import bounded, link_bytes_per_s
 from .cases import Case, Plan, console_beside, plan_of
-from .machine import describe
+from .machine import provenance
 from .measure import scaled
 from .processes import measure
 from .progress import Display
@@ -88,18 +87,12 @@ def carry_out(plan: Plan, limit_s: float, progress: Console, output: Console) ->
 
 
 def _empty(plan: Plan) -> Result:
-    machine = describe()
     return Result(
-        machine.description,
-        machine.cores,
-        machine.versions,
-        machine.commit,
-        plan.workload,
+        **provenance(),
+        workload=plan.workload,
         seed=plan.seed,
         epochs=plan.epochs,
         iterations=plan.iterations,
-        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        modified=machine.modified,
     )
 
 

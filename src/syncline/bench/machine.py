@@ -14,7 +14,9 @@ import platform
 import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 _GIT_LIMIT_S = 5.0
 _PACKAGES = ("torch", "numpy", "syncline")
@@ -69,6 +71,20 @@ def source_sha256() -> str:
     for path in sorted(package.rglob("*.py")):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def provenance() -> dict[str, Any]:
+    """What every result file says of where, when and with which code it was made, as fields of its dataclass."""
+    machine = describe()
+    return {
+        "machine": machine.description,
+        "cores": machine.cores,
+        "versions": machine.versions,
+        "commit": machine.commit,
+        "modified": machine.modified,
+        "source_sha256": source_sha256(),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
 
 
 def _processor() -> str:

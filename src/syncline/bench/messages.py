@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import SynclineError
-from ..report.rows import finite
+from ..report.result_file import finite
 
 _READ_BYTES = 1 << 16
 

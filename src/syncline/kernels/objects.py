@@ -88,7 +88,11 @@ def _open(module: str) -> Mapping[str, Addresses]:
                     with alone(folder, "together" if _is_together(module) else module):
                         _make(folder, module)
                 return {module: _functions(folder, module)}
-        except (OSError, NotPrivateError) as error:  # it has changed since it was looked at, or stays locked
+        except (
+            OSError,
+            ValueError,
+            NotPrivateError,
+        ) as error:  # it has changed since, or stays locked
             _say_once(f"machine code is not kept in {place.path}, this process compiles for itself: {error}")
     with _folder_of_its_own() as folder:
         return {made: _functions(folder, made) for made in _make(folder, module)}
@@ -136,8 +140,8 @@ def _compile(folder: int, modules: Sequence[str]) -> None:
             f"cannot compile {names}: {sys.executable or 'the program around this interpreter'} is not Python; start"
             " Syncline once under the same user's Python, which keeps the machine code"
         )
-    path = json.dumps([str(Path(entry).absolute()) for entry in sys.path])  # as this process finds modules
-    command = [sys.executable, "-I", "-c", _PROGRAM, path, str(folder), *(f"{name}={digest(name)}" for name in modules)]
+    wanted = [f"{name}={digest(name)}" for name in modules]
+    command = [sys.executable, "-I", "-c", _PROGRAM, json.dumps(_path_to(modules)), str(folder), *wanted]
     # Neither the folder it starts in nor settings of Numba may change what everybody will run.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
     try:
@@ -146,6 +150,14 @@ def _compile(folder: int, modules: Sequence[str]) -> None:
         raise SynclineError(f"compiling {names} failed: {error}") from None
     if any(_manifest(folder, module) is None for module in modules):
         raise SynclineError(f"compiling {names} failed: {said or 'it ended without a word'}")
+
+
+def _path_to(modules: Sequence[str]) -> list[str]:
+    """Where a compiler finds what this process has found; in the folder of the caller only if some of it is there."""
+    path = [str(Path(entry).absolute()) for entry in sys.path if entry]
+    needed = [Path(__file__).parents[2], *(Path(sys.modules[name].__file__ or "").parent for name in modules
+                                           if name.rpartition(".")[0] != __package__)]  # fmt: skip
+    return [str(folder) for folder in needed if str(folder) not in path] + path
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, *folders: int) -> str:
@@ -186,9 +198,7 @@ def _linked(linker: str, code: bytes) -> tuple[bytes, str]:
         given.write_bytes(code)
         try:
             said = _run([linker, "-shared", "-z", "noexecstack", "-o", str(made), str(given)])
-            return made.read_bytes(), said
-        except FileNotFoundError:
-            return b"", said
+            return made.read_bytes() if made.exists() else b"", said
         except (OSError, subprocess.SubprocessError) as error:
             return b"", str(error)
 

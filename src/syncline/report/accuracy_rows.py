@@ -1,22 +1,19 @@
 """The result file of ``syncline accuracy``: what every number in it means, and its JSON form.
 
 Owns the names, units and JSON of an ``AccuracyResult``: the trainings that were run, from which an interrupted table
-goes on, and the rows that they make. The rules of ``bench_rows`` hold here too. Does not know how anything was trained.
+goes on, and the rows that they make. The rules of ``result_file`` hold here. Does not know how anything was trained.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
-from ..errors import DataError
-from .files import replace_text
-from .rows import BASELINE, Point, finite, known, points
+from .result_file import ResultFile, known
+from .rows import BASELINE, Point, points
 
 DENSE = "direct"
 """The strategy that a table of codecs compares all others with: their architecture without a codec."""
@@ -93,12 +90,15 @@ class AccuracyRow:
 
 
 @dataclass(frozen=True)
-class AccuracyResult:
+class AccuracyResult(ResultFile):
     """A whole table: where, on what and how long was trained, and every training, those of one row together.
 
     ``iterations`` is the length of every training, ``epochs`` the same where it was given so, ``batch`` the global one.
     ``reference`` is the strategy whose row all others stand beside.
     """
+
+    verb: ClassVar = "accuracy"
+    lists: ClassVar = {"runs": lambda data: _run(data)}
 
     machine: str
     cores: int
@@ -173,25 +173,9 @@ class AccuracyResult:
         )
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
-    def to_json(self) -> str:
-        """The text of the result file: strict JSON; ``rows`` is there for programs and follows from ``runs``."""
-        data = dataclasses.asdict(self)
-        data["rows"] = [dataclasses.asdict(row) for row in self.rows]
-        return json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> AccuracyResult:
-        """Read a result file's text back; raises DataError where it is not one."""
-        try:
-            data = json.loads(text)
-            runs = tuple(_run(item) for item in data["runs"])
-            return cls(**{**known(cls, data), "runs": runs})
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise DataError(f"this is not a result file of syncline accuracy: {error!r}") from None
-
-    def save(self, path: Path) -> None:
-        """Write the result file in one piece, so that a reader never sees half of it."""
-        replace_text(path, self.to_json())
+    def content(self) -> dict[str, Any]:
+        """All fields; ``rows`` is there for programs and follows from ``runs``."""
+        return {**super().content(), "rows": [dataclasses.asdict(row) for row in self.rows]}
 
     def _row(self, runs: Sequence[AccuracyRun], reference: Sequence[float], dense_sent: float | None) -> AccuracyRow:
         found, sent = _accuracies(runs), _median(_sent(runs))

@@ -1,21 +1,17 @@
 """The result file of ``syncline bench``: what every number in it means, and its JSON form.
 
 Owns the names, units and JSON of a ``BenchResult`` and its rows. Does not know how they were measured or how they are
-shown. The keys of the JSON are the field names; fields are only ever added, keys that are not known are ignored, and
-what could not be measured is ``null``.
+shown. The rules of ``result_file`` hold here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import ClassVar
 
-from ..errors import DataError
-from .files import replace_text
-from .rows import finite, known
+from .result_file import ResultFile, reader
 
 
 @dataclass(frozen=True)
@@ -77,12 +73,15 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class BenchResult:
+class BenchResult(ResultFile):
     """A whole bench: where and with what it ran, and its rows.
 
     ``source_sha256`` is a digest of the package's source files: with ``commit`` it says whether rows of another run
     are of the same code.
     """
+
+    verb: ClassVar = "bench"
+    lists: ClassVar = {"rows": reader(Measured)}
 
     machine: str
     cores: int
@@ -104,24 +103,6 @@ class BenchResult:
             getattr(self, name) == getattr(other, name)
             for name in ("machine", "cores", "versions", "commit", "source_sha256")
         )
-
-    def to_json(self) -> str:
-        """The text of the result file: strict JSON."""
-        return json.dumps(finite(dataclasses.asdict(self)), indent=1, allow_nan=False) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> BenchResult:
-        """Read a result file's text back; raises DataError where it is not one."""
-        try:
-            data = json.loads(text)
-            rows = tuple(Measured(**known(Measured, item)) for item in data["rows"])
-            return cls(**{**known(cls, data), "rows": rows})
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise DataError(f"this is not a result file of syncline bench: {error!r}") from None
-
-    def save(self, path: Path) -> None:
-        """Write the result file in one piece, so that a reader never sees half of it."""
-        replace_text(path, self.to_json())
 
 
 def places(rows: tuple[Measured, ...]) -> tuple[tuple[Measured, ...], ...]:

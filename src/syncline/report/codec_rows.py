@@ -1,20 +1,16 @@
 """The result file of ``syncline bench-codecs``: what every number in it means, and its JSON form.
 
-Owns the names, units and JSON of a ``CodecResult`` and its rows; the rules of ``bench_rows`` hold here too. Does not
+Owns the names, units and JSON of a ``CodecResult`` and its rows; the rules of ``result_file`` hold here. Does not
 know how anything was measured.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import ClassVar
 
-from ..errors import DataError
-from .files import replace_text
-from .rows import finite, known
+from .result_file import ResultFile, reader
 
 
 @dataclass(frozen=True)
@@ -45,11 +41,14 @@ class CodecRow:
 
 
 @dataclass(frozen=True)
-class CodecResult:
+class CodecResult(ResultFile):
     """A whole run: where, with what and how it was measured, and its rows.
 
     ``workers`` is the number of ranks of the allreduce that ``pays_below_bit_per_s`` is about.
     """
+
+    verb: ClassVar = "bench-codecs"
+    lists: ClassVar = {"rows": reader(CodecRow)}
 
     machine: str
     cores: int
@@ -62,21 +61,3 @@ class CodecResult:
     repetitions: int
     workers: int
     rows: tuple[CodecRow, ...] = ()
-
-    def to_json(self) -> str:
-        """The text of the result file: strict JSON."""
-        return json.dumps(finite(dataclasses.asdict(self)), indent=1, allow_nan=False) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> CodecResult:
-        """Read a result file's text back; raises DataError where it is not one."""
-        try:
-            data = json.loads(text)
-            rows = tuple(CodecRow(**known(CodecRow, item)) for item in data["rows"])
-            return cls(**{**known(cls, data), "rows": rows})
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise DataError(f"this is not a result file of syncline bench-codecs: {error!r}") from None
-
-    def save(self, path: Path) -> None:
-        """Write the result file in one piece, so that a reader never sees half of it."""
-        replace_text(path, self.to_json())

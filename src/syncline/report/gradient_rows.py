@@ -1,20 +1,16 @@
 """The result file of ``syncline bench-gradients``: what every number in it means, and its JSON form.
 
-Owns the names, units and JSON of a ``GradientResult`` and its rows; the rules of ``bench_rows`` hold here too. Does not
+Owns the names, units and JSON of a ``GradientResult`` and its rows; the rules of ``result_file`` hold here. Does not
 know how anything was measured.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import ClassVar
 
-from ..errors import DataError
-from .files import replace_text
-from .rows import finite, known
+from .result_file import ResultFile, reader
 
 BARE = "bare"
 CONTIGUOUS = "contiguous"
@@ -66,8 +62,11 @@ class GradientRow:
 
 
 @dataclass(frozen=True)
-class GradientResult:
+class GradientResult(ResultFile):
     """A whole run: where and with what it was measured, and its rows."""
+
+    verb: ClassVar = "bench-gradients"
+    lists: ClassVar = {"rows": reader(GradientRow)}
 
     machine: str
     cores: int
@@ -77,24 +76,6 @@ class GradientResult:
     source_sha256: str
     started: str
     rows: tuple[GradientRow, ...] = ()
-
-    def to_json(self) -> str:
-        """The text of the result file: strict JSON."""
-        return json.dumps(finite(dataclasses.asdict(self)), indent=1, allow_nan=False) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> GradientResult:
-        """Read a result file's text back; raises DataError where it is not one."""
-        try:
-            data = json.loads(text)
-            rows = tuple(GradientRow(**known(GradientRow, item)) for item in data["rows"])
-            return cls(**{**known(cls, data), "rows": rows})
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise DataError(f"this is not a result file of syncline bench-gradients: {error!r}") from None
-
-    def save(self, path: Path) -> None:
-        """Write the result file in one piece, so that a reader never sees half of it."""
-        replace_text(path, self.to_json())
 
 
 def places(rows: tuple[GradientRow, ...]) -> tuple[tuple[GradientRow, ...], ...]:

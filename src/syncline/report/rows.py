@@ -1,8 +1,7 @@
 """The result file of a comparison: what every number in it means, and its JSON form.
 
 Owns the names, units and JSON of a ``Result`` and its ``Row``s. Does not know how they were measured or how they are
-shown. The keys of the JSON are the field names; fields are only ever added, so that older files stay readable, and keys
-that are not known here are ignored. A number that could not be measured is ``null``, never 0.
+shown. The rules of ``result_file`` hold here.
 
 The decomposition of an iteration into tasks (loading, copy to the device, forward, backward, aggregation, update) is
 that of Shi and Chu, "Performance modeling and evaluation of distributed deep learning frameworks on GPUs"
@@ -12,15 +11,11 @@ that of Shi and Chu, "Performance modeling and evaluation of distributed deep le
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from ..errors import DataError
-from .files import replace_text
+from .result_file import ResultFile, known
 
 STAGES = ("loading_s", "h2d_s", "forward_s", "backward_s", "update_s", "exposed_comm_s")
 """The parts of an iteration, in the order in which they happen; the last one overlaps none of the others."""
@@ -106,8 +101,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(ResultFile):
     """A whole comparison: where it ran, on what work, and its rows, the single worker first."""
+
+    verb: ClassVar = "compare"
+    lists: ClassVar = {"rows": lambda data: _row(data)}
 
     machine: str
     cores: int
@@ -126,6 +124,8 @@ class Result:
     """What one stream got from one host to another before the rows were measured."""
     modified: bool | None = None
     """True when the checkout differed from ``commit``."""
+    source_sha256: str = ""
+    """The digest of the package's source files."""
 
     @property
     def baseline(self) -> Row | None:
@@ -141,24 +141,6 @@ class Result:
         """This result with one more row at its end."""
         return dataclasses.replace(self, rows=(*self.rows, row))
 
-    def to_json(self) -> str:
-        """The text of the result file: strict JSON, not-a-number and infinities as null."""
-        return json.dumps(finite(dataclasses.asdict(self)), indent=1, allow_nan=False) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Result:
-        """Read a result file's text back; raises DataError where it is not one."""
-        try:
-            data = json.loads(text)
-            rows = tuple(_row(item) for item in data["rows"])
-            return cls(**{**known(cls, data), "rows": rows})
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise DataError(f"this is not a result file of syncline compare: {error!r}") from None
-
-    def save(self, path: Path) -> None:
-        """Write the result file in one piece, so that a reader never sees half of it."""
-        replace_text(path, self.to_json())
-
 
 def _row(data: Mapping[str, Any]) -> Row:
     curve = points(data.get("curve", ()))
@@ -169,19 +151,3 @@ def _row(data: Mapping[str, Any]) -> Row:
 def points(data: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
     """A curve of a result file."""
     return tuple(Point(**known(Point, point)) for point in data)
-
-
-def known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """What a result file says of the fields of a dataclass; keys of a later version are left out."""
-    return {item.name: data[item.name] for item in dataclasses.fields(cls) if item.name in data}
-
-
-def finite(value: Any) -> Any:
-    """``value`` with every not-a-number and infinity in it, at any depth, replaced by None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value

@@ -6,7 +6,6 @@ Owns which contestants there are and the making of rows. How a codec is driven a
 from __future__ import annotations
 
 import contextlib
-import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ from ...errors import UsageError
 from ...report.codec_rows import CodecResult, CodecRow
 from ...report.units import size as size_text
 from ...tuning.codec_times import Addition, CodecTimes, Progress, Timed, Trial, every_codec, in_turn, variants
-from ..machine import available_memory_bytes, describe, source_sha256
+from ..machine import available_memory_bytes, provenance
 
 WORKERS = 4
 """Ranks of the allreduce that the verdicts are about unless one says otherwise."""
@@ -103,17 +102,10 @@ def row_of(times: CodecTimes, torch_s: float | None, workers: int) -> CodecRow:
 
 
 def _result(request: Request, rows: tuple[CodecRow, ...]) -> CodecResult:
-    machine = describe()
     return CodecResult(
-        machine.description,
-        machine.cores,
-        machine.versions,
-        machine.commit,
-        machine.modified,
-        source_sha256(),
-        datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        request.elements,
-        request.repetitions,
-        request.workers,
-        rows,
+        **provenance(),
+        elements=request.elements,
+        repetitions=request.repetitions,
+        workers=request.workers,
+        rows=rows,
     )

@@ -7,7 +7,6 @@ started is ``start``'s business, and how it looks ``display``'s.
 
 from __future__ import annotations
 
-import datetime
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,7 @@ from ...errors import DataError, SynclineError, UsageError
 from ...launch.mpi_library import LIBRARIES, MpiLibrary, find_library
 from ...report.bench_rows import BenchResult, Measured
 from ...report.units import decimal_size as size_text
-from ..machine import describe, source_sha256
+from ..machine import provenance
 from ..messages import Message
 from .contenders import Name
 from .display import Display
@@ -35,16 +34,7 @@ _PATIENCE = 20.0
 
 def origin() -> BenchResult:
     """An empty result of this machine and code."""
-    machine = describe()
-    return BenchResult(
-        machine.description,
-        machine.cores,
-        machine.versions,
-        machine.commit,
-        machine.modified,
-        source_sha256(),
-        datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    )
+    return BenchResult(**provenance())
 
 
 def resumed(fresh: BenchResult, path: Path) -> BenchResult:

@@ -5,14 +5,12 @@ A set that fails leaves rows with its error for what it has not reported; the ne
 
 from __future__ import annotations
 
-import datetime
-
 import numpy as np
 
 from ...report.gradient_rows import GradientResult, GradientRow
 from ..collectives.display import Display, Task
 from ..collectives.start import SILENCE_S, Here, Moved, RanksFailed, run_ranks, where_text
-from ..machine import describe, source_sha256
+from ..machine import provenance
 from ..messages import Message
 from .forms import Form
 from .request import Model, Request, Work
@@ -23,17 +21,10 @@ RANK = ("-m", "syncline.bench.gradients.rank")
 def measure(request: Request, display: Display) -> GradientResult:
     """All rows of a request: numbers of ranks, in each its models, in each the forms."""
     rows = [row for ranks in request.ranks for row in _Set(request, ranks).measure(display)]
-    machine = describe()
     return GradientResult(
-        machine.description,
-        machine.cores,
-        machine.versions,
-        machine.commit,
-        machine.modified,
-        source_sha256(),
-        datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **provenance(),
         # Models together, for which a reader looks first.
-        tuple(sorted(rows, key=lambda row: [model.workload for model in request.models].index(row.workload))),
+        rows=tuple(sorted(rows, key=lambda row: [model.workload for model in request.models].index(row.workload))),
     )
 
 

@@ -1,0 +1,71 @@
+"""What all result files have in common: their JSON, how it is read back, and how it is written.
+
+The keys are the field names; fields are only ever added, so that older files stay readable, and keys that are not known
+here are ignored. A number that could not be measured is ``null``, never 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from ..errors import DataError
+from .files import replace_text
+
+_R = TypeVar("_R", bound="ResultFile")
+
+
+class ResultFile:
+    """The base of the frozen dataclasses that are the contents of a result file."""
+
+    verb: ClassVar[str]
+    """The command whose result it is."""
+    lists: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Any]]]
+    """The fields that are lists of dataclasses, with what reads one of them."""
+
+    def content(self) -> dict[str, Any]:
+        """What the file has: all fields."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload,no-any-return]
+
+    def to_json(self) -> str:
+        """The text of the result file: strict JSON, not-a-number and infinities as null."""
+        return json.dumps(finite(self.content()), indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls: type[_R], text: str) -> _R:
+        """Read a result file's text back; raises DataError where it is not one."""
+        try:
+            data = json.loads(text)
+            lists = {name: tuple(map(read, data[name])) for name, read in cls.lists.items()}
+            return cls(**{**known(cls, data), **lists})
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise DataError(f"this is not a result file of syncline {cls.verb}: {error!r}") from None
+
+    def save(self, path: Path) -> None:
+        """Write the result file in one piece, so that a reader never sees half of it."""
+        replace_text(path, self.to_json())
+
+
+def reader(cls: type) -> Callable[[Mapping[str, Any]], Any]:
+    """What reads one of a list of plain dataclasses."""
+    return lambda data: cls(**known(cls, data))
+
+
+def known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a result file says of the fields of a dataclass; keys of a later version are left out."""
+    return {item.name: data[item.name] for item in dataclasses.fields(cls) if item.name in data}
+
+
+def finite(value: Any) -> Any:
+    """``value`` with every not-a-number and infinity in it, at any depth, replaced by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
