@@ -9,14 +9,14 @@ import threading
 
 import torch
 
-from syncline.connecting import in_process
 from syncline.errors import PlanError
 from syncline.frameworks.torch import prepare
-from syncline.plan import COPY, REDUCE, Plan, check
+from syncline.launch.connecting import in_process
+from syncline.nouns import Group
+from syncline.plans import COPY, REDUCE, Plan, check
 from syncline.registry import register
 from syncline.report.draw import draw_plan
-from syncline.session import Session
-from syncline.types import Group
+from syncline.session.session import Session
 
 WORKERS, STEPS = 4, 20
 

@@ -18,10 +18,9 @@ import torch
 from sklearn.datasets import load_digits
 
 import syncline
-from syncline.codecs import Combine, Encoded, Floats, Payload, State, fresh_state
-from syncline.codecs.checks import check_words
+from syncline.codecs import Combine, Encoded, Floats, Payload, State, check_words, fresh_state
+from syncline.nouns import Spec
 from syncline.registry import register
-from syncline.types import Spec
 
 
 @register("codecs", "upper")

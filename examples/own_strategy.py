@@ -18,10 +18,10 @@ import torch
 
 import syncline
 from syncline.errors import StrategyError, UsageError
+from syncline.nouns import Bucket, Group, Layer, Slice
 from syncline.registry import register
 from syncline.schedules import Cost
-from syncline.strategy import Strategy
-from syncline.types import Bucket, Group, Layer, Slice
+from syncline.strategy.strategy import Strategy
 
 
 @register("schedules", "even")

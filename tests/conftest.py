@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from syncline.connecting import in_process
 from syncline.errors import PeerError
-from syncline.session import Session
+from syncline.launch.connecting import in_process
+from syncline.session.session import Session
 
 LIMIT_S = 120.0
 """Kernels may have to be compiled within it."""

@@ -227,7 +227,7 @@ def test_show_draws_the_plan_for_the_group(
     module.draw_plan = lambda plan: f"{plan.name} of {plan.world} in {plan.steps} steps"
     monkeypatch.setitem(sys.modules, module.__name__, module)
     from syncline import registry
-    from syncline.types import Group
+    from syncline.nouns import Group
 
     result = call(*(word.replace(",t", " t") for word in line.split()))
     assert result.exit_code == 0, result.output

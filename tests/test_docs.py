@@ -13,13 +13,13 @@ from syncline.bench.contenders import contender_of
 from syncline.cli import cli
 from syncline.codecs import Codec
 from syncline.errors import UsageError
-from syncline.grammar import Part, read_part
-from syncline.parts import build
+from syncline.nouns import Spec
 from syncline.report.rows import BASELINE
-from syncline.strategy import Strategy
+from syncline.strategy.grammar import Part, read_part
+from syncline.strategy.parts import build
+from syncline.strategy.strategy import Strategy
+from syncline.strategy.words import WORDS, vocabulary
 from syncline.tuning.codec_times import every_codec
-from syncline.types import Spec
-from syncline.words import WORDS, vocabulary
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from syncline.errors import ClosedError
-from syncline.session import Session
+from syncline.session.session import Session
 
 LIMIT_S = 30.0
 HERE = Path(__file__).parent

@@ -61,8 +61,8 @@ def test_asking_for_help_loads_not_even_numpy(arguments: list[str]) -> None:
 
 def test_parsing_a_strategy_loads_no_framework() -> None:
     loaded = loaded_by(
-        "from syncline.strategy import Strategy; Strategy.parse('ring')\n"
-        "from syncline.words import vocabulary; vocabulary()\n"
+        "from syncline.strategy.strategy import Strategy; Strategy.parse('ring')\n"
+        "from syncline.strategy.words import vocabulary; vocabulary()\n"
     )
     assert not loaded & HEAVY
 

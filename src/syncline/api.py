@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import numpy as np
 
 from . import checkpoint
-from .connecting import connect_session
 from .errors import ClosedError, NotBuiltError, PeerError, SynclineError, UsageError
 from .launch import attendance
+from .launch.connecting import connect_session
 from .launch.environment import Environment
 from .launch.guard import end_with_launcher
 from .launch.meeting import MeetingPoint, secret_bytes
 from .launch.places import Variables
-from .session import Session
-from .statistics import Stats
-from .strategy import Strategy
-from .types import Group
+from .nouns import Group
+from .session.session import Session
+from .session.stats import Stats
+from .strategy.strategy import Strategy
 from .wire.saying import first_time, say
 from .wire.watch import FAILED, FAILED_STATUS, LIVENESS_S
 
@@ -410,7 +410,7 @@ def _flat(tensor: Any) -> tuple[np.ndarray[Any, Any], Any]:
     import torch
 
     from .frameworks.torch.storage import as_bytes, dtype_name
-    from .types import numpy_dtype
+    from .nouns import numpy_dtype
 
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"expected a torch tensor or a numpy array, got {type(tensor).__name__}")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .choice import Choice
-from .compression import Compression, Saved
+from .compression.compression import Compression, Saved
 from .errors import UsageError
-from .session import Session
+from .session.session import Session
+from .strategy.choice import Choice
 
 if TYPE_CHECKING:
     from .frameworks.torch import Prepared

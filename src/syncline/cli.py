@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from .grammar import Part
-    from .types import Group
+    from .nouns import Group
+    from .strategy.grammar import Part
 
 INTERRUPTED = 130
 
@@ -107,8 +107,8 @@ def run(
 
     env = {}
     if strategy is not None:
-        from .strategy import Strategy
-        from .types import Group
+        from .nouns import Group
+        from .strategy.strategy import Strategy
 
         parsed = Strategy.parse(strategy)
         if servers is not None and servers != parsed.servers:
@@ -225,7 +225,7 @@ def accuracy(
     if epochs is not None and iterations is not None:
         raise click.UsageError("--epochs and --iterations exclude each other")
     from .bench import accuracy as table
-    from .grammar import read_list, read_value
+    from .strategy.grammar import read_list, read_value
 
     status = table.run(
         workload,
@@ -278,8 +278,8 @@ def bench(
     if goals and (ranks or contenders or lab or repetitions or collective != "allreduce"):
         raise click.UsageError("--goals says itself what is measured: it goes with --sizes and the files only")
     from .bench.collectives import command, request
-    from .grammar import read_list, read_value
-    from .types import Rate, Size
+    from .nouns import Rate, Size
+    from .strategy.grammar import read_list, read_value
 
     nbytes = [read_value(size, Size, "--sizes") for size in read_list(sizes)]
     if goals:
@@ -316,7 +316,7 @@ def bench_codecs(
 ) -> None:
     """Measure what every codec costs on one core, and say below which link speed it makes an allreduce faster."""
     from .bench.codecs import command
-    from .grammar import read_list
+    from .strategy.grammar import read_list
 
     command.run(elements, read_list(codecs), repetitions=repetitions, workers=workers, json_path=json_path)
 
@@ -345,7 +345,7 @@ def bench_gradients(
 ) -> None:
     """Measure what gradients cost that are copied together and back, beside buckets that are their memory."""
     from .bench.gradients import command, request
-    from .grammar import read_list, read_value
+    from .strategy.grammar import read_list, read_value
 
     asked = request.request_of(
         workloads=read_list(workloads),
@@ -383,9 +383,9 @@ def lab(
 
     The exit status is that of the first process that failed.
     """
-    from .grammar import read_value
     from .lab import job
-    from .types import Group, Rate
+    from .nouns import Group, Rate
+    from .strategy.grammar import read_value
 
     if listing or clean:
         if command:
@@ -396,7 +396,7 @@ def lab(
         raise click.UsageError("there is no command to run: syncline lab --hosts 4 -- COMMAND ARGS...")
     env, servers = {}, 0
     if strategy is not None:
-        from .strategy import Strategy
+        from .strategy.strategy import Strategy
 
         parsed = Strategy.parse(strategy)
         servers = parsed.servers
@@ -425,8 +425,8 @@ def lab(
 @click.option("--servers", type=click.IntRange(min=1), help="Short for ps(servers=...).")
 def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | None) -> None:
     """Draw the plan of ALGORITHM, such as ring, "ps(servers=2)" or broadcast."""
-    from .parts import bind, build
     from .report.draw import draw_plan
+    from .strategy.parts import bind, build
 
     part = _planned(algorithm)
     if servers is not None:
@@ -439,7 +439,7 @@ def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | No
 @cli.command()
 def strategies() -> None:
     """List every word that a strategy may say."""
-    from .words import vocabulary
+    from .strategy.words import vocabulary
 
     words = vocabulary()
     for word in dict.fromkeys(item.word for item in words):
@@ -456,9 +456,9 @@ def _planned(text: str) -> Part:
     """The algorithm that a text names, or the architecture of a whole strategy; UsageError when it has no plan."""
     from . import registry
     from .errors import UsageError
-    from .grammar import read_words
-    from .strategy import Strategy
-    from .words import built_names, known_as
+    from .strategy.grammar import read_words
+    from .strategy.strategy import Strategy
+    from .strategy.words import built_names, known_as
 
     words = read_words(text)
     part = words[0][1] if len(words) == 1 and not words[0][0] else Strategy.parse(text).architecture
@@ -482,7 +482,7 @@ def _planned(text: str) -> Part:
 def _group(ranks: int | None, nodes: str | None, servers: int) -> Group:
     """The group to draw; raises UsageError when --ranks and --nodes disagree."""
     from .errors import UsageError
-    from .types import Group
+    from .nouns import Group
 
     if nodes is None:
         return Group(4 if ranks is None else ranks, servers)

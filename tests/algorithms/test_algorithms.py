@@ -10,8 +10,9 @@ import pytest
 
 from syncline import registry
 from syncline.errors import PlanError, UsageError
-from syncline.plan import Plan, check, phases
-from syncline.types import Group
+from syncline.nouns import Group
+from syncline.plans.check import check, phases
+from syncline.plans.plan import Plan
 
 ENTRIES = registry.entries("algorithms")
 NAMES = [entry.name for entry in ENTRIES]

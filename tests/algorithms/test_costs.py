@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from syncline import registry
-from syncline.plan import REDUCE, Plan
-from syncline.types import Group
+from syncline.nouns import Group
+from syncline.plans.plan import REDUCE, Plan
 
 POWERS = [2, 4, 8, 16, 32, 64]
 OTHERS = [3, 5, 6, 7, 12, 31, 33, 63]

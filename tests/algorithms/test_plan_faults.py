@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from syncline import registry
 from syncline.errors import PlanError
-from syncline.plan import Plan, check, depends
-from syncline.types import Group
+from syncline.nouns import Group
+from syncline.plans.check import check, depends
+from syncline.plans.plan import Plan
 
 NAMES_RANKS = re.compile(
     r"step \d+, \d+ -> \d+ (reduce|copy) chunks? \d+.*rank \d+|at the end rank \d+ .* of ranks? \d+"

@@ -25,7 +25,7 @@ from syncline.errors import DataError
 from syncline.report import accuracy_table
 from syncline.report.accuracy_rows import AccuracyResult, AccuracyRun
 from syncline.report.rows import Point, Row
-from syncline.strategy import Strategy
+from syncline.strategy.strategy import Strategy
 from syncline.workloads import load
 
 pytest.importorskip("torch")

@@ -12,8 +12,8 @@ from syncline.bench.collectives.contenders import read_name
 from syncline.bench.collectives.kinds import COLLECTIVES
 from syncline.bench.collectives.request import missing, request_of
 from syncline.errors import StrategyError, UsageError
-from syncline.grammar import read_list
-from syncline.types import Rate
+from syncline.nouns import Rate
+from syncline.strategy.grammar import read_list
 
 
 @pytest.fixture(autouse=True)

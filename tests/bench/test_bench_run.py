@@ -18,8 +18,8 @@ from syncline.bench.collectives.start import RanksFailed, where_text
 from syncline.bench.collectives.work import Position, Turn, Work
 from syncline.errors import UsageError
 from syncline.launch.mpi_library import MpiLibrary
+from syncline.nouns import Rate
 from syncline.report.bench_rows import BenchResult, Measured
-from syncline.types import Rate
 
 Play = Callable[[Work, Callable[[dict[str, Any]], None]], None]
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.bench.bound import bound_s, bounded, link_bytes_per_s
+from syncline.nouns import Spec
 from syncline.report.rows import Row
-from syncline.types import Spec
-from syncline.workloads.trace import Trace, TracedLayer
+from syncline.workloads._trace import Trace, TracedLayer
 
 
 def trace_of(elements: int, seconds: float) -> Trace:

@@ -16,9 +16,9 @@ from syncline.bench import compare
 from syncline.bench.cases import Case, Plan
 from syncline.bench.site import HERE, Site, site_of
 from syncline.errors import UsageError
+from syncline.nouns import Rate, Spec
 from syncline.report.rows import Row
-from syncline.types import Rate, Spec
-from syncline.workloads.trace import Trace, TracedLayer
+from syncline.workloads._trace import Trace, TracedLayer
 
 TRACE = Trace("t", (TracedLayer("a", (Spec("weight", (1_000_000,)),), 0.001, 0.001),))
 

@@ -13,9 +13,9 @@ from syncline.codecs.linear import Int8
 from syncline.codecs.sparse import TopK
 from syncline.codecs.threshold import Threshold
 from syncline.errors import UsageError
-from syncline.parts import bind, build, part_of, signature
-from syncline.strategy import Strategy
-from syncline.types import Size, Spec
+from syncline.nouns import Size, Spec
+from syncline.strategy.parts import bind, build, part_of, signature
+from syncline.strategy.strategy import Strategy
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from syncline.codecs.cast import Bf16, Fp8, Fp16
-from syncline.types import Spec, numpy_dtype
+from syncline.nouns import Spec, numpy_dtype
 
 
 def sent(codec: Any, x: NDArray[np.float32], state: Any) -> NDArray[np.float32]:

@@ -11,11 +11,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from syncline.codecs import Codec, Encoded, Floats, Payload, PayloadError, State
-from syncline.codecs.device import kernels_for, to_device, to_host
+from syncline.codecs._device import kernels_for, to_device, to_host
 from syncline.errors import UsageError
-from syncline.grammar import read_part
-from syncline.parts import build
-from syncline.types import Spec
+from syncline.nouns import Spec
+from syncline.strategy.grammar import read_part
+from syncline.strategy.parts import build
 
 torch = pytest.importorskip("torch")
 if find_spec("triton") is None:

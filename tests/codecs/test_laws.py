@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from syncline import registry
 from syncline.codecs import Chooses, Codec, Decays, Floats, Payload, PayloadError, State, Stochastic
-from syncline.grammar import read_part
-from syncline.parts import build
-from syncline.types import Spec, numpy_dtype
+from syncline.nouns import Spec, numpy_dtype
+from syncline.strategy.grammar import read_part
+from syncline.strategy.parts import build
 
 EPSILON = 2.0**-23
 SMALLEST = 2.0**-149

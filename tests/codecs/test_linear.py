@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from syncline.codecs.linear import Int4, Int8
 from syncline.errors import UsageError
-from syncline.types import Spec
+from syncline.nouns import Spec
 
 BOTH: list[Any] = [Int8(), Int4(), Int8(block=64), Int4(block=8)]
 

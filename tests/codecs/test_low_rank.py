@@ -14,8 +14,8 @@ from syncline.codecs import Floats, Rounds, State
 from syncline.codecs.low_rank import PowerSGD
 from syncline.errors import UsageError
 from syncline.kernels.low_rank import orthonormalise
-from syncline.strategy import Strategy
-from syncline.types import Spec
+from syncline.nouns import Spec
+from syncline.strategy.strategy import Strategy
 
 laws = settings(deadline=None, max_examples=40)
 SHAPES = [(8, 6), (64, 32, 3, 3), (1, 50), (50, 1), (7, 300), (300, 7), (16, 1, 5, 5), (129, 257)]

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from syncline.codecs.onebit import Onebit, Sign
 from syncline.errors import UsageError
-from syncline.strategy import Strategy
-from syncline.types import Spec
+from syncline.nouns import Spec
+from syncline.strategy.strategy import Strategy
 
 SIZES = [1, 33, 16384, 40_001]
 

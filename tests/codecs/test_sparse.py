@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.codecs import Floats, Payload, PayloadError, State
-from syncline.codecs.largest import Source, choose_largest
-from syncline.codecs.pairs import pair_words, read_pairs
+from syncline.codecs._largest import Source, choose_largest
+from syncline.codecs._pairs import pair_words, read_pairs
 from syncline.codecs.sparse import GTopK, RandomK, TopK, share
 from syncline.errors import UsageError
-from syncline.strategy import Strategy
-from syncline.types import Spec
+from syncline.nouns import Spec
+from syncline.strategy.strategy import Strategy
 
 laws = settings(deadline=None, max_examples=40)
 NONE = np.empty(0, np.float32)

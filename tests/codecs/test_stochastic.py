@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from syncline.codecs.stochastic import Natural, Qsgd
 from syncline.errors import UsageError
-from syncline.strategy import Strategy
-from syncline.types import Spec
+from syncline.nouns import Spec
+from syncline.strategy.strategy import Strategy
 
 
 def sent(codec: Any, x: NDArray[np.float32], step: int = 0, rank: int = 0) -> NDArray[np.float32]:

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from syncline.codecs.ternary import Ternary
 from syncline.errors import UsageError
-from syncline.strategy import Strategy
-from syncline.types import Spec
+from syncline.nouns import Spec
+from syncline.strategy.strategy import Strategy
 
 BOTH = [Ternary(), Ternary(clip=0), Ternary(rounding="nearest")]
 

@@ -15,12 +15,12 @@ import pytest
 from remote import World
 
 from mpi_launch import LIBRARIES
+from syncline.nouns import Rate, Seconds
 from syncline.transports import Handle, Place, Transport
-from syncline.transports.auto import Auto
+from syncline.transports._auto import Auto
 from syncline.transports.inproc import Hub
 from syncline.transports.shm import Shm
 from syncline.transports.tcp import Tcp
-from syncline.types import Rate, Seconds
 from syncline.wire.store import MemoryStore
 
 LIMIT_S = 20.0

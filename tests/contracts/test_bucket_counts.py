@@ -15,9 +15,9 @@ from ends import network
 
 from syncline.frameworks.torch import Prepared, prepare
 from syncline.kernels.board import SLOTS
-from syncline.session import Session
-from syncline.strategy import Strategy
-from syncline.types import Group
+from syncline.nouns import Group
+from syncline.session.session import Session
+from syncline.strategy.strategy import Strategy
 
 STEPS = 3
 COUNTS = [SLOTS, SLOTS + 1, 200]

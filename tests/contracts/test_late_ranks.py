@@ -12,12 +12,12 @@ import pytest
 import torch
 from ends import network
 
-from syncline import ending
 from syncline.errors import PeerError, PeerLost
 from syncline.frameworks.torch import prepare
-from syncline.session import Session
-from syncline.strategy import Strategy
-from syncline.types import Group
+from syncline.nouns import Group
+from syncline.session import ending
+from syncline.session.session import Session
+from syncline.strategy.strategy import Strategy
 from syncline.wire.member import Member, Roll
 from syncline.wire.watch import Watcher
 

@@ -12,8 +12,8 @@ from ends import Net, network, numbers
 
 from mpi_launch import LIBRARIES
 from syncline.errors import PeerLost, UsageError
+from syncline.nouns import numpy_dtype
 from syncline.transports import Handle, Transport
-from syncline.types import numpy_dtype
 
 LIBRARY_KINDS = ["torch", *LIBRARIES]
 ADDED = ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "int64", "uint64"]

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 from syncline.errors import PeerLost, ProtocolError, SynclineError
 from syncline.kernels.board import BOARD_BYTES, MOST_SEGMENTS
+from syncline.nouns import Rate, Seconds
 from syncline.transports import INLINE_BYTES, Bytes, Handle, Transport, shm, tcp
-from syncline.transports.envelope import FRAME_BYTES, HEADER_BYTES, SLOTS, Enveloped
+from syncline.transports._envelope import FRAME_BYTES, HEADER_BYTES, SLOTS, Enveloped
 from syncline.transports.shm import Shm
 from syncline.transports.tcp import Tcp
-from syncline.types import Rate, Seconds
 from syncline.wire.link import header
 
 QUIET = 8
@@ -476,7 +476,7 @@ def test_any_frames_of_a_library_are_messages_or_a_fault_of_their_sender(data: l
 
 
 def test_as_many_bodies_as_a_library_has_tags_for_and_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.transports.envelope.SLOTS", 5)
+    monkeypatch.setattr("syncline.transports._envelope.SLOTS", 5)
     end = Scripted()
     sent = [end.send(0, tag, np.zeros(LARGE, np.uint8)) for tag in range(6)]
     assert [handle.done for handle in sent] == [False] * 5 + [True]

@@ -10,7 +10,7 @@ import torch
 from toy import mlp
 
 from syncline.frameworks.torch import prepare
-from syncline.session import Session
+from syncline.session.session import Session
 
 OPTIMIZERS: dict[str, Any] = {
     "Adam": torch.optim.Adam,

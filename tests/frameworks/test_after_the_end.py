@@ -15,7 +15,7 @@ from toy import SERVED, STRATEGIES, Here, alone, batch, close, loss_of, mlp, on_
 
 from syncline.errors import UsageError
 from syncline.frameworks.torch import prepare
-from syncline.session import Session
+from syncline.session.session import Session
 
 
 def saved_and_loaded(model: torch.nn.Module) -> Any:

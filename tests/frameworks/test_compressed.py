@@ -13,8 +13,8 @@ from toy import batch, loss_of, mlp
 from syncline import registry
 from syncline.errors import StrategyError, UsageError
 from syncline.frameworks.torch import prepare
-from syncline.session import Session
-from syncline.strategy import Strategy
+from syncline.session.session import Session
+from syncline.strategy.strategy import Strategy
 
 TEXTS = [text for entry in registry.entries("codecs") for text in entry.capabilities.get("examples", (entry.name,))]
 ARCHITECTURES = [
@@ -118,7 +118,7 @@ def test_half_and_double_precision_models(group: Any, text: str) -> None:
 
 
 def test_the_strategy_says_what_really_happens() -> None:
-    from syncline.types import Group
+    from syncline.nouns import Group
 
     resolved = Strategy.parse("ring codec=int8").resolve(Group(2))
     assert resolved.architecture.name == "direct"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from syncline.frameworks.torch import prepare
-from syncline.session import Session
+from syncline.session.session import Session
 
 STEPS = 5
 BATCH = 12

@@ -15,7 +15,7 @@ from toy import SERVED, STRATEGIES, Here, batch, fill, loss_of, mlp, on_group, s
 from syncline.errors import GradientError, MismatchError
 from syncline.frameworks.torch.intact import SAMPLES, Contents, Forms
 from syncline.frameworks.torch.storage import Storage, layers_of
-from syncline.strategy import Strategy
+from syncline.strategy.strategy import Strategy
 
 Change = Callable[[Here], object]
 

@@ -10,7 +10,7 @@ from toy import Here, alone, batch, close, fill, loss_of, mlp, sgd, weights
 
 from syncline.errors import GradientError, MismatchError, UsageError
 from syncline.frameworks.torch import prepare
-from syncline.session import MODEL_KEYS, Session
+from syncline.session.session import MODEL_KEYS, Session
 
 KEPT = ["ring", "direct schedule=wait_free", "ps(servers=2, on=workers)", "ps(servers=1, on=workers, update=worker)"]
 

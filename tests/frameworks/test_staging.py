@@ -21,7 +21,7 @@ from syncline.errors import NotBuiltError, SynclineError, UsageError
 from syncline.frameworks.torch import prepare
 from syncline.frameworks.torch.staging import Copy, CudaCopier, HostCopier, InPlace, Staged, device_of, staging_for
 from syncline.frameworks.torch.storage import Pair
-from syncline.session import Session
+from syncline.session.session import Session
 
 LIMIT_S = 30.0
 

@@ -14,7 +14,7 @@ import syncline
 from syncline import api
 from syncline.errors import NotBuiltError, UsageError
 from syncline.frameworks.torch import prepare
-from syncline.session import Session
+from syncline.session.session import Session
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from syncline.frameworks.torch import Options, prepare
 from syncline.frameworks.torch.replica import Replica
 from syncline.frameworks.torch.served import Client
 from syncline.frameworks.torch.staging import HostCopier
-from syncline.session import Session
+from syncline.session.session import Session
 
 STAGED = " staged"
 """After a strategy: the model lives on a device, for which the CPU stands in, and is copied to and fro."""

@@ -18,10 +18,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from syncline.codecs import Codec
-from syncline.grammar import read_part
 from syncline.kernels.cuda import blocks, cast, pairs, selection
-from syncline.parts import build
-from syncline.types import Spec
+from syncline.nouns import Spec
+from syncline.strategy.grammar import read_part
+from syncline.strategy.parts import build
 
 TYPES = {
     torch.float32: "*fp32",

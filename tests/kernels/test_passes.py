@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from syncline.kernels import cpu
 from syncline.kernels.passes import CODES, sum_arrays
-from syncline.types import numpy_dtype
+from syncline.nouns import numpy_dtype
 
 
 @st.composite

@@ -11,7 +11,7 @@ import pytest
 from bits import same
 from numpy.typing import NDArray
 
-from syncline.types import numpy_dtype
+from syncline.nouns import numpy_dtype
 
 HALVES = {
     "float16": (elementwise.widen_float16, elementwise.narrow_float16),

@@ -10,7 +10,7 @@ import pytest
 from syncline.errors import UsageError
 from syncline.lab import Lab
 from syncline.lab.namespaces import check_able
-from syncline.types import Rate
+from syncline.nouns import Rate
 
 RATE = Rate(200e6)
 

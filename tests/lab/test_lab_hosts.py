@@ -19,7 +19,7 @@ from syncline.errors import UsageError
 from syncline.lab import Lab, goodput, namespaces
 from syncline.lab.records import Registry
 from syncline.launch.local import launch
-from syncline.types import Rate
+from syncline.nouns import Rate
 
 LIMIT_S = 60.0
 MEETING = Path(__file__).with_name("meeting.py")

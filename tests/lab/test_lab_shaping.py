@@ -10,7 +10,7 @@ from syncline.errors import UsageError
 from syncline.lab import links
 from syncline.lab.naming import address
 from syncline.lab.shaping import LEAST, MOST, PEAK, shape
-from syncline.types import Rate
+from syncline.nouns import Rate
 
 RATES = st.floats(LEAST, MOST).map(Rate)
 

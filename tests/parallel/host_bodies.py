@@ -13,7 +13,7 @@ import numpy as np
 import rank_bodies as bodies
 
 import syncline
-from syncline import connecting
+from syncline.launch import connecting
 from syncline.wire.listener import Listener
 from syncline.wire.member import Member
 from syncline.wire.rollcall import describe_self

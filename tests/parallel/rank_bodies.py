@@ -22,8 +22,8 @@ import psutil
 import torch
 
 import syncline
-from syncline import connecting
 from syncline.errors import ClosedError, GroupError, PeerError, SynclineError, UsageError
+from syncline.launch import connecting
 from syncline.wire.watch import Watcher
 
 SECRET = "the secret of these tests"

@@ -9,7 +9,7 @@ import host_bodies
 import rank_bodies as bodies
 import torch
 
-from syncline.engine import Engine
+from syncline.engine.engine import Engine
 from syncline.frameworks.torch import replica
 from syncline.frameworks.torch.staging import HostCopier, Staging, staging_for
 

@@ -37,7 +37,7 @@ print(sorted(syncline.stats().algorithms.items()))
 SHUFFLED = """
 import sys
 import numpy, syncline
-from syncline.plan import COPY, REDUCE, Plan
+from syncline.plans.plan import COPY, REDUCE, Plan
 from syncline.registry import register
 from syncline.tuning import cache, measuring
 

@@ -14,9 +14,9 @@ from host_bodies import pretend
 
 import syncline
 from syncline import api, registry
-from syncline.plan import COPY, REDUCE, Plan
+from syncline.nouns import Group
+from syncline.plans.plan import COPY, REDUCE, Plan
 from syncline.tuning import measuring
-from syncline.types import Group
 
 
 def starts(line: Connection, place: bodies.Place, nodes: list[int], strategy: str, budget_s: float) -> None:

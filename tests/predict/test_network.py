@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline import registry
-from syncline.plan import Plan
+from syncline.nouns import Group
+from syncline.plans.plan import Plan
 from syncline.predict.network import Network, fit_ring, plan_s
-from syncline.types import Group
 
 Cost = tuple[float, float, float]
 """Factors of a, nb and ng."""

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline import registry
-from syncline.plan import Plan
+from syncline.nouns import Group
+from syncline.plans.plan import Plan
 from syncline.report.draw import WIDTH, draw_plan
-from syncline.types import Group
 
 
 def make(name: str, workers: int) -> Plan:

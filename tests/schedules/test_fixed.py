@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from syncline import registry
 from syncline.errors import UsageError
+from syncline.nouns import Layer, Size, Spec
 from syncline.schedules import Schedule
 from syncline.schedules.fixed import Fifo, Fixed, WaitFree
-from syncline.types import Layer, Size, Spec
 
 LAYERS = st.lists(
     st.builds(

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from syncline.errors import UsageError
+from syncline.nouns import numpy_dtype
 from syncline.transports import Place
-from syncline.types import numpy_dtype
 from syncline.wire.store import MemoryStore
 
 torch = pytest.importorskip("torch")

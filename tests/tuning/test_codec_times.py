@@ -11,11 +11,11 @@ import pytest
 from syncline import registry
 from syncline.codecs import Codec, Floats, State, Wraps, fresh_state
 from syncline.errors import UsageError
-from syncline.grammar import read_part
-from syncline.parts import build
+from syncline.nouns import Spec
+from syncline.strategy.grammar import read_part
+from syncline.strategy.parts import build
 from syncline.tuning import codec_times
 from syncline.tuning.codec_times import Trial, every_codec, in_turn, measure_codec, measure_codecs, told, variants
-from syncline.types import Spec
 
 N = 5000
 

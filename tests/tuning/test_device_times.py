@@ -7,8 +7,8 @@ import pytest
 from syncline.codecs.feedback import Feedback
 from syncline.codecs.linear import Int8
 from syncline.errors import UsageError
+from syncline.nouns import Spec
 from syncline.tuning.device_times import DeviceTimes, measure_on_gpu
-from syncline.types import Spec
 
 torch = pytest.importorskip("torch")
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from syncline import registry, tuning
 from syncline.algorithms.tree import tree
-from syncline.choice import choose
 from syncline.errors import UsageError
-from syncline.plan import Plan
-from syncline.session import Session
-from syncline.strategy import Strategy
+from syncline.nouns import Group
+from syncline.plans.plan import Plan
+from syncline.session.session import Session
+from syncline.strategy.choice import choose
+from syncline.strategy.strategy import Strategy
 from syncline.tuning.measuring import HOPELESS, SIZES, Course, Measuring, plan_course
-from syncline.types import Group
 
 seconds = st.floats(1e-6, 100.0)
 
@@ -117,8 +117,8 @@ def test_all_workers_measure_the_same_and_then_run_what_was_chosen(group: Any, b
 
 
 def test_workers_that_resume_with_different_tables_are_told(group: Any) -> None:
-    from syncline.choice import Choice
     from syncline.errors import MismatchError
+    from syncline.strategy.choice import Choice
 
     def body(session: Session) -> None:
         session.resume_with(Choice(((0, "tree"),)))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.choice import Choice
+from syncline.strategy.choice import Choice
 from syncline.tuning import cache
 
 CHOICE = Choice(((0, "tree"), (65536, "ring")))

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from syncline.nouns import Rate, Seconds
 from syncline.transports import Handle
 from syncline.transports.tcp import Tcp
-from syncline.types import Rate, Seconds
 from syncline.wire.shape import Pacer, Shape
 from syncline.wire.shaped import Line
 

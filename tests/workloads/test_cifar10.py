@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from syncline.errors import DataError
 from syncline.workloads import load
-from syncline.workloads.cifar10_reader import PARTS, _python, read
+from syncline.workloads._cifar10_reader import PARTS, _python, read
 
 IMAGES = 4
 ALL_CODES = [code.code.encode("latin1") for code in pickletools.opcodes]
@@ -292,7 +292,7 @@ def test_members_without_end_are_not_all_read(tmp_path):
 
 @pytest.mark.parametrize("limit", ["GREATEST_FILE_BYTES", "_GREATEST_BYTES"])
 def test_files_larger_than_any_of_cifar_are_not_read_whole(tmp_path, limit, monkeypatch):
-    monkeypatch.setattr(f"syncline.workloads.cifar10_reader.{limit}", 10_000)
+    monkeypatch.setattr(f"syncline.workloads._cifar10_reader.{limit}", 10_000)
     for written in (as_folder(tmp_path, files("binary")), as_zip(tmp_path, files("binary"))):
         with pytest.raises(DataError, match="more than 10000 bytes: not CIFAR-10"):
             read(written)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.workloads.pace import CARRIED_S, INTERPRETER_S, Pacer
+from syncline.workloads._pace import CARRIED_S, INTERPRETER_S, Pacer
 
 durations = st.lists(st.floats(1e-5, 0.05), min_size=1, max_size=40)
 late = st.lists(st.floats(0, 0.01), max_size=40)

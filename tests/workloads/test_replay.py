@@ -10,13 +10,13 @@ import torch
 
 from syncline.errors import UsageError
 from syncline.frameworks.torch import prepare
-from syncline.session import Session
-from syncline.types import Spec
+from syncline.nouns import Spec
+from syncline.session.session import Session
 from syncline.workloads import Workload, load
+from syncline.workloads._pace import Pacer
+from syncline.workloads._trace import Trace, TracedLayer
 from syncline.workloads.models.replayed import Replayed
-from syncline.workloads.pace import Pacer
 from syncline.workloads.replay import replayed
-from syncline.workloads.trace import Trace, TracedLayer
 
 
 def layer(name: str, *shapes: tuple[int, ...], forward_s: float = 0.0, backward_s: float = 0.0) -> TracedLayer:

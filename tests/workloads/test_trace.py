@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from syncline.errors import DataError, UsageError
-from syncline.types import Spec
+from syncline.nouns import Spec
 from syncline.workloads import load
-from syncline.workloads.trace import COLUMNS, Trace, TracedLayer, read_trace
+from syncline.workloads._trace import COLUMNS, Trace, TracedLayer, read_trace
 
 HEAD = ",".join(COLUMNS)
 

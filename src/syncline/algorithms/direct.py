@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..plan import COPY, REDUCE, Column, Plan
+from ..nouns import Group
+from ..plans.plan import COPY, REDUCE, Column, Plan
 from ..registry import register
-from ..types import Group
 
 
 @register("algorithms", "direct", goal="allreduce")

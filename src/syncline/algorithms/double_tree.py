@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import UsageError
-from ..plan import COPY, REDUCE, Column, Plan
+from ..nouns import Group
+from ..plans.plan import COPY, REDUCE, Column, Plan
 from ..registry import register
-from ..types import Group
 
 
 @register("algorithms", "double_tree", goal="allreduce")

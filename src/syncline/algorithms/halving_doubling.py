@@ -11,9 +11,9 @@ reduction operations", ICCS 2004.
 
 from __future__ import annotations
 
-from ..plan import COPY, REDUCE, Plan
+from ..nouns import Group
+from ..plans.plan import COPY, REDUCE, Plan
 from ..registry import register
-from ..types import Group
 from .recursive_doubling import Row, fold
 
 

@@ -20,9 +20,9 @@ from math import lcm
 
 import numpy as np
 
-from ..plan import Plan
+from ..nouns import Group
+from ..plans.plan import Plan
 from ..registry import register
-from ..types import Group
 from .ring import all_gather_rows, reduce_scatter_rows
 
 _MOST_CHUNKS = 1024

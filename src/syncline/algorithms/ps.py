@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import Literal
 
 from ..errors import UsageError
-from ..plan import COPY, REDUCE, Plan
+from ..nouns import Group
+from ..plans.plan import COPY, REDUCE, Plan
 from ..registry import register
-from ..types import Group
 
 
 @register("algorithms", "ps", goal="allreduce", always_print=("servers",))

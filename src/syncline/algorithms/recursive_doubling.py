@@ -11,9 +11,9 @@ of them adds its array to a neighbour's first and gets the result from it at the
 
 from __future__ import annotations
 
-from ..plan import COPY, REDUCE, Plan
+from ..nouns import Group
+from ..plans.plan import COPY, REDUCE, Plan
 from ..registry import register
-from ..types import Group
 
 Row = tuple[int, int, int, int, int, int]
 

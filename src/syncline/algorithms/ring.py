@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..plan import COPY, REDUCE, Column, Plan
+from ..nouns import Group
+from ..plans.plan import COPY, REDUCE, Column, Plan
 from ..registry import register
-from ..types import Group
 
 Parts = Sequence[tuple[int, int]]
 """First chunk and number of chunks of every part; part i belongs to the i-th rank of the ring."""

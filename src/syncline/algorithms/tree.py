@@ -11,9 +11,9 @@ more. Each message is the whole array, so that a tree is for small arrays or for
 from __future__ import annotations
 
 from ..errors import UsageError
-from ..plan import COPY, REDUCE, Plan
+from ..nouns import Group
+from ..plans.plan import COPY, REDUCE, Plan
 from ..registry import register
-from ..types import Group
 
 Edge = tuple[int, int, int]
 """Bit, child and parent."""

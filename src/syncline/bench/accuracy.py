@@ -19,13 +19,13 @@ from rich.console import Console
 
 from ..codecs import Chooses, Wraps
 from ..errors import DataError, UsageError
-from ..grammar import Part, read_part
-from ..parts import build
 from ..report import accuracy_table
 from ..report.accuracy_rows import AccuracyResult, AccuracyRun
 from ..report.files import keep_text, replace_text
 from ..report.rows import BASELINE, Row
-from ..strategy import Strategy
+from ..strategy.grammar import Part, read_part
+from ..strategy.parts import build
+from ..strategy.strategy import Strategy
 from ..tuning.codec_times import every_codec, told, ways
 from .cases import Case, Plan, console_beside, plan_of, result_paths
 from .collectives.display import Display, Task

@@ -14,10 +14,10 @@ from pathlib import Path
 from rich.console import Console
 
 from ..errors import UsageError
-from ..grammar import read_value
+from ..nouns import Rate
 from ..report.files import STANDARD_OUTPUT, checked
 from ..report.rows import BASELINE
-from ..types import Rate
+from ..strategy.grammar import read_value
 from ..workloads import Trace, Workload, load
 from .contenders import Contender, contender_of
 

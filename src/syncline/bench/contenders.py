@@ -11,10 +11,10 @@ from difflib import get_close_matches
 
 from .. import registry
 from ..errors import StrategyError
-from ..grammar import Part, read_part, read_words
-from ..parts import bind, build, write
-from ..strategy import Strategy
-from ..types import Group
+from ..nouns import Group
+from ..strategy.grammar import Part, read_part, read_words
+from ..strategy.parts import bind, build, write
+from ..strategy.strategy import Strategy
 
 
 @dataclass(frozen=True)

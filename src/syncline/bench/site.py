@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..grammar import write_value
-from ..types import Rate
+from ..nouns import Rate
+from ..strategy.grammar import write_value
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import torch
 
 from ..launch.environment import recognise
-from ..parts import build
 from ..report.rows import BASELINE
+from ..strategy.parts import build
 from ..workloads import Workload, load
 from .contenders import peer_of
 from .measure import IterationClock, Record

@@ -2,8 +2,8 @@
 
 A codec turns the gradient of one tensor into a payload and back. It declares how payloads combine, what it must not be
 cut across and whether error feedback may stand around it. It knows nothing of buckets, plans, ranks in flight or
-transports: ``reducers`` moves payloads. Everything a codec remembers between steps is in a ``State`` that its caller
-keeps per parameter name.
+transports: ``compression.reducers`` moves payloads. Everything a codec remembers between steps is in a ``State`` that
+its caller keeps per parameter name.
 
 Gradients are one-dimensional contiguous float32 arrays; payloads are one-dimensional contiguous arrays of uint32 words,
 which keeps every part of them aligned.
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import SynclineError
-from ..types import Spec
+from ..nouns import Spec
 
 Floats = NDArray[np.float32]
 Payload = NDArray[np.uint32]
@@ -270,3 +270,9 @@ def fresh_state(spec: Spec, rank: int, feedback: bool, **memory: Any) -> State:
     """A state with a residual of zeros, if any, and further arrays."""
     residual = np.zeros(spec.elements, np.float32) if feedback else None
     return State(spec, rank, residual, memory=memory)
+
+
+def check_words(payload: Payload, expected: int) -> None:
+    """Raise PayloadError unless a payload has exactly as many words as its codec makes for that many elements."""
+    if len(payload) != expected:
+        raise PayloadError(f"a payload of {4 * len(payload)} bytes came where {4 * expected} were expected")

@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..errors import UsageError
+from ..nouns import Size, Spec
 from ..registry import register
-from ..types import Size, Spec
 from . import Chooses, Codec, Combine, Encoded, Floats, NeedsFeedback, Payload, State
 from .dense import Dense
 from .feedback import Feedback

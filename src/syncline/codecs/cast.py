@@ -15,12 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..nouns import Spec
 from ..registry import register
-from ..types import Spec
-from . import Combine, Encoded, Floats, Payload, State, fresh_state
-from .blocks import residual_of, words_of
-from .checks import check_words
-from .device import halves, kernels_for
+from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state
+from ._blocks import residual_of, words_of
+from ._device import halves, kernels_for
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from ..nouns import Spec
 from ..registry import register
-from ..types import Spec
-from . import Combine, Encoded, Floats, Payload, State, fresh_state
-from .checks import check_words
+from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state
 
 
 @register("codecs", "none")

@@ -21,8 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import UsageError
+from ..nouns import Spec
 from ..registry import register
-from ..types import Spec
 from . import Chooses, Codec, Combine, Encoded, Floats, Payload, State, relay_of
 
 

@@ -26,10 +26,10 @@ from typing import ClassVar, NoReturn
 import numpy as np
 
 from ..errors import UsageError
+from ..nouns import Spec
 from ..registry import register
-from ..types import Spec
 from . import Combine, Encoded, Floats, Payload, State, fresh_state
-from .checks import no_residual
+from ._checks import no_residual
 
 _FACTOR = "q"
 

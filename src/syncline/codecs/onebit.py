@@ -27,12 +27,12 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from ..errors import UsageError
+from ..nouns import Spec
 from ..registry import register
-from ..types import Spec
-from . import Combine, Encoded, Floats, Payload, State, fresh_state
-from .blocks import residual_of, words_of
-from .checks import check_words, no_residual
-from .device import kernels_for
+from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state
+from ._blocks import residual_of, words_of
+from ._checks import no_residual
+from ._device import kernels_for
 
 _BITS = 32
 _SCALE = 0.001

@@ -26,13 +26,13 @@ from typing import ClassVar
 import numpy as np
 
 from ..errors import UsageError
+from ..nouns import Spec
 from ..registry import register
-from ..types import Spec
-from . import Combine, Encoded, Floats, Payload, State, fresh_state
-from .checks import check_words, no_residual
-from .device import floats, kernels_for, on_device
-from .largest import Source, encode_largest
-from .pairs import decode_pairs, pair_words, read_pairs
+from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state
+from ._checks import no_residual
+from ._device import floats, kernels_for, on_device
+from ._largest import Source, encode_largest
+from ._pairs import decode_pairs, pair_words, read_pairs
 
 _DECAY = 0.8
 

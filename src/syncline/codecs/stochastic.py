@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import UsageError
+from ..nouns import Spec
 from ..registry import register
-from ..types import Spec
-from . import Combine, Encoded, Floats, Payload, State, fresh_state
-from .blocks import residual_of, words_of
-from .checks import check_block, check_words
-from .device import kernels_for
+from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state
+from ._blocks import residual_of, words_of
+from ._checks import check_block
+from ._device import kernels_for
 
 
 @register("codecs", "qsgd", examples=("qsgd", "qsgd(levels=7)"))

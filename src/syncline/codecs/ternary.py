@@ -22,12 +22,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from ..errors import UsageError
+from ..nouns import Spec
 from ..registry import register
-from ..types import Spec
-from . import Combine, Encoded, Floats, Payload, State, fresh_state
-from .blocks import residual_of, words_of
-from .checks import check_words
-from .device import kernels_for
+from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state
+from ._blocks import residual_of, words_of
+from ._device import kernels_for
 
 _TRITS = 20
 _CLIP = 2.5

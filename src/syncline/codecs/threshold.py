@@ -24,13 +24,13 @@ from typing import ClassVar
 import numpy as np
 
 from ..errors import UsageError
+from ..nouns import Spec
 from ..registry import register
-from ..types import Spec
 from . import Combine, Encoded, Floats, Payload, State, fresh_state
-from .checks import no_residual
-from .device import on_device
-from .largest import Source, encode_largest
-from .pairs import decode_pairs, pair_words
+from ._checks import no_residual
+from ._device import on_device
+from ._largest import Source, encode_largest
+from ._pairs import decode_pairs, pair_words
 from .sparse import check_ratio, share
 
 _WARM = 0.25

@@ -9,7 +9,8 @@ on its board, looks once more, and is then rung through its eventfd (Dekker's pa
 sides). Threads of the own process ring the same bell when they want whoever sleeps to do something else: a ring that
 did not bring what was waited for is left for the caller's own wait to find.
 
-All tables are int64 arrays; their columns are named below. Types, addresses and lengths were checked by ``onesided``.
+All tables are int64 arrays; their columns are named below. Types, addresses and lengths were checked by
+``engine.memory``.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from types import FrameType
 import click
 
 from ..errors import UsageError
-from ..grammar import write_value
 from ..launch.local import Outcome, launch
-from ..types import Rate
+from ..nouns import Rate
+from ..strategy.grammar import write_value
 from .lab import Lab
 from .namespaces import check_able, end_marked
 from .records import Record, Registry

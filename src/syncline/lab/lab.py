@@ -19,7 +19,7 @@ from types import TracebackType
 
 from ..errors import UsageError
 from ..launch.placement import Placement, bind_here
-from ..types import Rate
+from ..nouns import Rate
 from . import goodput, links, mpi, naming
 from .namespaces import Host, check_able, end_marked, run_tool, within
 from .records import Record, Registry

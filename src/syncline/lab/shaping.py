@@ -20,8 +20,8 @@ import math
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..grammar import write_value
-from ..types import Rate
+from ..nouns import Rate
+from ..strategy.grammar import write_value
 
 LEAST, MOST = Rate(1e6), Rate(100e9)
 

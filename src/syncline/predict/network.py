@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..plan import REDUCE, Plan
+from ..plans.plan import REDUCE, Plan
 
 
 @dataclass(frozen=True)

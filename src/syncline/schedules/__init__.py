@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
-from ..types import Bucket, Layer
+from ..nouns import Bucket, Layer
 
 Cost = Callable[[int], float]
 """Seconds to exchange that many bytes, measured or modelled."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ..errors import UsageError
+from ..nouns import Bucket, Layer, Size, Slice
 from ..registry import register
-from ..types import Bucket, Layer, Size, Slice
 from . import Cost
 
 DEFAULT_BUCKET = Size(25 * 1024 * 1024)

@@ -38,7 +38,7 @@ from ..errors import GroupError, UsageError
 from ..registry import register
 from ..wire.link import broken
 from . import Bytes, Handle, Place
-from .envelope import FRAME_BYTES, SLOTS, Enveloped
+from ._envelope import FRAME_BYTES, SLOTS, Enveloped
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -6,8 +6,8 @@ looked at for ``borrow``). A short acknowledgement then frees the sender's buffe
 frame; large ones from other memory are copied into a segment first.
 
 Segments are anonymous and handed to the peers as descriptors (``segments``). The first one of each process is its
-board, and with it goes the descriptor of its bell: with those, plans run by one-sided access (``onesided``), and no
-message is sent at all.
+board, and with it goes the descriptor of its bell: with those, plans run by one-sided access (``engine.memory``), and
+no message is sent at all.
 
 What peers send is checked before it is believed (``_check_frame``, ``map_segment``): a ProtocolError, which ``poll``
 raises, names the peer that refers to memory it has not shared, or shares memory that could vanish.
@@ -32,7 +32,7 @@ from ..wire.link import CONTROL, Frame, Link, broken
 from ..wire.loop import Loop
 from ..wire.matching import Matcher
 from . import Bytes, Handle, Words
-from .segments import Segments, check_bell, map_segment
+from ._segments import Segments, check_bell, map_segment
 
 _DATA, _REFERENCE, _CONSUMED, _SEGMENT, _BELL, _MAPPED = 1, 2, 3, 4, 5, 6
 
@@ -212,7 +212,7 @@ class Shm:
 
     @property
     def window(self) -> Shm:
-        """The memory that all processes have mapped, and its boards (``onesided.Window``)."""
+        """The memory that all processes have mapped, and its boards (``engine.memory.Window``)."""
         return self
 
     def words_of(self, peer: int, segment: int) -> Words:

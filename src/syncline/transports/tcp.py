@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from ..errors import ClosedError, PeerLost, UsageError
 from ..kernels.cpu import add_all_into
+from ..nouns import Rate, Seconds
 from ..registry import register
-from ..types import Rate, Seconds
 from ..wire.adding import Adding, can_add
 from ..wire.link import CONTROL, Frame, Link, broken
 from ..wire.loop import Loop

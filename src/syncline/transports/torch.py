@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from ..errors import GroupError, PeerLost, UsageError
 from ..registry import register
 from . import Bytes, Handle, Place
-from .envelope import FRAME_BYTES, SLOTS, Enveloped, frame_bytes, is_last
+from ._envelope import FRAME_BYTES, SLOTS, Enveloped, frame_bytes, is_last
 
 if TYPE_CHECKING:
     import torch

@@ -19,13 +19,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from .. import registry
-from ..choice import Choice, choose
 from ..errors import PlanError, UsageError
-from ..plan import Plan, check
-from ..session import Session
-from ..strategy import Strategy
-from ..types import Group
-from ..words import AUTO
+from ..nouns import Group
+from ..plans.check import check
+from ..plans.plan import Plan
+from ..session.session import Session
+from ..strategy.choice import Choice, choose
+from ..strategy.strategy import Strategy
+from ..strategy.words import AUTO
 from . import cache
 from .measuring import SIZES, Measuring
 

@@ -19,9 +19,9 @@ from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
 
-from ..choice import Choice
 from ..errors import UsageError
 from ..kernels.private import NotPrivateError, cache_home, path_of, private_folder, read_file
+from ..strategy.choice import Choice
 from ..version import __version__
 
 log = logging.getLogger("syncline")

@@ -17,13 +17,13 @@ from dataclasses import replace
 import numpy as np
 
 from .. import registry
-from ..choice import Choice
-from ..compression import Compression
-from ..grammar import read_part, write_value
-from ..session import Session
-from ..strategy import Strategy
-from ..types import Bucket, Layer, Size, Slice, Spec
-from ..words import AUTO
+from ..compression.compression import Compression
+from ..nouns import Bucket, Layer, Size, Slice, Spec
+from ..session.session import Session
+from ..strategy.choice import Choice
+from ..strategy.grammar import read_part, write_value
+from ..strategy.strategy import Strategy
+from ..strategy.words import AUTO
 
 log = logging.getLogger("syncline")
 

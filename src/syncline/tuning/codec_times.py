@@ -20,10 +20,10 @@ import numpy as np
 from .. import registry
 from ..codecs import Chooses, Codec, Floats, NeedsFeedback, Rounds, Wraps, codec_of, warmup_of
 from ..errors import UsageError
-from ..grammar import Part, read_part
-from ..parts import bind, build, write
+from ..nouns import Spec
 from ..predict.compression import Exchange
-from ..types import Spec
+from ..strategy.grammar import Part, read_part
+from ..strategy.parts import bind, build, write
 
 Timed = Callable[[Floats], tuple[float, ...]]
 """Does its work once on a gradient and returns seconds of its parts."""

@@ -12,9 +12,9 @@ from statistics import median
 from typing import Any
 
 from ..codecs import Codec, State, codec_of
-from ..codecs.device import to_device
+from ..codecs._device import to_device
 from ..errors import UsageError
-from ..types import Spec
+from ..nouns import Spec
 
 WARM_UP = 5
 REPETITIONS = 30

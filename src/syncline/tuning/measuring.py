@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import registry
-from ..plan import Plan
+from ..nouns import Group
+from ..plans.messages import Program, compile_program
+from ..plans.plan import Plan
 from ..predict.network import Network, fit_ring, plan_s
-from ..program import Program, compile_program
-from ..session import Session
-from ..types import Group
+from ..session.session import Session
 
 Decision = TypeVar("Decision")
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..types import Rate, Seconds
+from ..nouns import Rate, Seconds
 
 QUANTUM_S = 0.002
 """How far ahead of its rate a port may be: what is sent at a wake-up."""

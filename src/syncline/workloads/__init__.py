@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from ..errors import UsageError
 from ..registry import get
-from .trace import Trace
-from .workload import Images, Workload, layers
+from ._trace import Trace
+from ._workload import Images, Workload, layers
 
 __all__ = ["Images", "Trace", "Workload", "layers", "load"]
 

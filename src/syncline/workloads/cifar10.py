@@ -2,7 +2,7 @@
 
 Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009; the model and solver are those of Caffe's
 examples/cifar10 (5000 iterations of 100 images), and the experiment is the correctness test of Zhu, Liu, Fang (2020).
-The data are read from PATH by ``cifar10_reader`` and never fetched.
+The data are read from PATH by ``_cifar10_reader`` and never fetched.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 
 from ..errors import UsageError
 from ..registry import register
-from .cifar10_reader import read
-from .workload import Images, Workload
+from ._cifar10_reader import read
+from ._workload import Images, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..registry import register
-from .workload import Images, Workload
+from ._workload import Images, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

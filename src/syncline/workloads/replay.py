@@ -25,8 +25,8 @@ import numpy as np
 
 from ..errors import UsageError
 from ..registry import register
-from .trace import COLUMNS, Trace, read_trace
-from .workload import Images, Workload
+from ._trace import COLUMNS, Trace, read_trace
+from ._workload import Images, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

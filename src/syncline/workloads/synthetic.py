@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import UsageError
 from ..registry import register
-from .workload import Images, Workload
+from ._workload import Images, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ... import registry
 from ...codecs import Floats
-from ...grammar import read_part
-from ...parts import bind
+from ...strategy.grammar import read_part
+from ...strategy.parts import bind
 from ...tuning.codec_times import Trial
 
 BLOCK = "block"

@@ -13,10 +13,10 @@ from pathlib import Path
 from rich.console import Console
 
 from ...errors import UsageError
+from ...nouns import Rate
 from ...report import bench_table, goal_table
 from ...report.bench_rows import BenchResult
 from ...report.files import keep_text, replace_text
-from ...types import Rate
 from ..cases import console_beside, result_paths
 from ..goals import judge
 from .display import Display

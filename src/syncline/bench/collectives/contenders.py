@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from ... import registry
 from ...codecs import warmup_of
-from ...compression import Compression
+from ...compression.compression import Compression
 from ...errors import UsageError
-from ...grammar import Part, nearest, read_part
-from ...plan import Plan
-from ...program import Program, compile_program
-from ...strategy import Strategy
-from ...types import Bucket, Group, Layer, Slice, Spec
+from ...nouns import Bucket, Group, Layer, Slice, Spec
+from ...plans.messages import Program, compile_program
+from ...plans.plan import Plan
+from ...strategy.grammar import Part, nearest, read_part
+from ...strategy.strategy import Strategy
 from ..peers import Contender, Seat
 from .kinds import Collective, collective
 
@@ -150,7 +150,7 @@ class Syncline:
     """A strategy of ours, through the engine as a training step uses it."""
 
     def __init__(self, name: Name, number: int, seat: Seat, environment: Any) -> None:
-        from ...connecting import connect_session
+        from ...launch.connecting import connect_session
 
         run = f"{environment.run_id}/bench/{number}"
         self._kind = collective(seat.collective)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import UsageError
-from ...grammar import nearest
+from ...strategy.grammar import nearest
 
 Array = NDArray[np.float32]
 

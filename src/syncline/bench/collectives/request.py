@@ -15,8 +15,8 @@ from pathlib import Path
 
 from ...errors import UsageError
 from ...launch.mpi_library import MpiLibrary, find_library
+from ...nouns import Rate
 from ...report.bench_rows import Measured
-from ...types import Rate
 from ..machine import available_memory_bytes
 from .contenders import Name, check_name, read_name
 from .kinds import ITEM_BYTES, Collective, collective

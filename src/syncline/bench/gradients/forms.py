@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...errors import UsageError
-from ...grammar import nearest
 from ...report.gradient_rows import BARE, CONTIGUOUS
+from ...strategy.grammar import nearest
 
 
 @dataclass(frozen=True)

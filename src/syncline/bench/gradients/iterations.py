@@ -17,7 +17,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # wha
 
 from ...frameworks.torch import prepare
 from ...report.gradient_rows import BARE, CONTIGUOUS
-from ...session import Session
+from ...session.session import Session
 from ..collectives.kinds import Collective, collective
 from .scattered import Scattered
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ...connecting import connect_session
+from ...launch.connecting import connect_session
 from ...launch.environment import Environment, recognise
 from ...launch.meeting import MeetingPoint
 from ...report.gradient_rows import BARE
-from ...session import Session
-from ...strategy import Strategy
+from ...session.session import Session
+from ...strategy.strategy import Strategy
 from ..collectives.meeting import Meeting, Table
 from ..collectives.probes import MemoryProbe
 from ..collectives.work import Turn

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import UsageError
 from ...launch.environment import Environment, recognise
+from ...nouns import Size
 from ...registry import register
-from ...types import Size
 from ..store import open_store
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import logging
 import torch
 
 from ...codecs import Codec, Sparse, codec_of
-from ...parts import write
-from ...session import Session
-from ...types import Spec
-from ...words import NONE
+from ...nouns import Spec
+from ...session.session import Session
+from ...strategy.parts import write
+from ...strategy.words import NONE
 from .options import Named
 from .storage import layers_of
 

@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ...errors import NotBuiltError, UsageError
-from ...session import Session
+from ...session.session import Session
 from .eager import eager
 
 

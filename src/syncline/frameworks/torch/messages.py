@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ProtocolError
-from ...session import Session
+from ...session.session import Session
 
 BODY_PIECE_BYTES = 64 * 1024 * 1024
 """What a body is cut into."""

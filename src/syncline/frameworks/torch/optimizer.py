@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ...errors import NotBuiltError, SynclineError, UsageError
-from ...session import Session
+from ...session.session import Session
 from .records import pack, unpack
 from .served import Client, Groups
 from .shard import Record, records_of, whole_state

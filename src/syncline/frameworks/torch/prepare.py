@@ -9,10 +9,10 @@ from functools import partial
 import torch
 
 from ...algorithms.ps import push_and_pull
-from ...plan import Plan
-from ...program import Program, compile_program
-from ...session import MODEL_KEYS, Session
-from ...updates import Updates
+from ...compression.updates import Updates
+from ...plans.messages import Program, compile_program
+from ...plans.plan import Plan
+from ...session.session import MODEL_KEYS, Session
 from .advice import tell_of_slow_start
 from .agreement import check_same_model, copy_from_worker
 from .intact import Forms

@@ -33,13 +33,13 @@ import numpy as np
 import torch
 
 from ...collectives import Collective
-from ...compression import Compression
+from ...compression.compression import Compression
+from ...engine.work import Lane, Work
 from ...errors import GradientError, UsageError
 from ...kernels import cpu
-from ...program import Program
-from ...session import MODEL_KEYS, Session
-from ...tickets import JOINED, STEP, Meeting
-from ...work import Lane, Work
+from ...plans.messages import Program
+from ...session.session import MODEL_KEYS, Session
+from ...session.tickets import JOINED, STEP, Meeting
 from .agreement import copy_from_worker, pack_bytes, unpack_bytes
 from .backward import Backward
 from .batch_norm import SyncBatchNorm, synchronise

@@ -1,6 +1,6 @@
 """What a server process does: take gradients in, apply updates, send weights out, until the workers leave.
 
-The state machine of ``sync.server`` decides; this file moves what it says over the session and never anything else.
+The state machine of ``serving.server`` decides; this file moves what it says over the session and never anything else.
 ``Traffic`` is how gradients come and weights go: ``Planned`` as they are, ``Coded`` as a codec's payloads.
 """
 
@@ -10,13 +10,13 @@ import json
 from functools import partial
 from typing import Any, Protocol
 
-from ...compression import Compression
-from ...plan import Plan
-from ...program import Program, compile_program
-from ...session import WEIGHT_KEYS, Session
-from ...sync.server import Action, Apply, Measure, Release, Request, Server
-from ...updates import Updates
-from ...work import Work
+from ...compression.compression import Compression
+from ...compression.updates import Updates
+from ...engine.work import Work
+from ...plans.messages import Program, compile_program
+from ...plans.plan import Plan
+from ...serving.server import Action, Apply, Measure, Release, Request, Server
+from ...session.session import WEIGHT_KEYS, Session
 from .messages import check_fields, nonsense, read_message, receive_body, send_body
 from .records import pack, unpack
 from .shard import Record, Shard

@@ -23,11 +23,11 @@ from typing import Any, Protocol
 
 import torch
 
+from ...compression.updates import Updates
 from ...errors import GradientError, UsageError
-from ...program import Program
-from ...session import WEIGHT_KEYS, Session
-from ...tickets import COMMIT, NORM
-from ...updates import Updates
+from ...plans.messages import Program
+from ...session.session import WEIGHT_KEYS, Session
+from ...session.tickets import COMMIT, NORM
 from .intact import Contents
 from .messages import read_message, receive_body, send_body
 from .records import pack, unpack

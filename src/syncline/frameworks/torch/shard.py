@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from ...compression.updates import Updates
+from ...engine.messages import chunk_edges
 from ...errors import UsageError
-from ...exchange import chunk_edges
-from ...plan import Plan
-from ...updates import Updates
+from ...plans.plan import Plan
 from .storage import Storage, as_torch, view_like
 
 

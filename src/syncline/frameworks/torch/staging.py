@@ -30,9 +30,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ...engine import Engine
+from ...engine.engine import Engine
+from ...engine.work import Work
 from ...errors import NotBuiltError, SynclineError, UsageError
-from ...work import Work
 from .storage import Array, Pair
 
 _PAGE_BYTES = 4096

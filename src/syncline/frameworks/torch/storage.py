@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import UsageError
-from ...types import Bucket, Layer, Spec, numpy_dtype
+from ...nouns import Bucket, Layer, Spec, numpy_dtype
 
 Array = NDArray[Any]
 Allocate = Callable[[int, "np.dtype[Any]"], Array]

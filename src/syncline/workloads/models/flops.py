@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UsageError
-from ...types import Spec
-from ..trace import Trace, TracedLayer
+from ...nouns import Spec
+from .._trace import Trace, TracedLayer
 
 _NORMALISING = 8
 

@@ -3,7 +3,7 @@
 A chain of layers as autograd sees it, so that whatever hooks into backward (Syncline, DistributedDataParallel) meets
 what it would meet in a network: layer l's gradients become ready when its backward time has passed, before layer l-1
 begins, and forward goes in layer order. Every layer is a module that owns its parameters. Time passes by sleeping
-(``pace``), so ranks may outnumber cores.
+(``_pace``), so ranks may outnumber cores.
 
 The memory is real, the mathematics is not: layers pass one number per sample through, and all elements of a layer's
 gradient are the sum of what comes back, times the layer's position (k of L: k / L). With half the mean square of the
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..pace import Pacer
-from ..trace import Trace, TracedLayer
+from .._pace import Pacer
+from .._trace import Trace, TracedLayer
 
 
 class Replayed(nn.Module):

@@ -1,0 +1,291 @@
+"""What a codec does to the buckets of one model, and everything that it has to remember between steps.
+
+Owns the states: one per parameter and process for its own encoding, and one for what owners encode again. Gives the
+engine the reducers of a bucket (``pieces``) and is told when they are done (``finish``). Codecs compute in float32;
+buckets of other types are converted on the way in and out.
+
+Checkpoints. ``saved`` is what this process has to keep, as flat arrays by name; residuals of owners are partitioned
+among them, so that together they have one value per element, wherever the owners stand. ``load`` takes what all workers
+had saved. Where the number of workers is another one, the residuals' sum is shared out evenly: nothing is lost by it.
+
+Where owners hold the weights, gradients stay with them, and what they encode again is an update (``updates``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..codecs import Codec, Floats, State, Stochastic, codec_of, relay_of
+from ..codecs.dense import Uncompressed
+from ..errors import UsageError
+from ..nouns import Bucket, Layer
+from .reducers import Part, Place, Reducer, pieces
+from .reducers.owners import collecting, share_out
+
+log = logging.getLogger("syncline")
+
+Array = NDArray[Any]
+Saved = dict[str, Array]
+"""Arrays by ``own/PARAMETER/what`` and ``again/PARAMETER/first element``, and ``clock``."""
+
+AGAIN = -1
+"""The rank in the states of owners: what they draw does not depend on who they are."""
+
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+
+class _Divided(NamedTuple):
+    """A bucket's parts, what has to be done for them, and of how many tensors the codec has not begun."""
+
+    parts: list[Part]
+    reducers: Sequence[Callable[[], Reducer]]
+    warming: int
+
+
+class Compression:
+    """The codec of one model's buckets. ``arrays`` are the buckets' gradients; ``name`` is how messages call this rank.
+
+    ``served`` says that all gradients go through the owners, whatever the codec: they are servers; ``held`` that these
+    hold the weights, so that their sums of gradients are for themselves. Raises UsageError for gradients that the codec
+    cannot take and for buckets that cut what it must see whole.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        layers: Sequence[Layer],
+        buckets: Sequence[Bucket],
+        arrays: Sequence[Array],
+        place: Place,
+        *,
+        served: bool,
+        held: bool = False,
+        name: str,
+    ) -> None:
+        self._specs = [replace(layer.spec, dtype="float32") for layer in layers]
+        self._buckets, self._arrays = buckets, arrays
+        self._not_finite: list[str] = []
+        self._warned: set[str] = set()
+        self.place = replace(place, report=self._not_finite.append)
+        self._served, self._held, self._name = served, held, name
+        self._clock = [0] * len(buckets)
+        self._converted: dict[int, Floats] = {}
+        self._pieces: dict[int, _Divided] = {}  # made with the first exchange
+        self._codecs = [codec_of(codec, spec) for spec in self._specs]
+        self._warmup = max((one.warmup for one in self._codecs), default=0)
+        for layer in layers:
+            if layer.spec.dtype not in _FLOATS:
+                raise UsageError(
+                    f"{codec} compresses real floating-point gradients, and that of {layer.spec.name!r} is"
+                    f" {layer.spec.dtype}: freeze it, or use codec=none"
+                )
+        self._states, self._again = [], []
+        for index, (one, feedback, _) in enumerate(self._codecs):
+            self._states.append(self._state(one, index, place.index, feedback))
+            self._again.append(self._state(relay_of(one), index, AGAIN, feedback and not held))
+        for bucket in buckets:
+            self._check_cuts(bucket)
+
+    @property
+    def keeps(self) -> bool:
+        """True when a resumed run would not go on with the same bits if it knew nothing of the steps before."""
+        drawn = any(isinstance(one.codec, Stochastic) and one.codec.stochastic for one in self._codecs)
+        return drawn or any(one.feedback for one in self._codecs) or any(state.memory for state in self._states)
+
+    @property
+    def forgets(self) -> bool:
+        """True when servers that only sum keep residuals: they take part in no checkpoint."""
+        elsewhere = self._served and not self._held and max(self.place.owners) >= self.place.workers
+        return elsewhere and any(one.feedback for one in self._codecs)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters, in their order."""
+        return [spec.name for spec in self._specs]
+
+    @property
+    def buckets(self) -> int:
+        """How many there are."""
+        return len(self._buckets)
+
+    @property
+    def elements(self) -> int:
+        """The elements of all buckets."""
+        return sum(bucket.elements for bucket in self._buckets)
+
+    def pieces(self, number: int) -> Sequence[Callable[[], Reducer]]:
+        """The reducers of a bucket, whose gradients are complete."""
+        array, working = self._arrays[number], self._working(number)
+        if working is not array:
+            np.copyto(working, array, casting="same_kind")
+        step = self._clock[number]
+        warming = sum(step < one.warmup for one in self._codecs) if step < self._warmup else 0
+        if number not in self._pieces or self._pieces[number].warming != warming:
+            self._pieces[number] = self._divided(self.parts(number, working, step), warming)
+        parts, made, _ = self._pieces[number]
+        for part in parts:
+            part.state.step = step
+        if not self._held:
+            self.tell_step(number, parts)
+        return made
+
+    def _divided(self, parts: list[Part], warming: int) -> _Divided:
+        if self._held:
+            return _Divided(parts, collecting(parts, self.place), warming)
+        return _Divided(parts, pieces(parts, self.place, served=self._served), warming)
+
+    def tell_step(self, number: int, parts: Sequence[Part]) -> None:
+        """Let what owners encode of a bucket be of the step whose gradients it answers."""
+        for part in parts:
+            part.again.step = self.answered(number)
+
+    def answered(self, number: int) -> int:
+        """The step whose gradients owners answer; where they hold the weights, these have been added by then."""
+        return max(0, self._clock[number] - 1) if self._held else self._clock[number]
+
+    def finish(self, number: int) -> None:
+        """The reducers of a bucket are done."""
+        self._clock[number] += 1
+        array, working = self._arrays[number], self._working(number)
+        if working is not array and (self.place.owner >= 0 or not self._held):
+            np.copyto(array, working, casting="same_kind")
+        if self._not_finite:
+            self._report_not_finite()
+
+    def _report_not_finite(self) -> None:
+        """A warning for parameters that are named for the first time; GradScaler's search makes many of them."""
+        found = list(dict.fromkeys(self._not_finite))
+        fresh = [name for name in found if name not in self._warned]
+        self._warned.update(fresh)
+        self._not_finite.clear()
+        names = ", ".join(repr(name) for name in (fresh or found)[:3])
+        more = f" and {len(fresh or found) - 3} more" if len(fresh or found) > 3 else ""
+        log.log(
+            logging.WARNING if fresh else logging.DEBUG,
+            "%s: the gradient of %s has a NaN or infinity; so has the average on every rank (told once per parameter)",
+            self._name,
+            names + more,
+        )
+
+    def resume_at(self, step: int) -> None:
+        """Go on from that step, counted from 0: seeds follow from it."""
+        self._clock = [step] * len(self._buckets)
+        for state in (*self._states, *self._again):
+            state.step = step
+
+    def saved(self) -> Saved:
+        """What this process has to keep in a checkpoint."""
+        found: Saved = {"clock": np.array(self._clock, np.int64)}
+        for state in self._states:
+            for what, array in _arrays_of(state):
+                found[f"own/{state.spec.name}/{what}"] = array.copy()
+        for part in self._owned():
+            if part.again.residual is not None:
+                kept = part.again.residual[part.start : part.start + part.array.size]
+                found[f"again/{part.name}/{part.start}"] = kept.copy()
+        return found
+
+    def load(self, saved: Sequence[Mapping[str, Array]]) -> None:
+        """Take up what all workers of a run had saved; raises UsageError when it is of another model or codec."""
+        workers = self.place.workers
+        same = len(saved) == workers
+        clock = saved[0].get("clock")
+        if clock is None or (same and clock.size != len(self._clock)):
+            raise UsageError("the codec's part of this state is of another model or schedule")
+        self._clock = clock.tolist() if clock.size == len(self._clock) else [int(clock.max())] * len(self._clock)
+        for state in self._states if self.place.works else ():
+            for what, array in _arrays_of(state):
+                found = [_same_size(one, f"own/{state.spec.name}/{what}", array) for one in saved]
+                array[:] = found[self.place.index] if same else np.sum(found, axis=0) / workers
+        for part in self._owned():
+            if part.again.residual is not None:
+                whole = _joined(saved, f"again/{part.name}/", part.again.spec.elements)
+                stop = part.start + part.array.size
+                part.again.residual[part.start : stop] = whole[part.start : stop]
+
+    def _working(self, number: int) -> Floats:
+        """A bucket's gradients in float32: its array, or memory for a copy of it."""
+        array = self._arrays[number]
+        if array.dtype == np.float32:
+            return array
+        if number not in self._converted:
+            self._converted[number] = np.empty(array.size, np.float32)
+        return self._converted[number]
+
+    def _state(self, codec: Codec, index: int, rank: int, feedback: bool) -> State:
+        state = codec.init(self._specs[index], rank, feedback)
+        state.world = self.place.workers
+        return state
+
+    def parts(self, number: int, array: Array, step: int | None = None) -> list[Part]:
+        """The parts of a bucket, over an array of its size, at a step; without one with the codecs of most."""
+        found, at = [], 0
+        for part in self._buckets[number].slices:
+            name, one = self._specs[part.tensor].name, self._codecs[part.tensor]
+            codec = Uncompressed(one.codec.block) if step is not None and step < one.warmup else one.codec
+            here = array[at : at + part.elements]
+            found.append(Part(name, codec, here, self._states[part.tensor], self._again[part.tensor], part.start))
+            at += part.elements
+        return found
+
+    def keeps_rest(self, tensor: int) -> bool:
+        """Whether an owner of weights keeps what a payload does not say of an update: not where that would grow.
+
+        Nor where a biased codec was told to do without feedback.
+        """
+        codec, feedback, _ = self._codecs[tensor]
+        return codec.contraction and (feedback or not codec.biased)
+
+    def _owned(self) -> Iterator[Part]:
+        """The slices that this process encodes again."""
+        if self.place.owner < 0:
+            return
+        for number in range(len(self._buckets)):
+            parts = self.parts(number, np.empty(self._buckets[number].elements, np.float32))
+            wanted = [part for part in parts if self._served or part.codec.combine == "owner"]
+            yield from share_out(wanted, len(self.place.owners))[self.place.owner]
+
+    def _check_cuts(self, bucket: Bucket) -> None:
+        for part in bucket.slices:
+            codec, spec = self._codecs[part.tensor].codec, self._specs[part.tensor]
+            whole = part.start == 0 and part.stop == spec.elements
+            unit = codec.block
+            aligned = unit and part.start % unit == 0 and (part.stop % unit == 0 or part.stop == spec.elements)
+            if not (whole or aligned):
+                what = f"blocks of {unit} elements" if unit else "whole tensors"
+                raise UsageError(
+                    f"{codec} compresses {what}, and this schedule cuts {spec.name!r} at element {part.start}: use"
+                    " schedule=fixed"
+                )
+
+
+def _arrays_of(state: State) -> Iterator[tuple[str, Array]]:
+    if state.residual is not None:
+        yield "residual", state.residual
+    yield from state.memory.items()
+
+
+def _joined(saved: Sequence[Mapping[str, Array]], prefix: str, elements: int) -> Array:
+    """The pieces of several owners as one array; what nobody had is 0."""
+    whole = np.zeros(elements, np.float32)
+    for one in saved:
+        for key, piece in one.items():
+            if key.startswith(prefix):
+                start = int(key.removeprefix(prefix))
+                if start + piece.size > elements:
+                    raise UsageError(f"the codec's part of this state has {key!r} beyond {elements} elements")
+                whole[start : start + piece.size] = piece
+    return whole
+
+
+def _same_size(saved: Mapping[str, Array], key: str, like: Array) -> Array:
+    found = saved.get(key)
+    if found is None or found.size != like.size:
+        raise UsageError(f"the codec's part of this state does not have {key!r} with {like.size} elements")
+    return found.reshape(like.shape)

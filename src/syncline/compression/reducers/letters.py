@@ -1,0 +1,164 @@
+"""What travels: the payloads of several parts in one message, that says of itself what it is.
+
+    word 0   a check sum of the parts' codecs
+    word 1   their elements
+    word 2   the step, from which seeds follow
+    then     words per payload, for each part, unless all of them have a fixed size
+    then     the payloads
+
+A message is refused, before anything is decoded, when it does not fit what is expected.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from ...codecs import Floats, Merges, Payload, PayloadError, State
+from ...nouns import Spec
+from . import Bytes, Part, Place, ReduceError, Room
+
+_HEAD = 3
+
+
+class Letter:
+    """The form of a message that carries certain parts; made once, used for every rank's message of a round."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = tuple(parts)
+        sizes = [part.codec.wire_bytes(spec_of(part)) for part in parts]
+        self._greatest = [size[1] // 4 for size in sizes]
+        self._fixed = all(expected == greatest for expected, greatest in sizes)
+        texts = "+".join(dict.fromkeys(repr(part.codec) for part in parts))
+        self._check = zlib.crc32(texts.encode())
+        self._elements = sum(part.array.size for part in parts) & 0xFFFFFFFF
+        self._first = _HEAD + (0 if self._fixed else len(parts))
+        self.greatest_bytes = 4 * (self._first + sum(self._greatest))
+
+    def write(
+        self, room: Room, inputs: Sequence[Floats], states: Sequence[State], report: Callable[[str], None]
+    ) -> Post:
+        """Encode the parts' ``inputs`` into a fresh message."""
+        post = Post(room, self.greatest_bytes)
+        words = post.words
+        words[0], words[1], words[2] = self._check, self._elements, states[0].step & 0xFFFFFFFF
+        at = self._first
+        for number, (part, x, state) in enumerate(zip(self.parts, inputs, states, strict=True)):
+            made = part.codec.encode(x, words[at : at + self._greatest[number]], state, part.start)
+            if not made.finite:
+                report(part.name)
+            if not self._fixed:
+                words[_HEAD + number] = made.words
+            at += made.words
+        post.nbytes = 4 * at
+        return post
+
+    def room(self, room: Room) -> Post:
+        """A place for a message that is to come."""
+        return Post(room, self.greatest_bytes)
+
+    def step_of(self, post: Post, sender: str) -> int:
+        """The step of which a message is; raises ReduceError for one that cannot be what was expected."""
+        self.payloads(post, sender)
+        return int(post.words[2])
+
+    def payloads(self, post: Post, sender: str) -> list[Payload]:
+        """The payloads in a message; raises ReduceError for one that cannot be what was expected."""
+        words = post.words[: post.nbytes // 4]
+        names = f"{sender}: a message of {post.nbytes} bytes for {self._text()}"
+        if post.nbytes % 4 or words.size < self._first:
+            raise ReduceError(f"{names} is too short")
+        if words[0] != self._check:
+            raise ReduceError(f"{names} was made by another codec")
+        if words[1] != self._elements:
+            raise ReduceError(f"{names} is of {words[1]} elements, {self._elements} were expected")
+        lengths = self._greatest if self._fixed else words[_HEAD : self._first].tolist()
+        if any(length > most for length, most in zip(lengths, self._greatest, strict=True)):
+            raise ReduceError(f"{names} says that a payload is longer than its codec makes it")
+        if self._first + sum(lengths) != words.size:
+            raise ReduceError(f"{names} should have {4 * (self._first + sum(lengths))} bytes")
+        edges = np.cumsum([self._first, *lengths]).tolist()
+        return [words[start:stop] for start, stop in pairwise(edges)]
+
+    def read(self, post: Post, outputs: Sequence[Floats], states: Sequence[State], sender: str, *, add: bool) -> None:
+        """Decode a message into ``outputs``, or add it to them."""
+        payloads = self.payloads(post, sender)
+        self._check_step(post, states[0].step, sender)
+        for part, payload, out, state in zip(self.parts, payloads, outputs, states, strict=True):
+            try:
+                part.codec.decode(payload, out, state, add=add, start=part.start)
+            except PayloadError as error:
+                raise ReduceError(f"{sender}: the payload of {part.name!r} ({part.codec}): {error}") from None
+
+    def _check_step(self, post: Post, step: int, sender: str) -> None:
+        found = int(post.words[2])
+        if found != step & 0xFFFFFFFF:
+            raise ReduceError(
+                f"{sender}: a message for {self._text()} is of step {found}, this process is at step {step}: resume all"
+                " ranks from the same checkpoint"
+            )
+
+    def merge(self, room: Room, mine: Post, theirs: Post, states: Sequence[State], sender: str) -> Post:
+        """One message out of two, which are freed; what does not fit goes into the states' residuals."""
+        self._check_step(theirs, states[0].step, sender)
+        merged = self.room(room)
+        words = merged.words
+        words[: self._first] = mine.words[: self._first]
+        at = self._first
+        both = zip(self.parts, self.payloads(mine, "this rank"), self.payloads(theirs, sender), states, strict=True)
+        for number, (part, here, there, state) in enumerate(both):
+            assert isinstance(part.codec, Merges)
+            try:
+                length = part.codec.merge(here, there, words[at : at + self._greatest[number]], state)
+            except PayloadError as error:
+                raise ReduceError(f"{sender}: the payload of {part.name!r} ({part.codec}): {error}") from None
+            if not self._fixed:
+                words[_HEAD + number] = length
+            at += length
+        merged.nbytes = 4 * at
+        mine.free()
+        theirs.free()
+        return merged
+
+    def _text(self) -> str:
+        first, last = self.parts[0], self.parts[-1]
+        names = repr(first.name) if first.name == last.name else f"{first.name!r} to {last.name!r}"
+        return f"{names} ({first.codec})"
+
+
+class Post:
+    """A message in memory; ``nbytes`` is its length, once it is written or has come."""
+
+    __slots__ = ("_room", "buffer", "nbytes")
+
+    def __init__(self, room: Room, nbytes: int) -> None:
+        self._room = room
+        self.buffer = room.take(nbytes)
+        self.nbytes = nbytes
+
+    @property
+    def words(self) -> Payload:
+        """All of its memory."""
+        return self.buffer[: self.buffer.nbytes // 4 * 4].view(np.uint32)
+
+    @property
+    def data(self) -> Bytes:
+        """What travels."""
+        return self.buffer[: self.nbytes]
+
+    def free(self) -> None:
+        """Nobody needs it any more."""
+        self._room.give(self.buffer)
+
+
+def name_of(process: int, place: Place) -> str:
+    """How a process is called in messages."""
+    return f"rank {process}" if process < place.workers else f"server rank {process}"
+
+
+def spec_of(part: Part) -> Spec:
+    """What a codec's sizes follow from: the tensor, or a slice of it."""
+    return part.state.spec if part.array.size == part.state.spec.elements else Spec(part.name, (part.array.size,))

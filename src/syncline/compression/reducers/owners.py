@@ -1,0 +1,206 @@
+"""Reduce to owners, encode again, give to all: for payloads that cannot be added.
+
+Every owner (each worker, or the servers) has a part of every piece. All workers send it their payload of that part; it
+decodes and adds them in rank order, encodes the sum, with a residual of its own where there is error feedback, and
+sends that to all. Its own contribution takes the same way through the codec, so that the result does not depend on who
+owns what. This is ``direct``, or a parameter server, with codes instead of numbers.
+
+Cost per rank with N owners among N workers: 2(N-1)/N of the payload sent and received; one encoding and one decoding of
+everything, one decoding and 1/N encoding of everything at the owner. Tang et al., "DoubleSqueeze", ICML 2019, has the
+two residuals.
+
+Of its two halves, ``collect`` leaves the sums with their owners, and ``answer`` encodes what an owner says of its
+parts for all. Where servers hold the weights the second half is another reducer's: ``pulled``.
+
+What an owner owns follows from the bucket and the codecs alone (``share_out``). It is cut into pieces, so that one
+piece is encoded while another travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import zip_longest
+
+from ...codecs import Floats, relay_of
+from . import Message, Part, Place, Reducer, Round
+from .letters import Letter, Post, name_of, spec_of
+
+PIECE_BYTES = 2_000_000
+PIECE_ELEMENTS = 1 << 22
+"""The payload and the elements of a piece: several are under way in a large bucket, and a message's cost is small."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Parts that are reduced together, by owner, and the forms of the messages about them."""
+
+    shares: Sequence[Sequence[Part]]
+
+    @cached_property
+    def letters(self) -> list[Letter]:
+        """Of the workers' messages to the owners."""
+        return [Letter(share) for share in self.shares]
+
+    @cached_property
+    def relayed(self) -> list[list[Part]]:
+        """The parts as owners encode them again."""
+        return [[replace(part, codec=relay_of(part.codec)) for part in share] for share in self.shares]
+
+    @cached_property
+    def answers(self) -> list[Letter]:
+        """Of the owners' messages to the workers."""
+        return [Letter(share) for share in self.relayed]
+
+
+def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
+    """One reducer for every piece."""
+    return [partial(reduce, piece, place) for piece in divide(share_out(parts, len(place.owners)))]
+
+
+def collecting(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
+    """As ``pieces``, of the first half alone."""
+    return [partial(collect, piece, place) for piece in divide(share_out(parts, len(place.owners)))]
+
+
+def divide(shares: Sequence[Sequence[Part]]) -> list[Piece]:
+    """The pieces of what owners share."""
+    elements = sum(part.array.size for share in shares for part in share)
+    payload_bytes = sum(part.codec.wire_bytes(spec_of(part))[0] for share in shares for part in share)
+    at_most = max(1, min(PIECE_ELEMENTS, PIECE_BYTES * elements // max(payload_bytes, 1)) // len(shares))
+    return [Piece(found) for found in zip_longest(*(cut(share, at_most) for share in shares), fillvalue=[])]
+
+
+def cut(parts: Sequence[Part], elements: int) -> list[list[Part]]:
+    """Consecutive pieces of up to ``elements``, cut at blocks; what cannot be cut may be larger."""
+    found: list[list[Part]] = []
+    left = 0
+    for part in parts:
+        at = 0
+        while at < part.array.size:
+            if left <= 0:
+                found.append([])
+                left = elements
+            take = _to_block(part, at + left, up=True) - at
+            found[-1].append(part.cut(at, at + take))
+            at, left = at + take, left - take
+    return found
+
+
+def share_out(parts: Sequence[Part], owners: int) -> list[list[Part]]:
+    """The parts of each owner: consecutive, cut at blocks, of about equal numbers of elements."""
+    total = sum(part.array.size for part in parts)
+    edges = [total * owner // owners for owner in range(1, owners)]
+    found: list[list[Part]] = [[] for _ in range(owners)]
+    passed = 0
+    for part in parts:
+        size = part.array.size
+        cuts = [_to_block(part, min(max(edge - passed, 0), size)) for edge in edges]
+        for owner, (start, stop) in enumerate(zip([0, *cuts], [*cuts, size], strict=True)):
+            if start < stop:
+                found[owner].append(part.cut(start, stop))
+        passed += size
+    return found
+
+
+def _to_block(part: Part, at: int, up: bool = False) -> int:
+    """The nearest place to ``at`` (or the next one) at which a part may be cut; parts begin at such places."""
+    size, block = part.array.size, part.codec.block or part.array.size
+    nearest = -(-at // block) * block if up else (at + block // 2) // block * block
+    return min(nearest, size)
+
+
+def reduce(piece: Piece, place: Place) -> Reducer:
+    """One piece, both halves."""
+    yield from collect(piece, place)
+    shares = piece.shares
+    owned = shares[place.owner] if place.owner >= 0 else ()
+    for part in owned:
+        part.again.step = part.state.step
+    sums = [part.array for part in owned]
+    wanted = {owner: [part.array for part in share] for owner, share in enumerate(shares) if place.works}
+    yield from answer(piece, place, sums, wanted, add=False)
+
+
+def collect(piece: Piece, place: Place) -> Reducer:
+    """First half: every owner decodes the workers' payloads of its parts and adds them, in rank order, in their arrays.
+
+    The arrays of other parts stay as they are.
+    """
+    shares, letters = piece.shares, piece.letters
+    mine = place.owner
+    owned = shares[mine] if mine >= 0 else ()
+    posted = _written(letters, shares, place)
+    own = {place.index: posted.pop(mine)} if mine in posted else {}
+    came = {worker: letters[mine].room(place.room) for worker in place.others()} if owned else {}
+    sends = [Message(place.owners[owner], post.data) for owner, post in posted.items()]
+    lengths = yield Round(sends, [Message(worker, post.data) for worker, post in came.items()])
+    _note(came, lengths)
+    _free(posted)
+    if owned:
+        posts = {**came, **own}
+        if not place.works:
+            step = letters[mine].step_of(posts[0], name_of(0, place))
+            for part in owned:  # a server counts no steps of its own: those of a resumed run do not begin at 0
+                part.state.step = step
+        sums, states = [part.array for part in owned], [part.state for part in owned]
+        for worker in range(place.workers):
+            letters[mine].read(posts[worker], sums, states, name_of(worker, place), add=worker > 0)
+        _free(posts)
+
+
+def answer(
+    piece: Piece,
+    place: Place,
+    said: Sequence[Floats],
+    wanted: Mapping[int, Sequence[Floats]],
+    *,
+    add: bool,
+) -> Reducer:
+    """Second half: every owner encodes what it says of its parts, for all workers.
+
+    ``said`` are this owner's arrays. ``wanted`` are the arrays into which the answers of owners are decoded, or to
+    which they are added, by the owner's number: a worker wants all of them. ``said`` may be among them.
+    """
+    relayed, letters = piece.relayed, piece.answers
+    mine = place.owner
+    posts: dict[int, Post] = {}
+    sends: list[Message] = []
+    if said:
+        states = [part.again for part in relayed[mine]]
+        posts[mine] = letters[mine].write(place.room, said, states, lambda _: None)
+        sends = [Message(worker, posts[mine].data) for worker in place.others()]
+    others = {owner: letters[owner].room(place.room) for owner in wanted if relayed[owner] and owner != mine}
+    lengths = yield Round(sends, [Message(place.owners[owner], post.data) for owner, post in others.items()])
+    _note(others, lengths)
+    posts |= others
+    for owner, post in posts.items():
+        if owner in wanted:
+            states = [part.again for part in relayed[owner]]
+            letters[owner].read(post, wanted[owner], states, name_of(place.owners[owner], place), add=add)
+    _free(posts)
+
+
+def _written(letters: Sequence[Letter], shares: Sequence[Sequence[Part]], place: Place) -> dict[int, Post]:
+    """This worker's payloads by owner, beginning after its own number."""
+    found: dict[int, Post] = {}
+    if place.works:
+        count = len(place.owners)
+        for k in range(1, count + 1):
+            owner = (place.index + k) % count
+            share = shares[owner]
+            if share:
+                arrays, states = [part.array for part in share], [part.state for part in share]
+                found[owner] = letters[owner].write(place.room, arrays, states, place.report)
+    return found
+
+
+def _note(came: dict[int, Post], lengths: Sequence[int]) -> None:
+    for post, length in zip(came.values(), lengths, strict=True):
+        post.nbytes = length
+
+
+def _free(posts: dict[int, Post]) -> None:
+    for post in posts.values():
+        post.free()

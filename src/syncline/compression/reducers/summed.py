@@ -1,0 +1,47 @@
+"""Payloads that can be added are summed by the plan of the architecture, like gradients that are not compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...codecs import Codec, Sums
+from ...errors import UsageError
+from ...nouns import numpy_dtype
+from . import Part, Place, Reducer, Sum
+from .letters import spec_of
+
+
+def alike(parts: Sequence[Part]) -> list[list[Part]]:
+    """The parts by the type of the numbers in their payloads."""
+    found: dict[str, list[Part]] = {}
+    for part in parts:
+        found.setdefault(number_of(part.codec), []).append(part)
+    return list(found.values())
+
+
+def number_of(codec: Codec) -> str:
+    """The type of the numbers in the payload of a codec whose payloads can be added."""
+    if not isinstance(codec, Sums):
+        raise UsageError(f"{codec} says that its payloads can be summed and not what numbers they are")
+    return codec.number
+
+
+def reduce(parts: Sequence[Part], place: Place) -> Reducer:
+    """All payloads one behind the other, one sum."""
+    lengths = [part.codec.wire_bytes(spec_of(part))[1] // 4 for part in parts]
+    buffer = place.room.take(4 * sum(lengths))
+    words = buffer[: 4 * sum(lengths)].view(np.uint32)
+    at = 0
+    for part, length in zip(parts, lengths, strict=True):
+        made = part.codec.encode(part.array, words[at : at + length], part.state, part.start)
+        if not made.finite:
+            place.report(part.name)
+        at += length
+    yield Sum(words.view(numpy_dtype(number_of(parts[0].codec))))
+    at = 0
+    for part, length in zip(parts, lengths, strict=True):
+        part.codec.decode(words[at : at + length], part.array, part.state, start=part.start)
+        at += length
+    place.room.give(buffer)

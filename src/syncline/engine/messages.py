@@ -1,0 +1,446 @@
+"""Runs plans over a transport: a dataflow over (rank, chunk), several runs in flight, large arrays cut into segments.
+
+Each segment of an array executes the whole plan on its own elements; a few segments flow one behind the other, so that
+sending, receiving and reducing overlap. Within a segment an action starts as soon as what it waits for has finished: a
+slow peer holds up only what needs it.
+
+Receives that reduce are posted when their segment opens, straight from the transport's memory (a peer's own memory
+over shm, scratch over tcp); receives that copy go straight into the array. Reductions into one chunk keep plan order,
+so the result does not depend on timing.
+
+Memory: the scratch for received parts is at most ``window`` segments per run.
+
+Pure apart from the transport it is given: no threads, no clocks, no knowledge of frameworks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..collectives import Collective
+from ..errors import PeerError, SynclineError, UsageError
+from ..kernels.cpu import add_all_into
+from ..plans.messages import Action, Program
+from ..transports import Adds, Handle, HasAllreduce, Transport
+from ..wire.scratch import Scratch
+from .memory import OneSided, Window
+
+Array = NDArray[Any]
+
+SEGMENT_BYTES = 32 * 1024 * 1024
+WINDOW = 2
+SHARED_SEGMENT_BYTES = 8 * 1024 * 1024
+"""Segments in shared memory: what several passes go over shall stay in the cache."""
+SPINS = 20
+"""How often what a run waits for in shared memory is looked at before this process sleeps."""
+
+PATIENCE_MS = 2
+"""How long it then sleeps without an ear for its connections."""
+
+_INDEX_BITS = 20
+_SEGMENT_BITS = 20
+_KEYS = 1 << 23
+"""Keys a run may have; tags with the highest bit set are left to single messages."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One plan under way over one array.
+
+    ``key`` is the same on all ranks and tells this run's messages from those of others in flight. A ``tolerant`` run
+    does not mind peers that have left: it then never finishes (a server waiting for a next step that does not come).
+    """
+
+    program: Program
+    array: Array
+    key: int
+    label: str
+    priority: float = 0.0
+    on_done: Callable[[], None] | None = None
+    tolerant: bool = False
+    per_segment: int = 0
+    segments: int = 0
+    opened: int = 0
+    left: int = 0
+    open_segments: list[Any] = field(default_factory=list)
+    bytes_view: NDArray[np.uint8] = field(init=False, repr=False)
+
+    @property
+    def done(self) -> bool:
+        """True when every segment has finished."""
+        return self.left == 0
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A received part in scratch memory of the exchange."""
+
+    buffer: NDArray[np.uint8]
+    nbytes: int
+
+    @property
+    def payload(self) -> NDArray[np.uint8]:
+        return self.buffer[: self.nbytes]
+
+
+class _Segment:
+    """The state of one segment: which actions still wait, and what has arrived too early to be applied.
+
+    A plan whose chunks belong to ranks (reduce-scatter, all-gather) is cut inside each chunk, so that a rank's chunk of
+    the whole array stays in one piece; others are cut into contiguous segments, which are kinder to the cache.
+    """
+
+    __slots__ = ("arrived", "left", "number", "posted", "run", "starts", "stops", "waits")
+
+    def __init__(self, run: Run, number: int) -> None:
+        self.run = run
+        self.number = number
+        size, per, chunks = run.array.size, run.per_segment, run.program.plan.chunks
+        if _owned(run.program):
+            edges = chunk_edges(size, chunks)
+            self.starts = [min(edges[chunk] + number * per, edges[chunk + 1]) for chunk in range(chunks)]
+            self.stops = [min(edges[chunk] + (number + 1) * per, edges[chunk + 1]) for chunk in range(chunks)]
+        else:
+            first = number * per
+            length = min(size - first, per)
+            edges = [first + edge for edge in chunk_edges(length, chunks)]
+            self.starts, self.stops = edges[:-1], edges[1:]
+        self.waits = list(run.program.waits)
+        self.left = len(run.program.actions)
+        self.posted: set[int] = set()  # actions handed to the transport and not done
+        self.arrived: dict[int, Handle | _Kept] = {}
+
+    def bounds(self, action: Action) -> tuple[int, int]:
+        """The elements of an action; those of several chunks are contiguous (see ``_cut``)."""
+        return self.starts[action.lo], self.stops[action.hi - 1]
+
+    def first_waiting(self, i: int) -> int:
+        """The first reduction that waits to be applied in one pass with reduction ``i``, or ``i`` itself."""
+        precedes = self.run.program.precedes
+        while precedes[i] in self.arrived:
+            i = precedes[i]
+        return i
+
+
+class Exchange:
+    """Executes runs over one transport; used from one thread."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        segment_bytes: int = SEGMENT_BYTES,
+        window: int = WINDOW,
+        has_left: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        if segment_bytes < 1 or window < 1:
+            raise UsageError(f"segments of {segment_bytes} bytes and a window of {window} make no sense")
+        self.transport = transport
+        self._segment_bytes = segment_bytes
+        self._window = window
+        self._has_left = has_left
+        self.scratch = Scratch()
+        self._adder = transport if isinstance(transport, Adds) else None
+        self._under_way: dict[int, Run] = {}
+        mapped: Window | None = getattr(transport, "window", None)
+        shared_bytes = min(segment_bytes, SHARED_SEGMENT_BYTES)
+        self._onesided = None if mapped is None else OneSided(mapped, self.scratch, shared_bytes, has_left)
+        self._handed: dict[int, str] = {}  # key -> label of what a library does by itself
+
+    def start(self, run: Run) -> None:
+        """Begin a run; its ``on_done`` is called from a later ``progress``, or at once when there is nothing to do."""
+        if run.key in self._under_way:
+            raise UsageError(f"{run.label}: key {run.key} is in use by {self._under_way[run.key].label}")
+        if not 0 <= run.key < _KEYS:
+            raise UsageError(f"{run.label}: key {run.key} is out of range")
+        array = run.array
+        if array.ndim != 1 or not array.flags.c_contiguous:
+            raise UsageError(f"{run.label}: an exchange needs a one-dimensional contiguous array")
+        if len(run.program.actions) > 1 << _INDEX_BITS:
+            raise UsageError(f"{run.label}: a rank has {len(run.program.actions)} transfers, which is too many to run")
+        if self._onesided is not None and self._onesided.takes(run.program.plan, array):
+            on_done = partial(self._left_shared, run)
+            self._under_way[run.key] = run
+            run.left = 1
+            self._onesided.start(run.program.plan, array, run.key, run.label, on_done, run.tolerant)
+            return
+        run.bytes_view = array.view(np.uint8)
+        run.per_segment, run.segments = self._cut(run)
+        if run.segments > 1 << _SEGMENT_BITS:
+            raise UsageError(f"{run.label}: an array of {array.nbytes} bytes has more segments than tags can number")
+        run.left = run.segments
+        run.opened = 0
+        if run.left == 0:
+            self._finish(run)
+            return
+        self._under_way[run.key] = run
+        while run.opened < min(self._window, run.segments):
+            self._open(run)
+
+    def hand_over(
+        self, collective: Collective, array: Array, key: int, label: str, on_done: Callable[[], None]
+    ) -> None:
+        """Let the transport's library do a collective by itself; UsageError where it has none."""
+        if not isinstance(self.transport, HasAllreduce) or collective.goal != "allreduce":
+            raise UsageError(f"{label}: transport={self.transport.name} has no {collective.goal} of its own")
+        if array.ndim != 1 or not array.flags.c_contiguous:
+            raise UsageError(f"{label}: an exchange needs a one-dimensional contiguous array")
+        if array.size == 0:
+            on_done()
+            return
+
+        def handed_back(handle: Handle) -> None:
+            del self._handed[key]
+            if handle.error is not None:
+                raise labelled(label, handle.error)
+            on_done()
+
+        self._handed[key] = label
+        self.transport.allreduce(key, array, owner=handed_back)
+
+    def progress(self, timeout: float, spins: int = SPINS) -> int:
+        """Do what can be done, waiting up to ``timeout`` seconds for it; returns how much that was."""
+        shared = self._onesided
+        if shared is None or not shared.active:
+            return self._turn(timeout)
+        moved = shared.advance(spins, PATIENCE_MS if timeout and len(self._under_way) == 1 else 0)
+        if moved:
+            return moved + (self._turn(0.0) if shared.active else 0)
+        shared.sleep_soon()
+        try:
+            return shared.advance(0) or self._turn(timeout)
+        finally:
+            shared.awake()
+
+    def _turn(self, timeout: float) -> int:
+        """Turn the transport once and act on what has completed."""
+        handles = self.transport.poll(timeout)
+        for handle in handles:
+            owner = handle.owner
+            if isinstance(owner, tuple):
+                self._completed(handle, *owner)
+            elif callable(owner):
+                owner(handle)
+        return len(handles)
+
+    @property
+    def waiting_for(self) -> dict[int, str]:
+        """Peer -> label of a run that waits for it, a tolerant one once somebody has come to it.
+
+        For messages about what takes so long; may be asked from another thread.
+        """
+        shared = {} if self._onesided is None else self._onesided.waiting_for
+        return shared | {
+            segment.run.program.actions[i].peer: run.label
+            for run in self._runs()
+            if not run.tolerant or _has_begun(run)
+            for segment in tuple(run.open_segments)
+            for i in tuple(segment.posted)
+        }
+
+    @property
+    def labels(self) -> list[str]:
+        """What is under way, oldest first; may be asked from another thread."""
+        return [run.label for run in self._runs() if not run.tolerant] + list(self._handed.values())
+
+    def _runs(self) -> list[Run]:
+        return list(self._under_way.values())
+
+    def _cut(self, run: Run) -> tuple[int, int]:
+        """Elements per segment (per chunk, where chunks belong to ranks), and the number of segments."""
+        size, program = run.array.size, run.program
+        if size == 0 or not program.actions:
+            return 1, 0
+        per = max(1, self._segment_bytes // run.array.itemsize)
+        if not _owned(program):
+            return per, -(-size // per)
+        widest = -(-size // program.plan.chunks)
+        if any(action.hi - action.lo > 1 for action in program.actions):
+            return widest, 1  # several chunks in one message have to lie side by side
+        per = max(1, per // program.plan.chunks)
+        return per, -(-widest // per)
+
+    def _open(self, run: Run) -> None:
+        segment = _Segment(run, run.opened)
+        run.open_segments.append(segment)
+        run.opened += 1
+        ready = []
+        for i, action in enumerate(run.program.actions):
+            if _borrows(action):
+                start, stop = segment.bounds(action)
+                if start < stop:
+                    nbytes = (stop - start) * run.array.itemsize
+                    segment.posted.add(i)
+                    tag = _tag(segment, action)
+                    if self._adder is not None and self._adds(segment, i):
+                        self._adder.add(action.peer, tag, run.array[start:stop], owner=(segment, i))
+                    else:
+                        self.transport.borrow(action.peer, tag, nbytes, owner=(segment, i))
+                    continue
+            if segment.waits[i] == 0:
+                ready.append(i)
+        for i in ready:
+            self._act(segment, i)
+
+    def _adds(self, segment: _Segment, i: int) -> bool:
+        """Whether the transport may do a reduction: one that waits for nothing, so that plan order is kept."""
+        action = segment.run.program.actions[i]
+        alone = segment.waits[i] == 0 and action.kind == "reduce" and not action.swaps
+        return alone and self._adder is not None and self._adder.adds_from(action.peer, segment.run.array.dtype)
+
+    def _act(self, segment: _Segment, i: int) -> None:
+        """Action ``i`` has nothing to wait for any more; do it, and what it unlocks when there is nothing to move."""
+        todo = [i]
+        while todo:
+            i = todo.pop()
+            run, action = segment.run, segment.run.program.actions[i]
+            start, stop = segment.bounds(action)
+            if start == stop:
+                todo.extend(self._finished(segment, i))
+            elif _borrows(action):
+                todo.extend(self._reduce_what_came(segment, i))
+            else:
+                item = run.array.itemsize
+                part = run.bytes_view[start * item : stop * item]
+                tag = _tag(segment, action)
+                segment.posted.add(i)
+                if action.kind == "send":
+                    self.transport.send(action.peer, tag, part, run.priority, owner=(segment, i))
+                else:
+                    self.transport.recv(action.peer, tag, part, owner=(segment, i))
+
+    def _completed(self, handle: Handle, segment: _Segment, i: int) -> None:
+        action = segment.run.program.actions[i]
+        segment.posted.discard(i)
+        if handle.error is not None:
+            if segment.run.tolerant and self._has_left(handle.peer):
+                return
+            raise self._explain(handle.error, segment, action)
+        start, stop = segment.bounds(action)
+        expected = (stop - start) * segment.run.array.itemsize
+        if handle.nbytes != expected:
+            raise SynclineError(
+                f"{self._where(segment, action)}: {handle.nbytes} bytes came where {expected} were expected; do all"
+                " ranks run the same version with the same model?"
+            )
+        if handle.kind == "add":
+            unlocked = self._finished(segment, i)
+        elif _borrows(action):
+            lent = self.transport.lends_from(action.peer)
+            segment.arrived[i] = self._keep(handle) if action.swaps and lent else handle
+            unlocked = self._reduce_what_came(segment, segment.first_waiting(i))
+        else:
+            unlocked = self._finished(segment, i)
+        for other in unlocked:
+            self._act(segment, other)
+
+    def _keep(self, handle: Handle) -> _Kept:
+        """Copy what was lent, so that its owner can go on."""
+        assert handle.payload is not None
+        buffer = self.scratch.take(handle.nbytes)
+        buffer[: handle.nbytes] = handle.payload
+        self.transport.release(handle)
+        return _Kept(buffer, handle.nbytes)
+
+    def _reduce_what_came(self, segment: _Segment, i: int) -> list[int]:
+        """Apply reduction ``i`` if it may and has come, and those that follow it in the same pass."""
+        if segment.waits[i] or i not in segment.arrived:
+            return []
+        program = segment.run.program
+        ready = [i]
+        while (following := program.follows[ready[-1]]) >= 0:
+            if following not in segment.arrived:
+                if self.transport.lends_from(program.actions[following].peer):
+                    return []  # lent memory costs nothing to hold: one pass over all of them is worth the wait
+                break
+            ready.append(following)
+        start, stop = segment.bounds(program.actions[i])
+        came = [segment.arrived.pop(index) for index in ready]
+        payloads = [item.payload for item in came]
+        into = segment.run.array[start:stop]
+        parts = [payload.view(into.dtype) for payload in payloads if payload is not None]
+        if program.actions[i].kind == "copy":
+            np.copyto(into, parts[0])
+        else:
+            add_all_into(into, parts)
+        for item in came:
+            if isinstance(item, _Kept):
+                self.scratch.give(item.buffer)
+            else:
+                self.transport.release(item)
+        unlocked = [other for index in ready for other in self._finished(segment, index)]
+        return [other for other in unlocked if other not in ready]
+
+    def _finished(self, segment: _Segment, i: int) -> list[int]:
+        """Note that action ``i`` is done; the actions that may act now."""
+        run = segment.run
+        segment.left -= 1
+        unlocked = []
+        for other in run.program.unlocks[i]:
+            segment.waits[other] -= 1
+            if segment.waits[other] == 0:
+                unlocked.append(other)
+        if segment.left == 0:
+            run.open_segments.remove(segment)
+            run.left -= 1
+            if run.opened < run.segments:
+                self._open(run)
+            elif run.left == 0:
+                del self._under_way[run.key]
+                self._finish(run)
+        return unlocked
+
+    def _left_shared(self, run: Run) -> None:
+        del self._under_way[run.key]
+        run.left = 0
+        self._finish(run)
+
+    def _finish(self, run: Run) -> None:
+        if run.on_done is not None:
+            run.on_done()
+
+    def _where(self, segment: _Segment, action: Action) -> str:
+        verb = {"send": "sending to", "copy": "receiving from", "reduce": "reducing from"}[action.kind]
+        return (
+            f"{segment.run.label}: {verb} rank {action.peer} ({segment.run.program.plan.name}, step {action.step},"
+            f" segment {segment.number + 1} of {segment.run.segments})"
+        )
+
+    def _explain(self, error: Exception, segment: _Segment, action: Action) -> Exception:
+        return labelled(self._where(segment, action), error)
+
+
+def chunk_edges(size: int, chunks: int) -> list[int]:
+    """Where the chunks of an array of ``size`` elements begin and end: ``chunks + 1`` indices."""
+    return [size * chunk // chunks for chunk in range(chunks + 1)]
+
+
+def labelled(label: str, error: Exception) -> Exception:
+    """An error with what it befell."""
+    text = f"{label}: {error}"
+    return type(error)(text, rank=error.rank, host=error.host) if isinstance(error, PeerError) else SynclineError(text)
+
+
+def _has_begun(run: Run) -> bool:
+    """Whether something of a run has come or has been done."""
+    actions = len(run.program.actions)
+    segments = tuple(run.open_segments)
+    return run.left < run.segments or any(segment.arrived or segment.left < actions for segment in segments)
+
+
+def _borrows(action: Action) -> bool:
+    """Whether what arrives cannot go straight to its place."""
+    return action.kind == "reduce" or (action.kind == "copy" and action.swaps)
+
+
+def _owned(program: Program) -> bool:
+    return program.plan.goal in ("reduce_scatter", "all_gather")
+
+
+def _tag(segment: _Segment, action: Action) -> int:
+    return (segment.run.key << _INDEX_BITS + _SEGMENT_BITS) | (segment.number << _INDEX_BITS) | action.index

@@ -1,0 +1,162 @@
+"""Drives reducers over a transport: their rounds become messages, their sums runs of the architecture's plan.
+
+A few of a bucket's reducers are open at the same time, so that one computes while another's messages travel. Used from
+the thread that drives the engine, like ``messages``, through which the transport's events come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..collectives import Collective
+from ..compression.reducers import Lengths, Reducer, Round, Sum
+from ..errors import SynclineError, UsageError
+from ..plans.messages import Program
+from ..transports import Handle
+from .messages import Array, Exchange, Run, labelled
+
+OPEN = 4
+"""Reducers of one bucket that are under way at once."""
+
+_MARK = 3 << 62
+"""Tags of rounds have the two highest bits set: plans have neither, single messages the highest alone."""
+_PIECE_BITS = 32
+"""Below them the piece; two processes exchange its messages in the same order, so that rounds need no number."""
+
+
+class Reducing:
+    """The reducers of one bucket under way. ``program`` gives this rank's part in a sum by its bytes.
+
+    ``key`` tells this bucket from all others in flight. A ``tolerant`` one does not mind peers that have left: it then
+    never finishes.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        pieces: Sequence[Callable[[], Reducer]],
+        program: Callable[[int], Program | Collective],
+        key: int,
+        label: str,
+        *,
+        priority: float,
+        on_done: Callable[[], None],
+        tolerant: bool,
+        has_left: Callable[[int], bool],
+    ) -> None:
+        self._exchange, self._transport = exchange, exchange.transport
+        self._pieces, self._program = pieces, program
+        self._key, self._label, self._priority = key, label, priority
+        self._on_done, self._tolerant, self._has_left = on_done, tolerant, has_left
+        self._opened = self._ended = 0
+        self._turns: set[_Turn] = set()
+
+    def urgency(self) -> float:
+        """The smallest goes first."""
+        return self._priority
+
+    @property
+    def label(self) -> str:
+        """What is reduced; empty when nobody minds if it never ends."""
+        return "" if self._tolerant else self._label
+
+    @property
+    def waiting_for(self) -> dict[int, str]:
+        """Peer -> label, where messages from or to it are under way; may be asked from another thread.
+
+        Where nobody minds if it never ends, of the rounds that somebody has come to.
+        """
+        turns = [turn for turn in list(self._turns) if turn.begun or not self._tolerant]
+        return {peer: self._label for turn in turns for peer in tuple(turn.peers)}
+
+    def start(self) -> None:
+        """Open the first reducer."""
+        if self._pieces:
+            self._open()
+        else:
+            self._on_done()
+
+    def open_another(self) -> bool:
+        """Open one more reducer, if there may be; between two of them, messages of the first are to be sent."""
+        if self._opened - self._ended >= OPEN or self._opened == len(self._pieces):
+            return False
+        self._open()
+        return True
+
+    def _open(self) -> None:
+        number = self._opened
+        self._opened += 1
+        self._advance(number, self._pieces[number](), 0, [])
+
+    def _advance(self, number: int, reducer: Reducer, turn: int, lengths: Lengths) -> None:
+        """Let a reducer go on until it has to wait."""
+        while True:
+            try:
+                asked = next(reducer) if turn == 0 else reducer.send(lengths)
+            except StopIteration:
+                break
+            except SynclineError as error:
+                raise labelled(self._label, error) from error
+            turn += 1
+            if isinstance(asked, Sum):
+                self._sum(asked.array, number, reducer, turn)
+                return
+            if asked.sends or asked.receives:
+                self._turns.add(_Turn(self, number, reducer, turn, asked))
+                return
+            lengths = []
+        self._ended += 1
+        if self._ended == len(self._pieces):
+            self._on_done()
+
+    def _sum(self, array: Array, number: int, reducer: Reducer, turn: int) -> None:
+        def summed() -> None:
+            self._advance(number, reducer, turn, [])
+
+        program = self._program(array.nbytes)
+        if isinstance(program, Collective):
+            raise UsageError(f"{self._label}: a library's own collective sums gradients only as they are")
+        self._exchange.start(Run(program, array, self._key, self._label, self._priority, summed, self._tolerant))
+
+
+class _Turn:
+    """One round of one reducer: goes on when all its messages have been sent and received.
+
+    ``peers`` are the processes that messages still come from or go to.
+    """
+
+    def __init__(self, of: Reducing, number: int, reducer: Reducer, turn: int, asked: Round) -> None:
+        self._of, self._number, self._reducer, self._turn = of, number, reducer, turn
+        self._lengths = [0] * len(asked.receives)
+        self.peers = [message.peer for message in (*asked.receives, *asked.sends)]
+        self._messages = len(self.peers)
+        tag = _MARK | of._key << _PIECE_BITS | number
+        transport = of._transport
+        for index, message in enumerate(asked.receives):
+            transport.recv(message.peer, tag, message.data, owner=self._received(index))
+        for message in asked.sends:
+            transport.send(message.peer, tag, message.data, of._priority, owner=self._arrived)
+
+    @property
+    def begun(self) -> bool:
+        """Whether another process has come to this round, or to one before it."""
+        return self._turn > 1 or len(self.peers) < self._messages
+
+    def _received(self, index: int) -> Callable[[Handle], None]:
+        def arrived(handle: Handle) -> None:
+            self._lengths[index] = handle.nbytes
+            self._arrived(handle)
+
+        return arrived
+
+    def _arrived(self, handle: Handle) -> None:
+        of = self._of
+        if handle.error is not None:
+            if of._tolerant and of._has_left(handle.peer):
+                return
+            verb = "sending a payload to" if handle.kind == "send" else "receiving a payload from"
+            raise labelled(f"{of._label}: {verb} rank {handle.peer}", handle.error)
+        self.peers.remove(handle.peer)
+        if not self.peers:
+            of._turns.discard(self)
+            of._advance(self._number, self._reducer, self._turn, self._lengths)

@@ -1,0 +1,216 @@
+"""Making sessions: between the processes of a run, and between threads of one process.
+
+Between processes: the meeting, proved connections among all pairs, the transport that the strategy asks for, and the
+watcher over the control connections. Between threads there is nothing to prove or to watch.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+from .. import registry, tuning
+from ..engine.engine import LIMIT_S
+from ..errors import UsageError
+from ..nouns import Group
+from ..session.session import Session
+from ..strategy.strategy import Strategy
+from ..strategy.words import AUTO
+from ..transports import Place, Transport
+from ..transports._auto import Auto
+from ..transports.inproc import Hub
+from ..tuning import codec_choice
+from ..version import __version__
+from ..wire import watch
+from ..wire.handshake import run_id
+from ..wire.listener import Listener
+from ..wire.member import Roll
+from ..wire.rollcall import connect, describe_self
+from ..wire.watch import LIVENESS_S, Watcher
+from .descriptors import make_room
+from .environment import Environment
+from .meeting import CONNECT_S, Joined, MeetingPoint, listen_address
+
+
+def in_process(strategy: str, workers: int) -> list[Session]:
+    """Sessions of a whole group between the threads of this process: workers first, then servers. For tests."""
+    chosen = Strategy.parse(strategy).resolve(Group(workers), inproc=True)
+    group = Group(workers, chosen.servers)
+    if group.processes == 1:
+        return [Session(chosen, group, 0, None)]
+    hub = Hub(group.processes)
+    sessions = [Session(chosen, group, index, hub.transport(index)) for index in range(group.processes)]
+    for session in sessions:
+        session.ending.neighbours = [other.ending for other in sessions if other is not session]
+    return sessions
+
+
+def connect_session(
+    strategy: Strategy,
+    point: MeetingPoint,
+    run: str,
+    *,
+    secret: str | bytes | None = None,
+    interface: str | None = None,
+    timeout: float = 120.0,
+    liveness_s: float = LIVENESS_S,
+    limit_s: float = LIMIT_S,
+) -> Session:
+    """Join the processes of a run: meeting, connections, watcher, engine.
+
+    The processes that meet at ``point`` under the name ``run`` are workers first, then the strategy's servers.
+    ``secret``, ``interface`` and ``timeout`` are those of ``syncline.init``. Where the strategy leaves the architecture
+    open, the workers measure what to run at which size (``tuning``).
+    """
+    if point.asked.world == 1:
+        _count_workers(strategy, 1)  # there is nobody to meet, and no place
+    with point.join(run, secret, interface, timeout) as joined:
+        environment = joined.environment
+        workers = _count_workers(strategy, environment.world)
+        make_room(environment.world)
+        formed = _form(strategy, joined, run, listen_address(environment, interface), timeout)
+    session = _begin(formed, environment, workers, strategy.servers, liveness_s, limit_s)
+    _tune(session, strategy)
+    return session
+
+
+def _count_workers(strategy: Strategy, processes: int) -> int:
+    """How many of the processes are workers; raises UsageError where none is."""
+    workers = processes - strategy.servers
+    if workers < 1:
+        raise UsageError(
+            f"{strategy} needs {strategy.servers} server processes and at least one worker, there"
+            f" {'are' if processes > 1 else 'is'} {processes} process{'es' * (processes > 1)}: start more (syncline run"
+            " -n WORKERS --servers SERVERS)"
+        )
+    return workers
+
+
+@dataclass(frozen=True)
+class _Formed:
+    """What a group's start leaves behind in one process."""
+
+    roll: Roll
+    strategy: Strategy
+    control: dict[int, socket.socket]
+    transport: Transport
+
+
+def _form(strategy: Strategy, joined: Joined, run: str, address: str, timeout: float) -> _Formed:
+    """Roll call and connections; nothing stays open where they fail."""
+    client, index, processes = joined.client, joined.environment.rank, joined.environment.world
+    listener = Listener(address, run_id(run), joined.secret, index, processes)
+    with closing(listener), ExitStack() as undo:
+        terms = {"strategy": str(strategy), "version": __version__, tuning.VARIABLE: tuning.mode()}
+        roll = client.call_roll(describe_self(index, processes, listener, terms), run, joined.secret)
+        # Whoever has come is here now: the connections get their time, however long the last one took to come.
+        deadline = max(client.deadline, time.monotonic() + CONNECT_S)
+        client.limit(deadline, max(timeout, CONNECT_S))
+        workers = processes - strategy.servers
+        chosen = strategy.resolve(Group(workers, strategy.servers, roll.nodes[:workers]), hosts=roll.hosts)
+        carried = _carried(chosen, roll)
+        watch.prepare(roll)
+        control = connect(roll, listener, "control", (), deadline, client.check)
+        for sock in control.values():
+            undo.callback(sock.close)
+        if [_connection(name) for name in carried] == ["own"]:
+            left = max(0.0, deadline - time.monotonic())
+            place = Place(index, processes, client, chosen.transport.name, address, left, client.check)
+            transport: Transport = registry.get("transports", chosen.transport.name).target(
+                place, **chosen.transport.arguments
+            )
+        else:
+            unix = {peer for name, peers in carried.items() if _connection(name) == "unix" for peer in peers}
+            data = connect(roll, listener, "data", unix, deadline, client.check)
+            transport = _transport(chosen, index, carried, data)
+        undo.callback(transport.close)
+        client.through()
+        undo.pop_all()
+    return _Formed(roll, chosen, control, transport)
+
+
+def _begin(
+    formed: _Formed, environment: Environment, workers: int, servers: int, liveness_s: float, limit_s: float
+) -> Session:
+    """The session over what was formed, watched from now on; no connection stays open where that fails."""
+    group = Group(workers, servers, formed.roll.nodes[:workers])
+    with ExitStack() as undo:
+        for sock in formed.control.values():
+            undo.callback(sock.close)
+        unowned = undo.enter_context(ExitStack())
+        unowned.callback(formed.transport.close)
+        session = Session(
+            formed.strategy,
+            group,
+            environment.rank,
+            formed.transport,
+            roll=formed.roll,
+            local_rank=environment.local_rank,
+            limit_s=limit_s,
+        )
+        unowned.pop_all()  # the session closes it
+        try:
+            ending = session.ending
+            ending.watcher = Watcher(
+                formed.roll, formed.control, session.on_peer_failure, ending.left, liveness_s, ending.answer
+            )
+            ending.watcher.start()
+        except BaseException as error:
+            session.fail(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
+            session.shutdown()
+            raise
+        undo.pop_all()
+    return session
+
+
+def _tune(session: Session, asked: Strategy) -> None:
+    """Measure what the strategy leaves open; a rank that fails in it ends the session for all."""
+    workers = session.group.workers
+    if workers == 1:
+        return
+    try:
+        if session.is_worker:
+            session.compare_plans()
+        if tuning.mode() == "off":
+            return
+        if tuning.is_wanted(asked, session.strategy, workers):
+            tuning.tune(session)
+        if codec_choice.is_wanted(asked, workers):
+            codec_choice.choose_codec(session, asked)
+    except BaseException as error:
+        session.fail(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
+        session.shutdown()
+        raise
+
+
+def _carried(strategy: Strategy, roll: Roll) -> dict[str, frozenset[int]]:
+    """The transports that carry this process's messages, by name, and to which peers."""
+    others = frozenset(range(len(roll.members))) - {roll.index}
+    if strategy.transport != AUTO:
+        return {strategy.transport.name: others}
+    carried = {"shm": roll.near, "tcp": others - roll.near}
+    return {name: peers for name, peers in carried.items() if peers}
+
+
+def _connection(name: str) -> str:
+    """The kind of connection that a transport needs; raises UsageError for one that needs none."""
+    connection: str | None = registry.get("transports", name).capabilities.get("connection")
+    if connection is None:
+        raise UsageError(f"transport={name} does not reach other processes: use shm, tcp or auto")
+    return connection
+
+
+def _transport(
+    strategy: Strategy, index: int, carried: Mapping[str, frozenset[int]], socks: Mapping[int, socket.socket]
+) -> Transport:
+    """The transport over proved connections; several as one where ``carried`` names several."""
+    made = {
+        registry.get("transports", name).target(
+            index, {peer: socks[peer] for peer in peers}, **strategy.transport.arguments
+        ): peers
+        for name, peers in carried.items()
+    }
+    return Auto(index, made) if len(made) > 1 else next(iter(made))

@@ -1,0 +1,192 @@
+"""The proof of a plan: that its transfers reach their goal, what depends on what, and its two halves.
+
+Whether a plan is right does not depend on numbers: it is enough to follow, for every rank and chunk, the set of ranks
+whose contributions are in it. ``check`` runs the plan on such sets, as MSCCLang does for its programs (Cowan et al.,
+ASPLOS 2023), and faults every plan that could give a wrong sum or that moves something in vain.
+
+Ranks that are no members (parameter servers) contribute nothing: their chunks are empty at the start, and what is
+reduced into an empty chunk is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import PlanError
+from .plan import COLUMNS, COPY, REDUCE, Goal, Plan, ranks_text
+
+
+def check(plan: Plan) -> None:
+    """Prove that the plan does what it claims; raises PlanError that names step, transfer and ranks of the first fault.
+
+    Faults: a contribution added twice; a transfer that brings nothing new; a copy that destroys contributions which
+    are not in what it copies; a copy and another transfer into one chunk in one step; an empty chunk that is sent; a
+    result that is missing at the end. Cost: linear in the chunks moved.
+    """
+    if plan.goal in ("all_gather", "broadcast") and np.any(plan.op == REDUCE):
+        fault = plan[int(np.flatnonzero(plan.op == REDUCE)[0])]
+        raise PlanError(f"{plan.name}: step {fault.step}, {fault}: a plan for {plan.goal} adds nothing, it only copies")
+    held = _start(plan)
+    _run(plan, held)
+    whole = _whole(plan)
+    for chunk in range(plan.chunks):
+        for rank in (plan.owners[chunk],) if plan.goal == "reduce_scatter" else plan.members:
+            found = held[rank * plan.chunks + chunk]
+            if found != whole[chunk]:
+                raise PlanError(
+                    f"{plan.name}: at the end rank {rank} does not hold the result of chunk {chunk}: "
+                    f"{_contributions(whole[chunk] & ~found)} missing"
+                )
+
+
+def depends(plan: Plan, i: int, j: int) -> bool:
+    """True when transfer j must not run before transfer i < j.
+
+    That is so when, in a later step and on a common chunk, j sends what i wrote, j overwrites what i reads, or j
+    overwrites what i wrote and one of the two is a copy. Reduces into one chunk commute; running them in plan order
+    all the same is what makes results repeatable bit for bit. Transfers of one step never depend on each other.
+    """
+    if not 0 <= i < j < len(plan):
+        raise PlanError(f"{plan.name}: transfers {i} and {j} are no pair in order out of {len(plan)}")
+    first, second = plan[i], plan[j]
+    if first.step == second.step:
+        return False
+    if first.chunk >= second.chunk + second.count or second.chunk >= first.chunk + first.count:
+        return False
+    commute = first.op == second.op == "reduce"
+    return first.dst == second.src or first.src == second.dst or (first.dst == second.dst and not commute)
+
+
+def phases(plan: Plan) -> tuple[Plan, Plan]:
+    """The reduce-scatter and the all-gather that an allreduce consists of, both checked.
+
+    Possible when every chunk is first reduced until exactly one rank, its owner, holds the whole sum, and copied
+    afterwards. Raises PlanError otherwise, as for recursive doubling, where all ranks complete a chunk together.
+    """
+    if plan.goal != "allreduce":
+        raise PlanError(f"{plan.name}: only an allreduce has two phases, this plan is for {plan.goal}")
+    reduces, copies = plan.op == REDUCE, plan.op == COPY
+    _require_reduces_first(plan, reduces, copies)
+    state = _start(plan)
+    _run(_half(plan, reduces, "reduce_scatter", tuple(plan.members[:1]) * plan.chunks), state)
+    owners = []
+    for chunk, whole in enumerate(_whole(plan)):
+        found = [rank for rank in range(plan.world) if state[rank * plan.chunks + chunk] == whole]
+        if len(found) != 1:
+            who = f"complete at {ranks_text(found)} together" if found else "complete at no rank"
+            raise PlanError(
+                f"{plan.name}: cannot be split into reduce-scatter and all-gather, since chunk {chunk} is {who} after "
+                "the reduces; use an algorithm with one owner per chunk (ring, direct, tree, halving_doubling)"
+            )
+        owners.append(found[0])
+    halves = (
+        _half(plan, reduces, "reduce_scatter", tuple(owners)),
+        _half(plan, copies, "all_gather", tuple(owners)),
+    )
+    for half in halves:
+        check(half)
+    return halves
+
+
+# Running on sets of ranks: held[rank * chunks + chunk] has bit r set when the contribution of rank r is in it --------
+
+
+def _start(plan: Plan) -> list[int]:
+    held = [0] * (plan.world * plan.chunks)
+    for chunk in range(plan.chunks):
+        if plan.goal in ("allreduce", "reduce_scatter"):
+            at_start: Sequence[int] = plan.members
+        else:
+            at_start = (plan.owners[chunk],) if plan.root is None else (plan.root,)
+        for rank in at_start:
+            held[rank * plan.chunks + chunk] = 1 << rank
+    return held
+
+
+def _whole(plan: Plan) -> list[int]:
+    """What each chunk's result contains."""
+    if plan.goal in ("allreduce", "reduce_scatter"):
+        return [sum(1 << rank for rank in plan.members)] * plan.chunks
+    return [1 << rank for rank in (plan.owners if plan.root is None else (plan.root,) * plan.chunks)]
+
+
+def _run(plan: Plan, held: list[int]) -> None:
+    """Apply all transfers to ``held``, or raise at the first that must not be; written for speed."""
+    chunks = plan.chunks
+    src, dst, chunk, count, op = (getattr(plan, title).tolist() for title in COLUMNS[1:])
+    edges = [0, *(np.flatnonzero(np.diff(plan.step)) + 1).tolist(), len(plan)]
+    for start, stop in pairwise(edges):
+        after: dict[int, int] = {}  # what this step has written so far, by cell
+        copied: set[int] = set()
+        for i in range(start, stop):
+            source, target, reduces, fresh = src[i] * chunks, dst[i] * chunks, op[i] == REDUCE, 0
+            for part in range(chunk[i], chunk[i] + count[i]):
+                come, cell = held[source + part], target + part
+                now = after.get(cell, -1)
+                touched = now >= 0
+                if not touched:
+                    now = held[cell]
+                if reduces:
+                    if not come or come & now or cell in copied:
+                        raise _fault(plan, i, part, come, now, clash=cell in copied)
+                    fresh += not now
+                    after[cell] = now | come
+                else:
+                    if touched or not come or now & ~come or now == come:
+                        raise _fault(plan, i, part, come, now, clash=touched)
+                    copied.add(cell)
+                    after[cell] = come
+            if fresh and fresh != count[i]:
+                raise PlanError(
+                    f"{plan.name}: step {plan.step[i]}, {plan[i]}: some of these chunks are empty at rank {dst[i]} and "
+                    "some are not, so that this is neither a reduce nor a copy; send them apart"
+                )
+        for cell, value in after.items():
+            held[cell] = value
+
+
+def _fault(plan: Plan, i: int, part: int, come: int, now: int, *, clash: bool) -> PlanError:
+    transfer = plan[i]
+    at = f"{plan.name}: step {transfer.step}, {transfer}: "
+    where = f"chunk {part} of rank {transfer.dst}"
+    if not come:
+        return PlanError(f"{at}chunk {part} of rank {transfer.src} is empty, there is nothing to send")
+    if clash:
+        return PlanError(f"{at}{where} is written by a copy and by another transfer in the same step")
+    if transfer.op == "reduce":
+        return PlanError(f"{at}{_contributions(come & now)} added twice to {where}")
+    if now == come:
+        return PlanError(f"{at}brings nothing new, {where} holds {_contributions(now)} already")
+    return PlanError(f"{at}destroys {_contributions(now & ~come)} in {where}, not contained in what is copied")
+
+
+def _require_reduces_first(plan: Plan, reduces: NDArray[np.bool_], copies: NDArray[np.bool_]) -> None:
+    last = [-1] * plan.chunks  # the step of the last reduce of each chunk
+    for i in np.flatnonzero(reduces).tolist():
+        transfer = plan[i]
+        for part in range(transfer.chunk, transfer.chunk + transfer.count):
+            last[part] = transfer.step
+    for i in np.flatnonzero(copies).tolist():
+        transfer = plan[i]
+        for part in range(transfer.chunk, transfer.chunk + transfer.count):
+            if transfer.step <= last[part]:
+                raise PlanError(
+                    f"{plan.name}: cannot be split into reduce-scatter and all-gather, since step {transfer.step}, "
+                    f"{transfer}, copies chunk {part} that is still reduced in step {last[part]}"
+                )
+
+
+def _half(plan: Plan, chosen: NDArray[np.bool_], goal: Goal, owners: tuple[int, ...]) -> Plan:
+    rows = plan.rows[chosen]
+    rows[:, 0] = np.unique(rows[:, 0], return_inverse=True)[1]
+    name = f"{plan.name} {goal}"
+    return Plan.of(name, plan.world, plan.chunks, rows, goal=goal, members=plan.members, owners=owners)
+
+
+def _contributions(mask: int) -> str:
+    found = [rank for rank in range(mask.bit_length()) if mask >> rank & 1]
+    return f"the contribution{'s' if len(found) > 1 else ''} of {ranks_text(found)}"

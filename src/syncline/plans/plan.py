@@ -1,0 +1,211 @@
+"""A plan: who sends which chunk to whom in which step, as data; its steps and bytes.
+
+Owns the ``Plan`` and what its transfers mean. Does not know algorithms (they make plans), whether a plan reaches its
+goal (``check``), bytes in memory, transports or clocks.
+
+An array is cut into ``chunks`` equal parts. A transfer carries consecutive chunks from one rank to another, which adds
+them to its own (reduce) or takes them over (copy). All transfers of one step read the values from before that step.
+Several reduces into one chunk in one step are applied in plan order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import PlanError
+from ..nouns import Group
+
+Goal = Literal["allreduce", "reduce_scatter", "all_gather", "broadcast"]
+Column = NDArray[np.int32]
+
+REDUCE: Final = 0
+COPY: Final = 1
+
+_GOALS: Final[tuple[Goal, ...]] = ("allreduce", "reduce_scatter", "all_gather", "broadcast")
+COLUMNS: Final = ("step", "src", "dst", "chunk", "count", "op")
+_OP_NAMES: Final[tuple[Literal["reduce", "copy"], ...]] = ("reduce", "copy")
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One row of a plan: in ``step``, ``src`` sends ``count`` chunks from ``chunk`` on to ``dst``."""
+
+    step: int
+    src: int
+    dst: int
+    chunk: int
+    count: int
+    op: Literal["reduce", "copy"]
+
+    def __str__(self) -> str:
+        return f"{self.src} -> {self.dst} {self.op} {chunk_range(self.chunk, self.count)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Transfers in the order of their steps, what they are for, and between whom. Compared by identity.
+
+    ``world`` counts all processes, workers first and servers of their own after them. ``members`` contribute and must
+    hold the result. ``owners`` gives for every chunk the rank that must hold it (reduce_scatter) or has it at the start
+    (all_gather) and is empty otherwise; ``root`` is the rank that a broadcast starts from. The columns are int32 arrays
+    of equal length and read-only. Raises PlanError for rows that make no sense; whether they reach the goal is
+    ``check``'s question.
+    """
+
+    name: str
+    world: int
+    chunks: int
+    members: tuple[int, ...]
+    goal: Goal
+    step: Column
+    src: Column
+    dst: Column
+    chunk: Column
+    count: Column
+    op: Column
+    owners: tuple[int, ...] = ()
+    root: int | None = None
+
+    def __post_init__(self) -> None:
+        _validate_head(self)
+        for title in COLUMNS:
+            column = np.array(getattr(self, title), dtype=np.int32)
+            column.setflags(write=False)
+            object.__setattr__(self, title, column)
+        _validate_rows(self)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        group: Group | int,
+        chunks: int,
+        transfers: Iterable[Sequence[int]] | NDArray[Any],
+        *,
+        goal: Goal = "allreduce",
+        members: Sequence[int] | None = None,
+        owners: Sequence[int] = (),
+        root: int | None = None,
+    ) -> Plan:
+        """A plan from rows (step, src, dst, chunk, count, op), which are sorted by step and otherwise keep their order.
+
+        ``group`` is a Group or a number of workers; ``members`` defaults to the workers.
+        """
+        group = Group(group) if isinstance(group, int) else group
+        rows = transfers if isinstance(transfers, np.ndarray) else np.array([tuple(row) for row in transfers])
+        rows = rows if rows.size else np.empty((0, len(COLUMNS)), np.int32)
+        if rows.ndim != 2 or rows.shape[1] != len(COLUMNS) or rows.dtype.kind not in "iu":
+            raise PlanError(f"{name}: a transfer is six whole numbers ({', '.join(COLUMNS)})")
+        if np.any(rows[1:, 0] < rows[:-1, 0]):
+            rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        columns = dict(zip(COLUMNS, rows.T, strict=True))
+        everyone = tuple(range(group.workers)) if members is None else tuple(members)
+        return cls(name, group.processes, chunks, everyone, goal, **columns, owners=tuple(owners), root=root)
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def __getitem__(self, index: int) -> Transfer:
+        step, src, dst, chunk, count, op = (int(getattr(self, title)[index]) for title in COLUMNS)
+        return Transfer(step, src, dst, chunk, count, _OP_NAMES[op])
+
+    def __iter__(self) -> Iterator[Transfer]:
+        columns = (getattr(self, title).tolist() for title in COLUMNS)
+        for step, src, dst, chunk, count, op in zip(*columns, strict=True):
+            yield Transfer(step, src, dst, chunk, count, _OP_NAMES[op])
+
+    @property
+    def rows(self) -> Column:
+        """All columns side by side, shape (transfers, 6): what ``Plan.of`` takes."""
+        return np.stack([getattr(self, title) for title in COLUMNS], axis=1)
+
+    @property
+    def digest(self) -> str:
+        """Equal for the same transfers in the same order: ranks that run plans of two digests mistake messages.
+
+        Messages are counted between two ranks, and sums are added up, in the order in which transfers are listed.
+        """
+        return hashlib.sha256(np.array([self.chunks]).tobytes() + self.rows.tobytes()).hexdigest()[:16]
+
+    @property
+    def steps(self) -> int:
+        """The number of distinct steps."""
+        return len(np.unique(self.step))
+
+    def bytes_sent(self, nbytes: float) -> NDArray[np.float64]:
+        """The bytes that each rank sends when the array has ``nbytes``: float64, shape (world,), exact chunk shares."""
+        return self._moved(self.src, nbytes)
+
+    def bytes_received(self, nbytes: float) -> NDArray[np.float64]:
+        """The bytes that each rank receives when the array has ``nbytes``: float64, shape (world,)."""
+        return self._moved(self.dst, nbytes)
+
+    def _moved(self, ranks: Column, nbytes: float) -> NDArray[np.float64]:
+        counts = np.bincount(ranks, weights=self.count, minlength=self.world).astype(np.float64)
+        return counts * nbytes / self.chunks
+
+
+def chunk_range(chunk: int, count: int) -> str:
+    """``chunk 2`` or ``chunks 2-3``, for messages and drawings."""
+    return f"chunk {chunk}" if count == 1 else f"chunks {chunk}-{chunk + count - 1}"
+
+
+# Rows that make sense ------------------------------------------------------------------------------------------------
+
+
+def _validate_head(plan: Plan) -> None:
+    def require(fine: bool, fault: str) -> None:
+        if not fine:
+            raise PlanError(f"{plan.name}: {fault}")
+
+    require(plan.goal in _GOALS, f"unknown goal {plan.goal!r}: choose one of {', '.join(_GOALS)}")
+    require(plan.world >= 1 and plan.chunks >= 1, f"needs a rank and a chunk, got {plan.world} and {plan.chunks}")
+    require(bool(plan.members), "needs at least one member")
+    require(len(set(plan.members)) == len(plan.members), f"a rank is twice in members {plan.members}")
+    ranks = (*plan.members, *plan.owners, *(() if plan.root is None else (plan.root,)))
+    strangers = sorted({rank for rank in ranks if not 0 <= rank < plan.world})
+    require(not strangers, f"members, owners or root name {ranks_text(strangers)}, ranks are 0 to {plan.world - 1}")
+    owned = plan.goal in ("reduce_scatter", "all_gather")
+    wanted = plan.chunks if owned else 0
+    require(len(plan.owners) == wanted, f"{plan.goal} takes {wanted} owners, one per chunk or none, not {plan.owners}")
+    require((plan.root is not None) == (plan.goal == "broadcast"), "a broadcast, and nothing else, has a root")
+
+
+def _validate_rows(plan: Plan) -> None:
+    columns = [getattr(plan, title) for title in COLUMNS]
+    if any(column.ndim != 1 or column.shape != plan.step.shape for column in columns):
+        raise PlanError(f"{plan.name}: the columns {', '.join(COLUMNS)} must be one-dimensional and equally long")
+    wrong = {
+        f"ranks are 0 to {plan.world - 1}": np.minimum(plan.src, plan.dst) < 0,
+        f"ranks are below {plan.world}": np.maximum(plan.src, plan.dst) >= plan.world,
+        "a rank does not send to itself": plan.src == plan.dst,
+        f"chunks are 0 to {plan.chunks - 1}": (plan.chunk < 0)
+        | (plan.chunk.astype(np.int64) + plan.count > plan.chunks),
+        "at least one chunk travels": plan.count < 1,
+        "steps are not negative": plan.step < 0,
+        f"an op is REDUCE ({REDUCE}) or COPY ({COPY})": (plan.op != REDUCE) & (plan.op != COPY),
+        "rows lie in the order of their steps (Plan.of sorts them)": np.diff(plan.step, prepend=plan.step[:1]) < 0,
+    }
+    for rule, faulty in wrong.items():
+        if faulty.any():
+            row = int(np.flatnonzero(faulty)[0])
+            values = ", ".join(f"{title} {column[row]}" for title, column in zip(COLUMNS, columns, strict=True))
+            raise PlanError(f"{plan.name}: transfer {row} ({values}): {rule}")
+
+
+def ranks_text(found: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0-5, 9``; ``found`` is ascending."""
+    spans: list[tuple[int, int]] = []
+    for rank in found:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    return f"rank{'s' if len(found) != 1 else ''} {text}"

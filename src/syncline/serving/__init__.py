@@ -1,0 +1,1 @@
+"""Weights that others hold: the side of their owners, and that of the workers. No framework."""

@@ -1,0 +1,123 @@
+"""Parts in the light of the registry: their arguments typed and completed, called, and printed.
+
+Owns the way from a part's text to the registered function or class and back, for any kind. Does not know the words of
+a strategy (``words``) or what can be combined (``rules``); ``grammar`` has the syntax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .. import registry
+from ..errors import NotBuiltError, StrategyError
+from .grammar import Part, check_value, nearest, read_value, write_value
+
+PLANNED_ARGUMENTS: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("sync", "bsp"): ("backup",),
+}
+"""Arguments of the whole grammar, by kind and name, that are refused as not built yet while the part lacks them."""
+
+
+def bind(kind: str, part: Part) -> Part:
+    """The part with all its arguments typed, in order and completed with defaults.
+
+    Raises UsageError for an unknown name or argument, a wrong type, a missing argument or a value out of range.
+    """
+    entry = registry.get(kind, part.name)
+    wraps = entry.capabilities.get("wraps")
+    given = {_argument_name(entry, name, value): value for name, value in part.args}
+    if len(given) < len(part.args):
+        raise StrategyError(f"{part.name} has an argument that is given twice")
+    args: list[tuple[str, Any]] = []
+    for parameter in entry.parameters:
+        what = f"{parameter.name} of {part.name}"
+        if parameter.name not in given:
+            if parameter.required:
+                raise StrategyError(f"{part.name} needs {parameter.name}, as in {signature(entry)}")
+            args.append((parameter.name, _default(entry, parameter)))
+            continue
+        value = given[parameter.name]
+        if parameter.name == wraps:
+            value = bind(kind, Part(value) if isinstance(value, str) else value)
+        elif isinstance(value, Part):
+            raise StrategyError(f"{what} takes no arguments of its own, got {value.name}(...)")
+        else:
+            if isinstance(value, str):
+                value = read_value(value, parameter.annotation, what)
+            value = check_value(value, parameter.annotation, what)
+        args.append((parameter.name, value))
+    return Part(part.name, tuple(args))
+
+
+def build(kind: str, part: Part, *positional: Any) -> Any:
+    """Call the registered function or class with the part's arguments, nested parts built first."""
+    bound = bind(kind, part)
+    arguments = {
+        name: build(kind, value) if isinstance(value, Part) else value for name, value in bound.arguments.items()
+    }
+    return registry.get(kind, part.name).target(*positional, **arguments)
+
+
+def write(kind: str, part: Part) -> str:
+    """The canonical text of a bound part."""
+    entry = registry.get(kind, part.name)
+    wraps = entry.capabilities.get("wraps")
+    shown: list[str] = []
+    for parameter in entry.parameters:
+        value = part[parameter.name]
+        if parameter.name == wraps:
+            if parameter.required or value != _default(entry, parameter):
+                shown.insert(0, write(kind, value))
+        elif value != parameter.default or parameter.name in entry.capabilities.get("always_print", ()):
+            shown.append(f"{parameter.name}={write_value(value, parameter.annotation)}")
+    return f"{part.name}({', '.join(shown)})" if shown else part.name
+
+
+def signature(entry: registry.Entry) -> str:
+    """The entry with its arguments and defaults, for listings."""
+    wraps = entry.capabilities.get("wraps")
+    shown: list[str] = []
+    for parameter in entry.parameters:
+        if parameter.name == wraps:
+            default = "" if parameter.required else f"={write(entry.kind, _default(entry, parameter))}"
+            shown.insert(0, parameter.name.upper() + default)
+        elif parameter.required:
+            shown.append(f"{parameter.name}=...")
+        else:
+            shown.append(f"{parameter.name}={write_value(parameter.default, parameter.annotation)}")
+    return f"{entry.name}({', '.join(shown)})" if shown else entry.name
+
+
+def part_of(kind: str, built: Any) -> Part:
+    """The bound part that an object of a registered frozen dataclass was built from: ``build`` undone."""
+    entry = next(entry for entry in registry.entries(kind) if entry.target is type(built))
+    wraps = entry.capabilities.get("wraps")
+    values = {parameter.name: getattr(built, parameter.name) for parameter in entry.parameters}
+    args = {name: part_of(kind, value) if name == wraps else value for name, value in values.items()}
+    return Part(entry.name, tuple(args.items()))
+
+
+def _default(entry: registry.Entry, parameter: registry.Parameter) -> Any:
+    """What stands for an argument that is left out; a wrapped object as the part that it was built from."""
+    if parameter.name == entry.capabilities.get("wraps"):
+        return part_of(entry.kind, parameter.default)
+    return parameter.default
+
+
+def _argument_name(entry: registry.Entry, name: str, value: Any) -> str:
+    """The parameter that an argument is for; raises StrategyError or NotBuiltError when there is none."""
+    known = [parameter.name for parameter in entry.parameters]
+    if name in known:
+        return name
+    if name:
+        if name in PLANNED_ARGUMENTS.get((entry.kind, entry.name), ()):
+            raise NotBuiltError(f"the argument {name} of {entry.name} is not built yet")
+        takes = f"{entry.name} takes {', '.join(known)}" if known else f"{entry.name} takes no arguments"
+        raise StrategyError(f"{entry.name} has no argument {name!r}{nearest(name, known) or '; ' + takes}")
+    wraps = entry.capabilities.get("wraps")
+    if wraps:
+        return str(wraps)
+    shown = value.name if isinstance(value, Part) else value
+    first = f", as in {entry.name}({known[0]}={shown})" if known else f", and {entry.name} has none"
+    raise StrategyError(f"arguments have names{first}")

@@ -1,0 +1,210 @@
+"""Which parts go together: five words as a value, the rules that they have to keep, and the nearest that keep all.
+
+A rule is a function of the whole combination; parts know nothing of each other. It gives the reason why a combination
+is impossible and changes that may mend it; what is nearest is searched over these, breadth first. Does not know how a
+strategy is written or what ``auto`` becomes: ``strategy`` does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .. import registry
+from ..codecs import NeedsFeedback, Wraps, relay_of, warmup_of
+from ..errors import UsageError
+from .grammar import Part
+from .parts import build, write
+from .words import AUTO, BSP, NONE, WORDS, bind_word
+
+if TYPE_CHECKING:
+    from ..codecs import Codec
+    from ..collectives import Collective
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Architecture, sync mode, codec, schedule and transport, each a bound part; they may be impossible together."""
+
+    architecture: Part = AUTO
+    sync: Part = BSP
+    codec: Part = NONE
+    schedule: Part = AUTO
+    transport: Part = AUTO
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """The five words with their parts, in the order of printing."""
+        for word in WORDS:
+            yield word, getattr(self, word)
+
+    @property
+    def servers(self) -> int:
+        """How many server processes of their own the strategy needs, beside the workers."""
+        if self.architecture.name != "ps" or self.architecture.arguments.get("on") == "workers":
+            return 0
+        return int(self.architecture["servers"])
+
+    @property
+    def server_holds_weights(self) -> bool:
+        """True when servers apply the update; False when every worker does."""
+        return self.architecture.name == "ps" and self.architecture.arguments.get("update") == "server"
+
+    @property
+    def collective(self) -> Collective | None:
+        """The collective of the message library that takes the place of a plan; None where there is a plan."""
+        if self.architecture.name not in registry.names("collectives"):
+            return None
+        found: Collective = build("collectives", self.architecture)
+        return found
+
+
+Fault = tuple[str, list[dict[str, Part]]]
+"""Why a combination is impossible, and changes that may mend it, the nearest first."""
+
+
+def fault_of(combination: Combination) -> Fault | None:
+    """What the first rule that is broken says; None for a combination that is possible."""
+    return next((fault for rule in RULES if (fault := rule(combination)) is not None), None)
+
+
+def nearest_that_works(combination: Combination, fault: Fault) -> Combination | None:
+    """The first combination without a fault that the remedies lead to, those with fewer changes first."""
+    todo = deque((combination, changes) for changes in fault[1])
+    seen = {combination}
+    while todo:
+        origin, changes = todo.popleft()
+        try:
+            changed = {word: bind_word(word, part) for word, part in (dict(origin.parts()) | changes).items()}
+        except UsageError:
+            continue
+        candidate = Combination(**changed)
+        if candidate in seen:
+            continue
+        seen.add(candidate)
+        found = fault_of(candidate)
+        if found is None:
+            return candidate
+        todo.extend((candidate, more) for more in found[1])
+    return None
+
+
+# Rules -------------------------------------------------------------------------------------------------------------
+
+
+def _native_needs_its_library(given: Combination) -> Fault | None:
+    if given.collective is None or given.transport == AUTO:
+        return None
+    if registry.get("transports", given.transport.name).capabilities.get("allreduce"):
+        return None
+    reason = f"native calls the library's own collective, and transport={given.transport.name} has none"
+    return reason, [{"transport": Part("torch")}, {"transport": Part("mpi")}, {"architecture": AUTO}]
+
+
+def _native_sends_what_it_is_given(given: Combination) -> Fault | None:
+    if given.collective is None or given.codec in (NONE, AUTO):
+        return None
+    reason = f"native hands the gradients to a library that knows nothing of codec={given.codec.name}"
+    return reason, [{"architecture": AUTO}, {"codec": NONE}]
+
+
+def _nccl_knows_collectives_only(given: Combination) -> Fault | None:
+    if given.transport.arguments.get("backend") != "nccl" or given.collective is not None:
+        return None
+    reason = "NCCL has no messages that are matched by tag, so no plan runs over it"
+    return reason, [{"architecture": Part("native")}, {"transport": _with(given.transport, backend="gloo")}]
+
+
+def _ps_needs_a_server(given: Combination) -> Fault | None:
+    if given.architecture.name != "ps" or given.architecture["servers"] >= 1:
+        return None
+    reason = f"a parameter server needs at least one server, got servers={given.architecture['servers']}"
+    return reason, [{"architecture": _with(given.architecture, servers=1)}]
+
+
+def _weights_follow_updates(given: Combination) -> Fault | None:
+    if not given.server_holds_weights or given.codec == AUTO:
+        return None
+    codec = _codec_of(given)
+    inner = relay_of(codec.codec if isinstance(codec, Wraps) else codec)
+    if inner.contraction or not inner.biased:
+        return None
+    reason = f"codec={given.codec.name} does not say how large an update is, and ps(update=server) tells updates"
+    return reason, [{"architecture": _with(given.architecture, update="worker")}, {"codec": NONE}]
+
+
+def _memory_needs_feedback(given: Combination) -> Fault | None:
+    if given.codec == AUTO:
+        return None
+    codec = _codec_of(given)
+    if not isinstance(codec, NeedsFeedback) or not codec.needs_feedback:
+        return None
+    reason = f"codec={given.codec.name} accumulates what is not sent, which it cannot with feedback=off"
+    return reason, [{"codec": Part("feedback", (("", given.codec),))}]
+
+
+def _rounds_need_sums(given: Combination) -> Fault | None:
+    if given.architecture.name != "ps" or given.codec == AUTO or _codec_of(given).combine != "rounds":
+        return None
+    codec = write("codecs", given.codec)
+    reason = f"codec={codec} needs sums over the workers while it computes, which servers do not make"
+    return reason, [{"architecture": AUTO}, {"codec": NONE}]
+
+
+def _staleness_needs_weights_on_servers(given: Combination) -> Fault | None:
+    if given.sync.name not in ("ssp", "asp") or given.server_holds_weights or given.architecture == AUTO:
+        return None
+    reason = f"sync={given.sync.name} lets workers run ahead of each other, so servers must hold the weights"
+    server = Part("ps") if given.architecture.name != "ps" else _with(given.architecture, update="server")
+    return reason, [{"architecture": server}, {"sync": BSP}]
+
+
+def _servers_that_sum_count_no_steps(given: Combination) -> Fault | None:
+    if given.codec == AUTO or not given.servers or given.server_holds_weights:
+        return None
+    if not warmup_of(_codec_of(given)):
+        return None
+    reason = "servers that only sum do not know whether a resumed run still warms up"
+    return reason, [
+        {"architecture": _with(given.architecture, update="server")},
+        {"codec": _with(given.codec, warmup=0)},
+    ]
+
+
+def _feedback_needs_a_contraction(given: Combination) -> Fault | None:
+    if given.codec.name != "feedback":
+        return None
+    inner = next(value for _, value in given.codec.args if isinstance(value, Part))
+    if build("codecs", inner).contraction:
+        return None
+    reason = (
+        f"error feedback around {inner.name} diverges: its error can be larger than the gradient, so that what is left"
+        " for the next step grows from step to step"
+    )
+    return reason, [{"codec": inner}]
+
+
+RULES: tuple[Callable[[Combination], Fault | None], ...] = (
+    _native_needs_its_library,
+    _native_sends_what_it_is_given,
+    _nccl_knows_collectives_only,
+    _ps_needs_a_server,
+    _weights_follow_updates,
+    _memory_needs_feedback,
+    _rounds_need_sums,
+    _staleness_needs_weights_on_servers,
+    _servers_that_sum_count_no_steps,
+    _feedback_needs_a_contraction,
+)
+"""What cannot be combined. A rule is a function of the whole combination; parts know nothing of each other."""
+
+
+def _with(part: Part, **changes: Any) -> Part:
+    return Part(part.name, tuple((part.arguments | changes).items()))
+
+
+def _codec_of(given: Combination) -> Codec:
+    """The codec, which is not ``auto``, with those nested in it."""
+    codec: Codec = build("codecs", given.codec)
+    return codec

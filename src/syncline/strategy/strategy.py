@@ -1,0 +1,237 @@
+"""A strategy: the five words that say how a group of workers trains together, as a value and as text.
+
+Owns how a strategy is read and printed, its defaults, and what ``auto`` becomes. Does not know how any part works:
+what a word may be is in ``words``, what can be combined in ``rules``, the syntax in ``grammar``.
+
+    ring
+    ps(servers=2) schedule=wait_free transport=tcp
+    codec=feedback(topk(ratio=0.01))                 the architecture is left out: auto
+
+``Strategy.parse(str(s)) == s`` for every strategy, and equal strategies have equal texts: arguments are completed with
+their defaults when a strategy is built, and left out again when it is printed. What a part declares in the registry
+for this file, ``words``, ``rules`` and ``parts``:
+
+    goal="allreduce"        (algorithms, collectives) only these are architectures
+    always_print=(names)    arguments that are printed even at their default
+    wraps="name"            (codecs) the argument that takes another codec, written without its name
+    examples=("a(b=1)",)    (codecs) texts that tests and tables try; by default the bare name
+    one_host=True           (transports) reaches processes of one host only
+    check=callable          (transports) takes the arguments and raises UsageError for values that make no sense;
+                            other parts are built to find out, transports need connections for that
+    allreduce=True          (transports) the library has an allreduce of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from .. import registry
+from ..codecs import Chooses
+from ..errors import StrategyError, UsageError
+from ..nouns import Group
+from .grammar import Part, nearest, read_part, read_words
+from .parts import build, write
+from .rules import Combination, fault_of, nearest_that_works
+from .words import AUTO, NONE, WORDS, belongs_to, bind_word, built_names, kind_of
+
+if TYPE_CHECKING:
+    from ..codecs import Codec
+    from ..plans.plan import Plan
+    from ..schedules import Schedule
+    from ..sync import SyncMode
+
+_DEFAULTS = {"sync": "bsp", "codec": "none", "schedule": "auto", "transport": "auto"}
+
+_CARRIERS = {"owner": "direct", "gather": "direct", "merge": "tree"}
+"""What compressed gradients that no plan can sum travel by, whatever architecture was asked for; a server stays one."""
+
+
+@dataclass(frozen=True)
+class Strategy(Combination):
+    """Architecture, sync mode, codec, schedule and transport; raises StrategyError when they cannot be combined.
+
+    The parts may be given as ``Part`` or, for one without arguments, by name. Building a strategy checks every name
+    and argument and the combination; NotBuiltError says that a word is part of the grammar but does not exist yet.
+    """
+
+    def __post_init__(self) -> None:
+        for word, part in self.parts():
+            object.__setattr__(self, word, bind_word(word, part if isinstance(part, Part) else read_part(part)))
+        fault = fault_of(self)
+        if fault is not None:
+            found = nearest_that_works(Combination(**dict(self.parts())), fault)
+            advice = "" if found is None else f"; the nearest that works is {str(Strategy(**dict(found.parts())))!r}"
+            raise StrategyError(fault[0] + advice)
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """The strategy that ``text`` describes, an empty one being ``auto``; raises StrategyError or NotBuiltError."""
+        parts: dict[str, Part] = {}
+        feedback = ""
+        for position, (key, part) in enumerate(read_words(text)):
+            word = _word(key, part, position)
+            if word in parts:
+                raise StrategyError(f"{word} is given twice in {text!r}")
+            parts[word] = part
+        if "feedback" in parts:
+            feedback = _on_or_off(parts.pop("feedback"))
+        if feedback == "off" and "codec" in parts and _brings_feedback(parts["codec"]):
+            raise StrategyError(f"feedback=off: codec={parts['codec'].name} brings its own; leave one of them away")
+        told = feedback == "on" and "codec" in parts and not _brings_feedback(parts["codec"])
+        if told or (feedback != "off" and "codec" in parts and _needs_feedback(parts["codec"])):
+            parts["codec"] = Part("feedback", (("", parts["codec"]),))
+        return cls(**parts)
+
+    def __str__(self) -> str:
+        found = []
+        for word, part in self.parts():
+            shown = "auto" if part == AUTO else write(kind_of(word, part.name), part)
+            if word == "architecture":
+                found += [] if part == AUTO else [shown]
+            elif shown != _DEFAULTS[word]:
+                found.append(f"{word}={shown}")
+        if _needs_feedback(self.codec):
+            found.append("feedback=off")
+        return " ".join(found) or "auto"
+
+    def resolve(self, group: Group, *, hosts: int = 1, inproc: bool = False) -> Strategy:
+        """The same strategy with every ``auto`` replaced by what runs in that group when nothing is measured.
+
+        ``group`` may leave the strategy's own servers out. ``hosts`` is the number of machines that the processes are
+        on, those of one sharing memory; ``inproc`` says that the ranks are threads of one process. Where some
+        processes share a host and others do not, ``transport=auto`` stays: it is shm inside hosts and tcp between
+        them. Raises UsageError when the transport cannot reach all ranks, or the architecture cannot be planned for
+        so many workers or servers.
+        """
+        group = self._with_servers(group)
+        transport = self.transport
+        if transport == AUTO:
+            if inproc:
+                transport = Part("inproc")
+            elif self.architecture.name == "native":
+                transport = Part("torch")
+            elif hosts == 1 or hosts == group.processes:
+                transport = Part("shm" if hosts == 1 else "tcp")
+        elif hosts > 1 and registry.get("transports", transport.name).capabilities.get("one_host"):
+            raise StrategyError(f"transport={transport.name} cannot reach other hosts; use transport=auto or tcp")
+        architecture = self.architecture
+        if architecture == AUTO:
+            # Owners read and write their peers' memory on shm; two levels spare the links between hosts that have
+            # several ranks; elsewhere a ring keeps every link evenly busy.
+            architecture = Part({"shm": "direct", "auto": "hierarchical"}.get(transport.name, "ring"))
+        codec = NONE if self.codec == AUTO else self.codec
+        carrier = _CARRIERS.get(replace(self, codec=codec).codec_object().combine)
+        if carrier is not None and architecture.name != "ps":
+            architecture = Part(carrier)
+        schedule = Part("fixed") if self.schedule == AUTO else self.schedule
+        resolved = replace(self, architecture=architecture, codec=codec, schedule=schedule, transport=transport)
+        if resolved.collective is None:
+            resolved.plan(group)
+        return resolved
+
+    def _with_servers(self, group: Group) -> Group:
+        if group.servers not in (0, self.servers):
+            raise UsageError(
+                f"the strategy {str(self)!r} needs {self.servers} server processes, the run has {group.servers}: "
+                f"start it with --servers {self.servers}"
+            )
+        return replace(group, servers=self.servers)
+
+    def plan(self, group: Group) -> Plan:
+        """The plan of the architecture for that group, one object for all calls; UsageError while it is ``auto``."""
+        architecture = self._chosen("architecture")
+        if self.collective is not None:
+            raise UsageError(
+                f"{architecture.name} has no plan: what the library sends is its own affair; choose one of"
+                f" {', '.join(built_names('architecture'))} to see, or run, a plan"
+            )
+        return _planned(registry.get("algorithms", architecture.name).target, architecture.args, group)
+
+    @property
+    def exchange(self) -> str:
+        """How gradients become one average, in words; for a resolved strategy."""
+        name = self.architecture.name
+        if self.codec == NONE:
+            return f"allreduce by {name}"
+        served = name == "ps"
+        owners = "servers" if served else "owners"
+        again = f"payloads are added up at {owners}, encoded again and given to all"
+        if self.server_holds_weights:
+            again = "payloads are added up at servers, and what their update changes in the weights is encoded for all"
+        words = {
+            "sum": again if served else f"payloads are summed by {name}",
+            "owner": again,
+            "gather": again if served else "all payloads are gathered by all",
+            "merge": again if served else "payloads are merged on a tree",
+            "rounds": f"factors are summed by {name}",
+        }
+        codec = self.codec_object()
+        if isinstance(codec, Chooses) and not served:
+            return f"small tensors are summed by {name}; of others, {words[codec.combine]}, or {again}"
+        return words[codec.combine]
+
+    def schedule_object(self) -> Schedule:
+        """The schedule that the engine reads; raises UsageError while it is ``auto``."""
+        schedule: Schedule = build("schedules", self._chosen("schedule"))
+        return schedule
+
+    def sync_mode(self) -> SyncMode:
+        """The rules of the sync mode."""
+        mode: SyncMode = build("sync", self.sync)
+        return mode
+
+    def codec_object(self) -> Codec:
+        """The codec, with those nested in it."""
+        codec: Codec = build("codecs", self._chosen("codec"))
+        return codec
+
+    def _chosen(self, word: str) -> Part:
+        part: Part = getattr(self, word)
+        if part == AUTO:
+            raise UsageError(f"the {word} of {str(self)!r} is auto: call resolve() first")
+        return part
+
+
+@lru_cache(maxsize=64)
+def _planned(algorithm: Callable[..., Plan], args: tuple[tuple[str, Any], ...], group: Group) -> Plan:
+    return algorithm(group, **dict(args))
+
+
+def _word(key: str, part: Part, position: int) -> str:
+    """The word that a piece of text is about; raises StrategyError when there is none."""
+    if key == "architecture":
+        raise StrategyError(f"the architecture comes first and without a key: write {part.name!r}")
+    if key in WORDS or key == "feedback":
+        return key
+    if key:
+        raise StrategyError(f"unknown word {key!r}{nearest(key, WORDS) or '; there are ' + ', '.join(WORDS)}")
+    if position > 0:
+        raise StrategyError(
+            f"{part.name!r} has no key{belongs_to(part.name) or ': only the architecture, first, has none'}"
+        )
+    return "architecture"
+
+
+def _on_or_off(part: Part) -> str:
+    if part.name not in ("on", "off") or part.args:
+        raise StrategyError(f"feedback must be on or off, got {part.name!r}")
+    return part.name
+
+
+def _brings_feedback(codec: Part) -> bool:
+    """Whether a codec stands around others, and says itself which of them get error feedback."""
+    return codec.name in registry.names("codecs") and "wraps" in registry.get("codecs", codec.name).capabilities
+
+
+def _needs_feedback(codec: Part) -> bool:
+    """Whether a codec is biased in a way that feedback mends; False for one that cannot be built: binding says why."""
+    if codec.name not in registry.names("codecs"):
+        return False
+    try:
+        built = build("codecs", codec)
+        return bool(built.biased and built.contraction)
+    except UsageError:
+        return False

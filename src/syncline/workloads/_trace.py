@@ -1,0 +1,160 @@
+"""A trace: what the layers of a network cost, as somebody has measured or derived it, and the file it is read from.
+
+Owns the nouns ``TracedLayer`` and ``Trace`` and the reader of trace files. Knows neither torch nor how a trace is
+played: ``models.replayed`` does that.
+
+A trace file is CSV with one line per layer, in forward order, and at least these columns, in any order:
+
+    name,elements,forward_s,backward_s
+
+``elements`` counts the layer's parameters, which a replay holds as one float32 tensor; 0 is a layer that only takes
+time, such as a pooling. Times are seconds of one worker's batch: ``backward_s`` is the time from the moment when the
+gradient of the layer's output is there to the moment when those of its input and parameters are.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import DataError, UsageError
+from ..nouns import Spec
+
+COLUMNS = ("name", "elements", "forward_s", "backward_s")
+"""The columns that a trace file must have; further ones are ignored."""
+
+
+@dataclass(frozen=True)
+class TracedLayer:
+    """A layer's parameters, named as within the layer, and the seconds that one worker's batch takes in it.
+
+    Raises UsageError for times that are negative or not finite.
+    """
+
+    name: str
+    tensors: tuple[Spec, ...]
+    forward_s: float
+    backward_s: float
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise UsageError("a layer needs a name")
+        for what, value in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
+            if not (math.isfinite(value) and value >= 0):
+                raise UsageError(f"{what} of layer {self.name!r} must be seconds from 0 up, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A network as a sequence of layers in forward order; backward goes through them in reverse.
+
+    ``batch`` is the number of samples per worker that the times are for, None when nobody said. Raises UsageError when
+    there is no layer, no parameter, or a name twice.
+    """
+
+    name: str
+    layers: tuple[TracedLayer, ...]
+    batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise UsageError(f"the trace {self.name} has no layers")
+        name, count = Counter(layer.name for layer in self.layers).most_common(1)[0]
+        if count > 1:
+            raise UsageError(f"the trace {self.name} has {count} layers named {name!r}")
+        if self.elements == 0:
+            raise UsageError(f"no layer of the trace {self.name} has parameters: there would be nothing to exchange")
+
+    @property
+    def elements(self) -> int:
+        """Parameters of all layers."""
+        return sum(tensor.elements for layer in self.layers for tensor in layer.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients, uncompressed."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of a whole forward pass."""
+        return math.fsum(layer.forward_s for layer in self.layers)
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of a whole backward pass."""
+        return math.fsum(layer.backward_s for layer in self.layers)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of an iteration's compute: what no exchange can make shorter."""
+        return self.forward_s + self.backward_s
+
+
+def read_trace(path: str | Path) -> Trace:
+    """The trace in a CSV file; raises DataError naming the file and line that is wrong, and what it should be."""
+    try:
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+            layers = tuple(_layers(csv.DictReader(file, strict=True), path))
+    except OSError as error:
+        raise DataError(f"cannot read the trace {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"the trace {path} is not text in UTF-8: {error.reason}") from None
+    try:
+        return Trace(str(path), layers)
+    except UsageError as error:
+        raise DataError(f"{path}: {error}") from None
+
+
+def _layers(rows: csv.DictReader[str], path: str | Path) -> Iterator[TracedLayer]:
+    """The layers line by line; what is wrong with one is a DataError that names it."""
+    seen: dict[str, int] = {}
+    try:
+        columns = [(column or "").strip() for column in rows.fieldnames or ()]
+        missing = [name for name in COLUMNS if name not in columns]
+        if missing:
+            raise UsageError(f"the head of a trace is {','.join(COLUMNS)}; this one has no {' and no '.join(missing)}")
+        if len(set(columns)) < len(columns):
+            raise UsageError(f"the head names a column twice: {','.join(columns)}")
+        rows.fieldnames = columns
+        for row in rows:
+            layer = _layer(row)
+            if layer.name in seen:
+                raise UsageError(f"the layer {layer.name!r} was already on line {seen[layer.name]}: names differ")
+            seen[layer.name] = rows.reader.line_num
+            yield layer
+    except (UsageError, csv.Error) as error:
+        raise DataError(f"{path}, line {max(1, rows.reader.line_num)}: {error}") from None
+    if not seen:
+        raise DataError(f"{path}, line {rows.reader.line_num}: the trace ends without a layer")
+
+
+def _layer(row: Mapping[str | None, str | list[str] | None]) -> TracedLayer:
+    if None in row:
+        raise UsageError("there are more values than columns: quote names that hold a comma")
+    values: dict[str, str] = {}
+    for column in COLUMNS:
+        value = row[column]
+        if not isinstance(value, str) or not value.strip():
+            raise UsageError(f"there is no {column}")
+        values[column] = value.strip()
+    elements = _elements(values["elements"])
+    tensors = (Spec("weight", (elements,)),) if elements else ()
+    return TracedLayer(values["name"], tensors, _seconds(values, "forward_s"), _seconds(values, "backward_s"))
+
+
+def _elements(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"elements must be a whole number, 0 for a layer without parameters, got {text!r}")
+    return int(text)
+
+
+def _seconds(values: Mapping[str, str], column: str) -> float:
+    try:
+        return float(values[column])
+    except ValueError:
+        raise UsageError(f"{column} must be a number of seconds, got {values[column]!r}") from None

@@ -1,0 +1,170 @@
+"""The Workload: a model, its data and its solver, and how ranks share the data.
+
+Owns the division of the training set among ranks. Synchronous data-parallel SGD on N workers computes what one worker
+computes on the union of their batches only if that union is the same: so every rank draws the same permutation from
+(seed, epoch), cuts it into the same global batches, and takes its own contiguous part of each. Does not know
+strategies or transports; averaging with unequal parts is the adapter's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+from ..nouns import Layer, Spec
+from ._trace import Trace
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+EVALUATION_BATCH = 500
+"""Images per forward pass of an evaluation: bounds its memory and changes nothing else."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Labelled images in memory as they are stored; samples are converted when they are taken.
+
+    ``pixels`` is (n, channels, height, width) of any real type, ``labels`` (n,) int64. A sample is
+    ``(pixels - mean) * scale`` in float32. ``repeats`` > 1 makes the set that many times as long by repeating it.
+    """
+
+    pixels: NDArray[Any]
+    labels: NDArray[np.int64]
+    mean: NDArray[np.float32]
+    scale: float = 1.0
+    repeats: int = 1
+
+    def __len__(self) -> int:
+        return len(self.labels) * self.repeats
+
+    def take(self, index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Images (len(index), channels, height, width) float32 and labels int64, as tensors of their own."""
+        import torch
+
+        index = index % len(self.labels)
+        pixels = self.pixels[index].astype(np.float32)
+        pixels -= self.mean
+        if self.scale != 1.0:
+            pixels *= np.float32(self.scale)
+        return torch.from_numpy(pixels), torch.from_numpy(self.labels[index])
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, its data and its solver.
+
+    ``batch`` is the default number of samples per step: of all workers together when ``global_batch``, so that the
+    result does not depend on their number, and of each worker otherwise. ``epochs`` is a sensible length of training.
+    ``build`` makes the model from torch's random state; callers use ``model(seed)``. ``schedule(optimizer, steps)``
+    returns a learning-rate scheduler that is stepped once after every optimizer step, or None. ``trace`` is what a
+    replayed model takes its times from, None for one that computes. ``weight`` is how ranks are weighed, as
+    ``syncline.prepare`` takes it: losses here are means over batches, whose sizes may differ by one sample.
+    """
+
+    name: str
+    batch: int
+    global_batch: bool
+    epochs: int
+    train: Images
+    test: Images | None
+    build: Callable[[], nn.Module]
+    loss: Callable[[Any, Tensor], Tensor]
+    optimizer: Callable[[nn.Module], Optimizer]
+    schedule: Callable[[Optimizer, int], LRScheduler | None]
+    trace: Trace | None = None
+    weight: Literal["batch"] = "batch"
+
+    def model(self, seed: int) -> nn.Module:
+        """The model on the CPU, the same for the same seed; the caller's random state stays as it was."""
+        import torch
+
+        with torch.device("cpu"), torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(seed)
+            return self.build()
+
+    def total_batch(self, world: int, batch: int | None = None) -> int:
+        """Samples per step of all ``world`` workers together; ``batch`` replaces the default and means the same.
+
+        Raises UsageError for another batch than the one that a trace's times are for.
+        """
+        timed = None if self.trace is None else self.trace.batch
+        if timed is not None and batch not in (None, timed):
+            raise UsageError(f"the times of {self.name} are for {timed} samples per worker: leave --batch out")
+        chosen = self.batch if batch is None else batch
+        return chosen if self.global_batch else chosen * world
+
+    def steps_per_epoch(self, batch: int, world: int) -> int:
+        """How many steps ``batches`` yields: ``batch`` is the global batch, of all ``world`` workers together."""
+        _check_division(batch, world)
+        full, rest = divmod(len(self.train), batch)
+        return full + (rest >= world)
+
+    def batches(self, rank: int, world: int, batch: int, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """One epoch of this rank's parts, as (images, labels).
+
+        ``batch`` is the global batch, of all ``world`` workers together; parts of it differ by at most one sample. The
+        last, incomplete batch is kept when it has a sample for every rank and dropped otherwise.
+        """
+        steps = self.steps_per_epoch(batch, world)
+        if not 0 <= rank < world:
+            raise UsageError(f"rank {rank} does not exist among {world} workers: ranks are 0 to {world - 1}")
+        if seed < 0 or epoch < 0:
+            raise UsageError(f"seed and epoch cannot be negative, got {seed} and {epoch}")
+        return self._batches(rank, world, batch, steps, np.random.default_rng((seed, epoch)))
+
+    def _batches(
+        self, rank: int, world: int, batch: int, steps: int, random: np.random.Generator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        order = random.permutation(len(self.train))
+        for step in range(steps):
+            whole = order[step * batch : (step + 1) * batch]
+            yield self.train.take(whole[len(whole) * rank // world : len(whole) * (rank + 1) // world])
+
+    def evaluate(self, model: nn.Module) -> tuple[float, float] | None:
+        """Accuracy (0 to 1) and mean loss on the test set, or None when there is none.
+
+        The model runs where its parameters are, in evaluation mode, and is given back in the modes it came in.
+        """
+        if self.test is None:
+            return None
+        import torch
+
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        correct, loss = 0, 0.0
+        try:
+            with torch.no_grad():
+                for start in range(0, len(self.test), EVALUATION_BATCH):
+                    index = np.arange(start, min(start + EVALUATION_BATCH, len(self.test)))
+                    images, labels = (tensor.to(device) for tensor in self.test.take(index))
+                    output = model(images)
+                    correct += int((output.argmax(1) == labels).sum())
+                    loss += float(self.loss(output, labels)) * len(index)
+        finally:
+            for module, training in modes:
+                module.training = training
+        return correct / len(self.test), loss / len(self.test)
+
+
+def layers(model: nn.Module) -> tuple[Layer, ...]:
+    """The trained tensors of a model in the order of registration, for all models here the forward order."""
+    found = ((name, tensor) for name, tensor in model.named_parameters() if tensor.requires_grad)
+    return tuple(Layer(Spec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."))) for name, t in found)
+
+
+def _check_division(batch: int, world: int) -> None:
+    if world < 1:
+        raise UsageError(f"there must be at least one worker, got {world}")
+    if batch < world:
+        raise UsageError(
+            f"a global batch of {batch} has no sample for each of {world} workers: use a batch of {world} or more"
+        )

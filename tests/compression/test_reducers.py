@@ -1,0 +1,330 @@
+"""Laws of reducing, for every codec of the registry: the same bits for all, nothing lost, whatever the cuts."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop import Alter, Counted, run, untouched
+
+from syncline import registry
+from syncline.codecs import Chooses, Codec, Decays, Sums, codec_of
+from syncline.compression.compression import Compression
+from syncline.compression.reducers import Place
+from syncline.errors import SynclineError, UsageError
+from syncline.nouns import Bucket, Layer, Slice, Spec, numpy_dtype
+from syncline.strategy.grammar import read_part
+from syncline.strategy.parts import build
+
+TEXTS = [text for entry in registry.entries("codecs") for text in entry.capabilities.get("examples", (entry.name,))]
+TEXTS += ["randomk(ratio=0.01, decay=1)", "randomk(ratio=0.3, decay=1)"]
+SHAPES = [(3,), (40, 50), (7,), (1,), (64, 33), (5000,)]
+
+
+def codec(text: str, feedback: bool | None = None) -> Codec:
+    """A codec by its text, with the feedback that a strategy would put around it, or as told."""
+    found: Codec = build("codecs", read_part(text))
+    wanted = (found.biased and found.contraction) if feedback is None else feedback
+    return build("codecs", read_part(f"feedback({text})")) if wanted and not text.startswith("feedback") else found
+
+
+MESSAGES = [text for text in TEXTS if codec(text).combine not in ("sum", "rounds") and "warmup" not in text]
+"""Those whose first step already has payloads in messages."""
+
+
+KEEPING = [text for text in TEXTS if not isinstance(one := build("codecs", read_part(text)), Decays) or one.decay == 1]
+"""Those whose residuals keep all that was not sent."""
+
+
+class Group:
+    """The ranks of a run, with states that last over steps."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        workers: int,
+        shapes: Any = SHAPES,
+        buckets: Any = None,
+        servers: int = 0,
+        dtype: str = "float32",
+    ) -> None:
+        self.layers = [Layer(Spec(f"p{number}", shape, dtype)) for number, shape in enumerate(shapes)]
+        whole = [Slice(number, 0, layer.spec.elements) for number, layer in enumerate(self.layers)]
+        self.buckets = [Bucket(tuple(part), dtype) for part in (buckets or [whole])]
+        owners = tuple(range(workers, workers + servers)) or tuple(range(workers))
+        self.rooms = [Counted() for _ in range(workers + servers)]
+        self.arrays = [
+            [np.zeros(bucket.elements, numpy_dtype(dtype)) for bucket in self.buckets] for _ in range(workers + servers)
+        ]
+        self.workers, self.codec = workers, codec
+        self.ranks = [
+            Compression(
+                codec,
+                self.layers,
+                self.buckets,
+                arrays,
+                Place(index, workers, owners, room),
+                served=bool(servers),
+                name=f"rank {index}",
+            )
+            for index, (arrays, room) in enumerate(zip(self.arrays, self.rooms, strict=True))
+        ]
+
+    def step(self, inputs: list[list[np.ndarray]], alter: Alter = untouched) -> int:
+        """One exchange of all buckets: ``inputs`` are the gradients of every worker, by bucket; the bytes sent."""
+        sent = 0
+        for worker, gradients in enumerate(inputs):
+            for array, gradient in zip(self.arrays[worker], gradients, strict=True):
+                array[:] = gradient
+        for number in range(len(self.buckets)):
+            todo = [rank.pieces(number) for rank in self.ranks]
+            for made in zip(*todo, strict=True):
+                sent += run([start() for start in made], alter)
+            for rank in self.ranks:
+                rank.finish(number)
+        self.given_back = all(room.out == 0 for room in self.rooms)
+        return sent
+
+    @property
+    def results(self) -> list[np.ndarray]:
+        return [np.concatenate(arrays) for arrays in self.arrays[: self.workers]]
+
+    def residuals(self) -> np.ndarray:
+        """What all ranks and owners still hold back, by element of the tensors."""
+        saved = [rank.saved() for rank in self.ranks]
+        parts = []
+        for layer in self.layers:
+            total = np.zeros(layer.spec.elements)
+            for one in saved:
+                total += one.get(f"own/{layer.spec.name}/residual", 0.0)
+                for key, piece in one.items():
+                    if key.startswith(f"again/{layer.spec.name}/"):
+                        start = int(key.rpartition("/")[2])
+                        total[start : start + piece.size] += piece
+            parts.append(total)
+        return np.concatenate(parts)
+
+
+def gradients(workers: int, elements: int, seed: int, scale: float = 1.0) -> list[list[np.ndarray]]:
+    draw = np.random.default_rng(seed)
+    return [[(scale * draw.standard_normal(elements)).astype(np.float32)] for _ in range(workers)]
+
+
+ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES)
+
+
+def can_be_served(text: str) -> bool:
+    return codec(text).combine != "rounds"
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 0), (2, 2), (3, 0), (3, 1), (5, 0), (5, 2)])
+@pytest.mark.parametrize("text", TEXTS)
+def test_all_workers_get_the_same_bits(text: str, workers: int, servers: int) -> None:
+    if servers and not can_be_served(text):
+        pytest.skip("works in rounds, which servers do not")
+    group = Group(codec(text), workers, servers=servers)
+    for step in range(3):
+        group.step(gradients(workers, ELEMENTS, step))
+        one, *others = group.results
+        assert group.given_back
+        assert np.isfinite(one).all()
+        for other in others:
+            assert other.tobytes() == one.tobytes()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("text", KEEPING)
+def test_with_feedback_nothing_is_lost(text: str, workers: int) -> None:
+    """What was given, over all steps, is what came out and what is still held back."""
+    chosen = codec(text)
+    if not chosen.contraction:
+        pytest.skip("takes no feedback")
+    if not isinstance(chosen, Chooses):
+        chosen = codec(text, feedback=True)
+    group = Group(chosen, workers)
+    given_, got = np.zeros(ELEMENTS), np.zeros(ELEMENTS)
+    for step in range(4):
+        inputs = gradients(workers, ELEMENTS, step)
+        given_ += np.sum([one[0] for one in inputs], axis=0, dtype=np.float64)
+        group.step(inputs)
+        got += group.results[0]
+    apart = got + group.residuals() - given_
+    for layer, start in zip(
+        group.layers, np.cumsum([0, *(layer.spec.elements for layer in group.layers)]), strict=False
+    ):
+        inner, feedback, _ = codec_of(chosen, layer.spec)
+        # Additions of 16-bit numbers, and products of matrices, are rounded where no residual sees it.
+        coarse = isinstance(inner, Sums) and inner.number in ("float16", "bfloat16")
+        bound = 0.2 if coarse else 1e-2 if inner.combine == "rounds" else 1e-4
+        if feedback or inner.combine == "sum":
+            assert np.abs(apart[start : start + layer.spec.elements]).max() < bound, layer.spec.name
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_result_does_not_depend_on_the_buckets(text: str) -> None:
+    """One bucket or one for each tensor: the same bits, also in later steps, which begin with what was kept."""
+    workers = 3
+    whole = Group(codec(text), workers)
+    single = Group(
+        codec(text), workers, buckets=[[Slice(n, 0, layer.spec.elements)] for n, layer in enumerate(whole.layers)]
+    )
+    edges = np.cumsum([0, *(layer.spec.elements for layer in whole.layers)])
+    for step in range(3):
+        inputs = gradients(workers, ELEMENTS, step)
+        whole.step(inputs)
+        single.step([[one[0][start:stop] for start, stop in pairwise(edges)] for one in inputs])
+        assert whole.results[0].tobytes() == single.results[0].tobytes()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_is_not_finite_reaches_everyone_and_stays_in_no_state(
+    text: str, bad: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Group(codec(text), 3)
+    group.step(gradients(3, ELEMENTS, 0))
+    inputs = gradients(3, ELEMENTS, 1)
+    inputs[1][0][1000] = bad  # in p1
+    caplog.clear()
+    before = group.ranks[1].saved()
+    group.step(inputs)
+    key = "own/p1/residual"
+    if key in before:
+        unit = codec_of(group.codec, Spec("p1", (40, 50)))[0].block or 2000
+        unit = 1 if unit == 2 else unit  # numbers that share a word are still numbers of their own
+        stays = slice(997 // unit * unit, (997 // unit + 1) * unit)
+        assert group.ranks[1].saved()[key][stays].tobytes() == before[key][stays].tobytes()
+    for result in group.results:
+        assert not np.isfinite(result[3:2003]).all()
+    assert "rank 1" in caplog.text
+    assert "'p1'" in caplog.text
+    assert "rank 0" not in caplog.text
+    for rank in group.ranks:
+        assert all(np.isfinite(array).all() for array in rank.saved().values())
+    group.step(gradients(3, ELEMENTS, 2))
+    assert all(np.isfinite(result).all() for result in group.results)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_resumed_run_goes_on_with_the_same_bits(text: str) -> None:
+    first, other = Group(codec(text), 3), Group(codec(text), 3)
+    for step in range(2):
+        first.step(gradients(3, ELEMENTS, step))
+    saved = [rank.saved() for rank in first.ranks]
+    for rank in other.ranks:
+        rank.load(saved)
+    for step in range(2, 4):
+        for group in (first, other):
+            group.step(gradients(3, ELEMENTS, step))
+        assert first.results[0].tobytes() == other.results[0].tobytes()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_another_number_of_workers_takes_all_that_was_kept(text: str) -> None:
+    first, other = Group(codec(text), 3), Group(codec(text), 2)
+    first.step(gradients(3, ELEMENTS, 0))
+    for rank in other.ranks:
+        rank.load([one.saved() for one in first.ranks])
+    np.testing.assert_allclose(other.residuals(), first.residuals(), atol=1e-4)
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if can_be_served(text) and "warmup" not in text])
+def test_servers_learn_the_step_from_the_workers(text: str) -> None:
+    """A server's count begins at 0 when a run is resumed; what is drawn for a step follows the workers'."""
+    first, other = Group(codec(text, feedback=False), 2, servers=1), Group(codec(text, feedback=False), 2, servers=1)
+    for rank in first.ranks:
+        rank.resume_at(7)
+    for rank in other.ranks[:2]:
+        rank.resume_at(7)
+    for group in (first, other):
+        group.step(gradients(2, ELEMENTS, 7))
+    assert first.results[0].tobytes() == other.results[0].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_gradients_of_other_types_are_converted(text: str, dtype: str) -> None:
+    group = Group(codec(text), 2, dtype=dtype)
+    group.step([[one[0].astype(group.arrays[0][0].dtype)] for one in gradients(2, ELEMENTS, 0)])
+    one, two = group.results
+    assert one.dtype == numpy_dtype(dtype)
+    assert one.tobytes() == two.tobytes()
+    assert np.isfinite(one.astype(np.float32)).all()
+    assert one.any()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_integer_and_complex_gradients_are_refused(text: str, dtype: str) -> None:
+    with pytest.raises(UsageError, match=f"'p0' is {dtype}"):
+        Group(codec(text), 2, shapes=[(4,)], dtype=dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("text", MESSAGES)
+def test_an_altered_message_is_refused_or_does_no_harm(text: str, data: st.DataObject) -> None:
+    """Cut short, or with other words: an error that names the sender, or other numbers; nothing else."""
+    group = Group(codec(text), 2, shapes=[(300,), (20, 30)])
+    cut = data.draw(st.booleans())
+    at = data.draw(st.integers(0, 1 << 20))
+    word = data.draw(st.integers(0, 0xFFFFFFFF))
+
+    def alter(src: int, dst: int, message: np.ndarray) -> np.ndarray:  # noqa: ARG001
+        if src != 1 or message.nbytes < 4:
+            return message
+        if cut:
+            return message[: at % message.nbytes]
+        message.view(np.uint32)[at % (message.nbytes // 4)] = word
+        return message
+
+    try:
+        group.step(gradients(2, 900, 0), alter)
+    except SynclineError as error:
+        refused = str(error)
+    else:
+        return
+    assert re.search(r"rank [01]: .*'p[01]'", refused)
+
+
+@pytest.mark.parametrize("text", MESSAGES)
+def test_a_payload_of_another_codec_is_refused(text: str) -> None:
+    group = Group(codec(text), 2, shapes=[(300, 40)])
+
+    def alter(src: int, dst: int, message: np.ndarray) -> np.ndarray:  # noqa: ARG001
+        message.view(np.uint32)[0] ^= 1
+        return message
+
+    with pytest.raises(SynclineError, match=r"rank [01].*'p0'.*another codec"):
+        group.step(gradients(2, 12000, 0), alter)
+
+
+@pytest.mark.parametrize("text", KEEPING)
+def test_many_steps_of_a_constant_gradient_have_the_right_mean(text: str) -> None:
+    """Error feedback and unbiasedness alike: what a codec does to one step averages out."""
+    chosen = codec(text)
+    if chosen.biased and codec_of(chosen, Spec("p", (4,)))[1] is False:
+        pytest.skip("biased, and nothing makes up for it")
+    group = Group(chosen, 2, shapes=[(30, 20)])
+    inputs = gradients(2, 600, 7)
+    sent, _ = chosen.wire_bytes(Spec("p", (30, 20)))
+    total, steps = np.zeros(600), 100 + 20 * 2400 // max(sent, 1)  # an element may wait for as many steps as are saved
+    for _ in range(steps):
+        group.step([[one[0].copy()] for one in inputs])
+        total += group.results[0]
+    mean = sum(one[0].astype(np.float64) for one in inputs)
+    assert np.linalg.norm(total / steps - mean) < 0.2 * np.linalg.norm(mean)
+
+
+def test_codecs_know_how_many_workers_there_are() -> None:
+    """Local clipping allows every worker limit / sqrt(N): four of the same gradient sum up to twice the limit."""
+    group = Group(codec("threshold(ratio=1.0, clip=3.0)", feedback=False), 4, shapes=[(40, 50)])
+    x = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
+    group.step([[x]] * 4)
+    for arrays in group.arrays:
+        np.testing.assert_allclose(np.linalg.norm(arrays[0]), 6.0, rtol=1e-5)

@@ -1,0 +1,392 @@
+"""The exchange on its own: every algorithm, any size, type and order of events gives the right and the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from syncline import registry
+from syncline.algorithms.ps import ps, push_and_pull
+from syncline.collectives import Collective
+from syncline.engine.messages import Exchange, Run, _tag, chunk_edges
+from syncline.errors import PeerLost, SynclineError, UsageError
+from syncline.nouns import Group, numpy_dtype
+from syncline.plans.messages import compile_program
+from syncline.plans.plan import REDUCE, Plan
+from syncline.transports import Handle
+from syncline.transports.inproc import Hub, InProc
+
+ALGORITHMS = {entry.name: entry.target for entry in registry.entries("algorithms")}
+DTYPES = ["float32", "float64", "int32", "int8", "float16", "bfloat16"]
+
+
+class Copying(InProc):
+    """Borrows are copies, as over a network: the sender goes on at once."""
+
+    def lends_from(self, src: int) -> bool:  # noqa: ARG002
+        return False
+
+    def _deliver(self, handle: Handle, into: Any, message: Any) -> None:
+        if into is None:
+            super()._deliver(handle, np.empty(handle.nbytes, np.uint8), message)
+            handle.payload = message.data.copy()
+        else:
+            super()._deliver(handle, into, message)
+
+    def release(self, handle: Handle) -> None:
+        handle.payload = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, how its array is cut, and what is in it."""
+
+    plan: Plan
+    size: int
+    dtype: str
+    segment_bytes: int
+    window: int
+    copying: bool = False
+
+    def inputs(self, seed: int = 0) -> list[NDArray[Any]]:
+        """Small whole numbers, of which every type holds the sum exactly."""
+        draw = np.random.default_rng(seed)
+        return [draw.integers(-4, 5, self.size).astype(numpy_dtype(self.dtype)) for _ in range(self.plan.world)]
+
+
+@st.composite
+def cases(draw: Callable[..., Any], names: tuple[str, ...] = tuple(ALGORITHMS)) -> Case:
+    name = draw(st.sampled_from(names))
+    workers = draw(st.integers(1, 9))
+    if name == "ps":
+        servers, own = draw(st.integers(1, 3)), draw(st.booleans())
+        servers = servers if own else min(servers, workers)
+        group = Group(workers, servers if own else 0)
+        plan = ps(group, servers=servers, on="ranks" if own else "workers")
+    elif name == "broadcast":
+        plan = ALGORITHMS[name](Group(workers), root=draw(st.integers(0, workers - 1)))
+    else:
+        plan = ALGORITHMS[name](Group(workers))
+    return Case(
+        plan,
+        draw(st.integers(0, 200)),
+        draw(st.sampled_from(DTYPES)),
+        draw(st.sampled_from([1, 7, 64, 256, 1 << 20])),
+        draw(st.integers(1, 3)),
+        draw(st.booleans()),
+    )
+
+
+def drive(
+    case: Case, arrays: list[list[NDArray[Any]]], choose: Callable[[int], int], start_late: bool = False
+) -> list[Exchange]:
+    """Exchange ``arrays[rank]`` (several at once) from one thread; ``choose(n)`` says which of n ranks comes next."""
+    hub = Hub(case.plan.world)
+    exchanges = [
+        Exchange(Copying(hub, rank) if case.copying else hub.transport(rank), case.segment_bytes, case.window)
+        for rank in range(case.plan.world)
+    ]
+    runs: list[list[Run]] = [
+        [Run(compile_program(case.plan, rank), array, key, f"bucket {key}") for key, array in enumerate(mine)]
+        for rank, mine in enumerate(arrays)
+    ]
+    waiting = list(range(case.plan.world))
+    while waiting and start_late:
+        rank = waiting.pop(choose(len(waiting)))
+        for run in runs[rank]:
+            exchanges[rank].start(run)
+        exchanges[choose(case.plan.world)].progress(0.0)
+    for rank in waiting:
+        for run in runs[rank]:
+            exchanges[rank].start(run)
+    idle = 0
+    while not all(run.done for mine in runs for run in mine):
+        moved = exchanges[choose(case.plan.world)].progress(0.0)
+        moved = moved or sum(exchange.progress(0.0) for exchange in exchanges) if idle > 50 else moved
+        idle = 0 if moved else idle + 1
+        assert idle < 500, "nothing moves any more"
+    return exchanges
+
+
+def chooser(data: st.DataObject) -> Callable[[int], int]:
+    """Hypothesis chooses a seed; thousands of single draws would be slow."""
+    draw = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    return lambda count: int(draw.integers(count))
+
+
+def wanted(case: Case, inputs: list[NDArray[Any]], rank: int) -> list[tuple[slice, NDArray[Any]]]:
+    """What a rank must hold at the end: parts of the array and their values."""
+    plan, total = case.plan, np.sum([inputs[member] for member in case.plan.members], axis=0, dtype=object)
+    everything = slice(0, case.size)
+    if plan.goal == "allreduce":
+        return [(everything, total.astype(inputs[0].dtype))] if rank in plan.members else []
+    if plan.goal == "broadcast":
+        assert plan.root is not None
+        return [(everything, inputs[plan.root])]
+    edges = chunk_edges(case.size, plan.chunks)
+    parts = [(owner, slice(edges[chunk], edges[chunk + 1])) for chunk, owner in enumerate(plan.owners)]
+    if plan.goal == "reduce_scatter":
+        return [(part, total[part].astype(inputs[0].dtype)) for owner, part in parts if owner == rank]
+    return [(part, inputs[owner][part]) for owner, part in parts] if rank in plan.members else []
+
+
+def check(case: Case, inputs: list[NDArray[Any]], outputs: list[NDArray[Any]]) -> None:
+    for rank, output in enumerate(outputs):
+        for part, values in wanted(case, inputs, rank):
+            assert output[part].tobytes() == values.tobytes(), f"rank {rank}"
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data(), cases(), st.booleans())
+def test_every_algorithm_reaches_its_goal_in_any_order_of_events(
+    data: st.DataObject, case: Case, start_late: bool
+) -> None:
+    inputs = case.inputs()
+    outputs = [array.copy() for array in inputs]
+    drive(case, [[array] for array in outputs], chooser(data), start_late)
+    check(case, inputs, outputs)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.integers(1, 6), st.integers(1, 3), st.booleans(), st.integers(0, 200))
+def test_push_and_pull_reduce_to_servers_and_copy_from_them(
+    data: st.DataObject, workers: int, servers: int, own: bool, size: int
+) -> None:
+    servers = servers if own else min(servers, workers)
+    group = Group(workers, servers if own else 0)
+    push, pull = push_and_pull(group, servers=servers, on="ranks" if own else "workers")
+    choose = chooser(data)
+    first = Case(push, size, "float64", data.draw(st.sampled_from([8, 100, 1 << 20])), 2)
+    inputs = first.inputs()
+    pushed = [array.copy() for array in inputs]
+    drive(first, [[array] for array in pushed], choose)
+    check(first, inputs, pushed)
+    second = Case(pull, size, "float64", first.segment_bytes, 2)
+    pulled = [array.copy() for array in pushed]
+    drive(second, [[array] for array in pulled], choose)
+    total = np.sum(inputs[:workers], axis=0)
+    assert all(np.array_equal(array, total) for array in pulled[:workers])
+
+
+REDUCING = tuple(name for name in ALGORITHMS if name not in ("broadcast", "all_gather", "direct_all_gather"))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), cases(REDUCING), st.sampled_from(["float32", "bfloat16"]))
+def test_rounding_does_not_depend_on_timing_and_is_the_same_on_all_ranks(
+    data: st.DataObject, case: Case, dtype: str
+) -> None:
+    """Numbers whose sum depends on its order: the bits still agree between ranks and between runs."""
+    draw = np.random.default_rng(1)
+    inputs = [
+        (draw.standard_normal(case.size) * 10.0 ** draw.integers(-6, 6, case.size)).astype(numpy_dtype(dtype))
+        for _ in range(case.plan.world)
+    ]
+    outputs = []
+    for _ in range(2):
+        arrays = [array.copy() for array in inputs]
+        drive(case, [[array] for array in arrays], chooser(data), start_late=True)
+        outputs.append(arrays)
+    for first, second in zip(*outputs, strict=True):
+        assert first.tobytes() == second.tobytes()
+    if case.plan.goal == "allreduce":
+        assert len({outputs[0][member].tobytes() for member in case.plan.members}) == 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), cases(), st.integers(2, 4))
+def test_several_exchanges_in_flight_do_not_mix(data: st.DataObject, case: Case, count: int) -> None:
+    inputs = [case.inputs(seed) for seed in range(count)]
+    arrays = [[inputs[key][rank].copy() for key in range(count)] for rank in range(case.plan.world)]
+    drive(case, arrays, chooser(data))
+    for key in range(count):
+        check(case, inputs[key], [mine[key] for mine in arrays])
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data(), cases())
+def test_scratch_is_given_back_and_used_again(data: st.DataObject, case: Case) -> None:
+    """After an exchange nothing is kept; what there is does not exceed the window of segments."""
+    arrays = [array.copy() for array in case.inputs()]
+    for exchange in drive(case, [[array] for array in arrays], chooser(data)):
+        assert exchange.labels == []
+        assert exchange.waiting_for == {}
+        free = sum(buffer.nbytes for shelf in exchange.scratch._free.values() for buffer in shelf)
+        assert free == exchange.scratch.allocated_bytes
+
+
+def pair(size: int = 100) -> tuple[Hub, list[Exchange], list[Run]]:
+    hub = Hub(2)
+    plan = ALGORITHMS["ring"](Group(2))
+    exchanges = [Exchange(hub.transport(rank)) for rank in range(2)]
+    runs = [Run(compile_program(plan, rank), np.ones(size), 3, "bucket 3 (weight)") for rank in range(2)]
+    return hub, exchanges, runs
+
+
+def test_a_key_in_use_is_refused_and_free_again_afterwards() -> None:
+    _, exchanges, runs = pair()
+    exchanges[0].start(runs[0])
+    again = Run(runs[0].program, np.ones(5), 3, "bucket 3 again")
+    with pytest.raises(UsageError, match=r"bucket 3 again: key 3 is in use by bucket 3 \(weight\)"):
+        exchanges[0].start(again)
+    exchanges[1].start(runs[1])
+    while not all(run.done for run in runs):
+        for exchange in exchanges:
+            exchange.progress(0.0)
+    exchanges[0].start(again)
+
+
+def test_as_many_segments_as_tags_can_number_and_one_more() -> None:
+    plan = compile_program(registry.get("algorithms", "ring").target(Group(2)), 0)
+    exchange = Exchange(Hub(2).transport(0), segment_bytes=1)
+    exchange.start(Run(plan, np.zeros(1 << 20, np.uint8), 0, "at the limit"))
+    with pytest.raises(UsageError, match=r"one more: an array of 1048577 bytes has more segments than tags"):
+        exchange.start(Run(plan, np.zeros((1 << 20) + 1, np.uint8), 1, "one more"))
+
+
+def test_the_tags_of_the_last_key_segment_and_action_are_their_own() -> None:
+    """Below those of single messages and of reducers, which have the highest bit."""
+    last = _tag(Mock(run=Mock(key=(1 << 23) - 1), number=(1 << 20) - 1), Mock(index=(1 << 20) - 1))
+    assert last == (1 << 63) - 1
+
+
+@pytest.mark.parametrize("key", [-1, 1 << 23])
+def test_keys_out_of_range_are_refused(key: int) -> None:
+    _, exchanges, runs = pair()
+    with pytest.raises(UsageError, match=f"key {key} is out of range"):
+        exchanges[0].start(Run(runs[0].program, np.ones(5), key, "bucket"))
+
+
+@pytest.mark.parametrize("array", [np.ones((2, 3)), np.ones(10)[::2]])
+def test_arrays_that_are_no_flat_memory_are_refused(array: NDArray[Any]) -> None:
+    _, exchanges, runs = pair()
+    with pytest.raises(UsageError, match="one-dimensional contiguous"):
+        exchanges[0].start(Run(runs[0].program, array, 0, "bucket"))
+
+
+@pytest.mark.parametrize("arguments", [{"segment_bytes": 0}, {"window": 0}])
+def test_segments_and_window_have_to_be_positive(arguments: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="make no sense"):
+        Exchange(Hub(1).transport(0), **arguments)
+
+
+def test_nothing_to_do_is_done_at_once() -> None:
+    _, exchanges, runs = pair(size=0)
+    called: list[int] = []
+    runs[0].on_done = lambda: called.append(1)
+    exchanges[0].start(runs[0])
+    assert runs[0].done
+    assert called == [1]
+
+
+def test_a_peer_that_is_gone_is_named_with_bucket_operation_and_step() -> None:
+    hub, exchanges, runs = pair()
+    exchanges[0].start(runs[0])
+    hub.kill(1)
+    with pytest.raises(
+        PeerLost, match=r"bucket 3 \(weight\): (sending to|reducing from) rank 1 \(ring, step 0, segment 1 of 1\)"
+    ) as caught:
+        exchanges[0].progress(0.0)
+    assert caught.value.rank == 1
+
+
+def test_sizes_that_differ_between_ranks_are_an_error_that_names_both() -> None:
+    _, exchanges, runs = pair()
+    exchanges[0].start(runs[0])
+    exchanges[1].start(Run(runs[1].program, np.ones(60), 3, "bucket 3"))
+    with pytest.raises(SynclineError, match=r"bucket 3 .*rank 1.*240 bytes came where 400 were expected"):
+        exchanges[0].progress(0.0)
+
+
+def test_a_tolerant_run_does_not_mind_a_peer_that_has_left() -> None:
+    hub = Hub(2)
+    exchange = Exchange(hub.transport(0), has_left=lambda peer: peer == 1)
+    run = Run(compile_program(ALGORITHMS["ring"](Group(2)), 0), np.ones(10), 0, "next step", tolerant=True)
+    exchange.start(run)
+    assert exchange.labels == []
+    assert exchange.waiting_for == {}  # nobody is blamed for a step that need not come
+    hub.kill(1)
+    exchange.progress(0.0)
+    assert not run.done
+
+
+def test_a_tolerant_run_does_mind_a_peer_that_was_lost() -> None:
+    hub = Hub(2)
+    exchange = Exchange(hub.transport(0), has_left=lambda _: False)
+    exchange.start(Run(compile_program(ALGORITHMS["ring"](Group(2)), 0), np.ones(10), 0, "next step", tolerant=True))
+    hub.kill(1)
+    with pytest.raises(PeerLost, match="next step"):
+        exchange.progress(0.0)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 64))
+def test_chunks_cover_the_array_and_differ_by_at_most_one_element(size: int, chunks: int) -> None:
+    edges = chunk_edges(size, chunks)
+    assert edges[0] == 0
+    assert edges[-1] == size
+    lengths = np.diff(edges)
+    assert len(lengths) == chunks
+    assert lengths.min() >= 0
+    assert lengths.max() - lengths.min() <= 1
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+@pytest.mark.parametrize("copying", [False, True])
+def test_everyone_may_send_a_chunk_to_everyone_in_one_step(world: int, copying: bool) -> None:
+    """Every rank lends what every other one holds: nobody may wait for the own send before taking what came."""
+    pairs = [(0, a, b, 0, 1, REDUCE) for a in range(world) for b in range(world) if a != b]
+    case = Case(Plan.of("all to all", world, 1, pairs), 50, "float64", 1 << 20, 1, copying)
+    arrays = case.inputs()
+    drive(case, [[array] for array in arrays], lambda _: 0)
+    check(case, case.inputs(), arrays)
+
+
+class Adding(InProc):
+    """A transport whose library adds at once: all ranks' arrays are equal."""
+
+    failure: Exception | None = None
+
+    def allreduce(self, key: int, array: NDArray[Any], owner: Any = None) -> Handle:
+        handle = Handle("allreduce", -1, key, array.nbytes, owner)
+        array *= self.world
+        self._finish(handle, self.failure)
+        return handle
+
+
+def test_a_collective_is_handed_over_and_reported() -> None:
+    exchange = Exchange(Adding(Hub(3), 1))
+    array, done = np.ones(10, np.float32), []
+    exchange.hand_over(Collective("allreduce"), array, 5, "bucket 5", lambda: done.append(5))
+    assert exchange.labels == ["bucket 5"]
+    assert not done
+    exchange.progress(0.0)
+    assert done == [5]
+    assert exchange.labels == []
+    np.testing.assert_array_equal(array, np.full(10, 3.0))
+    exchange.hand_over(Collective("allreduce"), array[:0], 5, "nothing", lambda: done.append(6))
+    assert done == [5, 6]
+
+
+def test_a_collective_that_fails_names_what_it_was_for() -> None:
+    transport = Adding(Hub(2), 0)
+    transport.failure = PeerLost("rank 1 is gone", rank=1)
+    exchange = Exchange(transport)
+    exchange.hand_over(Collective("allreduce"), np.ones(3), 0, "bucket 0", lambda: None)
+    with pytest.raises(PeerLost, match="bucket 0: rank 1 is gone"):
+        exchange.progress(0.0)
+
+
+def test_a_transport_without_collectives_is_refused() -> None:
+    exchange = Exchange(InProc(Hub(2), 0))
+    with pytest.raises(UsageError, match="transport=inproc has no allreduce of its own"):
+        exchange.hand_over(Collective("allreduce"), np.ones(3), 0, "bucket 0", lambda: None)
+    with pytest.raises(UsageError, match="one-dimensional"):
+        Exchange(Adding(Hub(2), 0)).hand_over(Collective("allreduce"), np.ones((3, 3)), 0, "x", lambda: None)

@@ -1,0 +1,41 @@
+"""What a process says of a fault: who is to blame, where that is, and during which operation."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from syncline import registry
+from syncline.engine.engine import Engine
+from syncline.errors import ProtocolError
+from syncline.nouns import Group
+from syncline.plans.messages import compile_program
+from syncline.session.ending import Ending
+from syncline.transports.tcp import Tcp
+from syncline.wire.link import header
+
+LIMIT_S = 30.0
+
+
+def test_nonsense_of_a_peer_names_rank_host_and_operation_and_all_are_told() -> None:
+    told: list[tuple[str, int]] = []
+    watcher: Any = SimpleNamespace(
+        failure=None, left=set(), verdict=lambda _: None, abort=lambda why, culprit: told.append((why, culprit))
+    )
+    ending = Ending(Group(2), 0, lambda index: f"rank {index} (host{index}, pid {index})")
+    ending.watcher = watcher
+    mine, theirs = socket.socketpair()
+    engine = Engine(Tcp(0, {1: mine}), explain=ending.explain)
+    plan = compile_program(registry.get("algorithms", "ring").target(Group(2)), 0)
+    work = engine.exchange(plan, np.ones(100_000), 0, "bucket 3")
+    theirs.sendall(header(77, 5, 0, 0) + b"about")
+    with pytest.raises(ProtocolError, match=r"^rank 0 \(host0, .*during bucket 3: rank 1 broke.*\(host1, ") as fault:
+        engine.wait(work, timeout=LIMIT_S)
+    assert fault.value.rank == 1
+    assert [culprit for _, culprit in told] == [1]
+    engine.close()
+    theirs.close()

@@ -1,0 +1,527 @@
+"""The strategy grammar: text and value are two forms of one thing, and mistakes name their remedy."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from syncline import registry
+from syncline.errors import NotBuiltError, StrategyError, UsageError
+from syncline.nouns import Group, Rate, Seconds, Size
+from syncline.plans.check import check
+from syncline.strategy import words
+from syncline.strategy.grammar import Part, read_part, read_value, write_value
+from syncline.strategy.strategy import Strategy
+from syncline.strategy.words import PLANNED, WORDS, kind_of, vocabulary
+
+VALUES: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(-(10**12), 10**12),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    bool: st.booleans(),
+    str: st.from_regex(r"[\w.:/+-]+", fullmatch=True),
+    Size: st.one_of(st.integers(0, 2**70), st.sampled_from([1 << 20, 25_000_000, 1024_000, 0])),
+    Rate: st.one_of(st.floats(0, allow_nan=False, allow_infinity=False), st.sampled_from([1e9, 2.5e9, 0.1])),
+    Seconds: st.one_of(st.floats(0, 1e12), st.sampled_from([0.005, 1e-9, 90.0, 0.0015])),
+    Literal["plain", "fancy", 3]: st.sampled_from(["plain", "fancy", 3]),
+    int | None: st.one_of(st.none(), st.integers()),
+    Rate | None: st.one_of(st.none(), st.floats(0, allow_nan=False, allow_infinity=False), st.sampled_from([1e9, 1e6])),
+}
+
+
+@pytest.mark.parametrize("annotation", VALUES, ids=str)
+@given(data=st.data())
+def test_every_value_survives_its_text(annotation: Any, data: st.DataObject) -> None:
+    value = data.draw(VALUES[annotation])
+    text = write_value(value, annotation)
+    back = read_value(text, annotation, "it")
+    assert back == value
+    assert type(back) is type(value)
+    assert write_value(back, annotation) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "annotation", "value", "canonical"),
+    [
+        ("4mib", Size, 4 << 20, "4MiB"),
+        ("0.5GIB", Size, 512 << 20, "512MiB"),
+        ("25MB", Size, 25_000_000, "25MB"),
+        ("4096", Size, 4096, "4KiB"),
+        ("1GBIT", Rate, 1e9, "1Gbit"),
+        ("2.5gbit", Rate, 2.5e9, "2500Mbit"),
+        ("5MS", Seconds, 0.005, "5ms"),
+        ("1.5ms", Seconds, 0.0015, "1500us"),
+        ("2", Seconds, 2.0, "2s"),
+        ("ON", bool, True, "true"),
+    ],
+)
+def test_units_in_any_case_become_the_largest_exact_one(
+    text: str, annotation: Any, value: object, canonical: str
+) -> None:
+    assert read_value(text, annotation, "it") == value
+    assert write_value(value, annotation) == canonical
+
+
+@pytest.mark.parametrize(
+    ("text", "annotation", "says"),
+    [
+        ("0.3B", Size, "whole number of bytes"),
+        ("-4MiB", Size, "negative"),
+        ("4MiX", Size, "'MiX'.*MiB"),
+        ("many", Size, "number with a unit"),
+        ("1e999999999", Size, "number with a unit"),
+        ("1e999Gbit", Rate, "finite"),
+        ("nan", float, "finite"),
+        ("2.5", int, "whole number"),
+        ("maybe", bool, "true or false"),
+        ("fanzy", Literal["plain", "fancy"], "did you mean 'fancy'"),
+        ("1", dict, "cannot be given in a text"),
+    ],
+)
+def test_a_wrong_value_says_what_is_right(text: str, annotation: Any, says: str) -> None:
+    with pytest.raises(StrategyError, match=says):
+        read_value(text, annotation, "it")
+
+
+def some_parts(word: str) -> st.SearchStrategy[Part]:
+    """Any built part of a word with any arguments, in and out of their ranges."""
+    auto = (
+        [Part("auto")] if any(item.word == word and item.name == "auto" and item.built for item in vocabulary()) else []
+    )
+    found: list[st.SearchStrategy[Part]] = [st.sampled_from(auto)] if auto else []
+    for item in vocabulary():
+        if item.word == word == "codec" and item.built and item.name != "auto":
+            texts = registry.get("codecs", item.name).capabilities.get("examples", (item.name,))
+            found.append(st.sampled_from([read_part(text) for text in texts]))
+        elif item.word == word and item.built and item.name != "auto":
+            given_args = {
+                parameter.name: small(parameter.annotation)
+                for parameter in registry.get(kind_of(word, item.name), item.name).parameters
+            }
+            arguments = st.fixed_dictionaries({}, optional=given_args)
+            found.append(st.builds(lambda args, name=item.name: Part(name, tuple(args.items())), arguments))
+    return st.one_of(found)
+
+
+def small(annotation: Any) -> st.SearchStrategy[Any]:
+    """Values of which many are in range."""
+    if typing.get_origin(annotation) is Literal:
+        return st.sampled_from(typing.get_args(annotation))
+    return st.integers(0, 9) if annotation is int else VALUES[annotation]
+
+
+@given(st.fixed_dictionaries({}, optional={word: some_parts(word) for word in WORDS}))
+def test_parse_undoes_print(words: dict[str, Part]) -> None:
+    try:
+        strategy = Strategy(**words)
+    except UsageError:
+        assume(False)
+    text = str(strategy)
+    assert Strategy.parse(text) == strategy
+    assert str(Strategy.parse(text)) == text
+    assert hash(Strategy.parse(text)) == hash(strategy)
+
+
+@given(st.text(alphabet="ringps(=),. 1x:auto%codec", max_size=40))
+def test_any_text_is_a_strategy_or_a_usage_error(text: str) -> None:
+    try:
+        strategy = Strategy.parse(text)
+    except UsageError:
+        return
+    assert Strategy.parse(str(strategy)) == strategy
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("auto", "auto"),
+        (" ", "auto"),
+        ("codec=none sync=bsp", "auto"),
+        ("ring", "ring"),
+        ("ring schedule=auto", "ring"),
+        ("ps", "ps(servers=1)"),
+        ("ps( update = worker , servers=2 )", "ps(servers=2, update=worker)"),
+        ("transport=tcp schedule=fixed(bucket=1024KiB)", "schedule=fixed(bucket=1MiB) transport=tcp"),
+        ("ring schedule=fixed(bucket=25mib)", "ring schedule=fixed"),
+    ],
+)
+def test_one_strategy_has_one_text(text: str, canonical: str) -> None:
+    assert str(Strategy.parse(text)) == canonical
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("rnig", "unknown architecture 'rnig'; did you mean 'ring'"),
+        ("shm", "it is a transport, write transport=shm"),
+        ("ring tcp", "write transport=tcp"),
+        ("codec=none ring", "an architecture comes first"),
+        ("codec=nine", "did you mean 'none'"),
+        ("sched=fifo", "unknown word 'sched'; did you mean 'schedule'"),
+        ("architecture=ring", "without a key: write 'ring'"),
+        ("schedule=fifo schedule=fifo", "schedule is given twice"),
+        ("ps(servers=1, servers=2)", "'servers' is given twice"),
+        ("ps(server=2)", "did you mean 'servers'"),
+        ("ps(2)", r"arguments have names, as in ps\(servers=2\)"),
+        ("ps(servers=two)", "servers of ps must be a whole number"),
+        ("ps(servers=ring(a=1))", "takes no arguments of its own"),
+        ("ps(on=worker)", "did you mean 'workers'"),
+        ("ps(servers=0)", r"the nearest that works is 'ps\(servers=1\)'"),
+        ("schedule=fixed(bucket=4MiX)", "the units are"),
+        ("ring(pieces=2)", "ring takes no arguments"),
+        ("schedule=fixed(bucket=0)", "wait_free"),
+        ("auto(x=1)", "takes no arguments"),
+        ("ring(", r"the text ends \(column 6"),
+        ("ring)", r"there is '\)'"),
+        ("ring %", "unexpected '%' .column 6"),
+        ("broadcast", "unknown architecture"),
+        ("feedback=maybe", "on or off"),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Strategy.parse(text)
+
+
+def test_words_of_the_grammar_without_a_part_are_not_built_yet() -> None:
+    built = {(item.word, item.name) for item in vocabulary() if item.built}
+    for word, names in PLANNED.items():
+        for name in names:
+            text = name if word == "architecture" else f"{word}={name}"
+            if (word, name) in built:
+                continue
+            with pytest.raises(NotBuiltError, match=f"{name!r} is not built yet; built are"):
+                Strategy.parse(text)
+    if "backup" not in [parameter.name for parameter in registry.get("sync", "bsp").parameters]:
+        with pytest.raises(NotBuiltError, match="backup"):
+            Strategy.parse("sync=bsp(backup=1)")
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("transport=tcp(delay=5ms, rate=1gbit)", "transport=tcp(rate=1Gbit, delay=5ms)"),
+        ("transport=tcp(rate=0.5Gbit)", "transport=tcp(rate=500Mbit)"),
+        ("transport=tcp(rate=none, delay=0)", "transport=tcp"),
+    ],
+)
+def test_a_line_is_described_by_its_rate_and_delay(text: str, canonical: str) -> None:
+    assert str(Strategy.parse(text)) == canonical
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("rate=0", "rate of 0 bit/s cannot be shaped: give one from 1Kbit"),
+        ("rate=3bit", "from 1Kbit to 1Tbit"),
+        ("rate=-1Gbit", "negative"),
+        ("delay=-5ms", "negative"),
+        ("delay=5h", "delay of 18000 s cannot be shaped"),
+        ("rate=fast", "number with a unit"),
+        ("rate=5ms", "'ms'.*the units are bit"),
+        ("loss=1", "no argument 'loss'"),
+    ],
+)
+def test_a_line_that_makes_no_sense_is_refused_before_there_are_sockets(arguments: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Strategy.parse(f"transport=tcp({arguments})")
+
+
+def test_parts_given_by_a_program_are_held_to_their_types() -> None:
+    assert Strategy(schedule=Part("fixed", (("bucket", "1MiB"),))) == Strategy.parse("schedule=fixed(bucket=1MiB)")
+    assert Strategy(schedule=Part("fixed", (("bucket", 1 << 20),))) == Strategy.parse("schedule=fixed(bucket=1MiB)")
+    with pytest.raises(StrategyError, match=r"must be a size such as 4MiB, got 1\.5"):
+        Strategy(schedule=Part("fixed", (("bucket", 1.5),)))
+
+
+@pytest.mark.parametrize(
+    ("text", "servers", "holds"),
+    [("ring", 0, False), ("ps", 1, True), ("ps(servers=3, update=worker)", 3, False), ("ps(on=workers)", 0, True)],
+)
+def test_servers_are_counted(text: str, servers: int, holds: bool) -> None:
+    strategy = Strategy.parse(text)
+    assert strategy.servers == servers
+    assert strategy.server_holds_weights is holds
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "resolved"),
+    [
+        ("auto", 1, "direct schedule=fixed transport=shm"),
+        ("auto", 4, "ring schedule=fixed transport=tcp"),
+        ("auto", 2, "hierarchical schedule=fixed"),
+        ("transport=tcp", 1, "ring schedule=fixed transport=tcp"),
+        ("transport=tcp", 2, "ring schedule=fixed transport=tcp"),
+        ("transport=inproc", 1, "ring schedule=fixed transport=inproc"),
+        ("tree schedule=fifo", 4, "tree schedule=fifo transport=tcp"),
+        ("ring", 3, "ring schedule=fixed"),
+        ("ps(servers=2)", 1, "ps(servers=2) schedule=fixed transport=shm"),
+        ("ps(servers=2)", 4, "ps(servers=2) schedule=fixed"),
+        ("ps(servers=2)", 6, "ps(servers=2) schedule=fixed transport=tcp"),
+    ],
+)
+def test_auto_becomes_what_fits_the_group(text: str, hosts: int, resolved: str) -> None:
+    strategy = Strategy.parse(text).resolve(Group(4), hosts=hosts)
+    assert str(strategy) == resolved
+    assert strategy.resolve(Group(4), hosts=hosts) == strategy
+
+
+def test_threads_of_one_process_get_inproc() -> None:
+    assert Strategy().resolve(Group(2), inproc=True).transport == Part("inproc")
+
+
+def test_resolving_refuses_a_group_that_does_not_fit() -> None:
+    with pytest.raises(StrategyError, match="use transport=auto or tcp"):
+        Strategy.parse("transport=shm").resolve(Group(4), hosts=4)
+    with pytest.raises(UsageError, match="start it with --servers 2"):
+        Strategy.parse("ps(servers=2)").resolve(Group(4, servers=1))
+    with pytest.raises(UsageError, match="servers=2"):
+        Strategy.parse("ps(servers=3, on=workers)").resolve(Group(2))
+
+
+def test_a_strategy_hands_out_its_parts() -> None:
+    strategy = Strategy.parse("ps(servers=2) schedule=wait_free")
+    group = Group(3, servers=2)
+    check(strategy.plan(group))
+    assert strategy.plan(group) is strategy.plan(Group(3, servers=2))
+    assert strategy.schedule_object().release == "ready"
+    assert strategy.sync_mode().due(0)
+    assert strategy.codec_object().combine == "sum"
+    for ask in (Strategy().schedule_object, lambda: Strategy().plan(group)):
+        with pytest.raises(UsageError, match=r"call resolve\(\) first"):
+            ask()
+
+
+@pytest.fixture
+def later_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for parts of the grammar, in a registry of this test's own."""
+    for kind in registry.KINDS:
+        if kind != "workloads":
+            registry.names(kind)
+        monkeypatch.setitem(registry._entries, kind, dict(registry._entries[kind]))
+
+    monkeypatch.setitem(registry._entries, "codecs", {"none": registry._entries["codecs"]["none"]})
+
+    @registry.register("codecs", "topk")
+    @dataclass(frozen=True)
+    class TopK:
+        biased: ClassVar[bool] = True
+        contraction: ClassVar[bool] = True
+        ratio: float
+
+    @registry.register("codecs", "qsgd")
+    @dataclass(frozen=True)
+    class Qsgd:
+        biased: ClassVar[bool] = False
+        contraction: ClassVar[bool] = False
+        levels: int = 256
+
+    @registry.register("codecs", "feedback", wraps="codec")
+    @dataclass(frozen=True)
+    class Feedback:
+        codec: Any
+        decay: float = 1.0
+        biased: ClassVar[bool] = False
+        combine: ClassVar[str] = "owner"
+
+    @registry.register("sync", "ssp")
+    @dataclass(frozen=True)
+    class Ssp:
+        staleness: int = 3
+
+
+@pytest.mark.usefixtures("later_parts")
+class TestCombinations:
+    @pytest.mark.parametrize(
+        ("text", "canonical"),
+        [
+            ("ring codec=topk(ratio=0.01)", "ring codec=feedback(topk(ratio=0.01))"),
+            ("codec=feedback(topk(ratio=0.01))", "codec=feedback(topk(ratio=0.01))"),
+            ("codec=feedback(codec=topk(ratio=0.01), decay=0.5)", "codec=feedback(topk(ratio=0.01), decay=0.5)"),
+            ("codec=topk(ratio=0.01) feedback=off", "codec=topk(ratio=0.01) feedback=off"),
+            ("codec=qsgd", "codec=qsgd"),
+        ],
+    )
+    def test_nested_codecs(self, text: str, canonical: str) -> None:
+        strategy = Strategy.parse(text)
+        assert str(strategy) == canonical
+        assert Strategy.parse(canonical) == strategy
+        built: Any = strategy.codec_object()
+        if strategy.codec.name == "feedback":
+            assert built.codec.ratio == 0.01
+
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("native transport=tcp", "the nearest that works is 'native transport=torch'"),
+            ("native codec=qsgd", "knows nothing of codec=qsgd; the nearest that works is 'codec=qsgd'"),
+            ("ring transport=torch(backend=nccl)", "no plan.*is 'native transport=torch\\(backend=nccl\\)'"),
+            ("native(x=1)", "native takes no arguments"),
+            ("ring sync=ssp", r"nearest that works is 'ps\(servers=1\) sync=ssp'"),
+            ("ps(servers=2, update=worker) sync=ssp", r"nearest that works is 'ps\(servers=2\) sync=ssp'"),
+            ("codec=feedback(qsgd)", "diverges.*nearest that works is 'codec=qsgd'"),
+            ("codec=feedback", r"needs codec, as in feedback\(CODEC, decay=1.0\)"),
+            ("codec=feedback(topk(ratio=1), codec=qsgd)", "given twice"),
+            ("codec=topk", "topk needs ratio"),
+            ("codec=feedback(int8)", "'int8' is not built yet"),
+            ("codec=feedback(tokp(ratio=1))", "did you mean 'topk'"),
+        ],
+    )
+    def test_impossible_ones_name_the_nearest_that_works(self, text: str, says: str) -> None:
+        with pytest.raises(UsageError, match=says):
+            Strategy.parse(text)
+
+    def test_native_brings_its_own_transport(self) -> None:
+        strategy = Strategy.parse("native")
+        assert strategy.transport == Part("auto")
+        assert strategy.resolve(Group(3), hosts=2).transport.name == "torch"
+        assert Strategy.parse("native transport=mpi").resolve(Group(3)).transport.name == "mpi"
+
+    def test_native_is_a_collective_and_has_no_plan(self) -> None:
+        for text in ("native", "native transport=mpi", "native transport=torch(backend=nccl)"):
+            strategy = Strategy.parse(text)
+            assert strategy.collective is not None
+            assert strategy.collective.goal == "allreduce"
+            with pytest.raises(UsageError, match="native has no plan"):
+                strategy.plan(Group(2))
+        assert Strategy.parse("ring transport=mpi").collective is None
+        assert Strategy().collective is None
+
+
+def install(folder: Path, module: str, source: str | None, points: str) -> None:
+    """A package as pip leaves it behind; without its module where ``source`` is None."""
+    if source is not None:
+        (folder / f"{module}.py").write_text(source)
+    info = folder / f"{module}-1.0.dist-info"
+    info.mkdir()
+    name = module.replace("_", "-")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(points)
+
+
+def python(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with what is installed in a folder."""
+    path = os.pathsep.join([str(folder), *filter(None, sys.path)])
+    return subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_parts_of_third_parties_come_through_entry_points(tmp_path: Path) -> None:
+    source = (
+        "from dataclasses import dataclass\n"
+        "from syncline.registry import register\n"
+        "@register('codecs', 'half')\n"
+        "@dataclass(frozen=True)\n"
+        "class Half:\n"
+        "    '''Half of everything.'''\n"
+        "    biased = False\n"
+        "    share: float = 0.5\n"
+    )
+    install(tmp_path, "their_codec", source, "[syncline.codecs]\nhalf = their_codec\n")
+    script = (
+        "from syncline.strategy.strategy import Strategy\n"
+        "s = Strategy.parse('ring codec=half(share=0.25)')\n"
+        "print(s, s.codec_object().share)\n"
+    )
+    done = python(tmp_path, "-c", script)
+    assert (done.stdout, done.stderr) == ("ring codec=half(share=0.25) 0.25\n", "")
+
+
+def test_a_broken_package_that_asks_for_other_kinds_first_leaves_them_whole(tmp_path: Path) -> None:
+    source = "from syncline.strategy.strategy import Strategy\nStrategy.parse('ring')\n1 / 0\n"
+    install(tmp_path, "their_late", source, "[syncline.codecs]\nlate = their_late\n")
+    script = (
+        "from syncline import registry\nfrom syncline.strategy.strategy import Strategy\n"
+        "registry.names('codecs')\nprint(Strategy.parse('ring codec=fp16'))\n"
+    )
+    done = python(tmp_path, "-c", script)
+    assert done.stdout.startswith("ring codec=fp16"), done.stderr
+    assert "codec 'late' of the package their-late 1.0 cannot be loaded" in done.stderr
+
+
+def test_an_algorithm_without_a_goal_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = registry.Entry("algorithms", "aimless", registry.get("algorithms", "ring").target)
+    monkeypatch.setitem(registry._entries["algorithms"], "aimless", entry)
+    with pytest.raises(StrategyError, match=r'@register\("algorithms", "aimless", goal="allreduce"\)'):
+        Strategy.parse("aimless")
+
+
+def test_a_broken_package_is_named_and_keeps_nothing_else_from_working(tmp_path: Path) -> None:
+    """Its module is missing, raises, ends the process, or registers what exists or cannot be read: whole or not."""
+    register = "from syncline.registry import register\n@register('algorithms', '{0}', goal='allreduce')\n"
+    part = register + "def {0}({1}): ...\n"
+    broken = {
+        "gone": None,
+        "raises": part.format("half_there", "group") + "1 / 0\n",
+        "exits": "raise SystemExit(3)\n",
+        "taken": part.format("ring", "group"),
+        "untyped": part.format("untyped", "group, *, x: 'Nowhere' = 1"),
+    }
+    for name, source in broken.items():
+        install(tmp_path, f"their_{name}", source, f"[syncline.algorithms]\n{name} = their_{name}\n")
+    install(tmp_path, "their_good", part.format("good", "group"), "[syncline.algorithms]\ngood = their_good\n")
+    done = python(tmp_path, "-m", "syncline", "strategies")
+    assert done.returncode == 0, done.stderr
+    warnings = done.stderr.splitlines()
+    assert len(warnings) == len(broken)
+    for name, line in zip(sorted(broken), warnings, strict=True):
+        assert re.match(f"syncline: algorithm '{name}' of the package their-{name} 1.0 cannot be loaded", line)
+    assert "\n  good\n" in done.stdout
+    assert "\n  ring\n      " in done.stdout  # the one that has a summary
+    assert "half_there" not in done.stdout
+    script = (
+        "from syncline.strategy.strategy import Strategy\n"
+        "try: Strategy.parse('raises')\n"
+        "except ValueError as error: print(error)\n"
+    )
+    said = python(tmp_path, "-c", script).stdout
+    assert "of the package their-raises 1.0 cannot be loaded (ZeroDivisionError: division by zero)" in said
+
+
+def test_the_vocabulary_shows_arguments_and_what_is_missing() -> None:
+    words = vocabulary()
+    texts = {item.text for item in words if item.built}
+    assert {"auto", "ring", "ps(servers=1, on=ranks, update=server)", "fixed(bucket=25MiB)"} <= texts
+    assert all(item.summary for item in words if item.built)
+    assert [item.word for item in words] == sorted((item.word for item in words), key=list(WORDS).index)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("sync=async", r"did you mean 'asp' \(not built yet\) or 'bsp'\?"),
+        ("sync=synchronous", r"did you mean 'bsp'\?"),
+        ("reduce-scatter", "it is a plan for reduce-scatter, and gradients need an allreduce, such as ring"),
+        ("all_gather", "syncline bench --collective all-gather measures it"),
+        ("nccl", r"did you mean 'native transport=torch\(backend=nccl\)'\?"),
+        ("codec=float16", r"did you mean 'fp16'\?"),
+        ("codec=signsgd", r"did you mean 'sign' or 'sign\(vote=on\)'\?"),
+        ("async", r"did you mean 'sync=asp' \(not built yet\) or 'sync=bsp'\?"),
+        ("transport=gloo", r"did you mean 'torch'\?"),
+    ],
+)
+def test_what_others_call_it_is_understood(text: str, says: str) -> None:
+    with pytest.raises(StrategyError, match=says):
+        Strategy.parse(text)
+
+
+def test_what_others_call_it_leads_to_words_of_the_grammar() -> None:
+    for word, names in words._ELSEWHERE.items():
+        for found in (each for all_found in names.values() for each in all_found):
+            assert found.partition("(")[0].split()[0] in (*words.PLANNED[word], *words.built_names(word), "auto")
+        assert not set(names) & {*words.PLANNED[word], *words.built_names(word)}
