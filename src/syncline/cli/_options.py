@@ -1,0 +1,55 @@
+"""What several verbs share: options, the check that two of them are not given together, and lists as values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import click
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+OLD_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+JSON = click.option("--json", "json_path", type=FILE, help="Write the results here.")
+REPORT = click.option("--report", "report_path", type=FILE, help="Write a page here.")
+EPOCHS = click.option("--epochs", type=click.IntRange(min=1), help="Passes over the data; default: the workload's.")
+ITERATIONS = click.option("--iterations", type=click.IntRange(min=1), help="Training steps, instead of --epochs.")
+
+
+def check_length(epochs: int | None, iterations: int | None) -> None:
+    """Raise click's UsageError when a training is given two lengths."""
+    if epochs is not None and iterations is not None:
+        raise click.UsageError("--epochs and --iterations exclude each other")
+
+
+class Lists(click.Command):
+    """A command whose ``multiple`` options take all values up to the next option: ``--ranks 2 4``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        lists = {
+            name
+            for option in self.params
+            if isinstance(option, click.Option) and option.multiple
+            for name in option.opts
+        }
+        return super().parse_args(ctx, spread(args, lists))
+
+
+def spread(args: Sequence[str], lists: Iterable[str]) -> list[str]:
+    """``--o a b`` as ``--o a --o b`` for the options in ``lists``, up to ``--``."""
+    names = set(lists)
+    found: list[str] = []
+    option: str | None = None  # the list that is open
+    fresh = False  # it has no value yet
+    for position, arg in enumerate(args):
+        if arg == "--":
+            return found + list(args[position:])
+        if arg.startswith("-"):
+            head, has_value, _ = arg.partition("=")
+            option, fresh = (head, not has_value) if head in names else (None, False)
+        elif option is not None:
+            if not fresh:
+                found.append(option)
+            fresh = False
+        found.append(arg)
+    return found

@@ -1,0 +1,67 @@
+"""``syncline compare``: one workload under several strategies, side by side."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ._options import EPOCHS, ITERATIONS, JSON, REPORT, Lists, check_length
+
+
+@click.command(cls=Lists)
+@click.option(
+    "--workload",
+    default="digits",
+    show_default=True,
+    help="digits, cifar10:PATH, synthetic:alexnet, replay:googlenet, trace:FILE.csv, ...",
+)
+@click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Workers of every strategy.")
+@click.option(
+    "--strategies",
+    multiple=True,
+    default=("ring", "ps(servers=1)"),
+    show_default=True,
+    metavar="TEXT...",
+    help="Strategies to compare, each quoted (see `syncline strategies`), and peers: ddp, ddp(bucket=5MiB, hook=fp16).",
+)
+@EPOCHS
+@ITERATIONS
+@click.option("--batch", type=click.IntRange(min=1), help="Batch size; default and meaning: the workload's.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights and the order of the data.")
+@JSON
+@REPORT
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds a row may be silent.")
+@click.option("--lab", metavar="RATE", help="Give every process a host of its own behind links of RATE, such as 1Gbit.")
+def compare(
+    workload: str,
+    workers: int,
+    strategies: tuple[str, ...],
+    epochs: int | None,
+    iterations: int | None,
+    batch: int | None,
+    seed: int,
+    json_path: Path | None,
+    report_path: Path | None,
+    timeout: float | None,
+    lab: str | None,
+) -> None:
+    """Train one workload on a single worker and under every strategy, side by side."""
+    check_length(epochs, iterations)
+    from ..bench import compare as bench
+
+    status = bench.run(
+        workload,
+        workers,
+        strategies,
+        epochs=epochs,
+        iterations=iterations,
+        batch=batch,
+        seed=seed,
+        json_path=json_path,
+        report_path=report_path,
+        timeout=timeout,
+        lab=lab,
+    )
+    sys.exit(status)

@@ -1,0 +1,48 @@
+"""``syncline run``: a script on processes of this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="Workers to start.")
+@click.option(
+    "--servers", type=click.IntRange(min=0), help="Server processes to start beside them; from --strategy if left out."
+)
+@click.option("--strategy", help="What syncline.init() takes when the script does not say.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(
+    workers: int, servers: int | None, strategy: str | None, module: bool, script: str, args: tuple[str, ...]
+) -> None:
+    """Run SCRIPT with ARGS in WORKERS processes of this machine (and servers, after them).
+
+    The exit status is that of the first process that failed.
+    """
+    from ..errors import UsageError
+    from ..launch.local import launch
+
+    env = {}
+    if strategy is not None:
+        from ..nouns import Group
+        from ..strategy.strategy import Strategy
+
+        parsed = Strategy.parse(strategy)
+        if servers is not None and servers != parsed.servers:
+            raise UsageError(f"{str(parsed)!r} needs {parsed.servers} servers, --servers says {servers}: leave it out")
+        servers = parsed.servers
+        parsed.resolve(Group(workers, servers))  # some are impossible for so many workers only
+        env["SYNCLINE_STRATEGY"] = str(parsed)
+    if not module and not Path(script).is_file():
+        raise UsageError(f"there is no file {script!r} to run (for a module, use -m)")
+    servers = servers or 0
+    command = [sys.executable, *(["-m"] if module else []), script, *args]
+    outcome = launch(command, workers + servers, servers=servers, env=env)
+    if outcome.status:
+        click.echo(f"syncline: {outcome.text}", err=True)
+    sys.exit(outcome.status)

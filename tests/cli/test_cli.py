@@ -1,0 +1,68 @@
+"""The command line as a whole: how it reports mistakes and faults."""
+
+from __future__ import annotations
+
+import pytest
+from calling import Recorder, call
+
+from syncline.errors import PeerLost
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "compare --workers 0",
+        "compare --iterations none",
+        "compare --epochs 1 --iterations 2",
+        "compare --timeout 0",
+        "compare ring",
+        "run -n 2",
+        "run -n 0 x.py",
+        "bench --goals --ranks 2",
+        "frobnicate",
+    ],
+)
+def test_wrong_arguments_are_usage_errors(line: str) -> None:
+    result = call(*line.split())
+    assert result.exit_code == 2
+    assert "Usage: syncline" in result.output
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("show rnig", "did you mean 'ring'"),
+        ("show ps(server=1)", "did you mean 'servers'"),
+        ("show ring --servers 2", "no argument 'servers'"),
+        ("show auto", "measured when a run starts"),
+        ("show transport=tcp", "auto has no plan of its own"),
+        ("show native", "native has no plan: what the library sends is its own affair; show one of direct, "),
+        ("show sync=async", "unknown sync 'async'; did you mean 'asp' (not built yet) or 'bsp'?"),
+        ("show ring --nodes 2y4", "2x4"),
+        ("show ring --nodes 2x4 --ranks 7", "disagree"),
+        ("show ring --nodes 0x4", "2x4"),
+        ("run -n 1 no-such-file.py", "no file 'no-such-file.py'"),
+        ("run -n 1 --strategy rnig x.py", "did you mean 'ring'"),
+        ("run -n 2 --servers 2 --strategy ps(servers=1) x.py", "needs 1 servers"),
+        ("run -n 2 --strategy ps(servers=3,on=workers) x.py", "servers=2"),
+    ],
+)
+def test_a_users_mistake_has_status_2_and_one_line(line: str, says: str) -> None:
+    result = call(*line.split())
+    assert result.exit_code == 2
+    assert says in result.output
+    assert result.output.startswith("syncline: ")
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(("error", "status"), [(PeerLost("rank 2 is gone", rank=2), 1), (KeyboardInterrupt(), 130)])
+def test_errors_are_one_message_without_a_traceback(compared: Recorder, error: BaseException, status: int) -> None:
+    compared.result = error
+    result = call("compare")
+    assert result.exit_code == status
+    assert result.output == f"syncline: {error if status == 1 else 'interrupted'}\n"
+
+
+def test_a_fault_of_our_own_keeps_its_traceback(compared: Recorder) -> None:
+    compared.result = ZeroDivisionError()
+    assert isinstance(call("compare").exception, ZeroDivisionError)

@@ -1,0 +1,34 @@
+"""What compare's options mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from calling import Recorder, call
+
+
+def test_a_list_takes_all_values_up_to_the_next_option(compared: Recorder) -> None:
+    result = call(
+        "compare", "--strategies", "ring", "ps(servers=1) schedule=fifo", "tree", "--workers", "3", "--json", "r.json"
+    )
+    assert result.exit_code == 0, result.output
+    assert compared.args == ("digits", 3, ("ring", "ps(servers=1) schedule=fifo", "tree"))
+    assert compared.kwargs["json_path"] == Path("r.json")
+    assert compared.kwargs["report_path"] is None
+
+
+def test_compare_passes_everything_on(compared: Recorder) -> None:
+    compared.result = 130
+    line = "compare --workload cifar10:/data --epochs 3 --batch 64 --seed 5 --report p.html --timeout 9.5 --lab 1gbit"
+    assert call(*line.split()).exit_code == 130
+    assert compared.args == ("cifar10:/data", 4, ("ring", "ps(servers=1)"))
+    assert compared.kwargs == {
+        "epochs": 3,
+        "iterations": None,
+        "batch": 64,
+        "seed": 5,
+        "json_path": None,
+        "report_path": Path("p.html"),
+        "timeout": 9.5,
+        "lab": "1gbit",
+    }

@@ -1,0 +1,69 @@
+"""What show draws, and what strategies lists."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from typing import Any
+
+import pytest
+from calling import call
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nccl", "did you mean 'native transport=torch(backend=nccl)'?"),
+        ("ddp", "did you mean 'auto'?"),
+        ("bsp", "it is a sync, write sync=bsp"),
+    ],
+)
+def test_show_understands_what_others_call_it(name: str, says: str) -> None:
+    result = call("show", name)
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+@pytest.mark.parametrize(
+    ("line", "group"),
+    [
+        ("show ring", (4, 0, ())),
+        ("show ring --ranks 3", (3, 0, ())),
+        ("show hierarchical --nodes 2x2", (4, 0, (0, 0, 1, 1))),
+        ("show hierarchical --nodes 1,2", (3, 0, (0, 1, 1))),
+        ("show ps --servers 2 --ranks 3", (3, 2, ())),
+        ("show ps(servers=2,on=workers) --ranks 3", (3, 0, ())),
+        ("show broadcast --ranks 5", (5, 0, ())),
+        ("show reduce-scatter --ranks 3", (3, 0, ())),
+        ("show ring,transport=tcp --ranks 3", (3, 0, ())),
+    ],
+)
+def test_show_draws_the_plan_for_the_group(
+    monkeypatch: pytest.MonkeyPatch, line: str, group: tuple[int, int, tuple[int, ...]]
+) -> None:
+    module: Any = types.ModuleType("syncline.report.draw")
+    module.draw_plan = lambda plan: f"{plan.name} of {plan.world} in {plan.steps} steps"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    from syncline import registry
+    from syncline.nouns import Group
+
+    result = call(*(word.replace(",t", " t") for word in line.split()))
+    assert result.exit_code == 0, result.output
+    name = line.split()[1].partition("(")[0].partition(",")[0].replace("-", "_")
+    assert result.output.startswith(f"{name} of {group[0] + group[1]} in ")
+    assert registry.get("algorithms", name).target(Group(*group)).steps if name != "ps" else True
+
+
+def test_strategies_lists_every_word() -> None:
+    result = call("strategies")
+    assert result.exit_code == 0
+    for word in ("architecture", "sync", "codec", "schedule", "transport"):
+        assert f"\n{word}\n" in f"\n{result.output}"
+    assert "fixed(bucket=25MiB)" in result.output
+    for block in re.split(r"^(?=\w)", result.output, flags=re.MULTILINE)[1:]:
+        words = [line.strip() for line in block.splitlines() if re.match(r"  \S", line)]
+        *built, later = [*words, ""] if "not built yet" not in words[-1] else words
+        names = [word.partition("(")[0] for word in built] + later.removeprefix("not built yet: ").split(", ")
+        assert len(names) == len(set(names)), block
+    assert "not built yet" in result.output
