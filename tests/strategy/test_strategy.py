@@ -19,10 +19,12 @@ from syncline import registry
 from syncline.errors import NotBuiltError, StrategyError, UsageError
 from syncline.nouns import Group, Rate, Seconds, Size
 from syncline.plans.check import check
+from syncline.schedules.fixed import Fixed
 from syncline.strategy import words
 from syncline.strategy.grammar import Part, read_part, read_value, write_value
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import PLANNED, WORDS, kind_of, vocabulary
+from syncline.sync.bsp import Bsp
 
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(10**12), 10**12),
@@ -337,6 +339,13 @@ def later_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
     class Ssp:
         staleness: int = 3
+        exchanges: ClassVar[str] = "gradients"
+
+        def due(self, step: int) -> bool:  # noqa: ARG002
+            return True
+
+        def may_proceed(self, clock: int, slowest: int) -> bool:
+            return clock <= slowest + self.staleness
 
 
 @pytest.mark.usefixtures("later_parts")
@@ -366,8 +375,8 @@ class TestCombinations:
             ("native codec=qsgd", "knows nothing of codec=qsgd; the nearest that works is 'codec=qsgd'"),
             ("ring transport=torch(backend=nccl)", "no plan.*is 'native transport=torch\\(backend=nccl\\)'"),
             ("native(x=1)", "native takes no arguments"),
-            ("ring sync=ssp", r"nearest that works is 'ps\(servers=1\) sync=ssp'"),
-            ("ps(servers=2, update=worker) sync=ssp", r"nearest that works is 'ps\(servers=2\) sync=ssp'"),
+            ("ring sync=ssp", "sync=ssp lets workers run ahead of each other.*nearest that works is 'ring'"),
+            ("ps(servers=2) sync=ssp", r"run ahead of each other.*nearest that works is 'ps\(servers=2\)'"),
             ("codec=feedback(qsgd)", "diverges.*nearest that works is 'codec=qsgd'"),
             ("codec=feedback", r"needs codec, as in feedback\(CODEC, decay=1.0\)"),
             ("codec=feedback(topk(ratio=1), codec=qsgd)", "given twice"),
@@ -395,6 +404,47 @@ class TestCombinations:
                 strategy.plan(Group(2))
         assert Strategy.parse("ring transport=mpi").collective is None
         assert Strategy().collective is None
+
+
+def own(base: type, **properties: Any) -> type:
+    """A part like another one but for these properties; one that is None it does not have."""
+    names = [name for name in dir(base) if not name.startswith("_") and properties.get(name, "") is not None]
+    return type("Own", (), {name: getattr(base, name) for name in names} | {k: v for k, v in properties.items() if v})
+
+
+@pytest.mark.usefixtures("later_parts")
+@pytest.mark.parametrize(
+    ("kind", "properties", "says"),
+    [
+        ("schedules", {"release": "whenever"}, "release='whenever', which no engine does: it is 'ready' or"),
+        ("schedules", {"phases": "thirds"}, "phases='thirds', which no engine does: it is 'whole' or 'split'"),
+        (
+            "schedules",
+            {"apply": "never"},
+            "apply='never', which no engine does: it is 'step' or 'layer' or 'next_step'",
+        ),
+        ("schedules", {"apply": None}, "apply=None"),
+        ("schedules", {"in_flight": -1}, "lets -1 buckets be under way"),
+        ("schedules", {"in_flight": "all"}, "lets 'all' buckets be under way"),
+        ("schedules", {"priority": None}, r"has no priority\(\)"),
+        ("sync", {"exchanges": "parameters"}, "exchanges 'parameters', and engines exchange 'gradients' only"),
+        ("sync", {"may_proceed": lambda _, clock, slowest: True}, "lets workers run ahead of each other"),
+        ("sync", {"due": None}, r"has no due\(\)"),
+    ],
+)
+def test_what_a_part_asks_for_is_done_or_refused(kind: str, properties: dict[str, Any], says: str) -> None:
+    word, base = ("schedule", Fixed) if kind == "schedules" else ("sync", Bsp)
+    registry.register(kind, "own")(own(base, **properties))
+    with pytest.raises(StrategyError, match=f"{word}=own.*{says}.*the nearest that works is 'ring'"):
+        Strategy.parse(f"ring {word}=own")
+
+
+@pytest.mark.usefixtures("later_parts")
+@pytest.mark.parametrize("properties", [{"phases": "split"}, {"apply": "layer"}, {"apply": "next_step"}, {}])
+def test_what_some_engine_does_is_accepted(properties: dict[str, Any]) -> None:
+    registry.register("schedules", "own")(own(Fixed, **properties))
+    registry.register("sync", "odd")(own(Bsp, due=lambda _, step: step % 2 == 1))
+    assert str(Strategy.parse("ring schedule=own sync=odd")) == "ring sync=odd schedule=own"
 
 
 def install(folder: Path, module: str, source: str | None, points: str) -> None:

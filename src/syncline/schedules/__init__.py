@@ -3,6 +3,9 @@
 Pure: layers in, buckets out. The engine and the simulator read what the protocol below offers and nothing else, so
 what is predicted is what is run. A schedule knows nothing of codecs, plans, transports or clocks.
 
+A value that no engine knows is refused when the strategy is built, and one that a framework's adapter does not do when
+a model is prepared.
+
 What holds for every schedule: each element of each tensor is in exactly one bucket, a bucket has one element type, and
 buckets are listed in the order in which backward completes them (the last layer's first).
 """
@@ -14,6 +17,10 @@ from typing import Literal, Protocol
 
 from ..nouns import Bucket, Layer
 
+Release = Literal["ready", "backward_end"]
+Phases = Literal["whole", "split"]
+Application = Literal["step", "layer", "next_step"]
+
 Cost = Callable[[int], float]
 """Seconds to exchange that many bytes, measured or modelled."""
 
@@ -22,17 +29,17 @@ class Schedule(Protocol):
     """What the engine and the simulator need to know."""
 
     @property
-    def release(self) -> Literal["ready", "backward_end"]:
+    def release(self) -> Release:
         """When a bucket may go: as soon as its gradients exist, or when backward has ended."""
         ...
 
     @property
-    def phases(self) -> Literal["whole", "split"]:
+    def phases(self) -> Phases:
         """One exchange per bucket, or a reduce-scatter and an all-gather of their own."""
         ...
 
     @property
-    def apply(self) -> Literal["step", "layer", "next_step"]:
+    def apply(self) -> Application:
         """What waits for the result: the optimizer step, the layer's next forward, or the step after."""
         ...
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from ..errors import UsageError
 from ..nouns import Bucket, Layer, Size, Slice
 from ..registry import register
-from . import Cost
+from . import Application, Cost, Phases, Release
 
 DEFAULT_BUCKET = Size(25 * 1024 * 1024)
 """DDP's default, so that the two compare with equal buckets."""
@@ -31,9 +31,9 @@ class Fixed:
     """Buckets are closed when they reach a size; a larger tensor travels alone."""
 
     bucket: Size = DEFAULT_BUCKET
-    release: ClassVar[Literal["ready", "backward_end"]] = "ready"
-    phases: ClassVar[Literal["whole", "split"]] = "whole"
-    apply: ClassVar[Literal["step", "layer", "next_step"]] = "step"
+    release: ClassVar[Release] = "ready"
+    phases: ClassVar[Phases] = "whole"
+    apply: ClassVar[Application] = "step"
     in_flight: ClassVar[int] = _IN_FLIGHT
 
     def __post_init__(self) -> None:
@@ -54,9 +54,9 @@ class Fixed:
 class WaitFree:
     """Each tensor is sent alone, as soon as its gradient exists."""
 
-    release: ClassVar[Literal["ready", "backward_end"]] = "ready"
-    phases: ClassVar[Literal["whole", "split"]] = "whole"
-    apply: ClassVar[Literal["step", "layer", "next_step"]] = "step"
+    release: ClassVar[Release] = "ready"
+    phases: ClassVar[Phases] = "whole"
+    apply: ClassVar[Application] = "step"
     in_flight: ClassVar[int] = _IN_FLIGHT
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
@@ -73,9 +73,9 @@ class WaitFree:
 class Fifo:
     """Everything is sent after backward, in one bucket per element type."""
 
-    release: ClassVar[Literal["ready", "backward_end"]] = "backward_end"
-    phases: ClassVar[Literal["whole", "split"]] = "whole"
-    apply: ClassVar[Literal["step", "layer", "next_step"]] = "step"
+    release: ClassVar[Release] = "backward_end"
+    phases: ClassVar[Phases] = "whole"
+    apply: ClassVar[Application] = "step"
     in_flight: ClassVar[int] = 1
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from .. import registry
 from ..codecs import NeedsFeedback, Wraps, relay_of, warmup_of
 from ..errors import UsageError
+from ..schedules import Application, Phases, Release
 from .grammar import Part
 from .parts import build, write
 from .words import AUTO, BSP, NONE, WORDS, bind_word
@@ -152,12 +153,36 @@ def _rounds_need_sums(given: Combination) -> Fault | None:
     return reason, [{"architecture": AUTO}, {"codec": NONE}]
 
 
-def _staleness_needs_weights_on_servers(given: Combination) -> Fault | None:
-    if given.sync.name not in ("ssp", "asp") or given.server_holds_weights or given.architecture == AUTO:
+def _engines_do_what_the_schedule_says(given: Combination) -> Fault | None:
+    if given.schedule == AUTO:
         return None
-    reason = f"sync={given.sync.name} lets workers run ahead of each other, so servers must hold the weights"
-    server = Part("ps") if given.architecture.name != "ps" else _with(given.architecture, update="server")
-    return reason, [{"architecture": server}, {"sync": BSP}]
+    schedule, name = build("schedules", given.schedule), given.schedule.name
+    remedies = [{"schedule": AUTO}]
+    for what, known in (("release", Release), ("phases", Phases), ("apply", Application)):
+        value = getattr(schedule, what, None)
+        if value not in get_args(known):
+            words = " or ".join(map(repr, get_args(known)))
+            return f"schedule={name} has {what}={value!r}, which no engine does: it is {words}", remedies
+    in_flight = getattr(schedule, "in_flight", None)
+    if not isinstance(in_flight, int) or in_flight < 1:
+        return f"schedule={name} lets {in_flight!r} buckets be under way at once: it has to be 1 or more", remedies
+    for what in ("buckets", "priority"):
+        if not callable(getattr(schedule, what, None)):
+            return f"schedule={name} has no {what}()", remedies
+    return None
+
+
+def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
+    mode, name, remedies = build("sync", given.sync), given.sync.name, [{"sync": BSP}]
+    for what in ("due", "may_proceed"):
+        if not callable(getattr(mode, what, None)):
+            return f"sync={name} has no {what}()", remedies
+    exchanges = getattr(mode, "exchanges", None)
+    if exchanges != "gradients":
+        return f"sync={name} exchanges {exchanges!r}, and engines exchange 'gradients' only", remedies
+    if mode.may_proceed(1, 0):
+        return f"sync={name} lets workers run ahead of each other, which no engine does", remedies
+    return None
 
 
 def _servers_that_sum_count_no_steps(given: Combination) -> Fault | None:
@@ -193,7 +218,8 @@ RULES: tuple[Callable[[Combination], Fault | None], ...] = (
     _weights_follow_updates,
     _memory_needs_feedback,
     _rounds_need_sums,
-    _staleness_needs_weights_on_servers,
+    _engines_do_what_the_schedule_says,
+    _engines_do_what_the_sync_mode_says,
     _servers_that_sum_count_no_steps,
     _feedback_needs_a_contraction,
 )

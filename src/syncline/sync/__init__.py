@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 
 class SyncMode(Protocol):
-    """The rules of one way to coordinate workers."""
+    """The rules of one way to coordinate workers; what no engine does is refused when the strategy is built."""
 
     @property
     def exchanges(self) -> Literal["gradients", "parameters"]:

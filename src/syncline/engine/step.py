@@ -1,0 +1,274 @@
+"""One worker's steps as a state machine: what is handed over, what is waited for, what is applied, and when.
+
+It reads the schedule (``release``, ``phases``, ``apply``, ``priority``) and the sync mode (``due``), and knows no
+framework, engine, thread, clock or array. Who drives it tells it what happens to a model and carries out what it
+answers, in order; an answered ``Wait`` is over before the next event comes. The adapters of frameworks drive it with
+real gradients, a simulator with a virtual clock: what is predicted is what is run.
+
+A step, by what waits for its result (``apply``):
+
+    step        produced*  backward_ended: waits for all   stepped: applies all
+    layer       produced*  backward_ended   stepped   needed, before each layer's next forward: waits and applies
+    next_step   produced*  backward_ended   stepped: waits for, and applies, the step before
+
+Rules
+* Each bucket of a step that is due is submitted once in every phase, in the order of the schedule's list, so that all
+  workers submit alike whatever order backward completes buckets in. An all-gather goes behind its reduce-scatter: at
+  once, or, where layers wait for themselves, when backward has ended, layers that are needed first before the others.
+* Nothing is applied twice, before it has arrived, or before the step's own ``stepped``; steps are applied in order.
+* A step that is not due is the worker's own: nothing of it is submitted, and its own gradients are applied.
+* What comes out of turn raises, and changes nothing.
+
+Theory: wait-free backpropagation (Zhang et al., "Poseidon", USENIX ATC 2017), priorities and layers that wait for
+themselves (Jayarajan et al., "P3", MLSys 2019), reduce-scatter and all-gather apart (Zhang et al., "DeAR", ICDCS 2023),
+the step after (Xu et al., "OD-SGD", ACM TACO 2020).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from ..errors import UsageError
+from ..nouns import Bucket
+from ..schedules import Schedule
+from ..sync import SyncMode
+
+Phase = Literal["allreduce", "reduce_scatter", "all_gather"]
+
+
+class Operation(NamedTuple):
+    """One phase of the exchange of one bucket in one step (steps count from 0)."""
+
+    step: int
+    bucket: int
+    phase: Phase
+
+
+class Agree(NamedTuple):
+    """Find out whether the others make this step too, and what has to be agreed in it; before anything of it goes."""
+
+    step: int
+
+
+class Submit(NamedTuple):
+    """Hand an operation over; it begins when ``after`` has arrived, the smallest priority before the others."""
+
+    operation: Operation
+    priority: float
+    after: Operation | None = None
+
+
+class Wait(NamedTuple):
+    """Block until these have arrived."""
+
+    operations: tuple[Operation, ...]
+
+
+class Apply(NamedTuple):
+    """Update the tensors of these buckets with what a step has brought."""
+
+    step: int
+    buckets: tuple[int, ...]
+
+
+Action = Agree | Submit | Wait | Apply
+
+
+class _Step:
+    """How far one step has come."""
+
+    def __init__(self, number: int, due: bool, slices: Sequence[int]) -> None:
+        self.number, self.due = number, due
+        self.produced: set[int] = set()
+        self.left = list(slices)  # of each bucket, to be produced
+        self.next = 0  # the first bucket that has not been submitted
+        self.under_way: set[Operation] = set()
+        self.unapplied = dict.fromkeys(range(len(slices)))  # buckets, in order
+        self.ended = self.stepped = False
+
+
+class Steps:
+    """The steps of one worker with one model of ``tensors`` tensors, which travel in ``buckets``.
+
+    Raises UsageError for an event out of turn.
+    """
+
+    def __init__(self, tensors: int, buckets: Sequence[Bucket], schedule: Schedule, mode: SyncMode) -> None:
+        self._tensors, self._schedule, self._mode = tensors, schedule, mode
+        self._slices = [len(bucket.slices) for bucket in buckets]
+        self._priorities = [schedule.priority(bucket) for bucket in buckets]
+        self._of_tensor: list[list[int]] = [[] for _ in range(tensors)]
+        for number, bucket in enumerate(buckets):
+            for part in bucket.slices:
+                self._of_tensor[part.tensor].append(number)
+        self._open: deque[_Step] = deque()  # those of which something is left to apply, the oldest first
+        self._now: _Step | None = None  # the one whose backward pass is running
+        self.begun = 0
+        """How many steps have begun."""
+
+    @property
+    def due(self) -> bool:
+        """Whether the present step is exchanged, or the next one where no backward pass is running."""
+        return self._mode.due(self.begun) if self._now is None else self._now.due
+
+    @property
+    def missing(self) -> list[int]:
+        """The tensors that the present backward pass has not produced."""
+        made = () if self._now is None else self._now.produced
+        return [tensor for tensor in range(self._tensors) if tensor not in made]
+
+    # What happens to the model.
+
+    def produced(self, tensor: int) -> list[Action]:
+        """The gradient of a tensor is complete."""
+        actions: list[Action] = []
+        step = self._now
+        if step is None:
+            step = self._begin(actions)
+        elif tensor in step.produced:
+            raise UsageError(f"tensor {tensor} was produced twice in step {step.number}")
+        step.produced.add(tensor)
+        for number in self._of_tensor[tensor]:
+            step.left[number] -= 1
+        if step.due and self._schedule.release == "ready":
+            self._submit_complete(step, actions)
+        return actions
+
+    def backward_ended(self) -> list[Action]:
+        """All gradients of the step have been produced."""
+        step = self._now
+        if step is None or len(step.produced) < self._tensors:
+            raise UsageError(f"backward ended with {len(self.missing)} of {self._tensors} tensors not produced")
+        step.ended, self._now = True, None
+        actions: list[Action] = []
+        if step.due:
+            self._submit_complete(step, actions)
+            if self._gathers_late:
+                for number in reversed(range(len(self._slices))):
+                    self._submit(step, number, "all_gather", actions)
+            if self._schedule.apply == "step":
+                self._wait(step, step.unapplied, actions)
+        return actions
+
+    def stepped(self) -> list[Action]:
+        """The optimizer is called; what it shall update now is answered."""
+        step = self._open[-1] if self._open else None
+        if step is None or not step.ended or step.stepped:
+            raise UsageError("the optimizer is called before a backward pass has ended, or a second time after it")
+        step.stepped = True
+        actions: list[Action] = []
+        if self._schedule.apply == "step" or not step.due:
+            self._finish(actions)
+        elif self._schedule.apply == "next_step":
+            self._finish(actions, until=step)
+        return actions
+
+    def needed(self, tensor: int) -> list[Action]:
+        """A forward pass is about to read a tensor."""
+        actions: list[Action] = []
+        if self._schedule.apply == "layer":
+            for step in [step for step in self._open if step.stepped]:
+                wanted = [number for number in self._of_tensor[tensor] if number in step.unapplied]
+                self._apply(step, wanted, actions)
+        return actions
+
+    def arrived(self, operation: Operation) -> None:
+        """An operation is done; those that a ``Wait`` has named need not be told."""
+        for step in self._open:
+            if operation in step.under_way:
+                step.under_way.remove(operation)
+                return
+        raise UsageError(f"{operation} arrived, which is not under way")
+
+    def flush(self) -> list[Action]:
+        """Somebody reads weights or gradients: wait for all whose backward pass has ended, apply what was stepped."""
+        actions: list[Action] = []
+        for step in [step for step in self._open if step.ended]:
+            if step.stepped:
+                self._apply(step, list(step.unapplied), actions)
+            else:
+                self._wait(step, step.unapplied, actions)
+        return actions
+
+    def abandon(self) -> None:
+        """The present backward pass has ended with an exception; the others must not wait for anything of it."""
+        step = self._now
+        if step is None:
+            return
+        if step.under_way:
+            raise UsageError(f"step {step.number} cannot be given up: the others wait for the rest of it")
+        self._open.remove(step)
+        self._now = None
+        self.begun -= 1
+
+    # What follows from it.
+
+    @property
+    def _gathers_late(self) -> bool:
+        return self._schedule.phases == "split" and self._schedule.apply == "layer"
+
+    def _begin(self, actions: list[Action]) -> _Step:
+        last = self._open[-1] if self._open else None
+        if last is not None and not last.stepped:
+            if self._schedule.apply != "step":
+                raise UsageError(
+                    f"a second backward pass begins before the optimizer was called for that of step {last.number}:"
+                    f" gradients of which apply={self._schedule.apply!r} waits later cannot be added up by passes that"
+                    " are exchanged; accumulate them under no_sync()"
+                )
+            self._open.pop()  # the script adds up averages, or applies them with an optimizer that nobody tells of
+        if self._schedule.apply == "layer":
+            self._finish(actions)  # layers that no forward pass has read
+        step = self._now = _Step(self.begun, self._mode.due(self.begun), self._slices)
+        self._open.append(step)
+        self.begun += 1
+        if step.due:
+            actions.append(Agree(step.number))
+        return step
+
+    def _submit_complete(self, step: _Step, actions: list[Action]) -> None:
+        """Submit the buckets that are complete, in the order of the list."""
+        while step.next < len(step.left) and step.left[step.next] == 0:
+            number = step.next
+            step.next += 1
+            if self._schedule.phases == "whole":
+                self._submit(step, number, "allreduce", actions)
+            else:
+                self._submit(step, number, "reduce_scatter", actions)
+                if not self._gathers_late:
+                    self._submit(step, number, "all_gather", actions)
+
+    def _submit(self, step: _Step, number: int, phase: Phase, actions: list[Action]) -> None:
+        operation = Operation(step.number, number, phase)
+        after = operation._replace(phase="reduce_scatter") if phase == "all_gather" else None
+        step.under_way.add(operation)
+        actions.append(Submit(operation, self._priorities[number], after))
+
+    def _wait(self, step: _Step, buckets: Iterable[int], actions: list[Action]) -> None:
+        """Wait for what of these buckets has not arrived."""
+        last: Phase = "allreduce" if self._schedule.phases == "whole" else "all_gather"
+        wanted = [Operation(step.number, number, last) for number in buckets]
+        late = [operation for operation in wanted if operation in step.under_way]
+        if late:
+            actions.append(Wait(tuple(late)))
+            step.under_way.difference_update(late, [one._replace(phase="reduce_scatter") for one in late])
+
+    def _apply(self, step: _Step, buckets: list[int], actions: list[Action]) -> None:
+        """Apply these buckets of a step once they have arrived."""
+        if not buckets:
+            return
+        self._wait(step, buckets, actions)
+        actions.append(Apply(step.number, tuple(buckets)))
+        for number in buckets:
+            del step.unapplied[number]
+        if not step.unapplied:
+            self._open.remove(step)
+
+    def _finish(self, actions: list[Action], until: _Step | None = None) -> None:
+        """Apply all that is left of the steps before ``until``, or of all."""
+        for step in list(self._open):
+            if step is until:
+                return
+            self._apply(step, list(step.unapplied), actions)
