@@ -92,10 +92,13 @@ class _Step:
 class Steps:
     """The steps of one worker with one model of ``tensors`` tensors, which travel in ``buckets``.
 
+    ``begun`` is the number of its first one, in a run that goes on from another.
     Raises UsageError for an event out of turn.
     """
 
-    def __init__(self, tensors: int, buckets: Sequence[Bucket], schedule: Schedule, mode: SyncMode) -> None:
+    def __init__(
+        self, tensors: int, buckets: Sequence[Bucket], schedule: Schedule, mode: SyncMode, *, begun: int = 0
+    ) -> None:
         self._tensors, self._schedule, self._mode = tensors, schedule, mode
         self._slices = [len(bucket.slices) for bucket in buckets]
         self._priorities = [schedule.priority(bucket) for bucket in buckets]
@@ -105,7 +108,7 @@ class Steps:
                 self._of_tensor[part.tensor].append(number)
         self._open: deque[_Step] = deque()  # those of which something is left to apply, the oldest first
         self._now: _Step | None = None  # the one whose backward pass is running
-        self.begun = 0
+        self.begun = begun
         """How many steps have begun."""
 
     @property

@@ -31,6 +31,7 @@ from .supported import (
     check_only_ours,
     check_optimizer,
     check_parameters,
+    check_schedule,
     check_served,
     foreign_to,
 )
@@ -67,6 +68,7 @@ def prepare(
     On a server this serves until the workers have left and returns None. ``copier`` stands in for what copies between
     the model's device and the host. A model that was prepared before is let go of first.
     """
+    check_schedule(session.strategy)
     check_only_ours(model)
     selection = Selection(model, options)
     check_normalisation(model, options)
@@ -135,6 +137,7 @@ def _attach_served(
     _move_into(weights, parameters)
     replica.guard.forms = Forms(replica.named)  # those of views with gaps are others now
     updates = None if replica.compression is None else Updates(replica.compression, weights.arrays)
+    replica.on_local_step = partial(_refuse_local_step, replica)
     owners: Owners = RemoteOwners(session)
     if session.group.servers == 0:
         owners = LocalOwners(session, _shard(session, optimizer, parameters, weights, replica.storage, push, updates))
@@ -145,6 +148,13 @@ def _attach_served(
     if learnt:  # as the weights, also where a server's script has not loaded it, or another
         owners.load(learnt)
     return Prepared(replica.model, optimizer, replica, client)
+
+
+def _refuse_local_step(replica: Replica) -> None:
+    raise replica.fault(
+        f"sync={replica.session.strategy.sync.name} exchanges nothing in step {replica.steps}, and the servers that"
+        " hold the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"
+    )
 
 
 def _halves(session: Session) -> tuple[Plan, Plan]:

@@ -2,9 +2,9 @@
 
 A hook on each parameter fires when its gradient is complete. The gradient is moved (scaled) into its place in a
 contiguous bucket and ``param.grad`` becomes a view of it; after ``zero_grad(set_to_none=True)`` that is the only copy.
-When the last gradient of a bucket is there the bucket goes to the engine, in the same order on every rank. A callback
-at the end of backward waits for all of them, so that what follows ``backward()`` (clipping, GradScaler, the step) sees
-averaged gradients.
+What goes when, and what is waited for, is decided by the state machine of ``engine.step``, to which this file tells
+what backward does. Schedules whose results are applied by the optimizer's step have all arrived when backward ends, so
+that what follows ``backward()`` (clipping, GradScaler, the step) sees averaged gradients.
 
 Gradients are divided by the number of ranks on their way into the bucket. Where ranks do not count alike (``samples``:
 rank i counts w_i / sum of w; one without batches left counts nothing), a ticket shows it, and the progress thread
@@ -24,7 +24,7 @@ Buffers (batch statistics) of rank 0 are copied to all ranks with every exchange
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ import torch
 
 from ...collectives import Collective
 from ...compression.compression import Compression
+from ...engine.step import Action, Agree, Steps, Submit
 from ...engine.work import Lane, Work
 from ...errors import GradientError, UsageError
 from ...kernels import cpu
@@ -71,7 +72,7 @@ class Replica:
         self.session, self.model = session, model
         self.selection = Selection(model, options)
         self.named = self.selection.trained()
-        schedule = session.strategy.schedule_object()
+        schedule, self._mode = session.strategy.schedule_object(), session.strategy.sync_mode()
         self.layers = layers_of(self.named)
         buckets = schedule.buckets(self.layers)
         if len(buckets) >= MODEL_KEYS:
@@ -85,7 +86,6 @@ class Replica:
         self.compression: Compression | None = None
         self.compress()
         self.first_key = first_key
-        self.steps = 0
         self.exchanged = False  # True between the end of an exchange and the next backward
         self._program = program
         self._unused = options.unused
@@ -98,10 +98,7 @@ class Replica:
             self._counting = self._samples = Samples(options.weight, self._came_through_output)
         self._schedule = schedule
         self._lane = Lane(schedule.in_flight)
-        self._of_tensor: list[list[int]] = [[] for _ in self.named]
-        for number, bucket in enumerate(self.storage.buckets):
-            for part in bucket.slices:
-                self._of_tensor[part.tensor].append(number)
+        self.steps = 0
         self._buffers = list(self.selection.buffers().values())
         size = sum(buffer().nbytes for buffer in self._buffers)
         self._packed = self.staging.allocate(size, np.dtype(np.uint8))
@@ -113,15 +110,24 @@ class Replica:
         self._touched = False  # the present backward pass has made a gradient
         self._meeting: Meeting | None = None
         self._fired = [False] * len(self.named)
+        self._untold: list[int] = []  # of those that have fired, what the state machine does not know yet
         self._versions = [(0, 0)] * len(self.named)  # of parameters and gradients, as they were sent
-        self._pending: list[int] = []
-        self._next = 0
         self._works: list[Work] = []
         self._handles = self._attach()
         self.normalises_over_ranks = any(isinstance(module, SyncBatchNorm) for module in model.modules())
         self._reset()
 
     # The user's side.
+
+    @property
+    def steps(self) -> int:
+        """How many steps have been made."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._steps = value
+        self._step = Steps(len(self.named), self.storage.buckets, self._schedule, self._mode, begun=value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -150,7 +156,8 @@ class Replica:
             self.staging.synchronize()  # the last step's copies may still read what is now overwritten
             for number, array in enumerate(self.storage.arrays):
                 array[...] = 0
-                self._works.append(self._exchange(number, meeting, meeting.work))
+                priority = self._schedule.priority(self.storage.buckets[number])
+                self._works.append(self._exchange(number, meeting, meeting.work, priority))
             self._wait()
             self._reset()
         steps = [ticket.flags for ticket in tickets]
@@ -224,21 +231,31 @@ class Replica:
                 " pass has re-entrant checkpoints, the first one had none; use use_reentrant=False, or checkpoint from"
                 " the first step on"
             )
-        self._move(index, parameter, 1.0 if self._held else self._share)
+        self._move(index, parameter, 1.0 if self._held or not self._step.due else self._share)
         self._versions[index] = parameter._version, parameter.grad._version
         if self._fired[index]:
             return
         self._fired[index] = True
-        for number in self._of_tensor[index]:
-            self._pending[number] -= 1
-        if self._held:
-            return
-        if self._meeting is None and self._counting.complete:
-            self._meeting = self._meet()
-        if self._meeting is not None and self._schedule.release == "ready":
-            self._submit_ready()
+        self._untold.append(index)
+        if not self._held and self._counting.complete:
+            self._tell()
 
     # One backward pass.
+
+    def _tell(self) -> None:
+        """Let the state machine know which gradients have come, and do what it says."""
+        for index in self._untold:
+            self._do(self._step.produced(index))
+        self._untold.clear()
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Submit):
+                self._submit(action)
+            elif isinstance(action, Agree):
+                self._meeting = self._meet()
+            else:
+                self._wait()
 
     def _came_through_output(self) -> None:
         """The first sign of a backward pass, before any gradient."""
@@ -257,11 +274,12 @@ class Replica:
         """The last backward pass ended with an exception that the script has caught."""
         if self.session.engine.error is not None:
             raise self.session.engine.error
-        if self._meeting is not None or (any(self._fired) and not self._held):
+        if self._meeting is not None or (self._step.due and any(self._fired) and not self._held):
             raise self.fault(
                 "the last backward pass ended with an exception after its exchange had begun; the other ranks wait for"
                 " the rest of it: end the script instead of catching the exception"
             )
+        self._step.abandon()
         self._counting.drop()
         self._forget()
 
@@ -275,8 +293,7 @@ class Replica:
         self._touched = False
         self._meeting = None
         self._fired = [False] * len(self.named)
-        self._pending = [len(bucket.slices) for bucket in self.storage.buckets]
-        self._next = 0
+        self._untold = []
         self._works = []
 
     def _move(self, index: int, parameter: torch.Tensor, share: float) -> None:
@@ -323,7 +340,10 @@ class Replica:
     """Called before the first exchange, when all models have been prepared."""
 
     on_exchanged: Callable[[], None] | None = None
-    """Called at the end of every exchange."""
+    """Called at the end of every step's backward pass, when what there is to exchange has been exchanged."""
+
+    on_local_step: Callable[[], None] | None = None
+    """Called when a step is each rank's own; a parameter server refuses that."""
 
     on_loaded: Callable[[], None] | None = None
     """Called when the script has loaded a state into the model."""
@@ -331,23 +351,19 @@ class Replica:
     on_joined: Callable[[int], None] | None = None
     """Called when ranks with different numbers of batches have joined, with the one that trained longest."""
 
-    def _submit_ready(self) -> None:
-        while self._next < len(self._pending) and self._pending[self._next] == 0:
-            assert self._meeting is not None
-            self._submit(self._next, self._meeting)
-            self._next += 1
-
-    def _submit(self, number: int, meeting: Meeting) -> None:
+    def _submit(self, submit: Submit) -> None:
         """A bucket is complete: copy it down where it lives elsewhere, exchange it, copy it up."""
+        meeting, number = self._meeting, submit.operation.bucket
+        assert meeting is not None
         pair, label = self.storage.pair(number), f"bucket {number}"
         gate = self.staging.down(pair, meeting.work, label)
-        self._works.append(self.staging.up(pair, self._exchange(number, meeting, gate), label))
+        self._works.append(self.staging.up(pair, self._exchange(number, meeting, gate, submit.priority), label))
 
-    def _exchange(self, number: int, meeting: Meeting, gate: Work | None) -> Work:
+    def _exchange(self, number: int, meeting: Meeting, gate: Work | None, priority: float) -> Work:
         bucket = self.storage.buckets[number]
         array = self.storage.arrays[number]
         key, label = self.first_key + number, f"bucket {number} ({bucket.describe(self.layers)})"
-        correct, priority = partial(self._correct, array, meeting), self._schedule.priority(bucket)
+        correct = partial(self._correct, array, meeting)
         options: dict[str, Any] = {"lane": self._lane, "gate": gate, "before": correct, "priority": priority}
         if self.compression is not None:
             return self.session.reduce(self.compression, number, key, label, **options)
@@ -374,21 +390,23 @@ class Replica:
             self._backward.leave()
             self._touched = False
             return
+        due = self._step.due
         try:
+            if not due and self.on_local_step is not None:
+                self.on_local_step()
             self._check_untouched()
-            if held:
+            if held and due:
                 self._share_out()
-            if self._meeting is None:
-                self._meeting = self._meet()
-            missing = [index for index, fired in enumerate(self._fired) if not fired]
-            if missing:
+            self._tell()
+            if missing := self._step.missing:
                 self._fill(missing)
-            self._submit_ready()
-            self._wait()
+                self._tell()
+            self._do(self._step.backward_ended())
         except BaseException:
+            self.steps = self._steps  # whatever the pass has come to
             self._reset()
             raise
-        self.steps += 1
+        self._steps += 1
         self.exchanged = True
         self._reset()
         if self.on_exchanged is not None:
@@ -430,9 +448,8 @@ class Replica:
             if parameter.grad is None:
                 parameter.grad = self.storage.fresh(index).zero_()
             else:
-                self._move(index, parameter, self._share)
-            for number in self._of_tensor[index]:
-                self._pending[number] -= 1
+                self._move(index, parameter, self._share if self._step.due else 1.0)
+            self._untold.append(index)
 
     def _wait(self) -> None:
         self.session.engine.wait(*self._works)

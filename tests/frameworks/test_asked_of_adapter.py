@@ -1,0 +1,104 @@
+"""What schedules and sync modes ask of the adapter is done, or refused by name: parts that are registered here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from toy import Here, batch, close, loss_of, on_group, sgd, weights
+
+from syncline import registry
+from syncline.errors import GradientError, UsageError
+from syncline.schedules import Application, Phases
+from syncline.schedules.fixed import Fixed
+from syncline.sync.bsp import Bsp
+
+STEPS = 5
+
+
+@pytest.fixture
+def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("schedules", "sync"):
+        registry.names(kind)
+        monkeypatch.setitem(registry._entries, kind, dict(registry._entries[kind]))
+
+    @registry.register("schedules", "two_phases")
+    @dataclass(frozen=True)
+    class TwoPhases(Fixed):
+        phases: ClassVar[Phases] = "split"
+
+    @registry.register("schedules", "by_layer")
+    @dataclass(frozen=True)
+    class ByLayer(Fixed):
+        apply: ClassVar[Application] = "layer"
+
+    @registry.register("schedules", "later")
+    @dataclass(frozen=True)
+    class Later(Fixed):
+        apply: ClassVar[Application] = "next_step"
+
+    @registry.register("sync", "odd")
+    @dataclass(frozen=True)
+    class Odd(Bsp):
+        def due(self, step: int) -> bool:
+            return step % 2 == 1
+
+
+@pytest.mark.usefixtures("own_parts")
+@pytest.mark.parametrize("architecture", ["ring", "ps(servers=1)"])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("two_phases", "phases='split'"), ("by_layer", "apply='layer'"), ("later", "apply='next_step'")],
+)
+def test_what_is_not_done_yet_is_refused_by_name(group: Any, architecture: str, name: str, why: str) -> None:
+    with pytest.raises(UsageError, match=rf"schedule={name} .*{why}.* use schedule=fixed"):
+        on_group(group, f"{architecture} schedule={name}", 2, sgd, lambda here: here.rank)
+
+
+def train(here: Here, *, averaged: int) -> list[dict[str, torch.Tensor]]:
+    """Weights after every step; only odd steps are exchanged, and alone those of ``averaged`` ranks are averaged."""
+    found = []
+    for step in range(STEPS):
+        here.optimizer.zero_grad()
+        x = batch(step)
+        parts = [x[len(x) * rank // averaged : len(x) * (rank + 1) // averaged] for rank in range(averaged)]
+        loss_of(here.model(parts[here.rank])).backward()
+        here.optimizer.step()
+        found.append(weights(here.model))
+    return found
+
+
+@pytest.mark.usefixtures("own_parts")
+@pytest.mark.parametrize("schedule", ["fixed", "wait_free", "fifo"])
+@pytest.mark.parametrize("weight", ["batch", 1.0])
+def test_steps_that_are_not_due_are_each_ranks_own(group: Any, schedule: str, weight: Any) -> None:
+    """As two processes that average their gradients by hand in every second step."""
+    made = [sgd(), sgd()]
+    wanted: list[list[dict[str, torch.Tensor]]] = [[], []]
+    for step in range(STEPS):
+        x = batch(step)
+        for (model, optimizer), part in zip(made, (x[:6], x[6:]), strict=True):
+            optimizer.zero_grad()
+            loss_of(model(part)).backward()
+        if step % 2 == 1:
+            for a, b in zip(made[0][0].parameters(), made[1][0].parameters(), strict=True):
+                assert a.grad is not None
+                assert b.grad is not None
+                a.grad = b.grad = (a.grad + b.grad) / 2
+        for rank, (model, optimizer) in enumerate(made):
+            optimizer.step()
+            wanted[rank].append(weights(model))
+    found = on_group(
+        group, f"ring sync=odd schedule={schedule}", 2, sgd, lambda here: train(here, averaged=2), weight=weight
+    )
+    for one, other in zip(found, wanted, strict=True):
+        for a, b in zip(one, other, strict=True):
+            close(a, b)
+
+
+@pytest.mark.usefixtures("own_parts")
+def test_servers_that_hold_the_weights_refuse_a_step_of_which_they_hear_nothing(group: Any) -> None:
+    with pytest.raises(GradientError, match=r"sync=odd exchanges nothing in step 0.*use ring"):
+        on_group(group, "ps(servers=1) sync=odd", 2, sgd, lambda here: train(here, averaged=2))
