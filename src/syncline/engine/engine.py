@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from ..wire.culprit import ANEW, Answer, Found, Waits, find_culprit
 from .messages import SPINS, Array, Exchange, Run, labelled
 from .reducing import Reducing
 from .stall import LOOKS, Stall
+from .trace import Observer, Span, begin
 from .work import Lane, Work
 
 LIMIT_S = 30 * 60.0
@@ -54,7 +56,7 @@ class Engine:
     """What drives one transport; ``explain`` turns a fault into what the user shall see.
 
     ``find_culprit`` searches who is to blame when nothing moves. ``expects`` may be set: for whom this process waits
-    though nothing under way says so; it is asked from any thread.
+    though nothing under way says so; it is asked from any thread. An ``observer`` is told all that begins and ends.
     """
 
     def __init__(
@@ -66,11 +68,13 @@ class Engine:
         has_left: Callable[[int], bool] = lambda _: False,
         on_raise: Callable[[], None] = lambda: None,
         find_culprit: Callable[[Waits], Found] = lambda waits: find_culprit(-1, waits, lambda _: None),
+        observer: Observer | None = None,
     ) -> None:
         self.transport = transport
         self.blocked_s = 0.0
         self.error: Exception | None = None
-        self._exchange = Exchange(transport, has_left=has_left)
+        self._observer = observer
+        self._exchange = Exchange(transport, has_left=has_left, observer=observer)
         self._reducing: dict[int, Reducing] = {}
         self._has_left = has_left
         self._on_raise = on_raise
@@ -114,7 +118,7 @@ class Engine:
         that leave, and nobody waits for it at the end. Whoever calls ``wait`` at once need not ``announce`` it to the
         progress thread.
         """
-        work = Work(label, tolerant)
+        work = self._work(label, tolerant, key, priority)
 
         def start() -> None:
             chosen = program() if callable(program) else program
@@ -141,7 +145,7 @@ class Engine:
 
         ``after`` is called, in the thread that drives, when all are done.
         """
-        work = Work(label, tolerant)
+        work = self._work(label, tolerant, key, priority)
 
         def finished() -> None:
             self._reducing.pop(key, None)
@@ -159,6 +163,8 @@ class Engine:
                 on_done=finished,
                 tolerant=tolerant,
                 has_left=self._has_left,
+                observer=self._observer,
+                within=work.span,
             )
             self._reducing[key].start()
 
@@ -195,8 +201,15 @@ class Engine:
         """Run a plan over ``array`` and return when it is done: ``exchange`` and ``wait`` with less in between."""
         self.check_not_driving()
         work, begun = Work(label), time.perf_counter()
+        blocked = None if self._observer is None else begin(self._observer, "wait", label)
+
+        def start() -> None:
+            if self._observer is not None:
+                work.span = begin(self._observer, "work", label, key=key)
+            self._start(program, array, key, work)
+
         try:
-            if not self._drive_here((work,), None, lambda: self._start(program, array, key, work)):
+            if not self._drive_here((work,), None, start):
                 work = self.exchange(program, array, key, label, announce=False)
                 self._drive_here((work,), None)  # whoever drove may have stopped before it was handed over
             if not work.done:  # another one drives, or the end came first and with it a fault
@@ -206,33 +219,42 @@ class Engine:
             raise
         finally:
             self.blocked_s += time.perf_counter() - begun
+            if blocked is not None:
+                blocked.end()
         if self.error is not None:
             raise self._raised(self.error)
 
     def send(self, dst: int, tag: int, data: bytes, label: str) -> Work:
         """Send a small message."""
-        work = Work(label)
+        work = self._work(label)
         body = np.frombuffer(data, np.uint8)
 
         def start() -> None:
             self._messages[work] = dst
-            self.transport.send(dst, tag, body, owner=lambda handle: self._arrived(work, handle))
+            span = None
+            if self._observer is not None:
+                span = begin(self._observer, "send", label, work.span, peer=dst, nbytes=body.nbytes)
+            self.transport.send(dst, tag, body, owner=lambda handle: self._arrived(work, handle, span))
 
         self._post(start)
         return work
 
     def recv(self, src: int, tag: int, nbytes: int, label: str, tolerant: bool = False) -> Work:
         """Receive a message of at most ``nbytes``; ``result`` is its bytes."""
-        work = Work(label, tolerant)
+        work = self._work(label, tolerant)
         into: Bytes = np.empty(nbytes, np.uint8)
-
-        def arrived(handle: Handle) -> None:
-            work.result = into[: handle.nbytes].tobytes()
-            self._arrived(work, handle)
 
         def start() -> None:
             if not tolerant:
                 self._messages[work] = src
+            span = None
+            if self._observer is not None:
+                span = begin(self._observer, "receive", label, work.span, peer=src, nbytes=nbytes)
+
+            def arrived(handle: Handle) -> None:
+                work.result = into[: handle.nbytes].tobytes()
+                self._arrived(work, handle, span)
+
             self.transport.recv(src, tag, into, owner=arrived)
 
         self._post(start, tolerant)
@@ -240,7 +262,7 @@ class Engine:
 
     def promise(self, label: str) -> Work:
         """A work that is done elsewhere, until ``fulfil`` says so."""
-        work = Work(label)
+        work = self._work(label)
         with self._changed:
             self._under_way += 1
         return work
@@ -256,7 +278,7 @@ class Engine:
 
     def then(self, label: str, works: Sequence[Work], call: Callable[[], None] = lambda: None) -> Work:
         """``call``, in the thread that drives, once all ``works`` are done, and be done after that."""
-        work = Work(label)
+        work = self._work(label)
         waiting = list(works)
 
         def step() -> None:
@@ -271,7 +293,7 @@ class Engine:
 
     def allocate(self, nbytes: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Zeroed memory that the transport moves without an extra copy, as ``nbytes // itemsize`` elements."""
-        work = Work("allocate")
+        work = self._work("allocate")
 
         def make() -> None:
             work.result = self.transport.allocate(nbytes)
@@ -288,6 +310,9 @@ class Engine:
             return
         self.check_not_driving()
         begun = time.perf_counter()
+        blocked = None
+        if self._observer is not None:
+            blocked = begin(self._observer, "wait", ", ".join(work.label for work in works if not work.done))
         deadline = None if timeout is None else begun + timeout
         try:
             came = self._drive_here(works, deadline) and all(work.done for work in works)
@@ -297,6 +322,8 @@ class Engine:
             raise
         finally:
             self.blocked_s += time.perf_counter() - begun
+            if blocked is not None:
+                blocked.end()
         if self.error is not None:
             raise self._raised(self.error)
         if not came:
@@ -350,6 +377,9 @@ class Engine:
 
     def wait_any(self, works: Collection[Work], until: Callable[[], bool]) -> None:
         """Block until one of the works is done or ``until()`` holds (looked at often); raises the engine's fault."""
+        blocked = None
+        if self._observer is not None:
+            blocked = begin(self._observer, "wait", ", ".join(work.label for work in works))
         try:
             with self._changed:
                 while not (self.error or until() or any(work.done for work in works)):
@@ -357,6 +387,9 @@ class Engine:
         except BaseException as error:
             self._left(error)
             raise
+        finally:
+            if blocked is not None:
+                blocked.end()
         if self.error is not None and not until():
             raise self._raised(self.error)
 
@@ -424,6 +457,13 @@ class Engine:
         """The fault is about to reach the user's thread."""
         self._on_raise()
         return error
+
+    def _work(self, label: str, tolerant: bool = False, key: int = -1, priority: float = 0.0) -> Work:
+        """A work that is handed over."""
+        work = Work(label, tolerant)
+        if self._observer is not None:
+            work.span = begin(self._observer, "work", label, key=key, priority=priority)
+        return work
 
     def _post(self, task: Callable[[], None], tolerant: bool = False, announce: bool = True) -> None:
         if self.error is not None:
@@ -549,10 +589,10 @@ class Engine:
     ) -> None:
         """Begin what ``work`` stands for: a plan, or what the transport's library does by itself."""
         if isinstance(chosen, Collective):
-            self._exchange.hand_over(chosen, array, key, work.label, lambda: self._finish(work, lane))
+            self._exchange.hand_over(chosen, array, key, work.label, lambda: self._finish(work, lane), work.span)
         else:
-            run = Run(chosen, array, key, work.label, priority, lambda: self._finish(work, lane), work.tolerant)
-            self._exchange.start(run)
+            done = partial(self._finish, work, lane)
+            self._exchange.start(Run(chosen, array, key, work.label, priority, done, work.tolerant, work.span))
 
     def _take_tasks(self) -> None:
         while self._inbox:
@@ -579,15 +619,19 @@ class Engine:
             self.transport.wake()
         return answer
 
-    def _arrived(self, work: Work, handle: Handle) -> None:
+    def _arrived(self, work: Work, handle: Handle, span: Span | None) -> None:
         self._messages.pop(work, None)
         if handle.error is not None:
             if work.tolerant and self._has_left(handle.peer):
                 return
             raise labelled(work.label, handle.error)
+        if span is not None:
+            span.end()
         self._finish(work, None)
 
     def _finish(self, work: Work, lane: Lane | None) -> None:
+        if work.span is not None:
+            work.span.end()
         with self._changed:
             work.done = True
             if work.tolerant:

@@ -33,11 +33,12 @@ from numpy.typing import NDArray
 
 from ..errors import PeerLost, SynclineError
 from ..kernels import board
-from ..plans.memory import Script, compile_scripts
+from ..plans.memory import Operation, Script, compile_scripts
 from ..plans.plan import REDUCE, Plan
 from ..transports import Bytes, Words
 from ..wire.link import broken
 from ..wire.scratch import Scratch
+from .trace import Kind, Observer, Span, begin
 
 
 class Window(Protocol):
@@ -118,8 +119,8 @@ class _Run:
     """One run under way, or waiting to be; used again for the next one of its layout."""
 
     __slots__ = (
-        "array", "before", "bound", "key", "label", "layout", "maps", "on_done", "peers", "room", "scratch", "slot",
-        "staging", "state", "table", "tolerant",
+        "array", "before", "bound", "key", "label", "layout", "maps", "on_done", "peers", "priority", "room",
+        "scratch", "slot", "span", "staging", "state", "table", "tolerant",
     )  # fmt: skip
 
     def __init__(self, layout: _Layout, world: int) -> None:
@@ -133,7 +134,9 @@ class _Run:
         self.key = self.slot = self.before = -1
         self.table: _Table | None = None
         self.label = ""
+        self.priority = 0.0
         self.tolerant = False
+        self.span: Span | None = None
         self.on_done: Callable[[], None] = _nothing
         self.staging: Bytes | None = None
         self.scratch: Bytes | None = None
@@ -162,6 +165,7 @@ class OneSided:
         scratch: Scratch,
         segment_bytes: int,
         has_left: Callable[[int], bool] = lambda _: False,
+        observer: Observer | None = None,
     ) -> None:
         from ..kernels import onesided, passes  # compiled code: loaded where it is used
 
@@ -170,6 +174,7 @@ class OneSided:
         self._scratch = scratch
         self._segment_bytes = segment_bytes
         self._has_left = has_left
+        self._observer = observer
         self._known: dict[np.dtype[Any], int | None] = {}
         self._layouts: dict[tuple[int, int, np.dtype[Any]], _Layout] = {}
         self._generations: dict[int, int] = {}
@@ -205,6 +210,8 @@ class OneSided:
         label: str,
         on_done: Callable[[], None],
         tolerant: bool = False,
+        priority: float = 0.0,
+        span: Span | None = None,
     ) -> None:
         """Begin a run over a one-dimensional contiguous array; ``on_done`` is called from a later ``advance``."""
         layout = self._layout(plan, array)
@@ -214,6 +221,7 @@ class OneSided:
             return
         run = layout.idle.pop() if layout.idle else _Run(layout, self._window.world)
         run.array, run.key, run.label, run.tolerant, run.on_done = array, key, label, tolerant, on_done
+        run.priority, run.span = priority, span
         run.before = -1
         self._waiting.append(run)
         self._admit()
@@ -233,13 +241,17 @@ class OneSided:
         if len(self._runs) > 1:
             patience_ms = 0
         for run in tuple(self._runs):
-            layout, state = run.layout, run.state
-            code = run.advance(kernel, window)(spins, patience_ms)
+            state = run.state
+            call = run.advance(kernel, window)
+            if self._observer is None:
+                code = call(spins, patience_ms)
+            else:
+                code = self._observed(self._observer, run, lambda call=call: call(spins, patience_ms))  # type: ignore[misc]
             if code == kernel.DONE:
                 moved += 1
                 self._finish(run)
                 continue
-            now = int(state[kernel.AT]) + int(state[kernel.SEGMENT]) * len(layout.operations)
+            now = self._done(run)
             moved += now != run.before
             run.before = now
             if code in (kernel.UNLIKE, kernel.BROKEN):
@@ -247,6 +259,38 @@ class OneSided:
             if gone:
                 self._check_peer(run, int(state[kernel.WAITS_FOR]), gone)
         return moved
+
+    def _observed(self, observer: Observer, run: _Run, call: Callable[[], int]) -> int:
+        """Carry out a run as far as it goes, and tell what has been done of it meanwhile."""
+        first, script = self._done(run), run.layout.script
+        at = {"segment": first // len(script.operations), "step": first % len(script.operations)}
+        span = begin(observer, "advance", run.label, run.span, priority=run.priority, **at)
+        code = call()
+        for done in range(first, self._done(run)):
+            segment, step = divmod(done, len(script.operations))
+            for kind, peer, nbytes in self._moved(run, script.operations[step], segment):
+                what = {"segment": segment, "step": step, "peer": peer, "nbytes": nbytes}
+                begin(observer, kind, run.label, span, priority=run.priority, **what).end()
+        span.end()
+        return code
+
+    def _done(self, run: _Run) -> int:
+        """How many operations of all segments a run has done."""
+        return int(run.state[self._kernel.AT]) + int(run.state[self._kernel.SEGMENT]) * len(
+            run.layout.script.operations
+        )
+
+    def _moved(self, run: _Run, operation: Operation, segment: int) -> list[tuple[Kind, int, int]]:
+        """What one operation has done: kind, peer and bytes."""
+        layout, rank = run.layout, run.layout.script.rank
+        length = min(layout.per_segment, run.array.size - segment * layout.per_segment)
+        start, stop = (length * chunk // layout.plan.chunks for chunk in (operation.lo, operation.hi))
+        nbytes, found = (stop - start) * layout.item, list[tuple[Kind, int, int]]()
+        if start == stop or not operation.sources:
+            return found
+        found += [("receive", source, nbytes) for source in operation.sources if source >= 0 and source != rank]
+        found.append(("copy" if len(operation.sources) == 1 else "reduce", -1, nbytes))
+        return found + [("send", target, nbytes) for target in operation.targets if target >= 0 and target != rank]
 
     def sleep_soon(self) -> None:
         """Say that this process is about to sleep: whoever it waits for then rings its bell. ``advance`` once more."""

@@ -30,6 +30,7 @@ from ..plans.messages import Action, Program
 from ..transports import Adds, Handle, HasAllreduce, Transport
 from ..wire.scratch import Scratch
 from .memory import OneSided, Window
+from .trace import Kind, Observer, Span, begin
 
 Array = NDArray[Any]
 
@@ -55,6 +56,7 @@ class Run:
 
     ``key`` is the same on all ranks and tells this run's messages from those of others in flight. A ``tolerant`` run
     does not mind peers that have left: it then never finishes (a server waiting for a next step that does not come).
+    ``span`` is what it is to be observed within, and itself once it has begun.
     """
 
     program: Program
@@ -64,6 +66,7 @@ class Run:
     priority: float = 0.0
     on_done: Callable[[], None] | None = None
     tolerant: bool = False
+    span: Span | None = None
     per_segment: int = 0
     segments: int = 0
     opened: int = 0
@@ -96,7 +99,7 @@ class _Segment:
     the whole array stays in one piece; others are cut into contiguous segments, which are kinder to the cache.
     """
 
-    __slots__ = ("arrived", "left", "number", "posted", "run", "starts", "stops", "waits")
+    __slots__ = ("arrived", "left", "number", "posted", "run", "span", "spans", "starts", "stops", "waits")
 
     def __init__(self, run: Run, number: int) -> None:
         self.run = run
@@ -115,6 +118,8 @@ class _Segment:
         self.left = len(run.program.actions)
         self.posted: set[int] = set()  # actions handed to the transport and not done
         self.arrived: dict[int, Handle | _Kept] = {}
+        self.span: Span | None = None
+        self.spans: dict[int, Span] = {}  # of what is posted, where somebody observes it
 
     def bounds(self, action: Action) -> tuple[int, int]:
         """The elements of an action; those of several chunks are contiguous (see ``_cut``)."""
@@ -137,6 +142,7 @@ class Exchange:
         segment_bytes: int = SEGMENT_BYTES,
         window: int = WINDOW,
         has_left: Callable[[int], bool] = lambda _: False,
+        observer: Observer | None = None,
     ) -> None:
         if segment_bytes < 1 or window < 1:
             raise UsageError(f"segments of {segment_bytes} bytes and a window of {window} make no sense")
@@ -144,12 +150,13 @@ class Exchange:
         self._segment_bytes = segment_bytes
         self._window = window
         self._has_left = has_left
+        self._observer = observer
         self.scratch = Scratch()
         self._adder = transport if isinstance(transport, Adds) else None
         self._under_way: dict[int, Run] = {}
         mapped: Window | None = getattr(transport, "window", None)
         shared_bytes = min(segment_bytes, SHARED_SEGMENT_BYTES)
-        self._onesided = None if mapped is None else OneSided(mapped, self.scratch, shared_bytes, has_left)
+        self._onesided = None if mapped is None else OneSided(mapped, self.scratch, shared_bytes, has_left, observer)
         self._handed: dict[int, str] = {}  # key -> label of what a library does by itself
 
     def start(self, run: Run) -> None:
@@ -167,7 +174,10 @@ class Exchange:
             on_done = partial(self._left_shared, run)
             self._under_way[run.key] = run
             run.left = 1
-            self._onesided.start(run.program.plan, array, run.key, run.label, on_done, run.tolerant)
+            self._tell_begun(run)
+            self._onesided.start(
+                run.program.plan, array, run.key, run.label, on_done, run.tolerant, run.priority, run.span
+            )
             return
         run.bytes_view = array.view(np.uint8)
         run.per_segment, run.segments = self._cut(run)
@@ -175,6 +185,7 @@ class Exchange:
             raise UsageError(f"{run.label}: an array of {array.nbytes} bytes has more segments than tags can number")
         run.left = run.segments
         run.opened = 0
+        self._tell_begun(run)
         if run.left == 0:
             self._finish(run)
             return
@@ -183,7 +194,13 @@ class Exchange:
             self._open(run)
 
     def hand_over(
-        self, collective: Collective, array: Array, key: int, label: str, on_done: Callable[[], None]
+        self,
+        collective: Collective,
+        array: Array,
+        key: int,
+        label: str,
+        on_done: Callable[[], None],
+        within: Span | None = None,
     ) -> None:
         """Let the transport's library do a collective by itself; UsageError where it has none."""
         if not isinstance(self.transport, HasAllreduce) or collective.goal != "allreduce":
@@ -193,11 +210,16 @@ class Exchange:
         if array.size == 0:
             on_done()
             return
+        span: Span | None = None
+        if self._observer is not None:
+            span = begin(self._observer, "run", label, within, key=key, phase=collective.goal, nbytes=array.nbytes)
 
         def handed_back(handle: Handle) -> None:
             del self._handed[key]
             if handle.error is not None:
                 raise labelled(label, handle.error)
+            if span is not None:
+                span.end()
             on_done()
 
         self._handed[key] = label
@@ -267,6 +289,8 @@ class Exchange:
 
     def _open(self, run: Run) -> None:
         segment = _Segment(run, run.opened)
+        if self._observer is not None:
+            segment.span = begin(self._observer, "segment", run.label, run.span, segment=segment.number)
         run.open_segments.append(segment)
         run.opened += 1
         ready = []
@@ -277,6 +301,8 @@ class Exchange:
                     nbytes = (stop - start) * run.array.itemsize
                     segment.posted.add(i)
                     tag = _tag(segment, action)
+                    if self._observer is not None:
+                        segment.spans[i] = self._tell("receive", segment, action)
                     if self._adder is not None and self._adds(segment, i):
                         self._adder.add(action.peer, tag, run.array[start:stop], owner=(segment, i))
                     else:
@@ -309,6 +335,9 @@ class Exchange:
                 part = run.bytes_view[start * item : stop * item]
                 tag = _tag(segment, action)
                 segment.posted.add(i)
+                if self._observer is not None:
+                    kind: Kind = "send" if action.kind == "send" else "receive"
+                    segment.spans[i] = self._tell(kind, segment, action)
                 if action.kind == "send":
                     self.transport.send(action.peer, tag, part, run.priority, owner=(segment, i))
                 else:
@@ -328,6 +357,8 @@ class Exchange:
                 f"{self._where(segment, action)}: {handle.nbytes} bytes came where {expected} were expected; do all"
                 " ranks run the same version with the same model?"
             )
+        if self._observer is not None:
+            segment.spans.pop(i).end()
         if handle.kind == "add":
             unlocked = self._finished(segment, i)
         elif _borrows(action):
@@ -364,10 +395,16 @@ class Exchange:
         payloads = [item.payload for item in came]
         into = segment.run.array[start:stop]
         parts = [payload.view(into.dtype) for payload in payloads if payload is not None]
-        if program.actions[i].kind == "copy":
+        kind: Kind = "copy" if program.actions[i].kind == "copy" else "reduce"
+        if self._observer is not None:
+            spans = [self._tell(kind, segment, program.actions[index]) for index in ready]
+        if kind == "copy":
             np.copyto(into, parts[0])
         else:
             add_all_into(into, parts)
+        if self._observer is not None:
+            for span in spans:
+                span.end()
         for item in came:
             if isinstance(item, _Kept):
                 self.scratch.give(item.buffer)
@@ -386,6 +423,8 @@ class Exchange:
             if segment.waits[other] == 0:
                 unlocked.append(other)
         if segment.left == 0:
+            if segment.span is not None:
+                segment.span.end()
             run.open_segments.remove(segment)
             run.left -= 1
             if run.opened < run.segments:
@@ -401,8 +440,23 @@ class Exchange:
         self._finish(run)
 
     def _finish(self, run: Run) -> None:
+        if run.span is not None:
+            run.span.end()
         if run.on_done is not None:
             run.on_done()
+
+    def _tell_begun(self, run: Run) -> None:
+        if self._observer is not None:
+            what = {"key": run.key, "phase": run.program.plan.goal, "nbytes": run.array.nbytes}
+            run.span = begin(self._observer, "run", run.label, run.span, priority=run.priority, **what)
+
+    def _tell(self, kind: Kind, segment: _Segment, action: Action) -> Span:
+        """Tell the observer, which there is, that something of a segment begins."""
+        assert self._observer is not None
+        run, (start, stop) = segment.run, segment.bounds(action)
+        what = {"segment": segment.number, "step": action.step, "peer": action.peer}
+        nbytes = (stop - start) * run.array.itemsize
+        return begin(self._observer, kind, run.label, segment.span, priority=run.priority, nbytes=nbytes, **what)
 
     def _where(self, segment: _Segment, action: Action) -> str:
         verb = {"send": "sending to", "copy": "receiving from", "reduce": "reducing from"}[action.kind]

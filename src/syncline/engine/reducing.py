@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..collectives import Collective
-from ..compression.reducers import Lengths, Reducer, Round, Sum
+from ..compression.reducers import Lengths, Message, Reducer, Round, Sum
 from ..errors import SynclineError, UsageError
 from ..plans.messages import Program
 from ..transports import Handle
 from .messages import Array, Exchange, Run, labelled
+from .trace import Kind, Observer, Span, begin
 
 OPEN = 4
 """Reducers of one bucket that are under way at once."""
@@ -43,6 +44,8 @@ class Reducing:
         on_done: Callable[[], None],
         tolerant: bool,
         has_left: Callable[[int], bool],
+        observer: Observer | None = None,
+        within: Span | None = None,
     ) -> None:
         self._exchange, self._transport = exchange, exchange.transport
         self._pieces, self._program = pieces, program
@@ -50,6 +53,7 @@ class Reducing:
         self._on_done, self._tolerant, self._has_left = on_done, tolerant, has_left
         self._opened = self._ended = 0
         self._turns: set[_Turn] = set()
+        self._observer, self._span = observer, within
 
     def urgency(self) -> float:
         """The smallest goes first."""
@@ -71,10 +75,13 @@ class Reducing:
 
     def start(self) -> None:
         """Open the first reducer."""
+        if self._observer is not None:
+            what = {"key": self._key, "phase": "reduce"}
+            self._span = begin(self._observer, "run", self._label, self._span, priority=self._priority, **what)
         if self._pieces:
             self._open()
         else:
-            self._on_done()
+            self._finish()
 
     def open_another(self) -> bool:
         """Open one more reducer, if there may be; between two of them, messages of the first are to be sent."""
@@ -91,12 +98,16 @@ class Reducing:
     def _advance(self, number: int, reducer: Reducer, turn: int, lengths: Lengths) -> None:
         """Let a reducer go on until it has to wait."""
         while True:
+            span = None if self._observer is None else self._tell("compute", number)
             try:
                 asked = next(reducer) if turn == 0 else reducer.send(lengths)
             except StopIteration:
                 break
             except SynclineError as error:
                 raise labelled(self._label, error) from error
+            finally:
+                if span is not None:
+                    span.end()
             turn += 1
             if isinstance(asked, Sum):
                 self._sum(asked.array, number, reducer, turn)
@@ -107,7 +118,18 @@ class Reducing:
             lengths = []
         self._ended += 1
         if self._ended == len(self._pieces):
-            self._on_done()
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._span is not None:
+            self._span.end()
+        self._on_done()
+
+    def _tell(self, kind: Kind, number: int, peer: int = -1, nbytes: int = -1) -> Span:
+        """Tell the observer, which there is, that something of a piece begins."""
+        assert self._observer is not None
+        what = {"step": number, "peer": peer, "nbytes": nbytes}
+        return begin(self._observer, kind, self._label, self._span, priority=self._priority, **what)
 
     def _sum(self, array: Array, number: int, reducer: Reducer, turn: int) -> None:
         def summed() -> None:
@@ -116,7 +138,8 @@ class Reducing:
         program = self._program(array.nbytes)
         if isinstance(program, Collective):
             raise UsageError(f"{self._label}: a library's own collective sums gradients only as they are")
-        self._exchange.start(Run(program, array, self._key, self._label, self._priority, summed, self._tolerant))
+        run = Run(program, array, self._key, self._label, self._priority, summed, self._tolerant, self._span)
+        self._exchange.start(run)
 
 
 class _Turn:
@@ -126,37 +149,51 @@ class _Turn:
     """
 
     def __init__(self, of: Reducing, number: int, reducer: Reducer, turn: int, asked: Round) -> None:
-        self._of, self._number, self._reducer, self._turn = of, number, reducer, turn
+        self.of, self.number, self._reducer, self._turn = of, number, reducer, turn
         self._lengths = [0] * len(asked.receives)
         self.peers = [message.peer for message in (*asked.receives, *asked.sends)]
         self._messages = len(self.peers)
         tag = _MARK | of._key << _PIECE_BITS | number
         transport = of._transport
         for index, message in enumerate(asked.receives):
-            transport.recv(message.peer, tag, message.data, owner=self._received(index))
+            owner = _Completion(self, "receive", message, index)
+            transport.recv(message.peer, tag, message.data, owner=owner)
         for message in asked.sends:
-            transport.send(message.peer, tag, message.data, of._priority, owner=self._arrived)
+            transport.send(message.peer, tag, message.data, of._priority, owner=_Completion(self, "send", message))
 
     @property
     def begun(self) -> bool:
         """Whether another process has come to this round, or to one before it."""
         return self._turn > 1 or len(self.peers) < self._messages
 
-    def _received(self, index: int) -> Callable[[Handle], None]:
-        def arrived(handle: Handle) -> None:
-            self._lengths[index] = handle.nbytes
-            self._arrived(handle)
-
-        return arrived
-
-    def _arrived(self, handle: Handle) -> None:
-        of = self._of
+    def arrived(self, handle: Handle, index: int) -> None:
+        """A message has been sent, or received as number ``index``."""
+        of = self.of
         if handle.error is not None:
             if of._tolerant and of._has_left(handle.peer):
                 return
             verb = "sending a payload to" if handle.kind == "send" else "receiving a payload from"
             raise labelled(f"{of._label}: {verb} rank {handle.peer}", handle.error)
+        if index >= 0:
+            self._lengths[index] = handle.nbytes
         self.peers.remove(handle.peer)
         if not self.peers:
             of._turns.discard(self)
-            of._advance(self._number, self._reducer, self._turn, self._lengths)
+            of._advance(self.number, self._reducer, self._turn, self._lengths)
+
+
+class _Completion:
+    """Who is told that a message of a round is complete; sent, or number ``index`` of those received."""
+
+    __slots__ = ("_index", "_span", "_turn", "priority")
+
+    def __init__(self, turn: _Turn, kind: Kind, message: Message, index: int = -1) -> None:
+        of = turn.of
+        self.priority = of._priority
+        self._turn, self._index = turn, index
+        self._span = None if of._observer is None else of._tell(kind, turn.number, message.peer, message.data.nbytes)
+
+    def __call__(self, handle: Handle) -> None:
+        if self._span is not None and handle.error is None:
+            self._span.end()
+        self._turn.arrived(handle, self._index)

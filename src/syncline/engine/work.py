@@ -12,17 +12,23 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from .trace import Span
+
 
 class Work:
-    """Something under way; ``result`` is set when it is done. A ``tolerant`` one does not mind peers that leave."""
+    """Something under way; ``result`` is set when it is done. A ``tolerant`` one does not mind peers that leave.
 
-    __slots__ = ("_callbacks", "done", "label", "result", "tolerant")
+    ``span`` is what an observer has been told of it.
+    """
+
+    __slots__ = ("_callbacks", "done", "label", "result", "span", "tolerant")
 
     def __init__(self, label: str, tolerant: bool = False) -> None:
         self.label = label
         self.tolerant = tolerant
         self.done = False
         self.result: Any = None
+        self.span: Span | None = None
         self._callbacks: list[Callable[[], None]] = []
 
     def when_done(self, call: Callable[[], None]) -> None:
