@@ -425,6 +425,7 @@ def own(base: type, **properties: Any) -> type:
         ("schedules", {"priority": None}, r"has no priority\(\)"),
         ("sync", {"exchanges": "parameters"}, "exchanges 'parameters', and engines exchange 'gradients' only"),
         ("sync", {"may_proceed": lambda *_: True}, "lets workers run ahead of each other"),
+        ("sync", {"merges": None}, "does not say merges=True, and no engine applies each worker's push by itself"),
         ("sync", {"due": None}, r"has no due\(\)"),
     ],
 )

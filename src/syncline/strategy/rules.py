@@ -182,6 +182,8 @@ def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
         return f"sync={name} exchanges {exchanges!r}, and engines exchange 'gradients' only", remedies
     if mode.may_proceed(1, 0):
         return f"sync={name} lets workers run ahead of each other, which no engine does", remedies
+    if getattr(mode, "merges", None) is not True:
+        return f"sync={name} does not say merges=True, and no engine applies each worker's push by itself", remedies
     return None
 
 

@@ -1,4 +1,4 @@
-"""Sync modes: when a worker may go on, what is exchanged, and the server's state machine.
+"""Sync modes: when a worker may go on, what is exchanged, and what is agreed on.
 
 A clock counts a worker's finished steps, from 0. Nothing here does I/O, waits or knows a framework: the caller asks,
 and acts on the answer.
@@ -15,6 +15,14 @@ class SyncMode(Protocol):
     @property
     def exchanges(self) -> Literal["gradients", "parameters"]:
         """What travels: gradients before the update, or parameters after it."""
+        ...
+
+    @property
+    def merges(self) -> bool:
+        """True when what all workers push for a step is one update, to which they come together and agree.
+
+        Otherwise every worker's push is an update by itself, and nothing is agreed on.
+        """
         ...
 
     def due(self, step: int) -> bool:

@@ -17,6 +17,7 @@ class Bsp:
     """Synchronous: a step starts when all workers have finished the one before."""
 
     exchanges: ClassVar[Literal["gradients", "parameters"]] = "gradients"
+    merges: ClassVar[bool] = True
 
     def due(self, step: int) -> bool:  # noqa: ARG002
         """Every step exchanges."""

@@ -1,6 +1,6 @@
 """What a server process does: take gradients in, apply updates, send weights out, until the workers leave.
 
-The state machine of ``serving.server`` decides; this file moves what it says over the session and never anything else.
+The state machine of ``serving.protocol`` decides; this file moves what it says over the session, and nothing else.
 ``Traffic`` is how gradients come and weights go: ``Planned`` as they are, ``Coded`` as a codec's payloads.
 """
 
@@ -15,7 +15,7 @@ from ...compression.updates import Updates
 from ...engine.work import Work
 from ...plans.messages import Program, compile_program
 from ...plans.plan import Plan
-from ...serving.server import Action, Apply, Measure, Release, Request, Server
+from ...serving.protocol import Action, Apply, Ledger, Measure, Release, Request
 from ...session.session import WEIGHT_KEYS, Session
 from .messages import check_fields, nonsense, read_message, receive_body, send_body
 from .records import pack, unpack
@@ -35,7 +35,7 @@ _FIELDS: dict[str, dict[str, type]] = {
     "replace": {"size": int},
     "resume": {"size": int, "step": int},
     "norm": {"clock": int},
-    "commit": {"clock": int, "values": dict},
+    "push": {"clock": int, "values": dict},
 }
 """What each kind of request has to say."""
 
@@ -118,7 +118,7 @@ class ShardServer:
 
     def __init__(self, session: Session, shard: Shard, traffic: Traffic) -> None:
         self._session, self._shard, self._traffic = session, shard, traffic
-        self._server = Server(session.group.workers, session.strategy.sync_mode())
+        self._ledger = Ledger(session.group.workers, session.strategy.sync_mode())
         self._pulls: list[Work] = []
         self._pushes = traffic.receive()
         workers = range(session.group.workers)
@@ -143,7 +143,7 @@ class ShardServer:
         if fields is None:
             raise nonsense(self._session, worker, label, f"kind is {message['kind']!r:.100}")
         check_fields(self._session, worker, label, message, fields)
-        if message["kind"] == "commit":
+        if message["kind"] == "push":
             values = message["values"]
             check_fields(self._session, worker, label, values, {"groups": list, "scale": float})
             if not all(isinstance(group, dict) for group in values["groups"]):
@@ -152,7 +152,7 @@ class ShardServer:
 
     def _expects(self) -> dict[int, str]:
         """The workers that others wait for here; asked from any thread."""
-        return {worker: f"step {step} of the optimizer" for worker, step in self._server.awaited.items()}
+        return {worker: f"step {step} of the optimizer" for worker, step in self._ledger.awaited.items()}
 
     def _answer(self, worker: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
@@ -177,7 +177,7 @@ class ShardServer:
             self._reply(worker, {})
         else:
             request = Request(kind, worker, message["clock"], message.get("values", {}))
-            for action in self._server.handle(request):
+            for action in self._ledger.handle(request):
                 self._do(action)
 
     def _do(self, action: Action) -> None:

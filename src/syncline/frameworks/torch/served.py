@@ -154,7 +154,7 @@ class RemoteOwners:
     def commit(self, clock: int, groups: Groups, scale: float, changed: int = 0) -> None:
         """Every server answers once it has applied the update."""
         values = {"groups": groups, "scale": scale, "changed weights": changed}
-        self._ask({"kind": "commit", "clock": clock, "values": values})
+        self._ask({"kind": "push", "clock": clock, "values": values})
 
     def state(self) -> list[Record]:
         """Any worker may ask, alone."""

@@ -1,0 +1,235 @@
+"""The protocol between workers and the owners of their weights, as a state machine: messages in, actions out.
+
+Every owner keeps a ``Ledger``, be it a process of its own or a worker. It knows no sockets, threads, clocks or arrays:
+who moves messages and weights tells it what has come, and does what it answers.
+
+A worker pushes its gradients of a step, with the values that the update needs from it, and goes on when it is released;
+before that it may ask for their norm. What is pushed by itself is applied and released by itself: a bucket, or ``ALL``
+of them where one message says that the whole step has been pushed.
+
+The sync mode is the rule. Where it merges, the pushes of all workers for a step are one update, with values on which
+they agree; an owner may take them in by one plan. Where it does not, every push is an update by itself, with the values
+that came with it. In both cases the mode says which workers wait for how slow a one. Bulk-synchronous training merges
+and lets nobody go on before all have pushed; what does not merge is asynchronous SGD, with or without a bound.
+
+Rules
+* A worker's message is for its next step, each bucket once, and it begins a step only when it has been released from
+  all of the one before; all else raises and changes nothing.
+* What is merged is agreed on: all workers bring the same values for a step, and ask for the norm all or none.
+* ``Apply`` comes once for every update and bucket, its versions count from 1, and before the ``Release`` that it makes
+  possible.
+
+Theory: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; Ho et al., "More
+Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from ..errors import MismatchError
+
+ALL = -1
+"""In place of a worker's number: all of them, whose pushes are one. In place of a bucket's: the whole step."""
+
+
+class Rule(Protocol):
+    """What the ledger asks of a sync mode; the slowest worker must always be allowed to go on."""
+
+    @property
+    def merges(self) -> bool:
+        """Whether all workers' pushes for a step are one update, or each is one by itself."""
+        ...
+
+    def may_proceed(self, clock: int, slowest: int) -> bool:
+        """Whether a worker at ``clock`` may go on while the slowest is at ``slowest``."""
+        ...
+
+
+Kind = Literal["norm", "push"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A worker's message: ``push`` says that its gradients are under way, ``norm`` asks for their norm before.
+
+    ``values`` are what the update needs from the worker: the optimizer's group values and the clipping factor.
+    """
+
+    kind: Kind
+    worker: int
+    clock: int
+    values: Mapping[str, Any] = field(default_factory=dict)
+    bucket: int = ALL
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Compute the norm of that worker's gradients, or of the sum of ``ALL``, of that step; tell ``workers``."""
+
+    worker: int
+    clock: int
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Apply the next push of that worker, or the merged one of ``ALL``: the bucket's weights then have that version."""
+
+    worker: int
+    version: int
+    bucket: int
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Release:
+    """Send the bucket's weights to these workers: as far as it is concerned, they go on."""
+
+    workers: tuple[int, ...]
+    bucket: int
+
+
+Action = Measure | Apply | Release
+
+
+@dataclass
+class _Page:
+    """A bucket's: the last step that each worker has pushed, who waits, and the first push of steps to be applied."""
+
+    clocks: list[int]
+    waiting: set[int] = field(default_factory=set)
+    version: int = 0
+    pushed: dict[int, Request] = field(default_factory=dict)
+
+
+class Ledger:
+    """Keeps how far every worker is, who waits for whom, and what is still to be applied, under a rule.
+
+    ``buckets`` are the numbers of what is pushed by itself.
+    """
+
+    def __init__(self, workers: int, rule: Rule, buckets: Sequence[int] = (ALL,)) -> None:
+        self._workers = range(workers)
+        self._rule = rule
+        self._pages = {bucket: _Page([0] * workers) for bucket in buckets}
+        self._asked: dict[int, dict[int, Request]] = {}  # step -> worker -> its question for the norm
+
+    @property
+    def clocks(self) -> list[int]:
+        """The steps that each worker has pushed as a whole."""
+        return [min(page.clocks[worker] for page in self._pages.values()) for worker in self._workers]
+
+    @property
+    def awaited(self) -> dict[int, int]:
+        """Worker -> step of those whose push, or question for the norm, others wait for; from any thread."""
+        late: dict[int, int] = {}
+        for page in self._pages.values():
+            clocks = list(page.clocks)
+            for clock in {clocks[worker] for worker in tuple(page.waiting)}:
+                for worker, reached in enumerate(clocks):
+                    if reached < clock and not self._rule.may_proceed(clock, reached):
+                        late[worker] = reached + 1
+        for step, asked in list(self._asked.items()):
+            late |= {worker: step for worker in self._workers if worker not in asked}
+        return late
+
+    def handle(self, request: Request) -> list[Action]:
+        """Take a worker's message; what has to be done now, in order.
+
+        Raises MismatchError, and changes nothing, when the message is not the worker's next one or when it differs from
+        those that it has to be merged with.
+        """
+        self._check_turn(request)
+        if self._rule.merges:
+            self._check_norm(request)
+            self._check_values(request)
+        if request.kind == "norm":
+            return self._measure(request)
+        page = self._pages[request.bucket]
+        page.clocks[request.worker] = request.clock
+        page.waiting.add(request.worker)
+        return [*self._apply(page, request), *self._release(page, request.bucket)]
+
+    def _measure(self, request: Request) -> list[Action]:
+        worker, clock = request.worker, request.clock
+        if not self._rule.merges:
+            return [Measure(worker, clock, (worker,))]
+        self._asked.setdefault(clock, {})[worker] = request
+        if len(self._asked[clock]) < len(self._workers):
+            return []
+        del self._asked[clock]
+        return [Measure(ALL, clock, tuple(self._workers))]
+
+    def _apply(self, page: _Page, request: Request) -> list[Action]:
+        if not self._rule.merges:
+            page.version += 1
+            return [Apply(request.worker, page.version, request.bucket, request.values)]
+        page.pushed.setdefault(request.clock, request)
+        found: list[Action] = []
+        while page.version < min(page.clocks):
+            page.version += 1
+            found.append(Apply(ALL, page.version, request.bucket, page.pushed.pop(page.version).values))
+        return found
+
+    def _release(self, page: _Page, bucket: int) -> list[Action]:
+        slowest = min(page.clocks)
+        free = [worker for worker in sorted(page.waiting) if self._rule.may_proceed(page.clocks[worker], slowest)]
+        page.waiting.difference_update(free)
+        return [Release(tuple(free), bucket)] if free else []
+
+    def _check_turn(self, request: Request) -> None:
+        worker, clock = request.worker, request.clock
+        if worker not in self._workers or not self._is_next(request):
+            expected = self.clocks[worker] + 1 if worker in self._workers else 0
+            part = "" if request.bucket == ALL else f" of bucket {request.bucket}"
+            raise MismatchError(
+                f"rank {worker} sent a {request.kind}{part} for step {clock}, its next one is step {expected}: do all"
+                " ranks call step() once for every backward()?"
+            )
+
+    def _is_next(self, request: Request) -> bool:
+        """Whether the worker has been released from the step before, and has not sent this yet."""
+        worker, clock = request.worker, request.clock
+        begun, ready = set[int](), set[int]()
+        for bucket, page in self._pages.items():
+            if page.clocks[worker] == clock:
+                begun.add(bucket)
+            elif page.clocks[worker] == clock - 1 and worker not in page.waiting:
+                ready.add(bucket)
+        all_known = len(begun) + len(ready) == len(self._pages)
+        return all_known and (request.bucket in ready if request.kind == "push" else not begun)
+
+    def _check_norm(self, request: Request) -> None:
+        """A worker that waits for the norm would wait forever for one that pushes without asking."""
+        clock, worker = request.clock, request.worker
+        asked = self._asked.get(clock, {})
+        if request.kind == "norm":
+            first = next((page.pushed[clock] for page in self._pages.values() if clock in page.pushed), None)
+            wrong = worker in asked or first is not None
+        else:
+            first = next(iter(asked.values()), None)
+            wrong = first is not None
+        if wrong:
+            other = worker if first is None or worker in asked else first.worker
+            raise MismatchError(
+                f"rank {worker} sent a {request.kind} for step {clock} out of turn with rank {other}: do all ranks call"
+                " clip_grad_norm_() as often in every step?"
+            )
+
+    def _check_values(self, request: Request) -> None:
+        if request.kind == "norm":
+            other = next(iter(self._asked.get(request.clock, {}).values()), None)
+        else:
+            other = self._pages[request.bucket].pushed.get(request.clock)
+        if other is not None and other.values != request.values:
+            names = sorted(
+                key for key in {*other.values, *request.values} if other.values.get(key) != request.values.get(key)
+            )
+            raise MismatchError(
+                f"rank {request.worker} and rank {other.worker} disagree on the optimizer's values in step"
+                f" {request.clock} ({', '.join(names)}): set learning rates and clipping, and change weights, alike on"
+                " all ranks"
+            )
