@@ -494,4 +494,4 @@ def _shortened(error: PeerError) -> str:
 def _forget() -> None:
     """In a forked child (a data loader's worker): the connections are the parent's."""
     if _session is not None:
-        _session.forget_in_child()
+        _session.member.forget_in_child()

@@ -91,7 +91,7 @@ def watch(sessions: list[Session]) -> None:
     for session in sessions:
         roll = Roll(session.index, tuple(members), "a run", b"")
         end = session.ending
-        end.watcher = Watcher(roll, socks[session.index], session.on_peer_failure, end.left, LIMIT_S, end.answer)
+        end.watcher = Watcher(roll, socks[session.index], session.member.on_peer_failure, end.left, LIMIT_S, end.answer)
         end.watcher.came_back()
         end.watcher.start()
 

@@ -214,6 +214,9 @@ def test_buckets_are_submitted_in_the_order_of_the_list(layers: list[Layer], dat
             worker.train(data.draw(st.permutations(range(len(layers)))))
             order.append(list(worker.submitted))
         assert order[0] == order[1]
+        if schedule.phases == "split" and schedule.apply == "layer":
+            gathers = [operation.bucket for operation in order[0] if operation.phase == "all_gather"]
+            assert gathers == STEPS * [*range(len(schedule.buckets(layers)))][::-1]  # what is needed first goes first
 
 
 def seconds(schedule: Schedule, layers: Sequence[Layer]) -> float:

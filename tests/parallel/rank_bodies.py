@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 import syncline
 from syncline.errors import ClosedError, GroupError, PeerError, SynclineError, UsageError
 from syncline.launch import connecting
+from syncline.session.communicator import Communicator
 from syncline.wire.watch import Watcher
 
 SECRET = "the secret of these tests"
@@ -104,6 +106,28 @@ def train(line: Connection, place: Place, strategy: str, cases: list[list[str]])
 
 SIZES = (0, 1, 2, 3, 7, 1023, 65_537, 1_200_001)
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int64, np.int32, np.uint8)
+
+
+def grid(line: Connection, place: Place, strategy: str) -> None:
+    """Rows and columns of a 2 x 2 grid, and all workers: a thread for each, all at the same time."""
+    with joined(place, strategy):
+        session = syncline.api.session()
+        rank = session.rank
+        made = [session.split(ranks) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))]
+        groups = [session, *(group for group in made if group is not None)]
+
+        def work(group: Communicator) -> list[float]:
+            found = []
+            for size in (1, 1000, 300_001) * 3:
+                array = np.full(size, 10.0**rank)
+                group.allreduce(array, average=False)
+                assert (array == array[0]).all()
+                found.append(float(array[0]))
+                assert group.gather(b"%d" % rank) == [b"%d" % other for other in group.ranks]
+            return found
+
+        with ThreadPoolExecutor(len(groups)) as threads:
+            line.send([set(found) for found in threads.map(work, groups)])
 
 
 def collectives(line: Connection, place: Place, strategy: str) -> None:

@@ -102,7 +102,7 @@ def test_all_workers_measure_the_same_and_then_run_what_was_chosen(group: Any, b
         session.run_by(choose(SIZES, dict.fromkeys(times, [1.0] * 4) | {"tree": [0.5, 0.5, 2.0, 2.0]}))
         array = np.full(1000, session.rank + 1.0, np.float32)
         session.allreduce(array, average=False)
-        names = [session.allreduce_plan(nbytes).name for nbytes in (1, 4000, 1 << 25)]
+        names = [session.bucket_plan(nbytes).name for nbytes in (1, 4000, 1 << 25)]
         stats = session.stats()
         return list(times), array.tolist(), names, stats.strategy, stats.algorithms, stats.chosen
 
@@ -122,7 +122,7 @@ def test_workers_that_resume_with_different_tables_are_told(group: Any) -> None:
 
     def body(session: Session) -> None:
         session.resume_with(Choice(((0, "tree"),)))
-        assert session.allreduce_plan(1).name == "tree"
+        assert session.bucket_plan(1).name == "tree"
         session.resume_with(Choice(((0, "ring" if session.rank else "direct"),)))
 
     with pytest.raises(MismatchError, match="load_state_dict with measured algorithms"):

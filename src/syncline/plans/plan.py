@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -145,6 +145,24 @@ class Plan:
     def bytes_received(self, nbytes: float) -> NDArray[np.float64]:
         """The bytes that each rank receives when the array has ``nbytes``: float64, shape (world,)."""
         return self._moved(self.dst, nbytes)
+
+    def among(self, ranks: Sequence[int]) -> Plan:
+        """The same transfers between processes with other numbers: rank i becomes ``ranks[i]``.
+
+        The plan of a group is thereby one of a larger world, of which all others take no part in it.
+        """
+        if len(ranks) != self.world or len(set(ranks)) < self.world:
+            raise PlanError(f"{self.name}: {self.world} ranks need as many different numbers, not {tuple(ranks)}")
+        numbers = np.array(ranks)
+        return replace(
+            self,
+            world=int(numbers.max()) + 1,
+            members=tuple(ranks[rank] for rank in self.members),
+            src=numbers[self.src],
+            dst=numbers[self.dst],
+            owners=tuple(ranks[rank] for rank in self.owners),
+            root=None if self.root is None else ranks[self.root],
+        )
 
     def _moved(self, ranks: Column, nbytes: float) -> NDArray[np.float64]:
         counts = np.bincount(ranks, weights=self.count, minlength=self.world).astype(np.float64)

@@ -1,3 +1,6 @@
-"""A process's place in a run: ``session`` has the collectives, ``tickets`` what ranks show each other at every call,
-``ending`` what is said and heard of the end, ``stats`` the totals.
+"""A process in a run, and the groups it communicates in.
+
+``member`` is the process; ``communicator`` a group with its collectives; ``session`` the group of all workers, with the
+strategy and the models; ``tickets`` what ranks show each other at every call; ``ending`` what is said and heard of the
+end; ``stats`` the totals.
 """

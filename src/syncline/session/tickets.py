@@ -19,7 +19,7 @@ from ..engine.work import Work
 _TICKET = struct.Struct("<QQQdQ")
 TICKET_BYTES = _TICKET.size
 
-STEP, ALLREDUCE, BROADCAST, BARRIER, GATHER, NORM, COMMIT, JOINED, TABLE = range(1, 10)
+STEP, ALLREDUCE, BROADCAST, BARRIER, GATHER, NORM, COMMIT, JOINED, TABLE, SPLIT = range(1, 11)
 CALLS = {
     STEP: "a training step",
     ALLREDUCE: "allreduce",
@@ -30,6 +30,7 @@ CALLS = {
     COMMIT: "the optimizer's step",
     JOINED: "the end of its batches (join)",
     TABLE: "load_state_dict with measured algorithms",
+    SPLIT: "making a smaller group",
 }
 
 

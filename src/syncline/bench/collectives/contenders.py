@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import registry
+from ... import collectives, registry
 from ...codecs import warmup_of
 from ...compression.compression import Compression
 from ...errors import UsageError
@@ -196,9 +196,9 @@ class Syncline:
         """Leave the group."""
         self._session.shutdown()
 
-    def _compile(self) -> Program:
+    def _compile(self) -> Program | collectives.Collective:
         if self._kind.name == "allreduce":
-            return self._session.program("allreduce", nbytes=self._array.nbytes)
+            return self._session.allreduce_program(self._array.nbytes)
         return compile_program(plan_of(self._runs, self._kind, self._session.group), self._seat.rank)
 
     def _compress(self) -> Compression | None:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from ...errors import MismatchError
-from ...session.session import BUCKET_KEYS, Session
+from ...session.communicator import BUCKET_KEYS
+from ...session.session import Session
 from .storage import as_bytes, distinct
 
 _PIECE_BYTES = 16 * 1024 * 1024

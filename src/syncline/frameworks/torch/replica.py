@@ -469,7 +469,7 @@ class Replica:
 
         def program() -> Program:
             kinds = [ticket.kind for ticket in meeting.tickets()]
-            return self.session.program("broadcast", root=kinds.index(STEP))
+            return self.session.broadcast_program(kinds.index(STEP))
 
         engine, key = self.session.engine, self.first_key + MODEL_KEYS - 1
         gate = self.staging.down(pair, meeting.work, "buffers")

@@ -16,7 +16,8 @@ from ...engine.work import Work
 from ...plans.messages import Program, compile_program
 from ...plans.plan import Plan
 from ...serving.protocol import Action, Apply, Ledger, Measure, Release, Request
-from ...session.session import WEIGHT_KEYS, Session
+from ...session.communicator import WEIGHT_KEYS
+from ...session.session import Session
 from .messages import check_fields, nonsense, read_message, receive_body, send_body
 from .records import pack, unpack
 from .shard import Record, Shard

@@ -26,7 +26,8 @@ import torch
 from ...compression.updates import Updates
 from ...errors import GradientError, UsageError
 from ...plans.messages import Program
-from ...session.session import WEIGHT_KEYS, Session
+from ...session.communicator import WEIGHT_KEYS
+from ...session.session import Session
 from ...session.tickets import COMMIT, NORM
 from .intact import Contents
 from .messages import read_message, receive_body, send_body

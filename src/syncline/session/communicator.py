@@ -1,0 +1,279 @@
+"""A group of workers and its collectives. There may be several in one process, overlapping; all workers is one of them.
+
+Every collective begins with an exchange of tickets (``tickets``). A communicator has ranks of its own, from 0, keys of
+its own, which tell its messages from those of others, and plans between its ranks only, so that several run at the same
+time in one process, each used by one thread at a time. In a group of one every collective is the identity. Nothing here
+knows frameworks: what is averaged are arrays.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import registry
+from ..collectives import Collective
+from ..engine.engine import Engine
+from ..errors import MismatchError, PeerTimeout, UsageError
+from ..nouns import Group
+from ..plans.messages import Program, compile_program
+from ..plans.plan import Plan
+from .member import Member
+from .tickets import ALLREDUCE, BARRIER, BROADCAST, CALLS, GATHER, SPLIT, STEP, Meeting, Ticket, ticket_table
+
+Array = NDArray[Any]
+Planner = Callable[[Group, int], Plan | Collective]
+
+# Keys tell the messages of exchanges in flight apart. The lowest are those of a model's buckets.
+BUCKET_KEYS = 1 << 20
+WEIGHT_KEYS = 2 * BUCKET_KEYS
+CALL_KEYS = 4 * BUCKET_KEYS
+"""Of the calls of all workers; those of further communicators come after them."""
+_CALLS_IN_FLIGHT = 1 << 12
+COMMUNICATORS = (8 * BUCKET_KEYS - CALL_KEYS) // _CALLS_IN_FLIGHT
+"""As many have keys of their own."""
+
+
+class Communicator:
+    """The workers with the process numbers ``ranks``, in this order, one of which this process may be.
+
+    ``plan`` gives the plan of an allreduce of so many bytes in a group, or what the message library does instead.
+    ``number`` is the same on all of them, and of no other communicator of the run.
+    """
+
+    def __init__(self, member: Member, ranks: Sequence[int], plan: Planner, number: int = 0) -> None:
+        self.member, self.ranks, self.number = member, tuple(ranks), number
+        nodes = member.group.nodes
+        self._group = Group(len(self.ranks), nodes=tuple(nodes[place] for place in self.ranks) if nodes else ())
+        self._plan = plan
+        self._calls = 0
+        self._next_key = 0
+
+    @property
+    def index(self) -> int:
+        """The number of this process in the run."""
+        return self.member.index
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether this process is one of the ranks; a server is not."""
+        return self.index in self.ranks
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank; a server answers with the last worker's, so that scripts that shard data go on."""
+        return self.ranks.index(self.index) if self.is_worker else len(self.ranks) - 1
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return len(self.ranks)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; raises ClosedError after the end, in forked children, and in a world of one worker."""
+        return self.member.engine
+
+    def name(self, rank: int) -> str:
+        """How messages call a rank."""
+        return self.member.name(self.ranks[rank])
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator of some of these ranks, None on the others; all of them call it with the same ranks.
+
+        What it runs is what this one runs, in a smaller group. Raises UsageError where the message library's own
+        collective takes the place of a plan, and for more communicators than have keys.
+        """
+        chosen = tuple(ranks)
+        if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.world_size)):
+            raise UsageError(f"ranks {chosen}: name some of 0 to {self.world_size - 1}, each once")
+        if not isinstance(self._plan(self._group, 1), Plan):
+            raise UsageError("the message library's own collective is between all ranks: choose ring, or another plan")
+        self.agree(SPLIT, zlib.crc32(str(chosen).encode()))
+        number = self.member.communicators
+        if number >= COMMUNICATORS:
+            raise UsageError(f"a run can have up to {COMMUNICATORS} communicators: use those that there are again")
+        self.member.communicators += 1
+        if self.rank not in chosen:
+            return None
+        return Communicator(self.member, [self.ranks[rank] for rank in chosen], self._plan, number)
+
+    # Collectives.
+
+    def meet(self, kind: int, argument: int = 0, weight: float = 0.0, flags: int = 0, announce: bool = True) -> Meeting:
+        """Start showing tickets to all workers; ``announce`` as for ``Engine.exchange``."""
+        self.member.check_usable()
+        if not self.is_worker:
+            raise UsageError(
+                f"{self.member.name(self.index)} takes no part in {CALLS[kind]}: servers run the script up to"
+                " syncline.prepare(), so make collective calls after it"
+            )
+        self._calls += 1
+        mine = Ticket(kind, self._calls, argument & 0xFFFFFFFFFFFFFFFF, weight, flags)
+        table = ticket_table(self.world_size, self.rank, mine)
+        work = None
+        if self.world_size > 1:
+            work = self.engine.exchange(
+                self._program("direct_all_gather"), table, self._call_key(), CALLS[kind], announce=announce
+            )
+        return Meeting(work, table, mine, lambda rank, theirs: self.mismatch(rank, theirs, mine))
+
+    def agree(self, kind: int, argument: int = 0, timeout: float | None = None) -> list[Ticket]:
+        """Meet and wait: returns when all workers have come for the same call."""
+        if not self.member.alone:
+            self.engine.check_not_driving()  # before anything of the call is under way
+        meeting = self.meet(kind, argument, announce=False)
+        if meeting.work is not None:
+            try:
+                self.engine.wait(meeting.work, timeout=timeout)
+            except PeerTimeout:
+                if timeout is None or self.engine.error is not None:
+                    raise  # the limit of progress, whose own error names them
+                missing = [rank for rank in meeting.missing() if self.ranks[rank] in self.engine.awaited]
+                names = ", ".join(self.name(rank) for rank in missing)
+                late = PeerTimeout(
+                    f"{CALLS[kind]}: not reached within {timeout:.1f} s by {names}",
+                    rank=self.ranks[missing[0]] if missing else -1,
+                )
+                self.member.fail(late)
+                raise late from None
+        return meeting.tickets()
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until all workers are here; PeerTimeout names those that are not within ``timeout`` seconds.
+
+        Servers, for which nobody waits, pass.
+        """
+        if self.is_worker:
+            self.agree(BARRIER, timeout=timeout)
+
+    def allreduce(self, array: Array, average: bool = True) -> None:
+        """Replace ``array`` (one-dimensional, contiguous) by the workers' mean, or sum, in place."""
+        if array.dtype.kind not in "fiuV" or array.dtype == np.bool_:
+            raise UsageError(f"allreduce cannot sum elements of type {array.dtype}")
+        if average and array.dtype.kind in "iu":
+            raise UsageError(f"the mean of {array.dtype} is not one: use op='sum'")
+        try:
+            self.agree(ALLREDUCE, _fingerprint(array, average))
+            if self.world_size > 1:
+                self.run(self.allreduce_program(array.nbytes), array, "allreduce")
+            if average:
+                np.divide(array, array.dtype.type(self.world_size), out=array)
+        except BaseException as error:
+            self.member.interrupted(error)
+            raise
+
+    def broadcast(self, array: Array, root: int = 0) -> None:
+        """Replace ``array`` on every worker by that of ``root``."""
+        if not 0 <= root < self.world_size:
+            raise UsageError(f"there is no rank {root} in a world of {self.world_size}")
+        try:
+            self.agree(BROADCAST, _fingerprint(array, root))
+            if self.world_size > 1:
+                self.run(self.broadcast_program(root), array, "broadcast")
+        except BaseException as error:
+            self.member.interrupted(error)
+            raise
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every worker's bytes, in rank order, on every worker."""
+        try:
+            return self._gather(data)
+        except BaseException as error:
+            self.member.interrupted(error)
+            raise
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        self.agree(GATHER)
+        if self.world_size == 1:
+            return [data]
+        gather = self._program("all_gather")
+        sizes = np.zeros(self.world_size, np.int64)
+        sizes[self.rank] = len(data)
+        self.engine.run(gather, sizes, self._call_key(), "gather")
+        widest = max(1, int(sizes.max()))
+        table = np.zeros(self.world_size * widest, np.uint8)
+        table[self.rank * widest : self.rank * widest + len(data)] = np.frombuffer(data, np.uint8)
+        self.engine.run(gather, table, self._call_key(), "gather")
+        return [table[rank * widest : rank * widest + int(size)].tobytes() for rank, size in enumerate(sizes)]
+
+    def tell_all(self, data: bytes, root: int = 0) -> bytes:
+        """The bytes of ``root`` on every worker; what others give does not count."""
+        size = np.array([len(data)], np.int64)
+        try:
+            self.broadcast(size, root)
+            body = np.zeros(int(size[0]), np.uint8)
+            if self.rank == root:
+                body[:] = np.frombuffer(data, np.uint8)
+            self.broadcast(body, root)
+            return body.tobytes()
+        except BaseException as error:
+            self.member.interrupted(error)
+            raise
+
+    def run(self, program: Program | Collective, array: Array, label: str) -> None:
+        """Run a plan, or a library's collective, over the workers' arrays, at the same point of their scripts."""
+        self.engine.run(program, array, self._call_key(), label)
+
+    # What runs.
+
+    def allreduce_program(self, nbytes: int) -> Program | Collective:
+        """This process's part in an allreduce of the workers, or what the message library does instead."""
+        found = self._plan(self._group, nbytes)
+        return compiled(among(found, self.ranks), self.index) if isinstance(found, Plan) else found
+
+    def broadcast_program(self, root: int = 0) -> Program:
+        """This process's part in a broadcast to the workers."""
+        return compiled(among(broadcast_plan(self.world_size, root), self.ranks), self.index)
+
+    def mismatch(self, rank: int, theirs: Ticket, ours: Ticket) -> MismatchError:
+        """The error for workers that came for different calls."""
+        hint = "check that every rank makes the same calls in the same order with the same sizes"
+        if STEP in (theirs.kind, ours.kind) and theirs.kind != ours.kind:
+            hint = "do all ranks have the same number of batches? if not, wrap the loop in `with syncline.join():`"
+        error = MismatchError(f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}; {hint}")
+        self.member.fail(error)
+        return error
+
+    def _program(self, algorithm: str) -> Program:
+        return compiled(among(planned(algorithm, Group(self.world_size)), self.ranks), self.index)
+
+    def _call_key(self) -> int:
+        self._next_key = (self._next_key + 1) % _CALLS_IN_FLIGHT
+        return CALL_KEYS + self.number * _CALLS_IN_FLIGHT + self._next_key
+
+
+@lru_cache(maxsize=256)
+def compiled(plan: Plan, index: int) -> Program:
+    """A process's part in a plan."""
+    return compile_program(plan, index)
+
+
+@lru_cache(maxsize=256)
+def planned(algorithm: str, group: Group) -> Plan:
+    """The plan of an algorithm that needs no arguments."""
+    plan: Plan = registry.get("algorithms", algorithm).target(group)
+    return plan
+
+
+@lru_cache(maxsize=64)
+def broadcast_plan(world: int, root: int) -> Plan:
+    """The plan of a broadcast to the first ``world`` processes."""
+    plan: Plan = registry.get("algorithms", "broadcast").target(Group(world), root=root)
+    return plan
+
+
+@lru_cache(maxsize=256)
+def among(plan: Plan, ranks: tuple[int, ...]) -> Plan:
+    """A plan between the processes ``ranks``."""
+    return plan if ranks == tuple(range(plan.world)) else plan.among(ranks)
+
+
+def _fingerprint(array: Array, extra: int) -> int:
+    """A number that differs when arrays of different size or type meet."""
+    return zlib.crc32(f"{array.size} {array.dtype} {int(extra)}".encode())

@@ -1,0 +1,122 @@
+"""This process in a run: its engine, how it calls the others, and its end.
+
+One process is one member, whatever groups it communicates in (``communicator``). Made where a run begins, ended where
+it ends; what the end says and hears of others is in ``ending``. Without a transport there is nobody to talk to: a world
+of one worker needs neither connections nor threads.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ..engine.engine import LIMIT_S, Engine
+from ..errors import ClosedError, PeerError, SynclineError
+from ..nouns import Group
+from ..transports import Transport
+from ..wire.member import Roll
+from .ending import Ending
+
+
+class Member:
+    """Process ``index`` of ``group``, which counts workers first and servers of their own after them."""
+
+    def __init__(
+        self,
+        group: Group,
+        index: int,
+        transport: Transport | None,
+        *,
+        roll: Roll | None = None,
+        local_rank: int = 0,
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        self.group, self.index = group, index
+        self.roll, self.local_rank = roll, local_rank
+        self.communicators = 1
+        """How many communicators there have been, the one of all workers included; the same on all workers."""
+        ending = self.ending = Ending(group, index, self.name)
+        self._pid = os.getpid()
+        self._closed = False
+        self._engine: Engine | None = None
+        if transport is not None:
+            self._engine = Engine(
+                transport,
+                limit_s=limit_s,
+                explain=ending.explain,
+                has_left=ending.has_left,
+                on_raise=ending.came_back,
+                find_culprit=ending.find_culprit,
+            )
+            ending.answer = self._engine.answer
+
+    @property
+    def alone(self) -> bool:
+        """True when there is nobody to exchange with."""
+        return self._engine is None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; raises ClosedError after the end and in forked children."""
+        self.check_usable()
+        if self._engine is None:
+            raise ClosedError("a world of one worker has no engine")
+        return self._engine
+
+    def name(self, index: int) -> str:
+        """How messages call a process."""
+        role = "" if index < self.group.workers else "server "
+        return role + (self.roll.name(index) if self.roll is not None else f"rank {index}")
+
+    @property
+    def forked(self) -> bool:
+        """True in a process that was forked from this one."""
+        return os.getpid() != self._pid
+
+    def check_usable(self) -> None:
+        """Raise ClosedError when nothing can be communicated (any more, or here)."""
+        if self.forked:
+            raise ClosedError(
+                "this process was forked from one that uses Syncline; only the parent can communicate: call"
+                " syncline.init() after starting processes, or start them with the spawn method"
+            )
+        if self._closed:
+            raise ClosedError("this session has been shut down")
+
+    def fail(self, error: Exception) -> None:
+        """This process gives up: tell everyone and end the engine. In a forked child it is none of its business."""
+        if self.forked:
+            return
+        if self._engine is not None:
+            self._engine.fail(error)
+        self.ending.tell(error)
+        self.ending.came_back()
+
+    def interrupted(self, error: BaseException) -> None:
+        """A call of several exchanges was left between two of them, by a signal's exception rather than one of ours."""
+        if self._engine is not None and self._engine.error is None and not isinstance(error, SynclineError):
+            self._engine.interrupted(error)
+
+    def on_peer_failure(self, verdict: PeerError) -> None:
+        """The watcher has found the first culprit: whoever waits here learns of it, with what it was waiting for."""
+        engine = self._engine
+        if engine is not None:
+            doing = f"{self.name(self.index)}: during {engine.doing}: {verdict}"
+            engine.fail(type(verdict)(doing, rank=verdict.rank, host=verdict.host))
+
+    def shutdown(self) -> Exception | None:
+        """End this process's part: finish what is under way, say goodbye, free everything. May be called again.
+
+        Returns the failure that ended the run, if no call has raised it and this process did not cause it.
+        """
+        if self._closed or self.forked:
+            return None
+        fault = None if self._engine is None else self._engine.close(before_end=self.ending.say_goodbye)
+        self._closed = True
+        self.ending.close()
+        return None if self.ending.known else fault or self.ending.verdict
+
+    def forget_in_child(self) -> None:
+        """In a forked child: close the parent's descriptors without a word."""
+        self.ending.forget_in_child()
+        if self._engine is not None:
+            self._engine.transport.close()

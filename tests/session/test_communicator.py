@@ -1,0 +1,159 @@
+"""Groups of workers in one process: several communicators, overlapping, at the same time."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from syncline import registry
+from syncline.errors import MismatchError, PlanError, UsageError
+from syncline.nouns import Group
+from syncline.plans.check import check
+from syncline.plans.plan import Plan
+from syncline.session.communicator import COMMUNICATORS, Communicator
+from syncline.session.session import Session
+
+GRID = ((0, 1), (2, 3))
+ROWS, COLUMNS = GRID, tuple(zip(*GRID, strict=True))
+ROUNDS = 20
+STRATEGIES = ["ring", "direct", "tree", "hierarchical", "ps(servers=1)"]
+
+
+def row_and_column(session: Session) -> tuple[Communicator, Communicator]:
+    """Those of this rank; all ranks make all groups, in the same order."""
+    mine = [made for ranks in (*ROWS, *COLUMNS) if (made := session.split(ranks)) is not None]
+    assert len(mine) == 2
+    return mine[0], mine[1]
+
+
+def collectives(communicator: Communicator, worker: int) -> list[Any]:
+    """Some of everything, of values that say which worker and round they are of."""
+    found: list[Any] = []
+    for number in range(ROUNDS):
+        array = np.full(5000 + number, 10.0**worker + number)
+        communicator.allreduce(array, average=False)
+        found.append(float(array[0]) if (array == array[0]).all() else array)
+        told = np.array([worker + number])
+        communicator.broadcast(told, root=1)
+        found += [int(told[0]), communicator.gather(b"%d" % worker)]
+        communicator.barrier()
+    return found
+
+
+def wanted(ranks: tuple[int, ...]) -> list[Any]:
+    found: list[Any] = []
+    for number in range(ROUNDS):
+        total = sum(10.0**rank + number for rank in ranks)
+        found += [total, ranks[1] + number, [b"%d" % rank for rank in ranks]]
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_and_columns_of_a_grid_communicate_at_the_same_time(group: Any, strategy: str) -> None:
+    """Every worker is in a row and in a column, and runs the collectives of both in threads of their own."""
+
+    def body(session: Session) -> Any:
+        if not session.is_worker:
+            return None
+        both = row_and_column(session)
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(lambda communicator: collectives(communicator, session.rank), both))
+        return [communicator.ranks for communicator in both], found
+
+    for index, (groups, found) in enumerate(group(strategy, 4, body)[:4]):
+        assert groups == [ROWS[index // 2], COLUMNS[index % 2]]
+        assert found == [wanted(groups[0]), wanted(groups[1])]
+
+
+def test_exchanges_of_two_groups_and_of_all_are_under_way_together(group: Any) -> None:
+    def body(session: Session) -> Any:
+        row, column = row_and_column(session)
+        arrays = [np.full(70_000, 1.0 + session.rank) for _ in range(3)]
+        works = [
+            communicator.engine.exchange(communicator.allreduce_program(array.nbytes), array, key, "all")
+            for key, (communicator, array) in enumerate(zip((column, session, row), arrays, strict=True))
+        ]
+        session.engine.wait(*works)
+        return [float(array[0]) for array in arrays]
+
+    found = group("ring", 4, body)
+    assert found == [[4.0, 10.0, 3.0], [6.0, 10.0, 3.0], [4.0, 10.0, 7.0], [6.0, 10.0, 7.0]]
+
+
+def test_a_group_has_ranks_and_an_order_of_its_own(group: Any) -> None:
+    def body(session: Session) -> Any:
+        turned = session.split([3, 1])
+        if turned is None:
+            return None
+        smaller = turned.split([1])
+        return turned.rank, turned.gather(b"%d" % session.rank), turned.name(0), smaller and smaller.gather(b"alone")
+
+    found = group("ring", 4, body)
+    assert found == [None, (1, [b"3", b"1"], "rank 3", [b"alone"]), None, (0, [b"3", b"1"], "rank 3", None)]
+
+
+def test_workers_that_make_different_groups_are_named(group: Any) -> None:
+    def body(session: Session) -> None:
+        session.split([0, 1] if session.rank != 2 else [0, 2])
+
+    with pytest.raises(MismatchError, match=r"rank 2 is at making a smaller group.*while rank"):
+        group("ring", 3, body)
+
+
+def test_a_fault_in_a_group_names_the_rank_by_its_number_in_the_run(group: Any) -> None:
+    def body(session: Session) -> None:
+        smaller = session.split([1, 2])
+        if smaller is not None:
+            smaller.allreduce(np.zeros(3 if session.rank == 2 else 4))
+
+    with pytest.raises(MismatchError, match=r"rank [12] is at allreduce .* while rank [12] is at allreduce"):
+        group("ring", 3, body)
+
+
+@pytest.mark.parametrize("ranks", [[], [0, 0], [0, 4], [-1]])
+def test_a_group_that_cannot_be_is_refused_before_anybody_waits(group: Any, ranks: list[int]) -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(UsageError, match="name some of 0 to 3, each once"):
+            session.split(ranks)
+
+    group("ring", 4, body)
+
+
+def test_there_are_as_many_groups_as_have_keys(group: Any) -> None:
+    def body(session: Session) -> int:
+        for _ in range(COMMUNICATORS - 1):
+            last = session.split([0, 1])
+        assert last is not None
+        array = np.ones(3)
+        last.allreduce(array, average=False)
+        with pytest.raises(UsageError, match=f"up to {COMMUNICATORS} communicators"):
+            session.split([0, 1])
+        return int(array.sum())
+
+    assert group("ring", 2, body) == [6, 6]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_a_plan_among_other_numbers_is_as_right(data: st.DataObject) -> None:
+    numbers = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=9, unique=True))
+    for entry in registry.entries("algorithms"):
+        if entry.capabilities.get("goal") != "allreduce" or entry.name == "ps":
+            continue
+        plan: Plan = entry.target(Group(len(numbers)))
+        there = plan.among(numbers)
+        check(there)
+        assert there.members == tuple(numbers[rank] for rank in plan.members)
+        assert [(numbers[t.src], numbers[t.dst]) for t in plan] == [(t.src, t.dst) for t in there]
+
+
+def test_numbers_that_are_no_ranks_are_refused() -> None:
+    plan: Plan = registry.get("algorithms", "ring").target(Group(3))
+    for numbers in ([0, 1], [0, 1, 1], [0, 1, 2, 3]):
+        with pytest.raises(PlanError, match="3 ranks need as many different numbers"):
+            plan.among(numbers)
