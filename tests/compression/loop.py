@@ -18,8 +18,11 @@ def untouched(src: int, dst: int, data: np.ndarray) -> np.ndarray:  # noqa: ARG0
     return data
 
 
-def run(ranks: Sequence[Reducer], alter: Alter = untouched) -> int:
-    """Drive the reducers of all processes to their ends; the bytes sent. ``alter`` is the wire."""
+def run(ranks: Sequence[Reducer], alter: Alter = untouched, summed: Callable[[int], None] = lambda _: None) -> int:
+    """Drive the reducers of all processes to their ends; the bytes sent in messages.
+
+    ``alter`` is the wire; ``summed`` is told the bytes of every array that the workers sum.
+    """
     asked: list[Round | Sum | None] = [next(reducer, None) for reducer in ranks]
     under_way: dict[tuple[int, int], deque[np.ndarray]] = {}
     sent = 0
@@ -27,7 +30,9 @@ def run(ranks: Sequence[Reducer], alter: Alter = untouched) -> int:
     while any(one is not None for one in asked):
         moved = False
         if all(one is None or isinstance(one, Sum) for one in asked):
-            _sum([one for one in asked if isinstance(one, Sum)])
+            together = [one for one in asked if isinstance(one, Sum)]
+            summed(together[0].array.nbytes)
+            _sum(together)
             for rank, one in enumerate(asked):
                 if one is not None:
                     asked[rank] = _go_on(ranks[rank], [])

@@ -35,6 +35,7 @@ class Served:
     ) -> None:
         layers = [Layer(Spec(f"p{number}", shape, dtype)) for number, shape in enumerate(SHAPES)]
         slices = [Slice(number, 0, layer.spec.elements) for number, layer in enumerate(layers)]
+        self.layers = layers
         self.buckets = [Bucket((part,), dtype) for part in slices] if single else [Bucket(tuple(slices), dtype)]
         self.workers, places = workers, tuple(range(workers, workers + servers)) or tuple(range(owners))
         self.rooms = [Counted() for _ in range(workers + servers)]

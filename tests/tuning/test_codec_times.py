@@ -10,6 +10,7 @@ import pytest
 
 from syncline import registry
 from syncline.codecs import Codec, Floats, State, Wraps, fresh_state
+from syncline.compression.reducers.ways import WAYS
 from syncline.errors import UsageError
 from syncline.nouns import Spec
 from syncline.strategy.grammar import read_part
@@ -36,7 +37,7 @@ def test_codecs_beside_each_other_share_their_addition() -> None:
     assert first.np_add_s == second.np_add_s
     assert (first.feedback, second.feedback) == (False, True)
     assert first.nbytes == build("codecs", read_part("int8")).wire_bytes(Spec("", (N,)))[0]
-    assert first.exchange.combine == "owner"
+    assert first.exchange.way is WAYS["owner"]
 
 
 def test_texts_are_canonical_and_feedback_is_told_apart() -> None:
@@ -107,6 +108,9 @@ class Halves:
         yield x[: x.size // 2]
         yield x[x.size // 2 :]
         x[:] = 0
+
+    def rounds(self, spec: Spec) -> tuple[int, int]:
+        return spec.elements // 2, spec.elements - spec.elements // 2
 
 
 def test_a_codec_of_rounds_is_driven_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

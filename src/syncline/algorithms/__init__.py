@@ -8,3 +8,38 @@ question. Nothing here knows about bytes, transports or clocks.
 In the costs: n bytes, N workers, a s per message, b s per byte, g s per byte reduced, one full-duplex port per rank,
 lg = ceil(log2 N).
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..nouns import Group
+from ..plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who does what in an architecture in which some processes own the sums, one part each, and the workers ask them.
+
+    An algorithm declares them with ``roles=``, a function of its arguments. ``owners`` is how many there are: processes
+    of their own, after the workers, where ``apart``, else the first workers. Where they hold the weights they apply the
+    update too; otherwise they only sum, and every worker updates by itself. ``halves`` gives the plans of push and pull
+    of a group, ``beside`` is the algorithm for what the workers reduce among themselves.
+    """
+
+    owners: int
+    apart: bool
+    holds_weights: bool
+    halves: Callable[[Group], tuple[Plan, Plan]]
+    beside: str = "ring"
+
+    @property
+    def servers(self) -> int:
+        """How many processes there are beside the workers."""
+        return self.owners if self.apart else 0
+
+    def places(self, workers: int) -> tuple[int, ...]:
+        """The processes that own a part, in the order of parts."""
+        first = workers if self.apart else 0
+        return tuple(range(first, first + self.owners))

@@ -13,15 +13,22 @@ GPU/CPU clusters" (BytePS), OSDI 2020.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from ..errors import UsageError
 from ..nouns import Group
 from ..plans.plan import COPY, REDUCE, Plan
 from ..registry import register
+from . import Roles
 
 
-@register("algorithms", "ps", goal="allreduce", always_print=("servers",))
+def _roles(servers: int, on: Literal["ranks", "workers"], update: Literal["server", "worker"]) -> Roles:
+    halves = partial(push_and_pull, servers=servers, on=on)
+    return Roles(servers, apart=on == "ranks", holds_weights=update == "server", halves=halves)
+
+
+@register("algorithms", "ps", goal="allreduce", always_print=("servers",), roles=_roles)
 def ps(
     group: Group,
     *,

@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | None) -> None:
     """Draw the plan of ALGORITHM, such as ring, "ps(servers=2)" or broadcast."""
     from ..report.draw import draw_plan
-    from ..strategy.parts import bind, build
+    from ..strategy.parts import bind, build, roles_of
 
     part = _planned(algorithm)
     if servers is not None:
         part = type(part)(part.name, (*part.args, ("servers", servers)))
     part = bind("algorithms", part)
-    own = part.arguments.get("servers", 0) if part.arguments.get("on", "ranks") == "ranks" else 0
-    click.echo(draw_plan(build("algorithms", part, _group(ranks, nodes, own))))
+    roles = roles_of(part)
+    group = _group(ranks, nodes, 0 if roles is None else roles.servers)
+    click.echo(draw_plan(build("algorithms", part, group)))
 
 
 def _planned(text: str) -> Part:

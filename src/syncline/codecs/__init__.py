@@ -19,7 +19,7 @@ something that is not finite, its residual stays as it was, and ``Encoded.finite
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -162,9 +162,13 @@ class Rounds(Protocol):
         """Replace ``x``, this rank's share of the mean of a tensor's gradients, by the sum over all ranks.
 
         Each array that is yielded is to be replaced, in place, by its sum over the ranks, the same bits on all of them;
-        how many there are and their sizes follow from the tensor alone. ``x`` is the room of the work, and has the
-        result at the end, the same bits on all ranks. Returns whether this rank's own input was finite.
+        how many there are and their sizes follow from the tensor alone (``rounds``). ``x`` is the room of the work, and
+        has the result at the end, the same bits on all ranks. Returns whether this rank's own input was finite.
         """
+        ...
+
+    def rounds(self, spec: Spec) -> Sequence[int]:
+        """The elements of each array that ``average`` yields for a tensor, in order."""
         ...
 
 

@@ -54,8 +54,12 @@ class PowerSGD:
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
         """The two factors of both rounds, or the tensor itself."""
-        nbytes = 4 * (self.rank * sum(_sides(spec)) if self._factors(spec) else spec.elements)
+        nbytes = 4 * sum(self.rounds(spec))
         return nbytes, nbytes
+
+    def rounds(self, spec: Spec) -> tuple[int, ...]:
+        """P and Q, or the tensor itself."""
+        return tuple(self.rank * side for side in _sides(spec)) if self._factors(spec) else (spec.elements,)
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
         """With a random Q, the same on all ranks."""

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..codecs import Codec, Floats, State, Stochastic, codec_of, relay_of
+from ..codecs import Applied, Codec, Floats, State, Stochastic, codec_of, relay_of
 from ..codecs.dense import Uncompressed
 from ..errors import UsageError
 from ..nouns import Bucket, Layer
-from .reducers import Part, Place, Reducer, pieces
+from .reducers import Part, Place, Reducer
 from .reducers.owners import collecting, share_out
+from .reducers.ways import pieces, way_of
 
 log = logging.getLogger("syncline")
 
@@ -228,9 +229,9 @@ class Compression:
         found, at = [], 0
         for part in self._buckets[number].slices:
             name, one = self._specs[part.tensor].name, self._codecs[part.tensor]
-            codec = Uncompressed(one.codec.block) if step is not None and step < one.warmup else one.codec
             here = array[at : at + part.elements]
-            found.append(Part(name, codec, here, self._states[part.tensor], self._again[part.tensor], part.start))
+            states = self._states[part.tensor], self._again[part.tensor]
+            found.append(Part(name, codec_at(one, step), here, *states, part.start))
             at += part.elements
         return found
 
@@ -248,7 +249,7 @@ class Compression:
             return
         for number in range(len(self._buckets)):
             parts = self.parts(number, np.empty(self._buckets[number].elements, np.float32))
-            wanted = [part for part in parts if self._served or part.codec.combine == "owner"]
+            wanted = [part for part in parts if self._served or way_of(part.codec).again]
             yield from share_out(wanted, len(self.place.owners))[self.place.owner]
 
     def _check_cuts(self, bucket: Bucket) -> None:
@@ -263,6 +264,12 @@ class Compression:
                     f"{codec} compresses {what}, and this schedule cuts {spec.name!r} at element {part.start}: use"
                     " schedule=fixed"
                 )
+
+
+def codec_at(applied: Applied, step: int | None) -> Codec:
+    """What a tensor's gradients are encoded with at a step; without one, at most."""
+    warming = step is not None and step < applied.warmup
+    return Uncompressed(applied.codec.block) if warming else applied.codec
 
 
 def _arrays_of(state: State) -> Iterator[tuple[str, Array]]:

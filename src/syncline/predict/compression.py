@@ -1,20 +1,22 @@
 """Does compression pay? Seconds of an allreduce with and without a codec, and the link speed where they are equal.
 
-Owns the model and nothing else: what a codec costs is measured elsewhere and handed in as numbers.
+Owns the model and nothing else: what a codec costs is measured elsewhere and handed in as numbers, and what travels and
+is computed is what the way says of itself in which payloads become one (``compression.reducers``).
 
 Theory. N ranks exchange n elements over links of R bit/s, one full-duplex port per rank. Latencies are left out, since
 they are nearly the same on both sides. Encoding and decoding stand before and after the sending; what a schedule
-overlaps makes compression better than it looks here. Dense, every rank sends 2(N-1)/N arrays of 32 bits per element and
-adds (N-1)/N of one. With a codec, by how its payloads combine:
+overlaps makes compression better than it looks here. Messages that travel at the same time take as long as the busiest
+port carries them, and what is summed, gradients or payloads, 2(N-1)/N of the array, below which no allreduce gets
+(Patarasuk, Yuan, JPDC 2009). Adding takes as long as ``np.add``, per byte. For the busiest rank that makes
 
-    combine   payloads sent   encodes    decodes (and adds)   adds of payloads
-    sum       2(N-1)/N        1          1                    (N-1)/N, at the cost of ``np.add`` per byte
-    owner     2(N-1)/N        1 + 1/N    2: N payloads of the own part, and the N parts of the result
-    gather    N-1             1          N
-    merge     2 lg N          1          lg N + 1: a merge counts as a decode
-    rounds    2(N-1)/N        1          1                    (N-1)/N, as sum
+    way       payloads sent   encodes    decodes (and adds)   adds of payloads
+    summed    2(N-1)/N        1          1                    (N-1)/N
+    owners    2(N-1)/N        1 + 1/N    2: N payloads of the own part, and the N parts of the result
+    gathered  N-1             1          N
+    merged    2 lg N          1          lg N + 1: a merge counts as a decode
+    rounds    2(N-1)/N        1          1                    (N-1)/N, as summed
 
-A link of R bit/s moves an array of b bits in b/R seconds, so compression pays while
+and some heads of messages. A link of R bit/s moves an array of b bits in b/R seconds, so compression pays while
 
     (dense bits - codec's bits) / R  >  codec's computing - dense computing
 
@@ -26,10 +28,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..codecs.dense import Dense
+from ..compression.reducers import Flows, Way
+from ..compression.reducers.ways import WAYS
+from ..compression.traffic import without_data
+from ..nouns import Spec
+
 ANY_LINK_BIT_PER_S = 1e12
 """Stands for any link: with a codec that computes less than the dense allreduce adds, no speed is too much."""
 
-_FLOAT_BITS = 32
+_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -37,10 +45,10 @@ class Exchange:
     """An allreduce of ``elements`` float32 whose gradients travel as payloads of ``nbytes``.
 
     ``encode_s`` and ``decode_s`` (decode and add) are of all elements on one core, ``add_s`` is that of adding two
-    dense arrays of them. ``combine`` is how payloads become one.
+    dense arrays of them. ``way`` is how payloads become one.
     """
 
-    combine: str
+    way: Way
     elements: int
     nbytes: float
     encode_s: float
@@ -48,20 +56,19 @@ class Exchange:
     add_s: float
 
     def sent_bits(self, workers: int) -> float:
-        """Bits that the busiest rank sends."""
-        sends = {"gather": workers - 1.0, "merge": 2.0 * _levels(workers)}
-        return 8 * self.nbytes * sends.get(self.combine, 2 * _others(workers))
+        """Bits that the busiest ports carry, in one direction, one step after the other."""
+        if self.way.carrier is None:
+            return 8 * self.nbytes * 2 * (workers - 1) / workers
+        spec = Spec("gradient", (self.elements,))
+        part = without_data(spec.name, _Measured(self.nbytes / self.elements), spec, 0, self.elements)
+        steps = (step for one in self.way.traffic([part], workers, range(workers)) for step in one)
+        return 8.0 * sum(step.busiest_bytes() for step in steps if isinstance(step, Flows))
 
     def computing_s(self, workers: int) -> float:
         """Seconds of encoding, decoding and adding on one rank."""
-        if self.combine == "owner":
-            return self.encode_s * (1 + 1 / workers) + 2 * self.decode_s
-        if self.combine == "gather":
-            return self.encode_s + workers * self.decode_s
-        if self.combine == "merge":
-            return self.encode_s + (_levels(workers) + 1) * self.decode_s
-        share = 8 * self.nbytes / (_FLOAT_BITS * self.elements)
-        return self.encode_s + self.decode_s + _others(workers) * share * self.add_s
+        encodes, decodes, adds = self.way.computing(workers)
+        share = self.nbytes / (_FLOAT_BYTES * self.elements)
+        return encodes * self.encode_s + decodes * self.decode_s + adds * share * self.add_s
 
     def allreduce_s(self, workers: int, bit_per_s: float) -> float:
         """Seconds of the whole allreduce over links of that speed."""
@@ -84,14 +91,15 @@ class Exchange:
 
 def dense(elements: int, add_s: float) -> Exchange:
     """The allreduce without compression."""
-    return Exchange("sum", elements, 4 * elements, 0.0, 0.0, add_s)
+    return Exchange(WAYS["sum"], elements, _FLOAT_BYTES * elements, 0.0, 0.0, add_s)
 
 
-def _others(workers: int) -> float:
-    """The share of an array that belongs to the other ranks."""
-    return (workers - 1) / workers
+@dataclass(frozen=True)
+class _Measured(Dense):
+    """Stands for a codec of which the size of payloads is known and nothing else; it may be cut anywhere."""
 
+    bytes_per_element: float = _FLOAT_BYTES
 
-def _levels(workers: int) -> int:
-    """The levels of a binomial tree over the workers."""
-    return (workers - 1).bit_length()
+    def wire_bytes(self, spec: Spec) -> tuple[int, int]:
+        nbytes = round(self.bytes_per_element * spec.elements)
+        return nbytes, nbytes

@@ -114,8 +114,8 @@ class Session(Communicator):
             return self.strategy.collective
         if self.choice is not None:
             return planned(self.choice.at(nbytes), group)
-        if self.strategy.architecture.name == "ps":
-            return planned("ring", group)
+        if self.strategy.roles is not None:
+            return planned(self.strategy.roles.beside, group)
         return self.strategy.plan(group)
 
     def bucket_program(self, nbytes: int) -> Program | Collective:
@@ -134,7 +134,7 @@ class Session(Communicator):
         """What the strategy's codec does to a model's buckets; None where they travel as they are."""
         if self.strategy.codec == NONE:
             return None
-        served, held = self.strategy.architecture.name == "ps", self.strategy.server_holds_weights
+        served, held = self.strategy.roles is not None, self.strategy.server_holds_weights
         codec, name = self.strategy.codec_object(), self.member.name(self.index)
         return Compression(codec, layers, buckets, arrays, self._place(), served=served, held=held, name=name)
 
@@ -149,12 +149,9 @@ class Session(Communicator):
 
     def _place(self) -> Place:
         """This process among those that reduce what is compressed: owners are the servers, or else all workers."""
-        workers, architecture = self.group.workers, self.strategy.architecture
-        owners = range(workers)
-        if architecture.name == "ps":
-            first = 0 if architecture["on"] == "workers" else workers
-            owners = range(first, first + architecture["servers"])
-        return Place(self.index, workers, tuple(owners), self.engine.room)
+        workers, roles = self.group.workers, self.strategy.roles
+        owners = tuple(range(workers)) if roles is None else roles.places(workers)
+        return Place(self.index, workers, owners, self.engine.room)
 
     def run_by(self, choice: Choice) -> None:
         """From now on choose the algorithm by size: ``architecture=auto``. All workers call it with the same table."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import registry
+from ..algorithms import Roles
 from ..errors import NotBuiltError, StrategyError
 from .grammar import Part, check_value, nearest, read_value, write_value
 
@@ -57,6 +58,17 @@ def build(kind: str, part: Part, *positional: Any) -> Any:
         name: build(kind, value) if isinstance(value, Part) else value for name, value in bound.arguments.items()
     }
     return registry.get(kind, part.name).target(*positional, **arguments)
+
+
+def roles_of(part: Part) -> Roles | None:
+    """The roles that a bound architecture declares; None where all workers are alike, or a library sees to it."""
+    if part.name not in registry.names("algorithms"):
+        return None
+    declared = registry.get("algorithms", part.name).capabilities.get("roles")
+    if declared is None:
+        return None
+    roles: Roles = declared(**part.arguments)
+    return roles
 
 
 def write(kind: str, part: Part) -> str:

@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, get_args
 
 from .. import registry
+from ..algorithms import Roles
 from ..codecs import NeedsFeedback, Wraps, relay_of, warmup_of
+from ..compression.reducers.ways import way_of
 from ..errors import UsageError
 from ..schedules import Application, Phases, Release
 from .grammar import Part
-from .parts import build, write
+from .parts import build, roles_of, write
 from .words import AUTO, BSP, NONE, WORDS, bind_word
 
 if TYPE_CHECKING:
@@ -40,17 +43,20 @@ class Combination:
         for word in WORDS:
             yield word, getattr(self, word)
 
+    @cached_property
+    def roles(self) -> Roles | None:
+        """Who owns what, in an architecture in which not all workers are alike."""
+        return roles_of(self.architecture)
+
     @property
     def servers(self) -> int:
         """How many server processes of their own the strategy needs, beside the workers."""
-        if self.architecture.name != "ps" or self.architecture.arguments.get("on") == "workers":
-            return 0
-        return int(self.architecture["servers"])
+        return 0 if self.roles is None else self.roles.servers
 
     @property
     def server_holds_weights(self) -> bool:
         """True when servers apply the update; False when every worker does."""
-        return self.architecture.name == "ps" and self.architecture.arguments.get("update") == "server"
+        return self.roles is not None and self.roles.holds_weights
 
     @property
     def collective(self) -> Collective | None:
@@ -117,11 +123,11 @@ def _nccl_knows_collectives_only(given: Combination) -> Fault | None:
     return reason, [{"architecture": Part("native")}, {"transport": _with(given.transport, backend="gloo")}]
 
 
-def _ps_needs_a_server(given: Combination) -> Fault | None:
-    if given.architecture.name != "ps" or given.architecture["servers"] >= 1:
+def _servers_are_needed(given: Combination) -> Fault | None:
+    if given.roles is None or given.roles.owners >= 1:
         return None
-    reason = f"a parameter server needs at least one server, got servers={given.architecture['servers']}"
-    return reason, [{"architecture": _with(given.architecture, servers=1)}]
+    reason = f"{write('algorithms', given.architecture)} has no server, and at least one has to own the sums"
+    return reason, _variants(given.architecture, lambda roles: roles.owners >= 1)
 
 
 def _weights_follow_updates(given: Combination) -> Fault | None:
@@ -131,8 +137,10 @@ def _weights_follow_updates(given: Combination) -> Fault | None:
     inner = relay_of(codec.codec if isinstance(codec, Wraps) else codec)
     if inner.contraction or not inner.biased:
         return None
-    reason = f"codec={given.codec.name} does not say how large an update is, and ps(update=server) tells updates"
-    return reason, [{"architecture": _with(given.architecture, update="worker")}, {"codec": NONE}]
+    reason = (
+        f"codec={given.codec.name} does not say how large an update is, and servers that hold the weights tell updates"
+    )
+    return reason, [*_variants(given.architecture, lambda roles: not roles.holds_weights), {"codec": NONE}]
 
 
 def _memory_needs_feedback(given: Combination) -> Fault | None:
@@ -146,7 +154,7 @@ def _memory_needs_feedback(given: Combination) -> Fault | None:
 
 
 def _rounds_need_sums(given: Combination) -> Fault | None:
-    if given.architecture.name != "ps" or given.codec == AUTO or _codec_of(given).combine != "rounds":
+    if given.roles is None or given.codec == AUTO or way_of(_codec_of(given)).servable:
         return None
     codec = write("codecs", given.codec)
     reason = f"codec={codec} needs sums over the workers while it computes, which servers do not make"
@@ -193,10 +201,8 @@ def _servers_that_sum_count_no_steps(given: Combination) -> Fault | None:
     if not warmup_of(_codec_of(given)):
         return None
     reason = "servers that only sum do not know whether a resumed run still warms up"
-    return reason, [
-        {"architecture": _with(given.architecture, update="server")},
-        {"codec": _with(given.codec, warmup=0)},
-    ]
+    others = _variants(given.architecture, lambda roles: roles.holds_weights)
+    return reason, [*others, {"codec": _with(given.codec, warmup=0)}]
 
 
 def _feedback_needs_a_contraction(given: Combination) -> Fault | None:
@@ -216,7 +222,7 @@ RULES: tuple[Callable[[Combination], Fault | None], ...] = (
     _native_needs_its_library,
     _native_sends_what_it_is_given,
     _nccl_knows_collectives_only,
-    _ps_needs_a_server,
+    _servers_are_needed,
     _weights_follow_updates,
     _memory_needs_feedback,
     _rounds_need_sums,
@@ -230,6 +236,19 @@ RULES: tuple[Callable[[Combination], Fault | None], ...] = (
 
 def _with(part: Part, **changes: Any) -> Part:
     return Part(part.name, tuple((part.arguments | changes).items()))
+
+
+def _variants(architecture: Part, wanted: Callable[[Roles], bool]) -> list[dict[str, Part]]:
+    """The architecture with one argument changed, to 1 or one of a few values, where its roles are as ``wanted``."""
+    found = []
+    for parameter in registry.get("algorithms", architecture.name).parameters:
+        few: dict[Any, tuple[Any, ...]] = {int: (1,), bool: (True, False)}
+        for value in few.get(parameter.annotation, get_args(parameter.annotation)):
+            changed = _with(architecture, **{parameter.name: value})
+            roles = roles_of(changed)
+            if roles is not None and wanted(roles):
+                found.append({"architecture": changed})
+    return found
 
 
 def _codec_of(given: Combination) -> Codec:

@@ -12,6 +12,7 @@ their defaults when a strategy is built, and left out again when it is printed. 
 for this file, ``words``, ``rules`` and ``parts``:
 
     goal="allreduce"        (algorithms, collectives) only these are architectures
+    roles=callable          (algorithms) takes the arguments and gives the ``Roles`` of an architecture with owners
     always_print=(names)    arguments that are printed even at their default
     wraps="name"            (codecs) the argument that takes another codec, written without its name
     examples=("a(b=1)",)    (codecs) texts that tests and tables try; by default the bare name
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import registry
 from ..codecs import Chooses
+from ..compression.reducers.ways import OWNERS, way_of
 from ..errors import StrategyError, UsageError
 from ..nouns import Group
 from .grammar import Part, nearest, read_part, read_words
@@ -44,9 +46,6 @@ if TYPE_CHECKING:
     from ..sync import SyncMode
 
 _DEFAULTS = {"sync": "bsp", "codec": "none", "schedule": "auto", "transport": "auto"}
-
-_CARRIERS = {"owner": "direct", "gather": "direct", "merge": "tree"}
-"""What compressed gradients that no plan can sum travel by, whatever architecture was asked for; a server stays one."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Strategy(Combination):
         if transport == AUTO:
             if inproc:
                 transport = Part("inproc")
-            elif self.architecture.name == "native":
+            elif self.collective is not None:
                 transport = Part("torch")
             elif hosts == 1 or hosts == group.processes:
                 transport = Part("shm" if hosts == 1 else "tcp")
@@ -123,8 +122,8 @@ class Strategy(Combination):
             # several ranks; elsewhere a ring keeps every link evenly busy.
             architecture = Part({"shm": "direct", "auto": "hierarchical"}.get(transport.name, "ring"))
         codec = NONE if self.codec == AUTO else self.codec
-        carrier = _CARRIERS.get(replace(self, codec=codec).codec_object().combine)
-        if carrier is not None and architecture.name != "ps":
+        carrier = way_of(replace(self, codec=codec).codec_object()).carrier
+        if carrier is not None and self.roles is None:
             architecture = Part(carrier)
         schedule = Part("fixed") if self.schedule == AUTO else self.schedule
         resolved = replace(self, architecture=architecture, codec=codec, schedule=schedule, transport=transport)
@@ -150,28 +149,35 @@ class Strategy(Combination):
             )
         return _planned(registry.get("algorithms", architecture.name).target, architecture.args, group)
 
+    def halves(self, group: Group) -> tuple[Plan, Plan]:
+        """The plans of push and pull, where servers hold the weights; raises UsageError where nobody owns any."""
+        roles = self.roles
+        if roles is None:
+            raise UsageError(f"{self.architecture.name} has no servers to push to and to pull from")
+        push, pull = roles.halves(group)
+        for half in (push, pull):
+            if half.owners != roles.places(group.workers):
+                raise UsageError(
+                    f"{half.name} leaves its parts with {half.owners}, and the roles of {self.architecture.name} say"
+                    f" {roles.places(group.workers)}: let the algorithm declare the owners that its plans have"
+                )
+        return push, pull
+
     @property
     def exchange(self) -> str:
         """How gradients become one average, in words; for a resolved strategy."""
         name = self.architecture.name
         if self.codec == NONE:
             return f"allreduce by {name}"
-        served = name == "ps"
-        owners = "servers" if served else "owners"
-        again = f"payloads are added up at {owners}, encoded again and given to all"
         if self.server_holds_weights:
-            again = "payloads are added up at servers, and what their update changes in the weights is encoded for all"
-        words = {
-            "sum": again if served else f"payloads are summed by {name}",
-            "owner": again,
-            "gather": again if served else "all payloads are gathered by all",
-            "merge": again if served else "payloads are merged on a tree",
-            "rounds": f"factors are summed by {name}",
-        }
+            return "payloads are added up at servers, and what their update changes in the weights is encoded for all"
+        if self.roles is not None:
+            return OWNERS.words.format(owners="servers")
         codec = self.codec_object()
-        if isinstance(codec, Chooses) and not served:
-            return f"small tensors are summed by {name}; of others, {words[codec.combine]}, or {again}"
-        return words[codec.combine]
+        words = way_of(codec).words.format(architecture=name, owners="owners")
+        if isinstance(codec, Chooses):
+            return f"small tensors are summed by {name}; of others, {words}, or {OWNERS.words.format(owners='owners')}"
+        return words
 
     def schedule_object(self) -> Schedule:
         """The schedule that the engine reads; raises UsageError while it is ``auto``."""

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from .. import registry
+from ..compression.reducers.ways import way_of
 from ..errors import PlanError, UsageError
 from ..nouns import Group
 from ..plans.check import check
@@ -46,9 +47,9 @@ def mode() -> str:
 
 def is_wanted(asked: Strategy, resolved: Strategy, workers: int) -> bool:
     """Whether there is something to choose by measuring: for ``auto``, among plans, between workers."""
-    if resolved.codec_object().combine not in ("sum", "rounds"):
+    if way_of(resolved.codec_object()).carrier is not None:
         return False  # no plan carries such payloads
-    return asked.architecture == AUTO and workers > 1 and resolved.architecture.name != "native" and mode() != "off"
+    return asked.architecture == AUTO and workers > 1 and resolved.collective is None and mode() != "off"
 
 
 def tune(session: Session) -> None:
@@ -73,7 +74,7 @@ _ONE_PASS_BYTES = 1 << 20
 def candidates(strategy: Strategy, group: Group) -> dict[str, Plan]:
     """The plans to choose from by name, no two the same; the choice by topology comes first.
 
-    ``strategy`` is resolved. Algorithms that need arguments, or servers, have no plan for the group and are left out.
+    ``strategy`` is resolved. Algorithms that need arguments, or have servers, are left out.
     """
     plans = _plans(strategy, group)
     return {name: plans[name] for name in _distinct(plans)}
@@ -81,7 +82,11 @@ def candidates(strategy: Strategy, group: Group) -> dict[str, Plan]:
 
 def _plans(strategy: Strategy, group: Group) -> dict[str, Plan]:
     """Every allreduce that can be planned: topology's choice, then what comes with Syncline, plainer names first."""
-    entries = [entry for entry in registry.entries("algorithms") if entry.capabilities.get("goal") == "allreduce"]
+    entries = [
+        entry
+        for entry in registry.entries("algorithms")
+        if entry.capabilities.get("goal") == "allreduce" and "roles" not in entry.capabilities
+    ]
     named = strategy.architecture.name
     entries.sort(key=lambda entry: (entry.name != named, not entry.own, len(entry.name), entry.name))
     found = {

@@ -18,6 +18,7 @@ import numpy as np
 
 from .. import registry
 from ..compression.compression import Compression
+from ..compression.reducers.ways import way_of
 from ..nouns import Bucket, Layer, Size, Slice, Spec
 from ..session.session import Session
 from ..strategy.choice import Choice
@@ -39,9 +40,7 @@ _EXCHANGE_S = 0.15
 
 def is_wanted(asked: Strategy, workers: int) -> bool:
     """Whether there is a codec to choose: between workers, where no server takes part in their exchange."""
-    return (
-        asked.codec == AUTO and workers > 1 and asked.servers == 0 and asked.architecture.name not in ("ps", "native")
-    )
+    return asked.codec == AUTO and workers > 1 and asked.roles is None and asked.collective is None
 
 
 def choose_codec(session: Session, asked: Strategy) -> None:
@@ -83,7 +82,7 @@ def _elements(seconds: float) -> int:
 def _take(session: Session, asked: Strategy, dense: Strategy, choice: Choice | None, text: str) -> None:
     """Let the session run with a codec; ``dense`` and ``choice`` are what it runs without one."""
     session.strategy, session.choice = replace(dense, codec=read_part(text)), choice
-    if session.strategy.codec_object().combine != "sum":  # no plan carries it
+    if way_of(session.strategy.codec_object()).carrier is not None:  # no plan carries it
         hosts = 1 if session.roll is None else session.roll.hosts
         open_again = replace(session.strategy, architecture=asked.architecture)
         session.strategy, session.choice = open_again.resolve(session.group, hosts=hosts), None

@@ -18,7 +18,8 @@ from statistics import fmean, median
 import numpy as np
 
 from .. import registry
-from ..codecs import Chooses, Codec, Floats, NeedsFeedback, Rounds, Wraps, codec_of, warmup_of
+from ..codecs import Chooses, Codec, Combine, Floats, NeedsFeedback, Rounds, Wraps, codec_of, warmup_of
+from ..compression.reducers.ways import WAYS
 from ..errors import UsageError
 from ..nouns import Spec
 from ..predict.compression import Exchange
@@ -57,7 +58,7 @@ class CodecTimes:
 
     codec: str
     feedback: bool
-    combine: str
+    combine: Combine
     elements: int
     nbytes: int
     encode_s: float
@@ -67,7 +68,7 @@ class CodecTimes:
     @property
     def exchange(self) -> Exchange:
         """The allreduce with this codec, as the model sees it."""
-        return Exchange(self.combine, self.elements, self.nbytes, self.encode_s, self.decode_s, self.np_add_s)
+        return Exchange(WAYS[self.combine], self.elements, self.nbytes, self.encode_s, self.decode_s, self.np_add_s)
 
 
 def measure_codecs(texts: Sequence[str], elements: int, repetitions: int = REPETITIONS) -> tuple[CodecTimes, ...]:

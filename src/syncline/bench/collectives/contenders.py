@@ -112,7 +112,7 @@ def check_name(name: Name, kind: Collective, ranks: int) -> None:
     resolved = name.strategy.resolve(group)
     if kind.name != "allreduce" and not name.exact:
         raise UsageError(f"{name.text}: gradients are compressed, which are averaged; {kind.name} takes no codec")
-    if resolved.architecture.name != "native":
+    if resolved.collective is None:
         plan_of(resolved, kind, group)
 
 

@@ -12,6 +12,10 @@ test a loop does.
     merged    payloads meet on a binomial tree, two becoming one of the same size; the last one goes back to all
     rounds    the codec itself alternates between computing and sums
 
+What else has to know of a way (its ``Way``) asks it, and no codec's name: whether the strategy's plan carries the
+payloads, whether servers can stand in, what a rank computes, and who sends how many bytes to whom (``Traffic``),
+without any data. ``ways`` has the table.
+
 What is reduced is a list of ``Part``: tensors, or slices of them, with their codecs and states. Results are sums over
 the workers, and all workers decode the same bits. Owners and all-gathers add in rank order, from codes that are cut at
 blocks and tensors, and so does a tree in its own order: there nothing depends on which parts share a bucket, on timing,
@@ -23,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,30 +146,66 @@ class ReduceError(SynclineError):
     """A payload that cannot be used: whose it was, of which codec, and what is wrong with it."""
 
 
-def pieces(parts: Sequence[Part], place: Place, *, served: bool = False) -> list[Callable[[], Reducer]]:
-    """What has to be done for a bucket: reducers that may run at the same time, in this order on all processes.
+@dataclass(frozen=True, eq=False)
+class Flows:
+    """Messages between processes that travel at the same time, as columns: source, destination, expected bytes.
 
-    Where the gradients go through servers (``served``), every codec's payloads do.
+    ``most_bytes`` is the greatest size of each; they are equal where the codec's payloads have a fixed one.
     """
-    from . import gathered, merged, owners, rounds, summed
 
-    by: dict[str, list[Part]] = {}
-    for part in parts:
-        if part.array.size:
-            by.setdefault("owner" if served else part.codec.combine, []).append(part)
-    chain: list[Callable[[], Reducer]] = []
-    if "sum" in by:
-        chain += [lambda found=found: summed.reduce(found, place) for found in summed.alike(by["sum"])]  # type: ignore[misc]
-    if "rounds" in by:
-        chain.append(lambda: rounds.reduce(by["rounds"], place))
-    found: list[Callable[[], Reducer]] = [lambda: _one_by_one(chain)] if chain else []
-    found += owners.pieces(by.get("owner", []), place)
-    found += gathered.pieces(by.get("gather", []), place)
-    found += merged.pieces(by.get("merge", []), place)
-    return found
+    src: NDArray[np.int64]
+    dst: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    most_bytes: NDArray[np.int64]
+
+    @property
+    def columns(self) -> tuple[NDArray[np.int64], ...]:
+        """All of them."""
+        return self.src, self.dst, self.nbytes, self.most_bytes
+
+    def busiest_bytes(self) -> int:
+        """What the busiest port carries in one direction, ports sending and receiving at the same time."""
+        if not self.nbytes.size:
+            return 0
+        return int(max(np.bincount(ends, self.nbytes).max() for ends in (self.src, self.dst)))
 
 
-def _one_by_one(chain: Sequence[Callable[[], Reducer]]) -> Reducer:
-    """Sums of one bucket follow one another: plans tell their messages apart by the bucket alone."""
-    for reducer in chain:
-        yield from reducer()
+@dataclass(frozen=True)
+class Summed:
+    """An array of that size that the strategy's plan sums over all workers."""
+
+    nbytes: int
+
+
+Traffic = list[Flows | Summed]
+"""What travels for one reducer, on all processes, step by step."""
+
+
+class Computing(NamedTuple):
+    """What one rank computes, counted in whole gradients: encodings, decodings (and adding), and adds of payloads."""
+
+    encodes: float
+    decodes: float
+    adds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One way in which payloads become one, as its file declares it.
+
+    ``pieces`` gives the reducers of the parts that go this way, for one process, and ``traffic`` what travels for each
+    of them, by the numbers of workers and the processes that own parts. ``computing`` is what the busiest of so many
+    ranks computes. ``words`` say it to the user, of an ``{architecture}`` and its ``{owners}``.
+
+    ``carrier`` is the architecture that the messages are those of, whatever the strategy asks for; None where the
+    strategy's own plan sums. ``servable`` says that servers can be the owners instead, ``again`` that owners encode the
+    sums again, with a residual of their own.
+    """
+
+    pieces: Callable[[Sequence[Part], Place], list[Callable[[], Reducer]]]
+    traffic: Callable[[Sequence[Part], int, Sequence[int]], list[Traffic]]
+    computing: Callable[[int], Computing]
+    words: str
+    carrier: str | None = None
+    servable: bool = True
+    again: bool = False

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from . import Message, Part, Place, Reducer, Round
+import numpy as np
+
+from . import Computing, Message, Part, Place, Reducer, Round, Traffic, Way
 from .letters import Letter, Post, name_of
 from .owners import cut
 
@@ -20,6 +22,17 @@ PIECE_ELEMENTS = 1 << 22
 def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
     """One reducer for every piece of about ``PIECE_ELEMENTS`` elements; tensors stay whole."""
     return [partial(reduce, piece, Letter(piece), place) for piece in cut(parts, PIECE_ELEMENTS)]
+
+
+def traffic(parts: Sequence[Part], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
+    """Of every piece, everybody's message to everybody else."""
+    src, dst = np.nonzero(~np.eye(workers, dtype=bool))
+    return [[Letter(piece).flows(src, dst)] for piece in cut(parts, PIECE_ELEMENTS)]
+
+
+def computing(workers: int) -> Computing:
+    """All payloads are decoded everywhere."""
+    return Computing(1, workers, 0)
 
 
 def reduce(piece: Sequence[Part], letter: Letter, place: Place) -> Reducer:
@@ -35,3 +48,6 @@ def reduce(piece: Sequence[Part], letter: Letter, place: Place) -> Reducer:
     for worker in range(place.workers):
         letter.read(posts[worker], arrays, states, name_of(worker, place), add=worker > 0)
         posts[worker].free()
+
+
+WAY = Way(pieces, traffic, computing, "all payloads are gathered by all", carrier="direct")

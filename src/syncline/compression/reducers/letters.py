@@ -16,10 +16,13 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...codecs import Floats, Merges, Payload, PayloadError, State
 from ...nouns import Spec
-from . import Bytes, Part, Place, ReduceError, Room
+from . import Bytes, Flows, Part, Place, ReduceError, Room
+
+Column = NDArray[np.int64]
 
 _HEAD = 3
 
@@ -37,6 +40,11 @@ class Letter:
         self._elements = sum(part.array.size for part in parts) & 0xFFFFFFFF
         self._first = _HEAD + (0 if self._fixed else len(parts))
         self.greatest_bytes = 4 * (self._first + sum(self._greatest))
+        self.expected_bytes = 4 * self._first + sum(expected for expected, _ in sizes)
+
+    def flows(self, src: Column, dst: Column) -> Flows:
+        """Such messages between processes, and how large they are, without writing one."""
+        return Flows(src, dst, np.full(len(src), self.expected_bytes), np.full(len(src), self.greatest_bytes))
 
     def write(
         self, room: Room, inputs: Sequence[Floats], states: Sequence[State], report: Callable[[str], None]

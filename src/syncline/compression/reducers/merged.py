@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from . import Message, Part, Place, Reducer, Round
+import numpy as np
+
+from . import Computing, Flows, Message, Part, Place, Reducer, Round, Traffic, Way
 from .gathered import PIECE_ELEMENTS
 from .letters import Letter, name_of
 from .owners import cut
@@ -18,6 +20,24 @@ from .owners import cut
 def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
     """One reducer for every piece of about ``PIECE_ELEMENTS`` elements; tensors stay whole."""
     return [partial(reduce, piece, Letter(piece), place) for piece in cut(parts, PIECE_ELEMENTS)]
+
+
+def traffic(parts: Sequence[Part], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
+    """Of every piece, up the tree level by level, and down again."""
+    return [_levels(Letter(piece), workers) for piece in cut(parts, PIECE_ELEMENTS)]
+
+
+def _levels(letter: Letter, workers: int) -> Traffic:
+    steps: list[Flows] = []
+    for distance in reversed(_halves(1 << (workers - 1).bit_length())):
+        children = np.arange(distance, workers, 2 * distance)
+        steps.append(letter.flows(children, children - distance))
+    return [*steps, *(letter.flows(up.dst, up.src) for up in reversed(steps))]
+
+
+def computing(workers: int) -> Computing:
+    """The root of the tree merges on every level, which takes as long as decoding."""
+    return Computing(1, (workers - 1).bit_length() + 1, 0)
 
 
 def reduce(piece: Sequence[Part], letter: Letter, place: Place) -> Reducer:
@@ -48,3 +68,6 @@ def reduce(piece: Sequence[Part], letter: Letter, place: Place) -> Reducer:
 def _halves(distance: int) -> list[int]:
     """The distances of a rank's children, the farthest first."""
     return [1 << bit for bit in reversed(range(distance.bit_length() - 1))]
+
+
+WAY = Way(pieces, traffic, computing, "payloads are merged on a tree", carrier="tree")

@@ -23,9 +23,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
 
+import numpy as np
+
 from ...codecs import Floats, relay_of
-from . import Message, Part, Place, Reducer, Round
-from .letters import Letter, Post, name_of, spec_of
+from . import Computing, Flows, Message, Part, Place, Reducer, Round, Traffic, Way
+from .letters import Column, Letter, Post, name_of, spec_of
 
 PIECE_BYTES = 2_000_000
 PIECE_ELEMENTS = 1 << 22
@@ -62,6 +64,50 @@ def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
 def collecting(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
     """As ``pieces``, of the first half alone."""
     return [partial(collect, piece, place) for piece in divide(share_out(parts, len(place.owners)))]
+
+
+def traffic(parts: Sequence[Part], workers: int, owners: Sequence[int]) -> list[Traffic]:
+    """Of every piece, the workers' messages to the owners and the owners' to the workers."""
+    divided = divide(share_out(parts, len(owners)))
+    return [[_to_owners(piece, workers, owners), _from_owners(piece, workers, owners)] for piece in divided]
+
+
+def push_traffic(parts: Sequence[Part], workers: int, owners: Sequence[int]) -> list[Traffic]:
+    """Of every piece, the first half alone."""
+    return [[_to_owners(piece, workers, owners)] for piece in divide(share_out(parts, len(owners)))]
+
+
+def pull_traffic(parts: Sequence[Part], workers: int, owners: Sequence[int]) -> list[Traffic]:
+    """Of every piece, the second half alone, whatever it is that owners say."""
+    return [[_from_owners(piece, workers, owners)] for piece in divide(share_out(parts, len(owners)))]
+
+
+def _to_owners(piece: Piece, workers: int, owners: Sequence[int]) -> Flows:
+    return _joined([letter.flows(*_others(owner, workers)) for owner, letter in _asked(piece.letters, owners)])
+
+
+def _from_owners(piece: Piece, workers: int, owners: Sequence[int]) -> Flows:
+    return _joined([letter.flows(*_others(owner, workers)[::-1]) for owner, letter in _asked(piece.answers, owners)])
+
+
+def _asked(letters: Sequence[Letter], owners: Sequence[int]) -> list[tuple[int, Letter]]:
+    """The owners that have something of a piece, and the form of the messages about it."""
+    return [(owner, letter) for owner, letter in zip(owners, letters, strict=True) if letter.parts]
+
+
+def _others(owner: int, workers: int) -> tuple[Column, Column]:
+    """The workers beside an owner, and as often the owner."""
+    others = np.delete(np.arange(workers), [owner] if owner < workers else [])
+    return others, np.full_like(others, owner)
+
+
+def _joined(flows: Sequence[Flows]) -> Flows:
+    return Flows(*(np.concatenate(columns) for columns in zip(*(one.columns for one in flows), strict=True)))
+
+
+def computing(workers: int) -> Computing:
+    """Every payload of the own part is decoded, then all parts of the result; the own part is encoded again."""
+    return Computing(1 + 1 / workers, 2, 0)
 
 
 def divide(shares: Sequence[Sequence[Part]]) -> list[Piece]:
@@ -204,3 +250,13 @@ def _note(came: dict[int, Post], lengths: Sequence[int]) -> None:
 def _free(posts: dict[int, Post]) -> None:
     for post in posts.values():
         post.free()
+
+
+WAY = Way(
+    pieces,
+    traffic,
+    computing,
+    "payloads are added up at {owners}, encoded again and given to all",
+    carrier="direct",
+    again=True,
+)

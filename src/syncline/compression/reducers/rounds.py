@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 
-from ...codecs import Floats, Rounds
+from ...codecs import Codec, Floats, Rounds
 from ...errors import UsageError
-from . import Part, Place, Reducer, Sum
+from . import Part, Place, Reducer, Sum, Summed, Traffic, Way
+from .summed import computing
+
+
+def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
+    """One reducer for all."""
+    return [partial(reduce, parts, place)]
+
+
+def traffic(parts: Sequence[Part], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
+    """A sum for each step of the tensor that takes most."""
+    elements = [_in_rounds(part.codec).rounds(part.state.spec) for part in parts]
+    return [[Summed(4 * sum(together)) for together in zip_longest(*elements, fillvalue=0)]]
 
 
 def reduce(parts: Sequence[Part], place: Place) -> Reducer:
@@ -37,6 +51,13 @@ def reduce(parts: Sequence[Part], place: Place) -> Reducer:
 
 
 def _begun(part: Part, place: Place) -> Generator[Floats, None, bool]:
-    if not isinstance(part.codec, Rounds):
-        raise UsageError(f"{part.codec} says that it works in rounds and has no average()")
-    return part.codec.average(part.array, part.state, place.workers)
+    return _in_rounds(part.codec).average(part.array, part.state, place.workers)
+
+
+def _in_rounds(codec: Codec) -> Rounds:
+    if not isinstance(codec, Rounds):
+        raise UsageError(f"{codec} says that it works in rounds: it has to have average() and rounds()")
+    return codec
+
+
+WAY = Way(pieces, traffic, computing, "factors are summed by {architecture}", servable=False)

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from ...codecs import Codec, Sums
 from ...errors import UsageError
 from ...nouns import numpy_dtype
-from . import Part, Place, Reducer, Sum
+from . import Computing, Part, Place, Reducer, Sum, Summed, Traffic, Way
 from .letters import spec_of
+
+
+def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
+    """One reducer for every type of numbers."""
+    return [partial(reduce, found, place) for found in alike(parts)]
+
+
+def traffic(parts: Sequence[Part], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
+    """One sum for every type of numbers."""
+    return [[Summed(4 * sum(_words(found)))] for found in alike(parts)]
+
+
+def computing(workers: int) -> Computing:
+    """A plan that moves no more than it has to adds all but one share."""
+    return Computing(1, 1, (workers - 1) / workers)
 
 
 def alike(parts: Sequence[Part]) -> list[list[Part]]:
@@ -30,7 +46,7 @@ def number_of(codec: Codec) -> str:
 
 def reduce(parts: Sequence[Part], place: Place) -> Reducer:
     """All payloads one behind the other, one sum."""
-    lengths = [part.codec.wire_bytes(spec_of(part))[1] // 4 for part in parts]
+    lengths = _words(parts)
     buffer = place.room.take(4 * sum(lengths))
     words = buffer[: 4 * sum(lengths)].view(np.uint32)
     at = 0
@@ -45,3 +61,11 @@ def reduce(parts: Sequence[Part], place: Place) -> Reducer:
         part.codec.decode(words[at : at + length], part.array, part.state, start=part.start)
         at += length
     place.room.give(buffer)
+
+
+def _words(parts: Sequence[Part]) -> list[int]:
+    """The length of every payload, which is fixed: sums fit together."""
+    return [part.codec.wire_bytes(spec_of(part))[1] // 4 for part in parts]
+
+
+WAY = Way(pieces, traffic, computing, "payloads are summed by {architecture}")

@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 
-from ...algorithms.ps import push_and_pull
 from ...compression.updates import Updates
 from ...plans.messages import Program, compile_program
 from ...plans.plan import Plan
@@ -128,7 +127,7 @@ def _attach_served(
     attach: Callable[[Callable[[int], Program]], Replica],
 ) -> Prepared:
     """Others update the weights: the parameters move into storage that is pulled into, the optimizer asks for it."""
-    push, pull = _halves(session)
+    push, pull = session.strategy.halves(session.group)
     program = compile_program(push, session.index)
     replica = attach(lambda _: program)
     staging = replica.staging
@@ -157,11 +156,6 @@ def _refuse_local_step(replica: Replica) -> None:
     )
 
 
-def _halves(session: Session) -> tuple[Plan, Plan]:
-    arguments = session.strategy.architecture.arguments
-    return push_and_pull(session.group, servers=arguments["servers"], on=arguments["on"])
-
-
 def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer | None) -> None:
     layers = layers_of(named)
     buckets = session.strategy.schedule_object().buckets(layers)
@@ -171,7 +165,7 @@ def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer | No
         program = compile_program(session.strategy.plan(session.group), session.index)
         serve_plan(session, program, gradients, compression)
         return
-    push, pull = _halves(session)
+    push, pull = session.strategy.halves(session.group)
     weights = Storage(named, buckets, session.engine.allocate)
     parameters = [parameter for _, parameter in named]
     _move_into(weights, parameters)

@@ -92,7 +92,9 @@ class LocalOwners:
 
     def __init__(self, session: Session, shard: Shard | None) -> None:
         self._session, self._shard = session, shard
-        self.count: int = session.strategy.architecture["servers"]
+        roles = session.strategy.roles
+        assert roles is not None
+        self.count = roles.owners
 
     def squared_norm(self, clock: int) -> float:
         """Summed in rank order, so that all ranks get the same bits."""

@@ -1,0 +1,51 @@
+"""What travels for a compressed bucket: who sends how many bytes to whom, step by step, without any gradients.
+
+For whoever foresees an exchange: the sizes come from the code that cuts, encodes and sends (``reducers``), so that
+what is foreseen is what is run. Where payloads have no fixed size, bytes are the expected ones. Knows no network and no
+clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..codecs import Codec, State, codec_of
+from ..nouns import Bucket, Layer, Spec
+from ..plans.plan import Plan
+from .compression import codec_at
+from .reducers import Flows, Part, Traffic
+
+
+def parts_of(codec: Codec, layers: Sequence[Layer], bucket: Bucket, step: int | None = None) -> list[Part]:
+    """A bucket's parts as reducers see them, which is all that ``ways.traffic`` and the halves of ``owners`` ask for.
+
+    ``layers`` are the model's. ``step`` counts from 0, for codecs that warm up; without one they have.
+    """
+    found = []
+    for part in bucket.slices:
+        spec = replace(layers[part.tensor].spec, dtype="float32")
+        applied = codec_of(codec, spec)
+        found.append(without_data(spec.name, codec_at(applied, step), spec, part.start, part.stop))
+    return found
+
+
+def moved_bytes(traffic: Sequence[Traffic], processes: int, plan: Callable[[int], Plan]) -> NDArray[np.float64]:
+    """The bytes from every process (row) to every other (column); ``plan`` is what sums an array of so many bytes."""
+    found = np.zeros((processes, processes))
+    for step in (step for one in traffic for step in one):
+        if isinstance(step, Flows):
+            np.add.at(found, (step.src, step.dst), step.nbytes)
+        else:
+            summing = plan(step.nbytes)
+            np.add.at(found, (summing.src, summing.dst), summing.count * (step.nbytes / summing.chunks))
+    return found
+
+
+def without_data(name: str, codec: Codec, spec: Spec, start: int, stop: int) -> Part:
+    """Elements ``start`` to ``stop`` of a tensor as reducers see them, one number standing for all of its gradients."""
+    state = State(spec, 0)
+    return Part(name, codec, np.broadcast_to(np.float32(0), stop - start), state, state, start)
