@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from .. import registry
 from ..collectives import Collective
 from ..compression.compression import Compression
@@ -37,6 +39,7 @@ from .tickets import TABLE
 
 MODEL_KEYS = 1 << 16
 """Keys of one model among those of buckets: several models may be in flight at once."""
+_TOLD_KEY = BUCKET_KEYS
 _MESSAGE_TAGS = 1 << 63
 
 
@@ -236,6 +239,16 @@ class Session(Communicator):
         """Start a broadcast from worker 0 to all processes, servers included; every process calls it."""
         program = compiled(broadcast_plan(self.group.processes, 0), self.index)
         return self.engine.exchange(program, array, key, label)
+
+    def tell_everyone(self, data: bytes, label: str) -> bytes:
+        """The bytes of worker 0 on all processes, servers included; what others give does not count."""
+        size = np.array([len(data)], np.int64)
+        self.engine.wait(self.broadcast_to_all(size, _TOLD_KEY, label))
+        told = np.zeros(int(size[0]), np.uint8)
+        if self.index == 0:
+            told[:] = np.frombuffer(data, np.uint8)
+        self.engine.wait(self.broadcast_to_all(told, _TOLD_KEY, label))
+        return told.tobytes()
 
     # Messages between workers and servers.
 

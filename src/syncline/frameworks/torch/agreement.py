@@ -27,7 +27,7 @@ def check_same_model(session: Session, tensors: Sequence[tuple[str, torch.Tensor
         [name, list(tensor.shape), str(tensor.dtype), list(tensor.stride()), tensor.requires_grad]
         for name, tensor in tensors
     ]
-    others, theirs = json.loads(_from_worker_0(session, json.dumps([options, mine]).encode()))
+    others, theirs = json.loads(session.tell_everyone(json.dumps([options, mine]).encode(), "comparing models"))
     for here, there in zip(options, others, strict=True):
         if here != there:
             error = MismatchError(
@@ -88,15 +88,6 @@ def unpack_bytes(packed: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
                 # Through a fresh tensor: a piece may begin at an address that does not suit the element type.
                 tensor.data.copy_(raw.clone().view(tensor.dtype).view(tensor.shape))
             at += tensor.nbytes
-
-
-def _from_worker_0(session: Session, data: bytes) -> bytes:
-    size = np.array([len(data)], np.int64)
-    session.engine.wait(session.broadcast_to_all(size, _KEY, "comparing models"))
-    text = np.zeros(int(size[0]), np.uint8)
-    text[: len(data)] = np.frombuffer(data, np.uint8)[: len(text)]
-    session.engine.wait(session.broadcast_to_all(text, _KEY, "comparing models"))
-    return text.tobytes()
 
 
 def _describe(entry: list[object]) -> str:

@@ -11,6 +11,7 @@ import torch
 from ...compression.updates import Updates
 from ...plans.messages import Program, compile_program
 from ...plans.plan import Plan
+from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
 from .advice import tell_of_slow_start
 from .agreement import check_same_model, copy_from_worker
@@ -157,16 +158,15 @@ def _refuse_local_step(replica: Replica) -> None:
 
 
 def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer | None) -> None:
-    layers = layers_of(named)
-    buckets = session.strategy.schedule_object().buckets(layers)
-    gradients = Storage(named, buckets, session.engine.allocate)
-    compression = session.compression(layers, buckets, gradients.arrays)
+    layout = decide_layout(session, layers_of(named))
+    gradients = Storage(named, layout.buckets, session.engine.allocate)
+    compression = session.compression(layout.layers, layout.buckets, gradients.arrays)
     if optimizer is None or not session.strategy.server_holds_weights:
         program = compile_program(session.strategy.plan(session.group), session.index)
         serve_plan(session, program, gradients, compression)
         return
     push, pull = session.strategy.halves(session.group)
-    weights = Storage(named, buckets, session.engine.allocate)
+    weights = Storage(named, layout.buckets, session.engine.allocate)
     parameters = [parameter for _, parameter in named]
     _move_into(weights, parameters)
     updates = None if compression is None else Updates(compression, weights.arrays)

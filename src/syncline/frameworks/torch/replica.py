@@ -36,9 +36,10 @@ from ...collectives import Collective
 from ...compression.compression import Compression
 from ...engine.step import Action, Agree, Steps, Submit
 from ...engine.work import Lane, Work
-from ...errors import GradientError, UsageError
+from ...errors import GradientError
 from ...kernels import cpu
 from ...plans.messages import Program
+from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
 from ...session.tickets import JOINED, STEP, Meeting
 from .agreement import copy_from_worker, pack_bytes, unpack_bytes
@@ -73,15 +74,9 @@ class Replica:
         self.selection = Selection(model, options)
         self.named = self.selection.trained()
         schedule, self._mode = session.strategy.schedule_object(), session.strategy.sync_mode()
-        self.layers = layers_of(self.named)
-        buckets = schedule.buckets(self.layers)
-        if len(buckets) >= MODEL_KEYS:
-            raise UsageError(
-                f"{session.strategy.schedule} makes {len(buckets)} buckets of this model, up to {MODEL_KEYS - 1} are"
-                " possible: use schedule=fixed"
-            )
+        self.layout = decide_layout(session, layers_of(self.named))
         self.staging = staging_for(device_of(self.named), session.engine, session.fail, copier)
-        self.storage = Storage(self.named, buckets, self.staging.allocate, self.staging.device)
+        self.storage = Storage(self.named, self.layout.buckets, self.staging.allocate, self.staging.device)
         self.guard = Guard(model, self.named, self.selection, self.storage, self.fault)
         self.compression: Compression | None = None
         self.compress()
@@ -140,7 +135,7 @@ class Replica:
 
     def compress(self) -> None:
         """Compress as the session's strategy says, with a memory that is empty; between steps."""
-        self.compression = self.session.compression(self.layers, self.storage.buckets, self.storage.arrays)
+        self.compression = self.session.compression(self.layout.layers, self.layout.buckets, self.storage.arrays)
 
     def shadow_until_all_joined(self) -> None:
         """Take part in the others' steps with weight 0 until every rank has run out of batches."""
@@ -362,7 +357,7 @@ class Replica:
     def _exchange(self, number: int, meeting: Meeting, gate: Work | None, priority: float) -> Work:
         bucket = self.storage.buckets[number]
         array = self.storage.arrays[number]
-        key, label = self.first_key + number, f"bucket {number} ({bucket.describe(self.layers)})"
+        key, label = self.first_key + number, f"bucket {number} ({bucket.describe(self.layout.layers)})"
         correct = partial(self._correct, array, meeting)
         options: dict[str, Any] = {"lane": self._lane, "gate": gate, "before": correct, "priority": priority}
         if self.compression is not None:

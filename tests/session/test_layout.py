@@ -1,0 +1,97 @@
+"""Buckets are rank 0's, checked before they are told, whatever the schedules of others would make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline import registry
+from syncline.errors import UsageError
+from syncline.nouns import Bucket, Layer, Slice, Spec
+from syncline.schedules import Cost
+from syncline.schedules.fixed import Fixed
+from syncline.session.layout import Layout, check_buckets, decide_layout
+from syncline.session.session import MODEL_KEYS, Session
+
+LAYERS = (Layer(Spec("a", (4,))), Layer(Spec("b", (2, 3))), Layer(Spec("c", (5,), "float64")), Layer(Spec("d", (0,))))
+D = Slice(3, 0, 0)
+WHOLE = [Bucket((Slice(2, 0, 5),), "float64"), Bucket((D, Slice(1, 0, 6), Slice(0, 0, 4)), "float32")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ([WHOLE[1]], "elements 0 to 5 of 'c' are missing"),
+        ([WHOLE[0], Bucket((D, Slice(1, 0, 6), Slice(0, 0, 3)), "float32")], "elements 3 to 4 of 'a' are missing"),
+        ([WHOLE[0], Bucket((D, Slice(1, 1, 6), Slice(0, 0, 4)), "float32")], "elements 0 to 1 of 'b' are missing"),
+        ([*WHOLE, WHOLE[0]], "elements 0 to 5 of 'c' are twice"),
+        ([*WHOLE, Bucket((Slice(1, 2, 4),), "float32")], "of 'b' are twice"),
+        ([*WHOLE, Bucket((Slice(0, 4, 9),), "float32")], "'a' has 4 elements, and a slice of it ends at 9"),
+        ([WHOLE[0], Bucket((Slice(1, 0, 6), Slice(0, 0, 4)), "float32")], "elements 0 to 0 of 'd' are missing"),
+        ([WHOLE[1], Bucket((Slice(2, 0, 5),), "float32")], "bucket 1 is of float32, and 'c' in it of float64"),
+        ([*WHOLE, Bucket((Slice(4, 0, 1),), "float32")], "bucket 2 has a slice of tensor 4, there are 4"),
+        ([*WHOLE, Bucket((Slice(-1, 0, 0),), "float32")], "bucket 2 has a slice of tensor -1"),
+        ([*WHOLE, Bucket((), "float32")], "bucket 2 is empty"),
+        ([Bucket((D,), "float32")] * MODEL_KEYS, f"{MODEL_KEYS} buckets of this model, up to {MODEL_KEYS - 1}"),
+    ],
+)
+def test_what_is_no_layout_is_refused_by_name(changed: list[Bucket], says: str) -> None:
+    check_buckets(LAYERS, WHOLE)
+    with pytest.raises(UsageError, match=says):
+        check_buckets(LAYERS, changed)
+
+
+@given(st.data())
+def test_every_cut_of_tensors_is_a_layout(data: st.DataObject) -> None:
+    buckets = []
+    for tensor, layer in enumerate(LAYERS):
+        cuts = data.draw(st.lists(st.integers(1, max(1, layer.spec.elements - 1)), unique=True, max_size=4))
+        edges = [0, *sorted(cut for cut in cuts if cut < layer.spec.elements), layer.spec.elements]
+        buckets += [Bucket((Slice(tensor, start, stop),), layer.spec.dtype) for start, stop in pairwise(edges)]
+    check_buckets(LAYERS, data.draw(st.permutations(buckets)))
+
+
+@pytest.fixture
+def moody(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A schedule that makes other buckets whenever it is asked; how many it made."""
+    registry.names("schedules")
+    monkeypatch.setitem(registry._entries, "schedules", dict(registry._entries["schedules"]))
+    asked, made = count(1), []
+
+    @registry.register("schedules", "moody")
+    @dataclass(frozen=True)
+    class Moody(Fixed):
+        def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:
+            made.append(4 * next(asked))
+            return Fixed(made[-1]).buckets(layers, cost)  # type: ignore[arg-type]
+
+    return made
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=2)"])
+def test_rank_0_decides_and_servers_hear_of_it(group: Any, moody: list[int], strategy: str) -> None:
+    layers = [Layer(Spec(f"w{index}", (index + 1,)), 0.5, 0.25) for index in range(6)]
+    found: list[Layout] = group(f"{strategy} schedule=moody", 3, lambda session: decide_layout(session, layers))
+    assert moody == [4]
+    assert len(found) == (5 if strategy == "ps(servers=2)" else 3)
+    assert set(found) == {Layout(tuple(layers), tuple(Fixed(4).buckets(layers)))}  # type: ignore[arg-type]
+
+
+def test_what_rank_0_cannot_lay_out_is_an_error_on_all(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(self: Fixed, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG001
+        return []
+
+    monkeypatch.setattr(Fixed, "buckets", forgetful)
+
+    def body(session: Session) -> str:
+        with pytest.raises(UsageError) as caught:
+            decide_layout(session, LAYERS)
+        return str(caught.value)
+
+    assert set(group("ring", 3, body)) == {"schedule=fixed: elements 0 to 4 of 'a' are missing"}
