@@ -25,6 +25,39 @@ class Layout:
     buckets: tuple[Bucket, ...]
 
 
+@dataclass(frozen=True)
+class Placed:
+    """Where a tensor lies: element type and the range of elements in that type's block of memory."""
+
+    dtype: str
+    start: int
+    stop: int
+
+
+def place_tensors(elements: Sequence[int], buckets: Sequence[Bucket]) -> tuple[Placed, ...]:
+    """Tensors of so many elements one behind the other, in the order in which buckets first name them."""
+    placed: dict[int, Placed] = {}
+    ends: dict[str, int] = {}
+    for bucket in buckets:
+        for part in bucket.slices:
+            if part.tensor not in placed:
+                start = ends.get(bucket.dtype, 0)
+                ends[bucket.dtype] = stop = start + elements[part.tensor]
+                placed[part.tensor] = Placed(bucket.dtype, start, stop)
+    return tuple(placed[index] for index in range(len(elements)))
+
+
+def place_bucket(bucket: Bucket, tensors: Sequence[Placed]) -> int:
+    """Where a bucket begins in its block; raises UsageError unless its slices follow one another there."""
+    places = [tensors[part.tensor].start + part.start for part in bucket.slices]
+    at = first = places[0] if places else 0
+    for part, found in zip(bucket.slices, places, strict=True):
+        if found != at:
+            raise UsageError("this schedule's buckets cannot be laid out contiguously")
+        at += part.elements
+    return first
+
+
 def decide_layout(session: Session, layers: Sequence[Layer], cost: Cost | None = None) -> Layout:
     """The layout that rank 0's schedule makes of ``layers``, on all processes, which call it together.
 

@@ -13,6 +13,7 @@ from ...plans.messages import Program, compile_program
 from ...plans.plan import Plan
 from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
+from .._schedules import check_schedule
 from .advice import tell_of_slow_start
 from .agreement import check_same_model, copy_from_worker
 from .intact import Forms
@@ -31,7 +32,6 @@ from .supported import (
     check_only_ours,
     check_optimizer,
     check_parameters,
-    check_schedule,
     check_served,
     foreign_to,
 )
@@ -68,7 +68,7 @@ def prepare(
     On a server this serves until the workers have left and returns None. ``copier`` stands in for what copies between
     the model's device and the host. A model that was prepared before is let go of first.
     """
-    check_schedule(session.strategy)
+    check_schedule(session.strategy, "PyTorch")
     check_only_ours(model)
     selection = Selection(model, options)
     check_normalisation(model, options)

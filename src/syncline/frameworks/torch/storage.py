@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...errors import UsageError
 from ...nouns import Bucket, Layer, Spec, numpy_dtype
+from ...session.layout import place_bucket, place_tensors
 
 Array = NDArray[Any]
 Allocate = Callable[[int, "np.dtype[Any]"], Array]
@@ -79,15 +78,6 @@ def _dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Placed:
-    """Where a tensor lies: element type and the range of elements in that type's block."""
-
-    dtype: str
-    start: int
-    stop: int
-
-
 def _holders(tensors: list[torch.Tensor], index: int) -> int:
     """How many hold a tensor of a list, as Python counts them."""
     return sys.getrefcount(tensors[index])
@@ -119,7 +109,7 @@ class Storage:
         device: torch.device | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
-        self.placed = _place(parameters, buckets)
+        self.placed = place_tensors([tensor.numel() for _, tensor in parameters], buckets)
         sizes: dict[str, int] = {}
         for placed in self.placed:
             sizes[placed.dtype] = max(sizes.get(placed.dtype, 0), placed.stop)
@@ -136,7 +126,7 @@ class Storage:
             else {dtype: torch.zeros_like(flat, device=device) for dtype, flat in self.flat.items()}
         )
         self._addresses = {dtype: flat.data_ptr() for dtype, flat in self.flat.items()}
-        self.starts = tuple(self._start(bucket) for bucket in buckets)
+        self.starts = tuple(place_bucket(bucket, self.placed) for bucket in buckets)
         self.arrays: tuple[Array, ...] = tuple(
             self._blocks[bucket.dtype][start : start + bucket.elements]
             for bucket, start in zip(buckets, self.starts, strict=True)
@@ -184,28 +174,3 @@ class Storage:
         placed = self.placed[tensor]
         if self.flat[placed.dtype] is not self.resident[placed.dtype]:
             self.flat_of(tensor).copy_(self.resident[placed.dtype][placed.start : placed.stop])
-
-    def _start(self, bucket: Bucket) -> int:
-        """Where a bucket begins in its block; its slices must follow one another there."""
-        if not bucket.slices:
-            return 0
-        places = [self.placed[part.tensor].start + part.start for part in bucket.slices]
-        at = places[0]
-        for part, place in zip(bucket.slices, places, strict=True):
-            if place != at:
-                raise UsageError("this schedule's buckets cannot be laid out contiguously")
-            at += part.elements
-        return places[0]
-
-
-def _place(parameters: Sequence[tuple[str, torch.Tensor]], buckets: Sequence[Bucket]) -> tuple[Placed, ...]:
-    """Tensors one behind the other in the order in which buckets first name them."""
-    placed: dict[int, Placed] = {}
-    ends: dict[str, int] = {}
-    for bucket in buckets:
-        for part in bucket.slices:
-            if part.tensor not in placed:
-                start = ends.get(bucket.dtype, 0)
-                ends[bucket.dtype] = stop = start + parameters[part.tensor][1].numel()
-                placed[part.tensor] = Placed(bucket.dtype, start, stop)
-    return tuple(placed[index] for index in range(len(parameters)))

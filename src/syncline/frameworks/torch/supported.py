@@ -10,28 +10,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import UsageError
-from ...strategy.strategy import Strategy
 from .batch_norm import unsynchronised
 from .options import Named, Options, Selection
 
 _EITHER = "give it either to Syncline or to that; leave the other out"
-
-
-def check_schedule(strategy: Strategy) -> None:
-    """Raise UsageError where gradients would be used before, or without, being exchanged when ``backward()`` ends."""
-    schedule, name = strategy.schedule_object(), strategy.schedule.name
-    why = ""
-    if schedule.phases == "split":
-        why = "exchanges in two phases (phases='split')"
-    if schedule.apply == "layer":
-        why = "lets every layer wait for its own weights in the next forward pass (apply='layer')"
-    if schedule.apply == "next_step":
-        why = "applies gradients a step later (apply='next_step')"
-    if why:
-        raise UsageError(
-            f"schedule={name} {why}, which Syncline does not do with PyTorch yet: use schedule=fixed, or another one of"
-            " which all has been exchanged when backward() ends"
-        )
 
 
 def check_only_ours(model: torch.nn.Module) -> None:

@@ -1,0 +1,23 @@
+"""What schedules may ask for that no adapter does yet."""
+
+from __future__ import annotations
+
+from ..errors import UsageError
+from ..strategy.strategy import Strategy
+
+
+def check_schedule(strategy: Strategy, framework: str) -> None:
+    """Raise UsageError where gradients would be used before, or without, being exchanged when ``backward()`` ends."""
+    schedule, name = strategy.schedule_object(), strategy.schedule.name
+    why = ""
+    if schedule.phases == "split":
+        why = "exchanges in two phases (phases='split')"
+    if schedule.apply == "layer":
+        why = "lets every layer wait for its own weights in the next forward pass (apply='layer')"
+    if schedule.apply == "next_step":
+        why = "applies gradients a step later (apply='next_step')"
+    if why:
+        raise UsageError(
+            f"schedule={name} {why}, which Syncline does not do with {framework} yet: use schedule=fixed, or another one"
+            " of which all has been exchanged when backward() ends"
+        )
