@@ -18,6 +18,6 @@ def check_schedule(strategy: Strategy, framework: str) -> None:
         why = "applies gradients a step later (apply='next_step')"
     if why:
         raise UsageError(
-            f"schedule={name} {why}, which Syncline does not do with {framework} yet: use schedule=fixed, or another one"
-            " of which all has been exchanged when backward() ends"
+            f"schedule={name} {why}, which Syncline does not do with {framework} yet: use schedule=fixed, or another"
+            " one of which all has been exchanged when backward() ends"
         )
