@@ -21,10 +21,12 @@ import numpy as np
 import torch
 
 from ...errors import NotBuiltError, SynclineError, UsageError
+from ...serving.records import Record, pack, unpack
 from ...session.session import Session
-from .records import pack, unpack
-from .served import Client, Groups
-from .shard import Record, records_of, whole_state
+from .served import Client
+from .shard import records_of, whole_state
+
+Groups = list[dict[str, Any]]
 
 
 class Served:
@@ -76,7 +78,7 @@ class Served:
         whole = self._whole(fetch=False)
         whole.load_state_dict(dict(state))
         _take_values(self.param_groups, whole)
-        self._client.owners.load(records_of(whole, self._client.parameters))
+        self._client.worker.owners.load(records_of(whole, self._client.parameters))
 
     def add_param_group(self, group: dict[str, Any]) -> None:  # noqa: ARG002
         """Refused: what is served is fixed in ``prepare``."""
@@ -92,7 +94,7 @@ class Served:
         """A plain optimizer of the user's class over the same parameters, with the owners' state."""
         whole = _plain_like(self)
         if fetch:
-            whole.state.update(whole_state(self._client.owners.state(), self._client.parameters))
+            whole.state.update(whole_state(self._client.worker.owners.state(), self._client.parameters))
         return whole
 
 
@@ -148,15 +150,15 @@ def give_back(optimizer: Any, fetch: bool) -> None:
     client = getattr(optimizer, "_client", None)
     if client is None:
         return
-    if fetch and client.owners.answers_one:
+    if fetch and client.worker.owners.answers_one:
         with contextlib.suppress(SynclineError):  # the end reports it; the state is then as if nobody had asked
             _restore(optimizer, optimizer._whole().state)
             return
-    pieces, kept = client.owners.kept(), client.keeps_state
+    pieces, kept = client.worker.owners.kept(), client.keeps_state
     _restore(optimizer, {})
     if kept:
         del optimizer.state
-        optimizer._pieces, optimizer._owners = pieces, client.owners.count
+        optimizer._pieces, optimizer._owners = pieces, client.worker.owners.count
         optimizer._parameters = client.parameters
         optimizer._hidden = vars(optimizer).pop("step", None)
         _mix_in(optimizer, Parted)

@@ -8,9 +8,11 @@ from functools import partial
 
 import torch
 
-from ...compression.updates import Updates
 from ...plans.messages import Program, compile_program
-from ...plans.plan import Plan
+from ...serving.owner import serve, serve_plan
+from ...serving.records import pack, unpack
+from ...serving.traffic import Model, push_program
+from ...serving.worker import attach as attach_to_owners
 from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
 from .._schedules import check_schedule
@@ -19,11 +21,9 @@ from .agreement import check_same_model, copy_from_worker
 from .intact import Forms
 from .optimizer import give_back, put_together, take_over
 from .options import Named, Options, Selection
-from .records import pack, unpack
 from .replica import Replica
-from .serve import Coded, Planned, ShardServer, Traffic, serve_plan
-from .served import Client, LocalOwners, Owners, RemoteOwners
-from .shard import Shard, coded, planned, probe, records_of, whole_state
+from .served import Client
+from .shard import SlicedOptimizer, probe, records_of, whole_state
 from .staging import Copier
 from .storage import Storage, layers_of
 from .supported import (
@@ -128,25 +128,19 @@ def _attach_served(
     attach: Callable[[Callable[[int], Program]], Replica],
 ) -> Prepared:
     """Others update the weights: the parameters move into storage that is pulled into, the optimizer asks for it."""
-    push, pull = session.strategy.halves(session.group)
-    program = compile_program(push, session.index)
+    program = push_program(session)
     replica = attach(lambda _: program)
     staging = replica.staging
     weights = Storage(replica.named, replica.storage.buckets, staging.allocate, staging.device)
     parameters = [parameter for _, parameter in replica.named]
     _move_into(weights, parameters)
     replica.guard.forms = Forms(replica.named)  # those of views with gaps are others now
-    updates = None if replica.compression is None else Updates(replica.compression, weights.arrays)
     replica.on_local_step = partial(_refuse_local_step, replica)
-    owners: Owners = RemoteOwners(session)
-    if session.group.servers == 0:
-        owners = LocalOwners(session, _shard(session, optimizer, parameters, weights, replica.storage, push, updates))
-    pull_program = compile_program(pull, session.index)
-    client = Client(session, replica, weights, owners, pull_program, updates, keeps_state=keeps_state)
-    learnt = records_of(optimizer, parameters) if session.rank == 0 and session.group.servers else []
+    arrays = Model(weights.buckets, replica.storage.arrays, weights.arrays, replica.compression, replica.first_key)
+    learnt = records_of(optimizer, parameters) if session.rank == 0 or not session.group.servers else []
+    worker = attach_to_owners(session, arrays, partial(SlicedOptimizer, optimizer, parameters), learnt)
+    client = Client(replica, weights, worker, keeps_state=keeps_state)
     take_over(optimizer, client)
-    if learnt:  # as the weights, also where a server's script has not loaded it, or another
-        owners.load(learnt)
     return Prepared(replica.model, optimizer, replica, client)
 
 
@@ -163,37 +157,13 @@ def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer | No
     compression = session.compression(layout.layers, layout.buckets, gradients.arrays)
     if optimizer is None or not session.strategy.server_holds_weights:
         program = compile_program(session.strategy.plan(session.group), session.index)
-        serve_plan(session, program, gradients, compression)
+        serve_plan(session, program, gradients.arrays, compression)
         return
-    push, pull = session.strategy.halves(session.group)
     weights = Storage(named, layout.buckets, session.engine.allocate)
     parameters = [parameter for _, parameter in named]
     _move_into(weights, parameters)
-    updates = None if compression is None else Updates(compression, weights.arrays)
-    shard = _shard(session, optimizer, parameters, weights, gradients, push, updates)
-    if shard is not None:
-        traffic: Traffic = Planned(session, gradients, weights, push, pull)
-        if compression is not None and updates is not None:
-            traffic = Coded(session, weights, compression, updates)
-        ShardServer(session, shard, traffic).serve()
-
-
-def _shard(
-    session: Session,
-    optimizer: torch.optim.Optimizer,
-    parameters: list[torch.nn.Parameter],
-    weights: Storage,
-    gradients: Storage,
-    push: Plan,
-    updates: Updates | None,
-) -> Shard | None:
-    """This process's shard, with what the optimizer has learnt so far, when it owns anything."""
-    if session.index not in push.owners:
-        return None
-    slices = planned(weights, push, session.index) if updates is None else coded(weights, updates)
-    shard = Shard(optimizer, parameters, slices, gradients)
-    shard.load(records_of(optimizer, parameters))
-    return shard
+    arrays = Model(layout.buckets, gradients.arrays, weights.arrays, compression)
+    serve(session, arrays, partial(SlicedOptimizer, optimizer, parameters), records_of(optimizer, parameters))
 
 
 def _copy_optimizer(

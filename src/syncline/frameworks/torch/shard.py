@@ -1,13 +1,10 @@
-"""A server's part of the model: slices of every bucket, updated by a real torch optimizer.
+"""The user's optimizer on slices of the weights, as ``serving`` asks for it: a real torch optimizer.
 
-The optimizer is the user's own, with flat slices in place of the tensors. That is the same update only for optimizers
-that treat every element by itself; ``probe`` finds out, on small tensors, whether one does.
+It has flat slices in place of the tensors. That is the same update only for optimizers that treat every element by
+itself; ``probe`` finds out, on small tensors, whether one does.
 
-A shard's optimizer state leaves and enters as records of whole tensors' pieces, so that a checkpoint looks exactly as
-if one process had trained.
-
-Which slices these are, and where their weights lie, follows from the plan (``planned``), or, where a codec carries
-gradients and updates, from its blocks (``coded``): the weights are then others than those that the workers have.
+Its state leaves and enters as records, whose elements are tensors in nobody's framework: here they become tensors
+again, put together as if one process had trained.
 """
 
 from __future__ import annotations
@@ -15,66 +12,35 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...compression.updates import Updates
-from ...engine.messages import chunk_edges
 from ...errors import UsageError
-from ...plans.plan import Plan
-from .storage import Storage, as_torch, view_like
+from ...nouns import Slice
+from ...serving.records import Elements, Record, State
+from ...serving.shard import Groups, Holding
+from .storage import as_bytes, as_torch, dtype_name, view_like
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Elements ``start`` to ``stop`` of tensor ``tensor``, in the order in which they lie in memory."""
-
-    tensor: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Record:
-    """One entry of the optimizer's state of a piece: a flat tensor, or a plain value."""
-
-    piece: Piece
-    key: str
-    value: Any
-
-
-Slices = Sequence[tuple[Piece, torch.Tensor]]
-"""Pieces of tensors and their weights, flat."""
-
-WEIGHTS = "weights"
-"""The key of records of weights."""
-
-
-class Shard:
-    """The pieces that a process owns, with their optimizer; it updates ``slices`` in place."""
+class SlicedOptimizer:
+    """A user's optimizer on what a process owns; it updates the holdings' weights in place."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[torch.Tensor],
-        slices: Slices,
-        gradients: Storage,
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], holdings: Sequence[Holding]
     ) -> None:
-        self.pieces = tuple(piece for piece, _ in slices)
-        self._slices = [part.requires_grad_() for _, part in slices]
-        self._gradients = [_slice(gradients, piece) for piece in self.pieces]
-        for part, gradient in zip(self._slices, self._gradients, strict=True):
+        self._parts = [as_torch(held.weights, _dtype(held)).requires_grad_() for held in holdings]
+        self._gradients = [as_torch(held.gradient, _dtype(held)) for held in holdings]
+        for part, gradient in zip(self._parts, self._gradients, strict=True):
             part.grad = gradient
-        self._optimizer = on_slices(optimizer, parameters, self.pieces, self._slices)
+        self._optimizer = on_slices(optimizer, parameters, [held.slice for held in holdings], self._parts)
 
     def squared_norm(self) -> float:
-        """The sum of squares of the gradients here, in float64."""
+        """As torch adds."""
         return float(sum(gradient.double().square().sum() for gradient in self._gradients))
 
-    def apply(self, groups: Sequence[Mapping[str, Any]], scale: float) -> None:
-        """One optimizer step with these group values, gradients multiplied by ``scale`` first."""
+    def apply(self, groups: Groups, scale: float) -> None:
+        """One step."""
         if scale != 1.0:
             for gradient in self._gradients:
                 gradient.mul_(scale)
@@ -82,51 +48,56 @@ class Shard:
             group.update(values)
         self._optimizer.step()
 
-    def state(self) -> list[Record]:
-        """The optimizer's state, piece by piece."""
+    def state(self) -> list[State]:
+        """Tensors as elements, which are their memory, all else as it is."""
         return [
-            Record(piece, key, value)
-            for piece, part in zip(self.pieces, self._slices, strict=True)
-            for key, value in self._optimizer.state.get(part, {}).items()
+            {key: _said(value) for key, value in self._optimizer.state.get(part, {}).items()} for part in self._parts
         ]
 
-    def weights(self) -> list[Record]:
-        """The weights, piece by piece."""
-        return [Record(piece, WEIGHTS, part.detach()) for piece, part in zip(self.pieces, self._slices, strict=True)]
+    def load(self, states: Sequence[State]) -> None:
+        """The other way round."""
+        for part, state in zip(self._parts, states, strict=True):
+            self._optimizer.state[part] = {key: _heard(value) for key, value in state.items()}
 
-    def load_weights(self, records: Iterable[Record]) -> None:
-        """Replace the weights by records of whole tensors or of any pieces that cover these."""
-        found = _by_tensor(records)
-        with torch.no_grad():
-            for piece, part in zip(self.pieces, self._slices, strict=True):
-                for record in found[piece.tensor]:
-                    _copy_common(record, piece, part)
 
-    def load(self, records: Iterable[Record]) -> None:
-        """Replace the optimizer's state by records of whole tensors or of any pieces that cover these."""
-        found = _by_tensor(records)
-        for piece, part in zip(self.pieces, self._slices, strict=True):
-            self._optimizer.state[part] = state = {}
-            for record in found[piece.tensor]:
-                if not _is_elementwise(record):
-                    state[record.key] = copy.deepcopy(record.value)
-                    continue
-                if max(piece.start, record.piece.start) < min(piece.stop, record.piece.stop):
-                    target = state.setdefault(record.key, torch.zeros(len(part), dtype=record.value.dtype))
-                    _copy_common(record, piece, target)
+def _dtype(held: Holding) -> torch.dtype:
+    found: torch.dtype = getattr(torch, str(held.weights.dtype))
+    return found
+
+
+def as_elements(tensor: torch.Tensor) -> Elements:
+    """A tensor in nobody's framework; its own memory where that is contiguous and on the host."""
+    data = as_bytes(tensor.detach().cpu().contiguous()).numpy()
+    return Elements(dtype_name(tensor.dtype), tuple(tensor.shape), data)
+
+
+def as_tensor(elements: Elements) -> torch.Tensor:
+    """A tensor again, with the same memory."""
+    dtype: torch.dtype = getattr(torch, elements.dtype)
+    if elements.data.size == 0:  # NumPy's strides of nothing are none of torch's
+        return torch.empty(elements.shape, dtype=dtype)
+    return torch.from_numpy(elements.data).view(dtype).reshape(elements.shape)
+
+
+def _said(value: Any) -> Any:
+    return as_elements(value) if isinstance(value, torch.Tensor) else value
+
+
+def _heard(value: Any) -> Any:
+    return as_tensor(value) if isinstance(value, Elements) else value
 
 
 def on_slices(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[torch.Tensor],
-    pieces: Sequence[Piece],
-    slices: Sequence[torch.Tensor],
+    slices: Sequence[Slice],
+    parts: Sequence[torch.Tensor],
 ) -> torch.optim.Optimizer:
-    """A copy of an optimizer, without state, whose groups hold slices in place of their tensors."""
+    """A copy of an optimizer, without state, whose groups hold parts of their tensors, flat slices of them."""
     number = {id(parameter): index for index, parameter in enumerate(parameters)}
     of_tensor: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for piece, part in zip(pieces, slices, strict=True):
-        of_tensor[piece.tensor].append(part)
+    for one, part in zip(slices, parts, strict=True):
+        of_tensor[one.tensor].append(part)
     clone = copy.copy(optimizer)
     left_out = ("state", "param_groups", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     vars(clone).update({key: value for key, value in vars(optimizer).items() if key not in left_out})
@@ -160,7 +131,7 @@ def probe(optimizer: torch.optim.Optimizer) -> bool:
 
 
 _SHAPES = ((6, 4), (9,))
-_CUT = (Piece(0, 0, 5), Piece(0, 5, 24), Piece(1, 0, 4), Piece(1, 4, 9))
+_CUT = (Slice(0, 0, 5), Slice(0, 5, 24), Slice(1, 0, 4), Slice(1, 4, 9))
 
 
 def _probe_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
@@ -168,11 +139,11 @@ def _probe_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
     whole = [tensor.clone().requires_grad_() for tensor in start]
-    flat = [start[piece.tensor].reshape(-1)[piece.start : piece.stop].clone().requires_grad_() for piece in _CUT]
+    flat = [start[cut.tensor].reshape(-1)[cut.start : cut.stop].clone().requires_grad_() for cut in _CUT]
     template = copy.copy(optimizer)
     vars(template).update({key: value for key, value in vars(optimizer).items() if key not in ("state", "step")})
     template.param_groups = [{**group, "params": whole}]
-    everything = [Piece(index, 0, tensor.numel()) for index, tensor in enumerate(whole)]
+    everything = [Slice(index, 0, tensor.numel()) for index, tensor in enumerate(whole)]
     try:
         a, b = on_slices(template, whole, everything, whole), on_slices(template, whole, _CUT, flat)
         for tensors, of in ((whole, a), (flat, b)):
@@ -182,14 +153,14 @@ def _probe_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
             gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
             for tensor, gradient in zip(whole, gradients, strict=True):
                 tensor.grad = gradient.clone()
-            for piece, part in zip(_CUT, flat, strict=True):
-                part.grad = gradients[piece.tensor].reshape(-1)[piece.start : piece.stop].clone()
+            for cut, part in zip(_CUT, flat, strict=True):
+                part.grad = gradients[cut.tensor].reshape(-1)[cut.start : cut.stop].clone()
             a.step()
             b.step()
     except Exception as error:
         raise _refusal(name, f"it does not work on flat slices ({type(error).__name__}: {error})") from error
-    for piece, part in zip(_CUT, flat, strict=True):
-        expected = whole[piece.tensor].detach().reshape(-1)[piece.start : piece.stop]
+    for cut, part in zip(_CUT, flat, strict=True):
+        expected = whole[cut.tensor].detach().reshape(-1)[cut.start : cut.stop]
         if not torch.allclose(part.detach(), expected, rtol=1e-9, atol=1e-12):
             raise _refusal(name, "its update of an element depends on the rest of the tensor")
     return any(a.state.values())
@@ -220,29 +191,30 @@ def records_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tens
     """A whole optimizer's state as records: what a user loaded or trained before."""
     found = []
     for index, parameter in enumerate(parameters):
-        piece = Piece(index, 0, parameter.numel())
+        whole = Slice(index, 0, parameter.numel())
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
                 value = in_memory_order(value, parameter)
-            found.append(Record(piece, key, value))
+            found.append(Record(whole, key, _said(value)))
     return found
 
 
 def whole_state(records: Iterable[Record], parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
-    """Records of all pieces put together: the state one process would have, by parameter."""
+    """Records of all slices put together: the state one process would have, by parameter."""
     flat: dict[tuple[int, str], torch.Tensor] = {}
     state: dict[torch.Tensor, dict[str, Any]] = {}
     for record in records:
-        parameter = parameters[record.piece.tensor]
+        part, value = record.slice, _heard(record.value)
+        parameter = parameters[part.tensor]
         entry = state.setdefault(parameter, {})
-        if not _is_elementwise(record):
-            entry.setdefault(record.key, record.value)
+        if not record.elementwise:
+            entry.setdefault(record.key, value)
             continue
-        key = record.piece.tensor, record.key
+        key = part.tensor, record.key
         if key not in flat:
-            flat[key] = torch.zeros(parameter.numel(), dtype=record.value.dtype, device=parameter.device)
+            flat[key] = torch.zeros(parameter.numel(), dtype=value.dtype, device=parameter.device)
             entry[record.key] = view_like(flat[key], parameter)
-        flat[key][record.piece.start : record.piece.stop] = record.value
+        flat[key][part.start : part.stop] = value
     return state
 
 
@@ -251,57 +223,3 @@ def in_memory_order(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     flat = torch.empty(value.numel(), dtype=value.dtype)
     view_like(flat, like).copy_(value)
     return flat
-
-
-def _is_elementwise(record: Record) -> bool:
-    value, size = record.value, record.piece.stop - record.piece.start
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == size
-
-
-def _by_tensor(records: Iterable[Record]) -> dict[int, list[Record]]:
-    found: dict[int, list[Record]] = defaultdict(list)
-    for record in records:
-        found[record.piece.tensor].append(record)
-    return found
-
-
-def _copy_common(record: Record, piece: Piece, target: torch.Tensor) -> None:
-    """Copy what a record and a piece have in common to the piece's flat ``target``."""
-    start, stop = max(piece.start, record.piece.start), min(piece.stop, record.piece.stop)
-    if start < stop:
-        source = record.value[start - record.piece.start : stop - record.piece.start]
-        target[start - piece.start : stop - piece.start] = source
-
-
-def planned(weights: Storage, push: Plan, index: int) -> Slices:
-    """What ``index`` owns of each bucket under a push plan, tensor by tensor; the workers' weights are its own."""
-    found = []
-    for bucket in weights.buckets:
-        edges = chunk_edges(bucket.elements, push.chunks)
-        for chunk, owner in enumerate(push.owners):
-            if owner != index:
-                continue
-            at = 0
-            for part in bucket.slices:
-                low, high = max(edges[chunk], at), min(edges[chunk + 1], at + part.elements)
-                if low < high:
-                    piece = Piece(part.tensor, part.start + low - at, part.start + high - at)
-                    found.append((piece, _slice(weights, piece)))
-                at += part.elements
-    return found
-
-
-def coded(weights: Storage, updates: Updates) -> Slices:
-    """What this process owns of each bucket where a codec's blocks stay together, with weights of its own."""
-    return [
-        (
-            Piece(one.tensor, one.start, one.stop),
-            as_torch(one.weights, getattr(torch, weights.placed[one.tensor].dtype)),
-        )
-        for one in updates.owned
-    ]
-
-
-def _slice(storage: Storage, piece: Piece) -> torch.Tensor:
-    placed = storage.placed[piece.tensor]
-    return storage.flat[placed.dtype][placed.start + piece.start : placed.start + piece.stop]

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import ProtocolError
-from ...session.session import Session
+from ..errors import ProtocolError
+from ..session.session import Session
 
 BODY_PIECE_BYTES = 64 * 1024 * 1024
 """What a body is cut into."""

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.errors import ProtocolError
-from syncline.frameworks.torch import messages
-from syncline.frameworks.torch.messages import BODY_PIECE_BYTES, read_message, receive_body, send_body
+from syncline.serving import messages
+from syncline.serving.messages import BODY_PIECE_BYTES, read_message, receive_body, send_body
 from syncline.wire.matching import UNCLAIMED_BYTES
 
 
