@@ -35,10 +35,10 @@ class Rank:
         self.transport = Mpi(self.place)
         self._results.clear()
 
-    def send(self, number: int, dst: int, tag: int, data: bytes) -> None:
+    def send(self, number: int, dst: int, tag: int, data: bytes, priority: float) -> None:
         array = np.frombuffer(data, np.uint8)
         self._results[number] = array[:0]
-        self.transport.send(dst, tag, array, owner=number)
+        self.transport.send(dst, tag, array, priority, owner=number)
 
     def recv(self, number: int, src: int, tag: int, nbytes: int) -> None:
         self._results[number] = np.zeros(nbytes, np.uint8)

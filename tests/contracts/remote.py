@@ -88,7 +88,6 @@ class RemoteEnd:
 
     name = "mpi"
     ordered = False
-    lends = False
 
     def __init__(self, rank: int, line: Connection) -> None:
         self.rank = rank
@@ -111,6 +110,9 @@ class RemoteEnd:
             raise error_from(value)
         return value
 
+    def lends_from(self, src: int) -> bool:  # noqa: ARG002
+        return False
+
     def allocate(self, nbytes: int) -> Bytes:
         return np.zeros(nbytes, np.uint8)
 
@@ -120,8 +122,8 @@ class RemoteEnd:
         self.handles[handle.note] = handle, into
         return handle
 
-    def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:  # noqa: ARG002
-        return self._start(Handle("send", dst, tag, data.nbytes, owner), None, dst, tag, data.tobytes())
+    def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
+        return self._start(Handle("send", dst, tag, data.nbytes, owner), None, dst, tag, data.tobytes(), priority)
 
     def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
         return self._start(Handle("recv", src, tag, into.nbytes, owner), into, src, tag, into.nbytes)

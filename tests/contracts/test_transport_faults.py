@@ -388,11 +388,11 @@ class Scripted(Enveloped):
         super().__init__(1, 3)
         self.frames: list[tuple[int, bytes]] = []
 
-    def _put(self, peer: int, frame: Bytes) -> None:
-        pass
+    def _put(self, peer: int, frame: Bytes, done: Callable[[], None]) -> None:  # noqa: ARG002
+        done()
 
-    def _push(self, peer: int, slot: int, body: Bytes, handle: Handle) -> None:  # noqa: ARG002
-        self._pushed(handle)
+    def _push(self, peer: int, slot: int, body: Bytes, done: Callable[[], None]) -> None:  # noqa: ARG002
+        done()
 
     def _pull(self, peer: int, slot: int, into: Bytes, done: Callable[[], None]) -> None:
         pass
@@ -415,7 +415,7 @@ def frame(kind: int, slot: int, tag: int, size: int, body: bytes = b"") -> bytes
     return struct.pack("<BxHxxxxQQ", kind, slot, tag, size) + body
 
 
-WHOLE, ANNOUNCED, ASKED, TURN, END = range(1, 6)
+WHOLE, ANNOUNCED, ASKED, TURN, END, OFFERED, COMING = range(1, 8)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,10 @@ WHOLE, ANNOUNCED, ASKED, TURN, END = range(1, 6)
         frame(ANNOUNCED, 1, 0, LARGE, b"and more"),
         frame(ASKED, 7, 0, 0),
         frame(TURN, 0, 0, 0),
-        frame(6, 0, 0, 0),
+        frame(OFFERED, 0, 0, LARGE),
+        frame(OFFERED, 1, 0, INLINE_BYTES),
+        frame(COMING, 1, 0, 0),
+        frame(8, 0, 0, 0),
         frame(0, 0, 0, 0),
     ],
     ids=lambda data: f"{len(data)} bytes of kind {data[0] if data else 'none'}",
@@ -454,7 +457,7 @@ def test_what_no_peer_of_a_library_sends(data: bytes) -> None:
         st.one_of(
             st.binary(max_size=40),
             st.builds(
-                frame, st.integers(0, 6), st.integers(0, 65535), words, st.one_of(words, numbers), st.binary(max_size=9)
+                frame, st.integers(0, 8), st.integers(0, 65535), words, st.one_of(words, numbers), st.binary(max_size=9)
             ),
         ),
         max_size=8,

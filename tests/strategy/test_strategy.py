@@ -437,6 +437,29 @@ def test_what_a_part_asks_for_is_done_or_refused(kind: str, properties: dict[str
 
 
 @pytest.mark.usefixtures("later_parts")
+@pytest.mark.parametrize(
+    ("text", "says", "works"),
+    [
+        ("native schedule=urgent", "which native's collectives cannot", "schedule=urgent"),
+        ("ring schedule=urgent transport=slow", "which messages of transport=slow cannot", "ring schedule=urgent"),
+        ("ring schedule=urgent transport=tcp", "", ""),
+        ("native schedule=fixed", "", ""),
+        ("ring transport=slow", "", ""),
+    ],
+)
+def test_a_schedule_with_urgent_buckets_needs_parts_that_let_them_overtake(text: str, says: str, works: str) -> None:
+    urgent = own(Fixed, priority=lambda _, bucket: float(bucket.slices[0].tensor))
+    registry.register("schedules", "urgent")(urgent)
+    registry.register("transports", "slow", priority=False)(type("Slow", (), {}))
+    if not says:
+        Strategy.parse(text)
+        return
+    with pytest.raises(StrategyError, match=f"schedule=urgent lets urgent buckets overtake.*{says}") as refused:
+        Strategy.parse(text)
+    assert f"the nearest that works is {works!r}" in str(refused.value)
+
+
+@pytest.mark.usefixtures("later_parts")
 @pytest.mark.parametrize("properties", [{"phases": "split"}, {"apply": "layer"}, {"apply": "next_step"}, {}])
 def test_what_some_engine_does_is_accepted(properties: dict[str, Any]) -> None:
     registry.register("schedules", "own")(own(Fixed, **properties))

@@ -6,7 +6,7 @@ from ..registry import register
 from . import Collective
 
 
-@register("collectives", "native", goal="allreduce")
+@register("collectives", "native", goal="allreduce", priority=False)
 def native() -> Collective:
     """The message library's own allreduce; over transport=torch or transport=mpi."""
     return Collective("allreduce")

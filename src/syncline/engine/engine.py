@@ -74,7 +74,9 @@ class Engine:
         self.blocked_s = 0.0
         self.error: Exception | None = None
         self._observer = observer
-        self._exchange = Exchange(transport, has_left=has_left, observer=observer)
+        self._exchange = Exchange(
+            transport, has_left=has_left, observer=observer, handed_over=lambda: bool(self._inbox)
+        )
         self._reducing: dict[int, Reducing] = {}
         self._has_left = has_left
         self._on_raise = on_raise
@@ -114,6 +116,7 @@ class Engine:
     ) -> Work:
         """Run a plan, or a library's collective, over ``array``; it starts when ``gate`` is done, after ``before``.
 
+        The smallest ``priority`` goes first, in whatever is under way (``work``); ranks need not agree on it.
         A program that depends on the gate's result is given as a function. A ``tolerant`` work does not mind peers
         that leave, and nobody waits for it at the end. Whoever calls ``wait`` at once need not ``announce`` it to the
         progress thread.
@@ -122,7 +125,7 @@ class Engine:
 
         def start() -> None:
             chosen = program() if callable(program) else program
-            self._start(chosen, array, key, work, lane, priority)
+            self._start(chosen, array, key, work, lane)
 
         self._enter(work, start, lane, gate, before, announce)
         return work
@@ -189,7 +192,7 @@ class Engine:
 
         def enter() -> None:
             if lane is not None:
-                lane.enter(gate, begin)
+                lane.enter(gate, begin, work.priority)
             elif gate is not None:
                 gate.when_done(begin)
             else:
@@ -460,7 +463,7 @@ class Engine:
 
     def _work(self, label: str, tolerant: bool = False, key: int = -1, priority: float = 0.0) -> Work:
         """A work that is handed over."""
-        work = Work(label, tolerant)
+        work = Work(label, tolerant, priority)
         if self._observer is not None:
             work.span = begin(self._observer, "work", label, key=key, priority=priority)
         return work
@@ -585,14 +588,13 @@ class Engine:
         key: int,
         work: Work,
         lane: Lane | None = None,
-        priority: float = 0.0,
     ) -> None:
         """Begin what ``work`` stands for: a plan, or what the transport's library does by itself."""
         if isinstance(chosen, Collective):
             self._exchange.hand_over(chosen, array, key, work.label, lambda: self._finish(work, lane), work.span)
         else:
             done = partial(self._finish, work, lane)
-            self._exchange.start(Run(chosen, array, key, work.label, priority, done, work.tolerant, work.span))
+            self._exchange.start(Run(chosen, array, key, work.label, work.priority, done, work.tolerant, work.span))
 
     def _take_tasks(self) -> None:
         while self._inbox:
@@ -641,4 +643,4 @@ class Engine:
             self._changed.notify_all()
         work.call_back()
         if lane is not None:
-            lane.leave()
+            lane.leave(work.priority)

@@ -9,6 +9,11 @@ segment to shared memory and back. Ranks need not agree on that: a slot says whe
 Large arrays are cut into segments, which flow one after the other; chunks that belong to ranks (reduce-scatter,
 all-gather) are not cut, so that a rank's chunk of the whole array stays in one piece.
 
+Priority: what is done next is the next operation of the most urgent run that can go on. One that is less urgent than
+another does a single operation before that one is looked at again; where nothing is more urgent a run goes on for a
+segment at a time, and then sees whether something has been handed over. Runs of equal priority go on in the order in
+which they were started, each as far as it can. Whatever can be done is done, so ranks may have different priorities.
+
 Memory: scratch of a segment for algorithms that swap chunks (recursive doubling), and a segment for staged arrays.
 
 No deadlock between runs. What a run needs to begin (a slot, scratch, staging) is its own rank's, and is made when none
@@ -23,9 +28,11 @@ nothing but its sender, a large send for nothing but its receive, and scratch is
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -129,7 +136,7 @@ class _Run:
         self.peers = np.zeros((world, 3), np.int64)
         self.room = np.empty((2, world + layout.script.scratch + 1), np.int64)
         self.maps: Words | None = None
-        self.bound: Callable[[int, int], int] | None = None
+        self.bound: Callable[[int, int, int], int] | None = None
         self.array: NDArray[Any] = self.state
         self.key = self.slot = self.before = -1
         self.table: _Table | None = None
@@ -141,7 +148,7 @@ class _Run:
         self.staging: Bytes | None = None
         self.scratch: Bytes | None = None
 
-    def advance(self, kernel: Any, window: Window) -> Callable[[int, int], int]:
+    def advance(self, kernel: Any, window: Window) -> Callable[[int, int, int], int]:
         """The compiled ``advance`` with this run's tables; laid out anew when the window's table of maps is another."""
         if self.bound is None or self.maps is not window.maps:
             layout, self.maps = self.layout, window.maps
@@ -152,12 +159,19 @@ class _Run:
         return self.bound
 
 
+def _priority(run: _Run) -> float:
+    return run.priority
+
+
 def _nothing() -> None:
     """What an idle run calls at its end."""
 
 
 class OneSided:
-    """The runs of one process over one window; used from one thread at a time."""
+    """The runs of one process over one window; used from one thread at a time.
+
+    ``handed_over`` says whether something waits to be started, which might be more urgent.
+    """
 
     def __init__(
         self,
@@ -166,6 +180,7 @@ class OneSided:
         segment_bytes: int,
         has_left: Callable[[int], bool] = lambda _: False,
         observer: Observer | None = None,
+        handed_over: Callable[[], bool] = lambda: False,
     ) -> None:
         from ..kernels import onesided, passes  # compiled code: loaded where it is used
 
@@ -174,11 +189,11 @@ class OneSided:
         self._scratch = scratch
         self._segment_bytes = segment_bytes
         self._has_left = has_left
-        self._observer = observer
+        self._observer, self._handed_over = observer, handed_over
         self._known: dict[np.dtype[Any], int | None] = {}
         self._layouts: dict[tuple[int, int, np.dtype[Any]], _Layout] = {}
         self._generations: dict[int, int] = {}
-        self._runs: list[_Run] = []
+        self._runs: list[_Run] = []  # the most urgent first, equal ones as they were started
         self._waiting: deque[_Run] = deque()
         self._introduced = False
         self._buffer = np.zeros(onesided.BUFFER_WORDS, np.int64)
@@ -230,7 +245,7 @@ class OneSided:
         """Do what can be done; how many runs have moved. Raises PeerLost when one waits for a process that is gone.
 
         A single run may sleep up to ``patience_ms`` for each of its conditions; among several none may hold up the
-        others.
+        others. It ends early where something more urgent has to be looked at again.
         """
         kernel, window = self._kernel, self._window
         gone = set(window.gone) if window.gone else window.gone
@@ -241,24 +256,34 @@ class OneSided:
         if len(self._runs) > 1:
             patience_ms = 0
         for run in tuple(self._runs):
-            state = run.state
-            call = run.advance(kernel, window)
-            if self._observer is None:
-                code = call(spins, patience_ms)
-            else:
-                code = self._observed(self._observer, run, lambda call=call: call(spins, patience_ms))  # type: ignore[misc]
-            if code == kernel.DONE:
-                moved += 1
-                self._finish(run)
-                continue
+            overtaken = self._runs[0].priority < run.priority
+            waits = self._runs[-1].priority == run.priority  # nobody less urgent could go on meanwhile
+            code = self._go_on(run, spins if waits else 0, patience_ms, overtaken)
             now = self._done(run)
-            moved += now != run.before
+            went_on = now != run.before
+            moved += went_on
             run.before = now
-            if code in (kernel.UNLIKE, kernel.BROKEN):
+            if code == kernel.DONE:
+                self._finish(run)
+            elif code in (kernel.UNLIKE, kernel.BROKEN):
                 raise self._fault(run, code)
-            if gone:
-                self._check_peer(run, int(state[kernel.WAITS_FOR]), gone)
+            elif gone:
+                self._check_peer(run, int(run.state[kernel.WAITS_FOR]), gone)
+            if code == kernel.PAUSED or (overtaken and went_on):
+                break
         return moved
+
+    def _go_on(self, run: _Run, spins: int, patience_ms: int, overtaken: bool) -> int:
+        """Carry out a run: one operation where it is ``overtaken``, else as long as nothing is handed over."""
+        call = run.advance(self._kernel, self._window)
+        most = 1 if overtaken else len(run.layout.script.operations)
+        while True:
+            if self._observer is None:
+                code = call(spins, patience_ms, most)
+            else:
+                code = self._observed(self._observer, run, partial(call, spins, patience_ms, most))
+            if code != self._kernel.PAUSED or overtaken or self._handed_over():
+                return code
 
     def _observed(self, observer: Observer, run: _Run, call: Callable[[], int]) -> int:
         """Carry out a run as far as it goes, and tell what has been done of it meanwhile."""
@@ -435,7 +460,7 @@ class OneSided:
             state[kernel.SCRATCH] = address_of(run.scratch)
         state[kernel.ID], state[kernel.OWN_SLOT] = identity, table.address + slot * board.SLOT_BYTES
         state[kernel.OWN_SEGMENT : kernel.STATE] = *place, address, stride
-        self._runs.append(run)
+        insort(self._runs, run, key=_priority)
 
     def _next_generation(self, key: int) -> int:
         """How often that key has been used: all ranks count alike, and so find the slots of the same run."""

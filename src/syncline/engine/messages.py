@@ -8,6 +8,12 @@ Receives that reduce are posted when their segment opens, straight from the tran
 over shm, scratch over tcp); receives that copy go straight into the array. Reductions into one chunk keep plan order,
 so the result does not depend on timing.
 
+Priority: sends carry it to the transport, and of what has completed there the most urgent is acted upon first. Before
+what is less urgent it is looked whether something urgent has come meanwhile: so a run waits for no more than what has
+come of one window of segments of a less urgent one, and what it has opened waits in the transport behind the urgent.
+Nothing is held back while nothing more urgent is there to be done: so ranks may have different priorities, and each run
+ends. With equal priorities everything is acted upon in the order in which it completed.
+
 Memory: the scratch for received parts is at most ``window`` segments per run.
 
 Pure apart from the transport it is given: no threads, no clocks, no knowledge of frameworks.
@@ -28,6 +34,7 @@ from ..errors import PeerError, SynclineError, UsageError
 from ..kernels.cpu import add_all_into
 from ..plans.messages import Action, Program
 from ..transports import Adds, Handle, HasAllreduce, Transport
+from ..wire.link import CONTROL
 from ..wire.scratch import Scratch
 from .memory import OneSided, Window
 from .trace import Kind, Observer, Span, begin
@@ -134,7 +141,10 @@ class _Segment:
 
 
 class Exchange:
-    """Executes runs over one transport; used from one thread."""
+    """Executes runs over one transport; used from one thread.
+
+    ``handed_over`` says whether runs wait to be started, which might be more urgent than those under way.
+    """
 
     def __init__(
         self,
@@ -143,6 +153,7 @@ class Exchange:
         window: int = WINDOW,
         has_left: Callable[[int], bool] = lambda _: False,
         observer: Observer | None = None,
+        handed_over: Callable[[], bool] = lambda: False,
     ) -> None:
         if segment_bytes < 1 or window < 1:
             raise UsageError(f"segments of {segment_bytes} bytes and a window of {window} make no sense")
@@ -156,8 +167,12 @@ class Exchange:
         self._under_way: dict[int, Run] = {}
         mapped: Window | None = getattr(transport, "window", None)
         shared_bytes = min(segment_bytes, SHARED_SEGMENT_BYTES)
-        self._onesided = None if mapped is None else OneSided(mapped, self.scratch, shared_bytes, has_left, observer)
+        self._onesided = (
+            None if mapped is None else OneSided(mapped, self.scratch, shared_bytes, has_left, observer, handed_over)
+        )
         self._handed: dict[int, str] = {}  # key -> label of what a library does by itself
+        self._ranked = False  # whether something had another priority than 0
+        self._behind: list[Handle] = []  # what has completed and is less urgent than what was acted upon last
 
     def start(self, run: Run) -> None:
         """Begin a run; its ``on_done`` is called from a later ``progress``, or at once when there is nothing to do."""
@@ -165,6 +180,7 @@ class Exchange:
             raise UsageError(f"{run.label}: key {run.key} is in use by {self._under_way[run.key].label}")
         if not 0 <= run.key < _KEYS:
             raise UsageError(f"{run.label}: key {run.key} is out of range")
+        self.regard(run.priority)
         array = run.array
         if array.ndim != 1 or not array.flags.c_contiguous:
             raise UsageError(f"{run.label}: an exchange needs a one-dimensional contiguous array")
@@ -192,6 +208,10 @@ class Exchange:
         self._under_way[run.key] = run
         while run.opened < min(self._window, run.segments):
             self._open(run)
+
+    def regard(self, priority: float) -> None:
+        """Something of that priority begins: from the first on that is not 0, the most urgent is acted upon first."""
+        self._ranked = self._ranked or priority != 0.0
 
     def hand_over(
         self,
@@ -230,8 +250,9 @@ class Exchange:
         shared = self._onesided
         if shared is None or not shared.active:
             return self._turn(timeout)
-        moved = shared.advance(spins, PATIENCE_MS if timeout and len(self._under_way) == 1 else 0)
-        if moved:
+        alone = len(self._under_way) == 1 and not self._behind
+        moved = shared.advance(spins, PATIENCE_MS if timeout and alone else 0)
+        if moved or self._behind:
             return moved + (self._turn(0.0) if shared.active else 0)
         shared.sleep_soon()
         try:
@@ -241,7 +262,9 @@ class Exchange:
 
     def _turn(self, timeout: float) -> int:
         """Turn the transport once and act on what has completed."""
-        handles = self.transport.poll(timeout)
+        handles = self.transport.poll(0.0 if self._behind else timeout)
+        if self._ranked:
+            handles = self._most_urgent(handles)
         for handle in handles:
             owner = handle.owner
             if isinstance(owner, tuple):
@@ -249,6 +272,13 @@ class Exchange:
             elif callable(owner):
                 owner(handle)
         return len(handles)
+
+    def _most_urgent(self, handles: list[Handle]) -> list[Handle]:
+        """Of what has completed the most urgent, in order; the rest waits for the next turn."""
+        there = [(_urgency(handle), handle) for handle in (*self._behind, *handles)]
+        first = min((priority for priority, _ in there), default=0.0)
+        self._behind = [handle for priority, handle in there if priority != first]
+        return [handle for priority, handle in there if priority == first]
 
     @property
     def waiting_for(self) -> dict[int, str]:
@@ -478,6 +508,15 @@ def labelled(label: str, error: Exception) -> Exception:
     """An error with what it befell."""
     text = f"{label}: {error}"
     return type(error)(text, rank=error.rank, host=error.host) if isinstance(error, PeerError) else SynclineError(text)
+
+
+def _urgency(handle: Handle) -> float:
+    """The priority of what waits for a handle; single messages, for which much else waits, before everything."""
+    owner = handle.owner
+    if isinstance(owner, tuple):
+        priority: float = owner[0].run.priority
+        return priority
+    return getattr(owner, "priority", CONTROL)
 
 
 def _has_begun(run: Run) -> bool:

@@ -75,6 +75,7 @@ class Reducing:
 
     def start(self) -> None:
         """Open the first reducer."""
+        self._exchange.regard(self._priority)
         if self._observer is not None:
             what = {"key": self._key, "phase": "reduce"}
             self._span = begin(self._observer, "run", self._label, self._span, priority=self._priority, **what)

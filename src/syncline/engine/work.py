@@ -1,15 +1,26 @@
 """What the engine has under way: a work, and the lane in which works keep their order.
 
-Owns when a work may start: once its gate is done, and in a lane when those before it have started and there is room.
-Works of one lane start in the order in which they were handed over, at most ``in_flight`` of them at a time: ranks
-whose gradients become ready in different orders still serve the same buckets. Knows no thread, clock or transport:
-what a work does, and when it is done, is the engine's affair, which calls all of this from the thread that drives.
+Owns when a work may start: once its gate is done, and in a lane when those of its priority that were handed over before
+it have started and there is room for one more of them, ``in_flight`` at a time. Works of different priorities do not
+wait for each other; those that may start at the same moment do so in the order of urgency. What goes first among works
+that have started is decided wherever a rank chooses what to send or to do next: in ``messages``, ``memory`` and the
+transports, operation by operation. Knows no thread, clock or transport: what a work does, and when it is done, is the
+engine's affair, which calls all of this from the thread that drives.
+
+No deadlock. Ranks hand the works of a lane over in one order, whatever order their gradients become ready in. Take the
+first work of that order that has not ended on all ranks. Where it has not, all before it has: so it is the first of its
+priority there, whichever priority that rank gave it, and starts as soon as its gate is done, which is no later work of
+the lane. What all ranks have started ends: receives are posted, and nothing waits for the end of another run
+(``memory``). So ranks need no common order among works of different priorities, and may even differ in the priorities.
+A limit over all priorities together would break this: with room for one, a rank whose gate of A opens late starts the
+more urgent B, another one has started A, and each waits for what the other one's lane holds back.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .trace import Span
@@ -18,14 +29,15 @@ from .trace import Span
 class Work:
     """Something under way; ``result`` is set when it is done. A ``tolerant`` one does not mind peers that leave.
 
-    ``span`` is what an observer has been told of it.
+    The smallest ``priority`` goes first. ``span`` is what an observer has been told of it.
     """
 
-    __slots__ = ("_callbacks", "done", "label", "result", "span", "tolerant")
+    __slots__ = ("_callbacks", "done", "label", "priority", "result", "span", "tolerant")
 
-    def __init__(self, label: str, tolerant: bool = False) -> None:
+    def __init__(self, label: str, tolerant: bool = False, priority: float = 0.0) -> None:
         self.label = label
         self.tolerant = tolerant
+        self.priority = priority
         self.done = False
         self.result: Any = None
         self.span: Span | None = None
@@ -45,30 +57,59 @@ class Work:
             callback()
 
 
+class _Queue:
+    """The works of one priority: how many are under way, and those that wait, with their gates."""
+
+    __slots__ = ("active", "waiting")
+
+    def __init__(self) -> None:
+        self.active = 0
+        self.waiting: deque[tuple[Work | None, Callable[[], None]]] = deque()
+
+
 class Lane:
-    """An ordered queue of works of which ``in_flight`` may be under way; ``active`` are."""
+    """Works in order, of which ``in_flight`` of each priority may be under way."""
 
     def __init__(self, in_flight: int) -> None:
         self.in_flight = in_flight
-        self.active = 0
-        self._waiting: deque[tuple[Work | None, Callable[[], None]]] = deque()
+        self._queues: dict[float, _Queue] = {}
+        self._gates: set[Work] = set()  # those that are to tell when they are done
 
-    def enter(self, gate: Work | None, start: Callable[[], None]) -> None:
+    @property
+    def active(self) -> int:
+        """How many are under way."""
+        return sum(queue.active for queue in self._queues.values())
+
+    def enter(self, gate: Work | None, start: Callable[[], None], priority: float = 0.0) -> None:
         """Start one more work, once ``gate`` is done and it is its turn."""
-        self._waiting.append((gate, start))
-        self._advance()
+        queue = self._queues.setdefault(priority, _Queue())
+        queue.waiting.append((gate, start))
+        self._advance(queue)
 
-    def leave(self) -> None:
-        """A work of this lane is done: another may start."""
-        self.active -= 1
-        self._advance()
+    def leave(self, priority: float = 0.0) -> None:
+        """A work of this lane is done: another of its priority may start."""
+        queue = self._queues[priority]
+        queue.active -= 1
+        self._advance(queue)
+        if not (queue.active or queue.waiting) and self._queues.get(priority) is queue:
+            del self._queues[priority]
 
-    def _advance(self) -> None:
-        while self._waiting and self.active < self.in_flight:
-            gate, start = self._waiting[0]
+    def _advance(self, queue: _Queue) -> None:
+        """Start what may; a work that starts may end at once, and others enter meanwhile."""
+        while queue.waiting and queue.active < self.in_flight:
+            gate, start = queue.waiting[0]
             if gate is not None and not gate.done:
-                gate.when_done(self._advance)
+                if gate not in self._gates:
+                    self._gates.add(gate)
+                    gate.when_done(partial(self._opened, gate))
                 return
-            self._waiting.popleft()
-            self.active += 1
+            queue.waiting.popleft()
+            queue.active += 1
             start()
+
+    def _opened(self, gate: Work) -> None:
+        """A gate is done, which works of several priorities may wait for."""
+        self._gates.discard(gate)
+        for priority in sorted(self._queues):
+            if (queue := self._queues.get(priority)) is not None:
+                self._advance(queue)

@@ -4,10 +4,11 @@ What a rank waits for is that a word in a slot of another rank's board (``board`
 written there is theirs to change at any time: a word that says where memory lies is read once, and held against what
 that rank has shared, before it becomes an address.
 
-``advance`` does what can be done and returns when nothing can: the caller decides how to wait. Whoever sleeps says so
-on its board, looks once more, and is then rung through its eventfd (Dekker's pattern: a store, a fence, a load on both
-sides). Threads of the own process ring the same bell when they want whoever sleeps to do something else: a ring that
-did not bring what was waited for is left for the caller's own wait to find.
+``advance`` does what can be done, of so many operations, and returns when nothing can: the caller decides how to wait,
+and what to do first. Whoever sleeps says so on its board, looks once more, and is then rung through its eventfd
+(Dekker's pattern: a store, a fence, a load on both sides). Threads of the own process ring the same bell when they want
+whoever sleeps to do something else: a ring that did not bring what was waited for is left for the caller's own wait to
+find.
 
 All tables are int64 arrays; their columns are named below. Types, addresses and lengths were checked by
 ``engine.memory``.
@@ -95,6 +96,7 @@ BLOCKED: Final = 1
 UNMAPPED: Final = 2
 UNLIKE: Final = 3
 BROKEN: Final = 4
+PAUSED: Final = 5
 
 
 NOWHERE: Final = 0
@@ -294,17 +296,22 @@ def _wait(operation, state, peers, members, maps, operations, operands, lengths,
 
 
 @compiled(
-    "(int64[], int64[,], int64[,], int64[,], int64[,], int64[], int64[], int64[], int64[,], int64, int64) -> int64"
+    "(int64[], int64[,], int64[,], int64[,], int64[,], int64[], int64[], int64[], int64[,], int64, int64, int64)"
+    " -> int64"
 )
-def advance(state, peers, members, maps, operations, operands, lengths, touched, room, spins, patience_ms):
-    """Do what can be done of a run; DONE, or why not: BLOCKED, UNMAPPED, UNLIKE, BROKEN.
+def advance(state, peers, members, maps, operations, operands, lengths, touched, room, spins, patience_ms, most):
+    """Do what can be done of a run; DONE, or why not: BLOCKED, UNMAPPED, UNLIKE, BROKEN, PAUSED.
 
     ``state[WAITS_FOR]`` says for whom it waits, or who has exchanged something else or broken the protocol.
     A condition that does not hold is looked at ``spins`` times more, the core being offered to others in between, and
-    is then slept for, each time for at most ``patience_ms``: 0 when there is something else to do.
+    is then slept for, each time for at most ``patience_ms``: 0 when there is something else to do. It pauses after
+    ``most`` operations.
     """
     count = operations.shape[0]
     while state[SEGMENT] < state[SEGMENTS]:
+        if most <= 0:
+            return PAUSED
+        most -= 1
         operation = state[AT]
         if operation == 0:
             if state[SEGMENT] == 0:

@@ -45,7 +45,7 @@ class Schedule(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """How many buckets may be under way at once."""
+        """How many buckets of one priority may be under way at once."""
         ...
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:

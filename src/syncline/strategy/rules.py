@@ -18,7 +18,8 @@ from ..algorithms import Roles
 from ..codecs import NeedsFeedback, Wraps, relay_of, warmup_of
 from ..compression.reducers.ways import way_of
 from ..errors import UsageError
-from ..schedules import Application, Phases, Release
+from ..nouns import Layer, Spec
+from ..schedules import Application, Phases, Release, Schedule
 from .grammar import Part
 from .parts import build, roles_of, write
 from .words import AUTO, BSP, NONE, WORDS, bind_word
@@ -180,6 +181,18 @@ def _engines_do_what_the_schedule_says(given: Combination) -> Fault | None:
     return None
 
 
+def _urgent_buckets_can_overtake(given: Combination) -> Fault | None:
+    if given.schedule == AUTO or not _has_urgent_buckets(build("schedules", given.schedule)):
+        return None
+    reason = f"schedule={given.schedule.name} lets urgent buckets overtake others, which"
+    if given.collective is not None and not _honours_priority("collectives", given.architecture):
+        return f"{reason} {given.architecture.name}'s collectives cannot", [{"architecture": AUTO}, {"schedule": AUTO}]
+    if given.transport != AUTO and not _honours_priority("transports", given.transport):
+        name = given.transport.name
+        return f"{reason} messages of transport={name} cannot", [{"transport": AUTO}, {"schedule": AUTO}]
+    return None
+
+
 def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
     mode, name, remedies = build("sync", given.sync), given.sync.name, [{"sync": BSP}]
     for what in ("due", "may_proceed"):
@@ -227,6 +240,7 @@ RULES: tuple[Callable[[Combination], Fault | None], ...] = (
     _memory_needs_feedback,
     _rounds_need_sums,
     _engines_do_what_the_schedule_says,
+    _urgent_buckets_can_overtake,
     _engines_do_what_the_sync_mode_says,
     _servers_that_sum_count_no_steps,
     _feedback_needs_a_contraction,
@@ -249,6 +263,17 @@ def _variants(architecture: Part, wanted: Callable[[Roles], bool]) -> list[dict[
             if roles is not None and wanted(roles):
                 found.append({"architecture": changed})
     return found
+
+
+def _honours_priority(kind: str, part: Part) -> bool:
+    """Whether a part lets what is urgent go first: all do that do not declare ``priority=False``."""
+    return bool(registry.get(kind, part.name).capabilities.get("priority", True))
+
+
+def _has_urgent_buckets(schedule: Schedule) -> bool:
+    """Whether a schedule tells buckets apart by priority, as it shows with a model of large layers."""
+    layers = [Layer(Spec(f"layer {number}", (1 << 30,))) for number in range(4)]
+    return len({schedule.priority(bucket) for bucket in schedule.buckets(layers)}) > 1
 
 
 def _codec_of(given: Combination) -> Codec:

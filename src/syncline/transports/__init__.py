@@ -83,7 +83,10 @@ class Transport(Protocol):
         ...
 
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
-        """Start sending; the smallest priority goes first among what waits for the same peer."""
+        """Start sending; the smallest priority goes first among what waits for the same peer, equal ones in order.
+
+        Messages of one tag have one priority while any of them waits.
+        """
         ...
 
     def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:

@@ -10,6 +10,9 @@ I/O: a library's part is five methods that move *frames* and *bodies*.
   its frame announces and that every library has a tag for. The receive of a body is posted when the receive that it
   belongs to has been: until then the library's own rendezvous holds the body back at the sender. A library that cannot
   hold it back, or cannot say when it has been taken, is *asked* for it by one more frame (``asks``).
+* Libraries know no priority: what waits does so in an ``outbox``. From the first message on whose priority is not 0
+  bodies are *offered*: each is asked for, and when it is its turn one more frame says that it comes. Only then do both
+  ends give it to the library: what that has been given flows, and in the order in which it was given.
 * A library matches collectives by the order in which they are called. Ranks may start theirs in different orders, so
   rank 0 tells the others its own by frames: at most one frame of latency, which overlaps with the wait for the others.
 * A rank that closes says so in a last frame, so what it sent before still arrives, and what waits for it fails. The
@@ -19,7 +22,8 @@ I/O: a library's part is five methods that move *frames* and *bodies*.
 What frames say is checked before it is believed; ``poll`` raises a ProtocolError that names the peer. A body that does
 not fit its receive ends that receive; one of up to 1 GiB is taken from the library and forgotten.
 
-Traffic of a message: its bytes and 24 of header; 24 more in either direction where bodies are asked for.
+Traffic of a message: its bytes and 24 of header; 24 more in either direction where bodies are asked for, and 24 more
+where they are offered.
 """
 
 from __future__ import annotations
@@ -29,18 +33,20 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ClosedError, PeerLost, ProtocolError, UsageError
-from ..wire.link import broken
+from ..wire.link import CONTROL, broken
 from ..wire.matching import UNCLAIMED_BYTES, Matcher
 from ..wire.scratch import Scratch
 from . import INLINE_BYTES, Bytes, Handle
+from ._outbox import Event, Outbox
 
 _HEADER = struct.Struct("<BxHxxxxQQ")
 HEADER_BYTES = _HEADER.size
@@ -50,7 +56,7 @@ FRAME_BYTES = HEADER_BYTES + INLINE_BYTES
 SLOTS = 32767
 """Bodies under way between two ranks have slots from 1 to this: the tags that MPI promises at least."""
 
-_WHOLE, _ANNOUNCED, _ASKED, _TURN, _END = range(1, 6)
+_WHOLE, _ANNOUNCED, _ASKED, _TURN, _END, _OFFERED, _COMING = range(1, 8)
 
 _MOST_TURNS = 1 << 16
 """How many collectives rank 0 may be ahead."""
@@ -66,11 +72,12 @@ class _Receive:
 
 @dataclass
 class _Message:
-    """What a frame brought: the message itself in scratch memory, or the slot on which its body comes."""
+    """What a frame brought: the message itself in scratch memory, or the slot on which its body comes, or may."""
 
     size: int
     frame: Bytes | None = None
     slot: int = 0
+    offered: bool = False
 
 
 class Bell:
@@ -113,7 +120,9 @@ class Enveloped(ABC):
         self._completed: list[Handle] = []
         self._slots = dict.fromkeys(self._peers, 0)
         self._bodies: set[tuple[int, int]] = set()  # (peer, slot) of bodies that have not left yet
-        self._unasked: dict[tuple[int, int], tuple[Handle, Bytes]] = {}  # (peer, slot): bodies that wait to be asked
+        self._unasked: dict[tuple[int, int], Event] = {}  # (peer, slot): how bodies go that are not asked for yet
+        self._promised: dict[tuple[int, int], Event] = {}  # (peer, slot): how bodies are taken that were asked for
+        self._outbox = Outbox(self._peers)
         self._order: deque[int] = deque()  # keys of collectives, as rank 0 starts them
         self._ready: dict[int, tuple[Handle, NDArray[Any]]] = {}  # collectives that this rank has come to
         self._running: dict[int, Handle] = {}  # collectives that have begun, by number
@@ -128,15 +137,15 @@ class Enveloped(ABC):
     # The library's part, all called from the progress thread.
 
     @abstractmethod
-    def _put(self, peer: int, frame: Bytes) -> None:
+    def _put(self, peer: int, frame: Bytes, done: Event) -> None:
         """Send a frame, which is the library's from now on; frames to one peer keep their order."""
 
     @abstractmethod
-    def _push(self, peer: int, slot: int, body: Bytes, handle: Handle) -> None:
-        """Send a body; ``_pushed`` when its buffer is the caller's again."""
+    def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
+        """Send a body; ``done()`` when its buffer is the caller's again."""
 
     @abstractmethod
-    def _pull(self, peer: int, slot: int, into: Bytes, done: Callable[[], None]) -> None:
+    def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
         """Receive a body of exactly the size of ``into``; ``done()`` when it is there."""
 
     @abstractmethod
@@ -164,13 +173,14 @@ class Enveloped(ABC):
         """Plain zeroed memory; the libraries read and write any."""
         return np.zeros(nbytes, np.uint8)
 
-    def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:  # noqa: ARG002
-        """Send in one frame, from a copy, or announce the body; the library decides what goes first."""
+    def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
+        """Send in one frame, from a copy, or announce the body."""
         handle = Handle("send", dst, tag, data.nbytes, owner)
         if not self._admit(handle):
             return handle
+        self._outbox.ranked = self._outbox.ranked or priority != 0.0
         if data.nbytes <= INLINE_BYTES:
-            self._tell(dst, _WHOLE, tag, data=data)
+            self._tell(dst, _WHOLE, tag, data=data, priority=priority)
             self._finish(handle)
             return handle
         slot = self._free_slot(dst)
@@ -180,12 +190,25 @@ class Enveloped(ABC):
             return handle
         self._bodies.add((dst, slot))
         handle.note = slot
-        self._tell(dst, _ANNOUNCED, tag, slot=slot, size=data.nbytes)
-        if self.asks:
-            self._unasked[dst, slot] = handle, data
+        offers, push = self._outbox.ranked, partial(self._push, dst, slot, data, partial(self._pushed, handle))
+        self._tell(dst, _OFFERED if offers else _ANNOUNCED, tag, slot=slot, size=data.nbytes, priority=priority)
+        if offers:
+            self._unasked[dst, slot] = partial(self._queue, handle, data, priority)
+        elif self.asks:
+            self._unasked[dst, slot] = push
         else:
-            self._push(dst, slot, data, handle)
+            push()
         return handle
+
+    def _queue(self, handle: Handle, data: Bytes, priority: float) -> None:
+        """A body that was offered has been asked for: it goes when it is its turn."""
+        peer, slot = handle.peer, handle.note
+
+        def begin(done: Event) -> None:
+            self._put(peer, self._frame(peer, _COMING, slot=slot), _nothing)
+            self._push(peer, slot, data, done)
+
+        self._outbox.put(peer, priority, data.nbytes, begin, partial(self._pushed, handle))
 
     def _free_slot(self, peer: int) -> int | None:
         """The slot for the next body to that peer: the one used longest ago among those that are not in use."""
@@ -236,7 +259,8 @@ class Enveloped(ABC):
     @property
     def idle(self) -> bool:
         """True when the library has nothing left to send to those who are still there."""
-        return not any(count for peer, count in self._sending.items() if peer not in self._gone)
+        left = [peer for peer in self._peers if peer not in self._gone]
+        return not any(self._sending[peer] or self._outbox.holds(peer) for peer in left)
 
     def wake(self) -> None:
         """Ring the bell."""
@@ -252,7 +276,9 @@ class Enveloped(ABC):
             return
         self._closed = True
         if not self._forked:
+            self._outbox.ranked = False
             for peer in self._peers:
+                self._outbox.empty(peer)
                 if self.answers or peer not in self._gone:
                     self._tell(peer, _END, self._begun)
         self._leave()
@@ -284,11 +310,12 @@ class Enveloped(ABC):
             self._arrived(peer, tag, _Message(size, frame=frame))
             return
         self.scratch.give(frame)
-        if kind == _ANNOUNCED and 1 <= slot <= SLOTS and size > INLINE_BYTES:
-            self._arrived(peer, tag, _Message(size, slot=slot))
+        if kind in (_ANNOUNCED, _OFFERED) and 1 <= slot <= SLOTS and size > INLINE_BYTES:
+            self._arrived(peer, tag, _Message(size, slot=slot, offered=kind == _OFFERED))
         elif kind == _ASKED and (peer, slot) in self._unasked:
-            handle, body = self._unasked.pop((peer, slot))
-            self._push(peer, slot, body, handle)
+            self._unasked.pop((peer, slot))()
+        elif kind == _COMING and (peer, slot) in self._promised:
+            self._promised.pop((peer, slot))()
         elif kind == _TURN and peer == 0 and len(self._order) < _MOST_TURNS:
             self._order.append(tag)
             self._take_turns()
@@ -325,8 +352,10 @@ class Enveloped(ABC):
             return
         self._gone.add(peer)
         self._matcher.forget(peer)
-        for key in [key for key in self._unasked if key[0] == peer]:
-            del self._unasked[key]
+        self._outbox.forget(peer)
+        for bodies in (self._unasked, self._promised):
+            for key in [key for key in bodies if key[0] == peer]:
+                del bodies[key]
         for handle, _ in self._ready.values():
             self._finish(handle, lost(peer))
         self._ready.clear()
@@ -336,15 +365,29 @@ class Enveloped(ABC):
     # Between the two.
 
     def _tell(
-        self, peer: int, kind: int, tag: int = 0, *, slot: int = 0, size: int = 0, data: Bytes | None = None
+        self,
+        peer: int,
+        kind: int,
+        tag: int = 0,
+        *,
+        slot: int = 0,
+        size: int = 0,
+        data: Bytes | None = None,
+        priority: float = CONTROL,
     ) -> None:
+        frame = self._frame(peer, kind, tag, slot=slot, size=size, data=data)
+        self._outbox.put(peer, priority, frame.nbytes, partial(self._put, peer, frame), _nothing)
+
+    def _frame(
+        self, peer: int, kind: int, tag: int = 0, *, slot: int = 0, size: int = 0, data: Bytes | None = None
+    ) -> Bytes:
         size = size if data is None else data.nbytes
         frame: Bytes = np.empty(HEADER_BYTES + (0 if data is None else size), np.uint8)
         _HEADER.pack_into(frame, 0, kind, slot, tag, size)
         if data is not None:
             frame[HEADER_BYTES:] = data
         self._sent[peer] += frame.nbytes
-        self._put(peer, frame)
+        return frame
 
     def _check_open(self) -> None:
         if self._closed:
@@ -401,6 +444,16 @@ class Enveloped(ABC):
             self._finish(handle)
 
     def _fetch(self, receive: _Receive, message: _Message, fits: bool) -> None:
+        """Ask for a body where that has to be, and receive it."""
+        take = partial(self._take, receive, message, fits)
+        if message.offered:
+            self._promised[receive.handle.peer, message.slot] = take
+        else:
+            take()
+        if message.offered or self.asks:
+            self._tell(receive.handle.peer, _ASKED, receive.handle.tag, slot=message.slot)
+
+    def _take(self, receive: _Receive, message: _Message, fits: bool) -> None:
         """Receive a body; one that does not fit goes to scratch memory and is forgotten."""
         handle, size = receive.handle, message.size
         in_place = receive.into if fits else None
@@ -417,8 +470,6 @@ class Enveloped(ABC):
         into = in_place if buffer is None else buffer
         assert into is not None
         self._pull(handle.peer, message.slot, into[:size], done)
-        if self.asks:
-            self._tell(handle.peer, _ASKED, handle.tag, slot=message.slot)
 
     def _take_turns(self) -> None:
         """Begin the collectives that rank 0 has begun, and this rank has come to, in rank 0's order."""
@@ -428,6 +479,10 @@ class Enveloped(ABC):
             self._running[self._begun] = handle
             self._begun += 1
             self._reduce(array, handle)
+
+
+def _nothing() -> None:
+    """What is done when a frame has been sent: it was a copy."""
 
 
 def lost(peer: int) -> PeerLost:

@@ -1,8 +1,9 @@
 """Transport between threads of one process: what tests, examples and the simulator's checks run on.
 
 A ``Hub`` stands for the network; each rank takes its end of it. Messages are passed by reference: the receiver copies
-straight from the sender's buffer and then tells the sender, whose handle completes. An equal member of this folder,
-held to the same contracts as the others.
+straight from the sender's buffer and then tells the sender, whose handle completes. What waits does so in the
+receiver's inbox, and the most urgent is taken first. An equal member of this folder, held to the same contracts as the
+others.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
 
 from ..errors import ClosedError, PeerLost, UsageError
 from ..registry import register
+from ..wire.link import CONTROL
 from ..wire.matching import Matcher
 from . import Bytes, Handle
 
@@ -30,6 +34,7 @@ class _Message:
     tag: int = 0
     data: Bytes | None = None
     handle: Handle | None = None
+    priority: float = CONTROL
 
 
 class _Inbox:
@@ -39,10 +44,13 @@ class _Inbox:
         self.bell = threading.Condition()
         self.queue: deque[_Message] = deque()
         self.woken = False
+        self._priorities: set[float] = set()  # of the data that lie here
 
     def put(self, message: _Message) -> None:
         with self.bell:
             self.queue.append(message)
+            if message.kind == "data":
+                self._priorities.add(message.priority)
             self.bell.notify()
 
     def take(self, timeout: float) -> list[_Message]:
@@ -52,6 +60,9 @@ class _Inbox:
             self.woken = False
             found = list(self.queue)
             self.queue.clear()
+            if len(self._priorities) > 1:
+                found.sort(key=attrgetter("priority"))
+            self._priorities.clear()
             return found
 
 
@@ -76,7 +87,7 @@ class Hub:
         self.gone.add(rank)
         for peer, inbox in enumerate(self.inboxes):
             if peer != rank:
-                inbox.put(_Message("gone", rank))
+                inbox.put(_Message("gone", rank, priority=inf))
 
 
 @register("transports", "inproc", one_host=True)
@@ -105,7 +116,7 @@ class InProc:
         """Plain zeroed memory."""
         return np.zeros(nbytes, np.uint8)
 
-    def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:  # noqa: ARG002
+    def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
         """Pass a reference to the peer; done when it has copied the data."""
         self._check(dst)
         handle = Handle("send", dst, tag, data.nbytes, owner)
@@ -113,7 +124,7 @@ class InProc:
             return handle
         self._under_way.add(handle)
         self._sent[dst] += data.nbytes
-        self._hub.inboxes[dst].put(_Message("data", self.rank, tag, data, handle))
+        self._hub.inboxes[dst].put(_Message("data", self.rank, tag, data, handle, priority))
         return handle
 
     def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:

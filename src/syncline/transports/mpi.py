@@ -39,6 +39,7 @@ from ..registry import register
 from ..wire.link import broken
 from . import Bytes, Handle, Place
 from ._envelope import FRAME_BYTES, SLOTS, Enveloped
+from ._outbox import Event
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -166,16 +167,16 @@ class Mpi(Enveloped):
         self._status = self._mpi.Status()
         self._acted = False
 
-    def _put(self, peer: int, frame: Bytes) -> None:
-        self._isend(peer, 0, frame, lambda: None)
+    def _put(self, peer: int, frame: Bytes, done: Event) -> None:
+        self._isend(peer, 0, frame, done)
 
-    def _push(self, peer: int, slot: int, body: Bytes, handle: Handle) -> None:
+    def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
         pieces = _pieces(body)
-        ended = _countdown(len(pieces), lambda: self._pushed(handle))
+        ended = _countdown(len(pieces), done)
         for piece in pieces:
             self._isend(peer, slot, piece, ended)
 
-    def _pull(self, peer: int, slot: int, into: Bytes, done: Callable[[], None]) -> None:
+    def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
         pieces = _pieces(into)
         ended = _countdown(len(pieces), done)
         for piece in pieces:
@@ -230,7 +231,7 @@ class Mpi(Enveloped):
         self._complete()  # what it took, or sent, before its end
         super()._ended(peer, begun)
 
-    def _isend(self, peer: int, slot: int, data: Bytes, done: Callable[[], None]) -> None:
+    def _isend(self, peer: int, slot: int, data: Bytes, done: Event) -> None:
         request = self._comm.Isend([data, self._mpi.BYTE], self._mpi_ranks[peer], self._first_tag + slot)
         self._sending[peer] += 1
 

@@ -6,8 +6,8 @@ torch is loaded when the first transport is made.
 **Waiting.** Gloo's sends and receives can only be waited for, one thread per wait (``is_completed`` of a send or
 receive turns true in ``wait`` alone, and a wait that runs out of time breaks its connection). So each peer has a thread
 that waits for its frames, and one, once it is needed, for bodies; both report to the progress thread, which sleeps
-meanwhile. Bodies are asked for: a body that has been asked for leaves without further ado, so waits in the order in
-which they began hold nothing up.
+meanwhile. Bodies are asked for: a body that has been asked for, or says that it comes where it was offered, leaves
+without further ado, so waits in the order in which they began hold nothing up.
 
 **NCCL** knows collectives only: with ``backend=nccl`` the messages still go through Gloo, and the architecture has to
 be ``native``. Arrays lie in host memory here, so they are staged through the device's, on a stream of its own.
@@ -39,6 +39,7 @@ from ..errors import GroupError, PeerLost, UsageError
 from ..registry import register
 from . import Bytes, Handle, Place
 from ._envelope import FRAME_BYTES, SLOTS, Enveloped, frame_bytes, is_last
+from ._outbox import Event
 
 if TYPE_CHECKING:
     import torch
@@ -62,9 +63,6 @@ _AHEAD = 4
 
 _SMALL_BYTES = 4096
 _POLL_S = 0.005
-
-Event = Callable[[], None]
-"""Something that has happened in another thread, for the progress thread to act on."""
 
 
 @register("transports", "torch", connection="own", one_host=False, allreduce=True)
@@ -90,13 +88,13 @@ class Torch(Enveloped):
             self._readers[peer] = threading.Thread(target=self._read, args=(peer,), name="syncline-reader", daemon=True)
             self._readers[peer].start()
 
-    def _put(self, peer: int, frame: Bytes) -> None:
-        self._send(peer, _FRAMES, frame, lambda: None)
+    def _put(self, peer: int, frame: Bytes, done: Event) -> None:
+        self._send(peer, _FRAMES, frame, done)
 
-    def _push(self, peer: int, slot: int, body: Bytes, handle: Handle) -> None:
-        self._send(peer, slot, body, lambda: self._pushed(handle))
+    def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
+        self._send(peer, slot, body, done)
 
-    def _pull(self, peer: int, slot: int, into: Bytes, done: Callable[[], None]) -> None:
+    def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
         with self._reported(peer):
             self._wait(peer, self._group.recv([_tensor(into)], peer, slot), done)
 
@@ -134,7 +132,7 @@ class Torch(Enveloped):
             _all_ended(threads, _BREAK_S)
         self._group = self._collective = None  # its connections close here
 
-    def _send(self, peer: int, tag: int, data: Bytes, done: Callable[[], None]) -> None:
+    def _send(self, peer: int, tag: int, data: Bytes, done: Event) -> None:
         def sent(_data: Bytes = data) -> None:  # Gloo reads the memory until then
             self._sending[peer] -= 1
             done()
