@@ -36,6 +36,7 @@ from .wire.watch import FAILED, FAILED_STATUS, LIVENESS_S
 if TYPE_CHECKING:
     import torch
 
+    from .frameworks.numpy import Trainer, Update
     from .frameworks.torch import Prepared
 
     Model = TypeVar("Model", bound=torch.nn.Module)
@@ -182,15 +183,21 @@ def prepare(
 ) -> tuple[Model, Optimizer]: ...
 
 
+@overload
 def prepare(
-    model: Model,
-    optimizer: Optimizer | None = None,
+    model: Mapping[str, np.ndarray[Any, Any]], optimizer: Update
+) -> tuple[dict[str, np.ndarray[Any, Any]], Trainer]: ...
+
+
+def prepare(
+    model: Any,
+    optimizer: Any = None,
     *,
     unused: Literal["error", "zeros"] = "error",
     weight: float | Literal["batch"] | Callable[..., float] = 1,
     ignore: Iterable[str] = (),
     broadcast_buffers: bool = True,
-) -> Model | tuple[Model, Optimizer]:
+) -> Any:
     """Make a model and its optimizer part of the run; both are returned, the training loop stays as it is.
 
     Without an optimizer, which only servers that hold the weights need, and ``join``, the model alone is returned. An
@@ -207,25 +214,26 @@ def prepare(
 
     Parameters and buffers that ``ignore`` names stay each rank's own; with ``broadcast_buffers=False`` all buffers do.
 
+    A dictionary of NumPy arrays is a model too, with an optimizer that has ``update(weights, gradient, state)``: what
+    is returned are the arrays that train, and an optimizer whose ``step(gradients)`` averages the ranks' gradients
+    first.
+
     A server process does not return from here: it serves until the workers have left, and ends with status 0.
     """
     here = session()
-    from .frameworks import torch as adapter
+    from .frameworks import adapter_of
 
-    names = [ignore] if isinstance(ignore, str) else ignore
-    options = adapter.Options(unused, weight, frozenset(names), broadcast_buffers)
-    found = model if optimizer is None else (model, optimizer)
-    if here.alone:
-        return found
-    made = adapter.prepare(here, model, optimizer, options)
-    if made is None:
+    options = {"unused": unused, "weight": weight, "ignore": ignore, "broadcast_buffers": broadcast_buffers}
+    handed = adapter_of(model).adapt(here, model, optimizer, options)
+    if handed is None:
         shutdown()
         sys.exit(0)
-    if any(known.model is model for known in _prepared):
+    made = handed.prepared
+    if made is not None and any(known.model is model for known in _prepared):
         _prepared[:] = [made if known.model is model else known for known in _prepared]
-    else:
+    elif made is not None:
         _prepared.append(made)
-    return found
+    return handed.result
 
 
 def no_sync() -> contextlib.AbstractContextManager[None]:
@@ -334,7 +342,7 @@ def state_dict() -> dict[str, Any]:
     there are ranks times the model's. Where owners hold the weights, theirs are in it too: they know more than the
     workers have been told so far. Tensors and plain values, which ``torch.save`` takes.
     """
-    return checkpoint.save(session(), _prepared)
+    return checkpoint.save(_session_of_torch(), _prepared)
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
@@ -345,7 +353,15 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     back is shared out where the number of workers is another one. A state without that warns: gradients of the last
     steps that had not been sent yet are lost.
     """
-    checkpoint.load(session(), _prepared, state)
+    checkpoint.load(_session_of_torch(), _prepared, state)
+
+
+def _session_of_torch() -> Session:
+    """The session; raises NotBuiltError where a model's state would be missing."""
+    here = session()
+    if any(all(known.model is not model for known in _prepared) for model in here.models):
+        raise NotBuiltError("state_dict() knows models of PyTorch only: keep the arrays of a NumPy model yourself")
+    return here
 
 
 def shutdown() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import rank_bodies as bodies
 from pool import Pool
 
@@ -74,6 +75,33 @@ def test_checkpoint(pool: Pool, address: str, tmp_path: Path) -> None:
     assert whole.partition(": ")[2] == resumed.partition(": ")[2]
 
 
+@pytest.mark.parametrize(
+    ("options", "strategy"),
+    [(["-n", "2"], "ring codec=topk(ratio=0.1)"), (["-n", "2", "--servers", "1"], "ps(servers=1) codec=int8")],
+)
+def test_numpy_loop_without_torch(tmp_path: Path, options: list[str], strategy: str) -> None:
+    """Where a framework that is not there would be imported, the script ends with that error."""
+    for name in ("torch", "numba", "jax", "tensorflow"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is not installed')")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    script = [str(EXAMPLES / "numpy_loop.py"), strategy]
+    done = subprocess.run(
+        [sys.executable, "-m", "syncline", "run", *options, *script],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [line.partition(": ")[2] for line in done.stdout.splitlines()]
+    assert len(found) == 2, done.stdout
+    losses = [float(line.split(",")[0].removeprefix("loss ")) for line in found]
+    assert max(losses) < 0.4
+    assert found[0].partition(", ")[2] == found[1].partition(", ")[2]  # the same weights and strategy
+
+
 def test_no_example_is_forgotten() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "train.py",
@@ -81,5 +109,6 @@ def test_no_example_is_forgotten() -> None:
         "own_algorithm.py",
         "own_codec.py",
         "checkpoint.py",
+        "numpy_loop.py",
         "spawn.py",
     }

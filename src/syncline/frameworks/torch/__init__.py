@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+from ...session.session import Session
+from .. import Handed
 from .options import Options
 from .prepare import Prepared, prepare
 
-__all__ = ["Options", "Prepared", "prepare"]
+__all__ = ["Options", "Prepared", "adapt", "prepare"]
+
+
+def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:
+    """The model and its optimizer are returned as they are, with hooks."""
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"a model of PyTorch is a torch.nn.Module, this is {type(model).__name__}")
+    ignored = options["ignore"]
+    names = frozenset([ignored] if isinstance(ignored, str) else ignored)
+    chosen = Options(options["unused"], options["weight"], names, options["broadcast_buffers"])
+    result = model if optimizer is None else (model, optimizer)
+    if session.alone:
+        return Handed(result)
+    made = prepare(session, model, optimizer, chosen)
+    return None if made is None else Handed(result, made)
