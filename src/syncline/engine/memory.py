@@ -99,6 +99,8 @@ class _Layout:
 
     plan: Plan
     script: Script
+    count: int
+    """Operations of a segment."""
     state: Words
     operations: Words
     operands: Words
@@ -255,35 +257,45 @@ class OneSided:
         moved = 0
         if len(self._runs) > 1:
             patience_ms = 0
-        for run in tuple(self._runs):
-            overtaken = self._runs[0].priority < run.priority
-            waits = self._runs[-1].priority == run.priority  # nobody less urgent could go on meanwhile
-            code = self._go_on(run, spins if waits else 0, patience_ms, overtaken)
-            now = self._done(run)
+        runs, overtaken, looks = tuple(self._runs), False, spins
+        ranked = len(runs) > 1 and runs[0].priority != runs[-1].priority
+        for run in runs:
+            state = run.state
+            if ranked:  # an urgent run does not look again and again while a less urgent one could go on
+                looks = 0 if run.priority != runs[-1].priority else spins
+                overtaken = self._runs[0].priority < run.priority
+            code = self._go_on(run, run.advance(kernel, window), looks, patience_ms, overtaken)
+            if code == kernel.DONE:
+                moved += 1
+                self._finish(run)
+                if overtaken:
+                    break
+                continue
+            now = int(state[kernel.AT]) + int(state[kernel.SEGMENT]) * run.layout.count
             went_on = now != run.before
             moved += went_on
             run.before = now
-            if code == kernel.DONE:
-                self._finish(run)
-            elif code in (kernel.UNLIKE, kernel.BROKEN):
+            if code in (kernel.UNLIKE, kernel.BROKEN):
                 raise self._fault(run, code)
-            elif gone:
-                self._check_peer(run, int(run.state[kernel.WAITS_FOR]), gone)
+            if gone:
+                self._check_peer(run, int(state[kernel.WAITS_FOR]), gone)
             if code == kernel.PAUSED or (overtaken and went_on):
                 break
         return moved
 
-    def _go_on(self, run: _Run, spins: int, patience_ms: int, overtaken: bool) -> int:
+    def _go_on(
+        self, run: _Run, call: Callable[[int, int, int], int], spins: int, patience_ms: int, overtaken: bool
+    ) -> int:
         """Carry out a run: one operation where it is ``overtaken``, else as long as nothing is handed over."""
-        call = run.advance(self._kernel, self._window)
-        most = 1 if overtaken else len(run.layout.script.operations)
-        while True:
+        most, code = 1 if overtaken else run.layout.count, self._kernel.PAUSED
+        while code == self._kernel.PAUSED:
             if self._observer is None:
                 code = call(spins, patience_ms, most)
             else:
                 code = self._observed(self._observer, run, partial(call, spins, patience_ms, most))
-            if code != self._kernel.PAUSED or overtaken or self._handed_over():
-                return code
+            if overtaken or (code == self._kernel.PAUSED and self._handed_over()):
+                break
+        return code
 
     def _observed(self, observer: Observer, run: _Run, call: Callable[[], int]) -> int:
         """Carry out a run as far as it goes, and tell what has been done of it meanwhile."""
@@ -381,6 +393,7 @@ class OneSided:
         return _Layout(
             plan,
             script,
+            len(script.operations),
             self._first_state(script, plan, array, per, segments),
             operations,
             operands,
@@ -460,7 +473,10 @@ class OneSided:
             state[kernel.SCRATCH] = address_of(run.scratch)
         state[kernel.ID], state[kernel.OWN_SLOT] = identity, table.address + slot * board.SLOT_BYTES
         state[kernel.OWN_SEGMENT : kernel.STATE] = *place, address, stride
-        insort(self._runs, run, key=_priority)
+        if self._runs and run.priority < self._runs[-1].priority:
+            insort(self._runs, run, key=_priority)
+        else:
+            self._runs.append(run)
 
     def _next_generation(self, key: int) -> int:
         """How often that key has been used: all ranks count alike, and so find the slots of the same run."""

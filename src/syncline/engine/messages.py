@@ -126,7 +126,7 @@ class _Segment:
         self.posted: set[int] = set()  # actions handed to the transport and not done
         self.arrived: dict[int, Handle | _Kept] = {}
         self.span: Span | None = None
-        self.spans: dict[int, Span] = {}  # of what is posted, where somebody observes it
+        self.spans: dict[int, Span]  # of what is posted; where somebody observes it
 
     def bounds(self, action: Action) -> tuple[int, int]:
         """The elements of an action; those of several chunks are contiguous (see ``_cut``)."""
@@ -180,7 +180,8 @@ class Exchange:
             raise UsageError(f"{run.label}: key {run.key} is in use by {self._under_way[run.key].label}")
         if not 0 <= run.key < _KEYS:
             raise UsageError(f"{run.label}: key {run.key} is out of range")
-        self.regard(run.priority)
+        if run.priority != 0.0:
+            self.regard(run.priority)
         array = run.array
         if array.ndim != 1 or not array.flags.c_contiguous:
             raise UsageError(f"{run.label}: an exchange needs a one-dimensional contiguous array")
@@ -190,7 +191,8 @@ class Exchange:
             on_done = partial(self._left_shared, run)
             self._under_way[run.key] = run
             run.left = 1
-            self._tell_begun(run)
+            if self._observer is not None:
+                self._tell_begun(self._observer, run)
             self._onesided.start(
                 run.program.plan, array, run.key, run.label, on_done, run.tolerant, run.priority, run.span
             )
@@ -201,7 +203,8 @@ class Exchange:
             raise UsageError(f"{run.label}: an array of {array.nbytes} bytes has more segments than tags can number")
         run.left = run.segments
         run.opened = 0
-        self._tell_begun(run)
+        if self._observer is not None:
+            self._tell_begun(self._observer, run)
         if run.left == 0:
             self._finish(run)
             return
@@ -250,8 +253,7 @@ class Exchange:
         shared = self._onesided
         if shared is None or not shared.active:
             return self._turn(timeout)
-        alone = len(self._under_way) == 1 and not self._behind
-        moved = shared.advance(spins, PATIENCE_MS if timeout and alone else 0)
+        moved = shared.advance(spins, PATIENCE_MS if timeout and len(self._under_way) == 1 and not self._behind else 0)
         if moved or self._behind:
             return moved + (self._turn(0.0) if shared.active else 0)
         shared.sleep_soon()
@@ -320,6 +322,7 @@ class Exchange:
     def _open(self, run: Run) -> None:
         segment = _Segment(run, run.opened)
         if self._observer is not None:
+            segment.spans = {}
             segment.span = begin(self._observer, "segment", run.label, run.span, segment=segment.number)
         run.open_segments.append(segment)
         run.opened += 1
@@ -475,10 +478,9 @@ class Exchange:
         if run.on_done is not None:
             run.on_done()
 
-    def _tell_begun(self, run: Run) -> None:
-        if self._observer is not None:
-            what = {"key": run.key, "phase": run.program.plan.goal, "nbytes": run.array.nbytes}
-            run.span = begin(self._observer, "run", run.label, run.span, priority=run.priority, **what)
+    def _tell_begun(self, observer: Observer, run: Run) -> None:
+        what = {"key": run.key, "phase": run.program.plan.goal, "nbytes": run.array.nbytes}
+        run.span = begin(observer, "run", run.label, run.span, priority=run.priority, **what)
 
     def _tell(self, kind: Kind, segment: _Segment, action: Action) -> Span:
         """Tell the observer, which there is, that something of a segment begins."""
