@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -63,6 +63,11 @@ SCHEDULES: list[Schedule] = [
 MODES: list[SyncMode] = [*(entry.target() for entry in registry.entries("sync")), EverySecond()]
 
 
+class Laid(NamedTuple):
+    buckets: list[Bucket]
+    priorities: list[float]
+
+
 @dataclass
 class Link:
     """Carries one operation at a time, of those that may go that with the smallest priority; an element takes a second.
@@ -99,7 +104,9 @@ class Worker:
     def __init__(self, layers: Sequence[Layer], schedule: Schedule, mode: SyncMode) -> None:
         self.layers, self.schedule, self.mode = layers, schedule, mode
         self.buckets = schedule.buckets(layers)
-        self.steps = Steps(len(layers), self.buckets, schedule, mode)
+        self.steps = Steps(
+            len(layers), Laid(self.buckets, [schedule.priority(one) for one in self.buckets]), schedule, mode
+        )
         self.link = Link(lambda bucket: self.buckets[bucket].elements)
         self.now = 0.0
         self.step = 0
@@ -244,10 +251,11 @@ def test_what_goes_early_and_is_waited_for_late_is_hidden() -> None:
 # Out of turn -------------------------------------------------------------------------------------------------------
 
 
-def made(schedule: Schedule | None = None, tensors: int = 2) -> Steps:
+def made(schedule: Schedule | None = None, tensors: int = 2, mode: SyncMode | None = None) -> Steps:
     schedule = schedule or Sliced()
     layers = [Layer(Spec(f"w{index}", (4,))) for index in range(tensors)]
-    return Steps(tensors, schedule.buckets(layers), schedule, Bsp())
+    buckets = schedule.buckets(layers)
+    return Steps(tensors, Laid(buckets, [schedule.priority(bucket) for bucket in buckets]), schedule, mode or Bsp())
 
 
 def backward(steps: Steps) -> None:
@@ -279,8 +287,11 @@ def test_what_comes_out_of_turn_changes_nothing() -> None:
     refused(steps, lambda: steps.produced(1), "twice in step 0")
     refused(steps, steps.backward_ended, "1 of 2 tensors")
     refused(steps, steps.stepped, "before a backward pass")
-    refused(steps, lambda: steps.arrived(Operation(0, 3, "allreduce")), "not under way")
+    refused(steps, lambda: steps.arrived(Operation(0, 3, "allreduce")), "not submitted")
     refused(steps, steps.abandon, "the others wait")
+    refused(steps, steps.flush, "in the middle of the backward pass of step 0")
+    for tensor in (-1, 2):
+        refused(steps, lambda tensor=tensor: steps.produced(tensor), f"there is no tensor {tensor}")
     assert steps.missing == [0]
     steps.produced(0)
     steps.backward_ended()
@@ -299,8 +310,12 @@ def test_passes_that_are_exchanged_add_up_only_where_backward_waits(apply: Liter
     assert steps.stepped() == [Apply(1, (0, 1, 2, 3))]
 
 
-def test_a_pass_that_is_given_up_leaves_nothing_behind() -> None:
+def test_only_a_step_of_the_workers_own_can_be_given_up() -> None:
+    """The others have been asked whether they make a step that is due, even if nothing of it has been submitted."""
     steps = made(Sliced(release="backward_end"))
+    assert steps.produced(1) == [Agree(0)]
+    refused(steps, steps.abandon, "the others wait")
+    steps = made(mode=EverySecond())
     before = shown(steps)
     steps.abandon()
     steps.produced(1)
@@ -310,16 +325,29 @@ def test_a_pass_that_is_given_up_leaves_nothing_behind() -> None:
     assert steps.begun == 1
 
 
+def test_what_is_given_up_leaves_the_step_before_it() -> None:
+    steps = made(mode=EverySecond())
+    for _ in range(2):
+        backward(steps)
+    steps.produced(1)
+    steps.abandon()
+    assert steps.stepped() == [Apply(1, (0, 1, 2, 3))]
+
+
 def test_what_has_arrived_is_not_waited_for() -> None:
     steps = made(Sliced(phases="split", apply="layer"))
     backward(steps)
-    for phase in ("reduce_scatter", "all_gather"):
-        steps.arrived(Operation(0, 0, phase))
+    for _ in range(2):  # what is told again does no harm
+        steps.arrived(Operation(0, 0, "all_gather"))
+        steps.arrived(Operation(0, 0, "reduce_scatter"))
+    with pytest.raises(UsageError, match="not submitted"):
+        steps.arrived(Operation(1, 0, "all_gather"))
     waits = [action for action in steps.flush() if isinstance(action, Wait)]
     assert waits == [Wait(tuple(Operation(0, number, "all_gather") for number in (1, 2, 3)))]
     assert steps.stepped() == []
     assert [type(action) for action in steps.needed(0)] == [Apply]
     assert steps.flush() == [Apply(0, (0, 1))]
+    steps.arrived(Operation(0, 3, "all_gather"))  # long waited for
 
 
 def test_gradients_are_there_after_a_flush_and_not_applied_before_their_step() -> None:

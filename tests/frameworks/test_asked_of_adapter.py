@@ -10,7 +10,7 @@ import torch
 from toy import Here, batch, close, loss_of, on_group, sgd, weights
 
 from syncline import registry
-from syncline.errors import GradientError, UsageError
+from syncline.errors import GradientError, MismatchError, UsageError
 from syncline.schedules import Application, Phases
 from syncline.schedules.fixed import Fixed
 from syncline.sync.bsp import Bsp
@@ -96,6 +96,20 @@ def test_steps_that_are_not_due_are_each_ranks_own(group: Any, schedule: str, we
     for one, other in zip(found, wanted, strict=True):
         for a, b in zip(one, other, strict=True):
             close(a, b)
+
+
+@pytest.mark.usefixtures("own_parts")
+def test_ranks_that_exchange_different_steps_are_named(group: Any) -> None:
+    """As a mode would that goes by what each rank has measured."""
+
+    def body(here: Here) -> None:
+        if here.rank == 1:
+            assert here.replica is not None
+            object.__setattr__(here.replica._mode, "due", lambda step: step % 2 == 0)
+        train(here, averaged=2)
+
+    with pytest.raises(MismatchError, match=r"rank [01] is at a training step .call .*, step [01].* while rank"):
+        on_group(group, "ring sync=odd", 2, sgd, body)
 
 
 @pytest.mark.usefixtures("own_parts")

@@ -85,6 +85,38 @@ def test_exchanges_of_two_groups_and_of_all_are_under_way_together(group: Any) -
     assert found == [[4.0, 10.0, 3.0], [6.0, 10.0, 3.0], [4.0, 10.0, 7.0], [6.0, 10.0, 7.0]]
 
 
+def test_groups_that_only_some_have_made_do_not_get_into_the_way_of_later_ones(group: Any) -> None:
+    """Some ranks have made more groups than others when all make the next ones, and use them at the same time."""
+
+    def body(session: Session) -> list[float]:
+        half = session.split([0, 1])
+        inner = None if half is None else half.split([1, 0])
+        both = [session.split(np.arange(4)), session.split([0, 1, 2, 3])]
+
+        def work(number: int) -> float:
+            made = both[number]
+            assert made is not None
+            array = np.full(3000, 100.0**number)
+            for _ in range(ROUNDS):
+                made.allreduce(array)
+            return float(array.mean())
+
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(work, range(2)))
+        return [*found, 0.0 if inner is None else float(len(inner.gather(b"")))]
+
+    assert group("ring", 4, body) == [[1.0, 100.0, 2.0]] * 2 + [[1.0, 100.0, 0.0]] * 2
+
+
+def test_two_groups_are_made_one_after_the_other(group: Any) -> None:
+    def body(session: Session) -> None:
+        with session.member.splitting, pytest.raises(UsageError, match="another thread of this process makes a group"):
+            session.split([0])
+        assert session.split([0, 1]) is not None
+
+    group("ring", 2, body)
+
+
 def test_a_group_has_ranks_and_an_order_of_its_own(group: Any) -> None:
     def body(session: Session) -> Any:
         turned = session.split([3, 1])
@@ -131,7 +163,7 @@ def test_there_are_as_many_groups_as_have_keys(group: Any) -> None:
         assert last is not None
         array = np.ones(3)
         last.allreduce(array, average=False)
-        with pytest.raises(UsageError, match=f"up to {COMMUNICATORS} communicators"):
+        with pytest.raises(UsageError, match=f"in up to {COMMUNICATORS} communicators"):
             session.split([0, 1])
         return int(array.sum())
 

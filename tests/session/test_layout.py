@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,13 +29,13 @@ WHOLE = [Bucket((Slice(2, 0, 5),), "float64"), Bucket((D, Slice(1, 0, 6), Slice(
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ([WHOLE[1]], "elements 0 to 5 of 'c' are missing"),
+        ([WHOLE[1]], "'c' is in no bucket"),
         ([WHOLE[0], Bucket((D, Slice(1, 0, 6), Slice(0, 0, 3)), "float32")], "elements 3 to 4 of 'a' are missing"),
         ([WHOLE[0], Bucket((D, Slice(1, 1, 6), Slice(0, 0, 4)), "float32")], "elements 0 to 1 of 'b' are missing"),
         ([*WHOLE, WHOLE[0]], "elements 0 to 5 of 'c' are twice"),
-        ([*WHOLE, Bucket((Slice(1, 2, 4),), "float32")], "of 'b' are twice"),
-        ([*WHOLE, Bucket((Slice(0, 4, 9),), "float32")], "'a' has 4 elements, and a slice of it ends at 9"),
-        ([WHOLE[0], Bucket((Slice(1, 0, 6), Slice(0, 0, 4)), "float32")], "elements 0 to 0 of 'd' are missing"),
+        ([*WHOLE, Bucket((Slice(1, 2, 4),), "float32")], "elements 2 to 4 of 'b' are twice"),
+        ([*WHOLE, Bucket((Slice(0, 4, 9),), "float32")], "'a' has 4 elements, a slice goes from 4 to 9"),
+        ([WHOLE[0], Bucket((Slice(1, 0, 6), Slice(0, 0, 4)), "float32")], "'d' is in no bucket"),
         ([WHOLE[1], Bucket((Slice(2, 0, 5),), "float32")], "bucket 1 is of float32, and 'c' in it of float64"),
         ([*WHOLE, Bucket((Slice(4, 0, 1),), "float32")], "bucket 2 has a slice of tensor 4, there are 4"),
         ([*WHOLE, Bucket((Slice(-1, 0, 0),), "float32")], "bucket 2 has a slice of tensor -1"),
@@ -78,20 +80,52 @@ def moody(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_rank_0_decides_and_servers_hear_of_it(group: Any, moody: list[int], strategy: str) -> None:
     layers = [Layer(Spec(f"w{index}", (index + 1,)), 0.5, 0.25) for index in range(6)]
     found: list[Layout] = group(f"{strategy} schedule=moody", 3, lambda session: decide_layout(session, layers))
-    assert moody == [4]
     assert len(found) == (5 if strategy == "ps(servers=2)" else 3)
-    assert set(found) == {Layout(tuple(layers), tuple(Fixed(4).buckets(layers)))}  # type: ignore[arg-type]
+    buckets = tuple(Fixed(moody[-1]).buckets(layers))  # type: ignore[arg-type]
+    assert set(found) == {Layout(tuple(layers), buckets, (0.0,) * len(buckets))}
 
 
-def test_what_rank_0_cannot_lay_out_is_an_error_on_all(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(self: Fixed, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG001
-        return []
+def of_this_model(result: Any) -> Any:
+    """A schedule that gives something else for the model of these tests."""
 
-    monkeypatch.setattr(Fixed, "buckets", forgetful)
+    def buckets(self: Fixed, layers: Sequence[Layer], cost: Any = None) -> Any:  # noqa: ARG001
+        return result(cost) if tuple(layers) == LAYERS else []
+
+    return buckets
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)"])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"buckets": of_this_model(lambda _: [])}, "'a' is in no bucket"),
+        ({"buckets": of_this_model(lambda cost: cost(1))}, "TypeError: 'NoneType' object is not callable"),
+        ({"priority": lambda *_: "first"}, "ValueError: could not convert string to float: 'first'"),
+        ({"priority": lambda *_: math.nan}, "ValueError: Out of range float values are not JSON compliant"),
+    ],
+)
+def test_what_rank_0_cannot_lay_out_is_an_error_on_all(
+    group: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str, strategy: str
+) -> None:
+    for name, value in changes.items():
+        monkeypatch.setattr(Fixed, name, value)
 
     def body(session: Session) -> str:
         with pytest.raises(UsageError) as caught:
             decide_layout(session, LAYERS)
         return str(caught.value)
 
-    assert set(group("ring", 3, body)) == {"schedule=fixed: elements 0 to 4 of 'a' are missing"}
+    (found,) = set(group(strategy, 2, body))
+    assert found.startswith(f"schedule=fixed: {says}")
+
+
+def test_numbers_of_numpy_and_generators_are_buckets_too(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def buckets(self: Fixed, layers: Sequence[Layer], cost: Cost | None = None) -> Any:  # noqa: ARG001
+        for tensor, layer in enumerate(layers):
+            edges = np.linspace(0, layer.spec.elements, 3).astype(int)
+            yield Bucket(tuple(Slice(tensor, start, stop) for start, stop in pairwise(edges)), layer.spec.dtype)
+
+    monkeypatch.setattr(Fixed, "buckets", buckets)
+    found = group("ring", 2, lambda session: decide_layout(session, LAYERS))
+    assert found[0] == found[1]
+    assert len(found[0].buckets) == len(LAYERS)

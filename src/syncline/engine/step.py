@@ -17,6 +17,7 @@ Rules
   once, or, where layers wait for themselves, when backward has ended, layers that are needed first before the others.
 * Nothing is applied twice, before it has arrived, or before the step's own ``stepped``; steps are applied in order.
 * A step that is not due is the worker's own: nothing of it is submitted, and its own gradients are applied.
+* What a backward pass reads has been needed by the forward pass before it.
 * What comes out of turn raises, and changes nothing.
 
 Theory: wait-free backpropagation (Zhang et al., "Poseidon", USENIX ATC 2017), priorities and layers that wait for
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from ..errors import UsageError
 from ..nouns import Bucket
@@ -84,26 +85,40 @@ class _Step:
         self.produced: set[int] = set()
         self.left = list(slices)  # of each bucket, to be produced
         self.next = 0  # the first bucket that has not been submitted
+        self.submitted: set[Operation] = set()
         self.under_way: set[Operation] = set()
         self.unapplied = dict.fromkeys(range(len(slices)))  # buckets, in order
         self.ended = self.stepped = False
+        self.instead_of: _Step | None = None  # the one before, whose gradients these are added to
+
+
+class Laid(Protocol):
+    """How a model's tensors travel."""
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """In the order in which they go."""
+        ...
+
+    @property
+    def priorities(self) -> Sequence[float]:
+        """Of the buckets, as the schedule gave them."""
+        ...
 
 
 class Steps:
-    """The steps of one worker with one model of ``tensors`` tensors, which travel in ``buckets``.
+    """The steps of one worker with one model of ``tensors`` tensors, which travel as ``layout`` says.
 
     ``begun`` is the number of its first one, in a run that goes on from another.
     Raises UsageError for an event out of turn.
     """
 
-    def __init__(
-        self, tensors: int, buckets: Sequence[Bucket], schedule: Schedule, mode: SyncMode, *, begun: int = 0
-    ) -> None:
+    def __init__(self, tensors: int, layout: Laid, schedule: Schedule, mode: SyncMode, *, begun: int = 0) -> None:
         self._tensors, self._schedule, self._mode = tensors, schedule, mode
-        self._slices = [len(bucket.slices) for bucket in buckets]
-        self._priorities = [schedule.priority(bucket) for bucket in buckets]
+        self._slices = [len(bucket.slices) for bucket in layout.buckets]
+        self._priorities = layout.priorities
         self._of_tensor: list[list[int]] = [[] for _ in range(tensors)]
-        for number, bucket in enumerate(buckets):
+        for number, bucket in enumerate(layout.buckets):
             for part in bucket.slices:
                 self._of_tensor[part.tensor].append(number)
         self._open: deque[_Step] = deque()  # those of which something is left to apply, the oldest first
@@ -126,6 +141,8 @@ class Steps:
 
     def produced(self, tensor: int) -> list[Action]:
         """The gradient of a tensor is complete."""
+        if not 0 <= tensor < self._tensors:
+            raise UsageError(f"there is no tensor {tensor}: the model has {self._tensors}")
         actions: list[Action] = []
         step = self._now
         if step is None:
@@ -144,7 +161,7 @@ class Steps:
         step = self._now
         if step is None or len(step.produced) < self._tensors:
             raise UsageError(f"backward ended with {len(self.missing)} of {self._tensors} tensors not produced")
-        step.ended, self._now = True, None
+        step.ended, step.instead_of, self._now = True, None, None
         actions: list[Action] = []
         if step.due:
             self._submit_complete(step, actions)
@@ -178,17 +195,27 @@ class Steps:
         return actions
 
     def arrived(self, operation: Operation) -> None:
-        """An operation is done; those that a ``Wait`` has named need not be told."""
-        for step in self._open:
-            if operation in step.under_way:
-                step.under_way.remove(operation)
-                return
-        raise UsageError(f"{operation} arrived, which is not under way")
+        """An operation is done; what a ``Wait`` has named need not be told."""
+        oldest = self._open[0].number if self._open else self.begun
+        step = next((step for step in self._open if step.number == operation.step), None)
+        if step is None and not 0 <= operation.step < oldest:
+            raise UsageError(f"{operation} arrived, which was not submitted")
+        if step is not None:
+            if operation not in step.submitted:
+                raise UsageError(f"{operation} arrived, which was not submitted")
+            step.under_way.difference_update((operation, *_before(operation)))
 
     def flush(self) -> list[Action]:
-        """Somebody reads weights or gradients: wait for all whose backward pass has ended, apply what was stepped."""
+        """Somebody reads weights or gradients: wait for all that is under way, apply what was stepped.
+
+        Not in the middle of a backward pass, which needs the weights of its forward pass.
+        """
+        if self._now is not None:
+            raise UsageError(
+                f"weights or gradients are read in the middle of the backward pass of step {self._now.number}"
+            )
         actions: list[Action] = []
-        for step in [step for step in self._open if step.ended]:
+        for step in list(self._open):
             if step.stepped:
                 self._apply(step, list(step.unapplied), actions)
             else:
@@ -196,13 +223,15 @@ class Steps:
         return actions
 
     def abandon(self) -> None:
-        """The present backward pass has ended with an exception; the others must not wait for anything of it."""
+        """The present backward pass has ended with an exception. Only a step of the worker's own can be given up."""
         step = self._now
         if step is None:
             return
-        if step.under_way:
+        if step.due:
             raise UsageError(f"step {step.number} cannot be given up: the others wait for the rest of it")
-        self._open.remove(step)
+        self._open.pop()
+        if step.instead_of is not None:
+            self._open.append(step.instead_of)
         self._now = None
         self.begun -= 1
 
@@ -222,9 +251,12 @@ class Steps:
                     " are exchanged; accumulate them under no_sync()"
                 )
             self._open.pop()  # the script adds up averages, or applies them with an optimizer that nobody tells of
+        else:
+            last = None
         if self._schedule.apply == "layer":
-            self._finish(actions)  # layers that no forward pass has read
+            self._finish(actions)  # layers that no forward pass has read, so that this backward pass does not either
         step = self._now = _Step(self.begun, self._mode.due(self.begun), self._slices)
+        step.instead_of = last
         self._open.append(step)
         self.begun += 1
         if step.due:
@@ -245,9 +277,9 @@ class Steps:
 
     def _submit(self, step: _Step, number: int, phase: Phase, actions: list[Action]) -> None:
         operation = Operation(step.number, number, phase)
-        after = operation._replace(phase="reduce_scatter") if phase == "all_gather" else None
+        step.submitted.add(operation)
         step.under_way.add(operation)
-        actions.append(Submit(operation, self._priorities[number], after))
+        actions.append(Submit(operation, self._priorities[number], next(iter(_before(operation)), None)))
 
     def _wait(self, step: _Step, buckets: Iterable[int], actions: list[Action]) -> None:
         """Wait for what of these buckets has not arrived."""
@@ -256,7 +288,8 @@ class Steps:
         late = [operation for operation in wanted if operation in step.under_way]
         if late:
             actions.append(Wait(tuple(late)))
-            step.under_way.difference_update(late, [one._replace(phase="reduce_scatter") for one in late])
+            for one in late:
+                step.under_way.difference_update((one, *_before(one)))
 
     def _apply(self, step: _Step, buckets: list[int], actions: list[Action]) -> None:
         """Apply these buckets of a step once they have arrived."""
@@ -275,3 +308,8 @@ class Steps:
             if step is until:
                 return
             self._apply(step, list(step.unapplied), actions)
+
+
+def _before(operation: Operation) -> tuple[Operation, ...]:
+    """What an operation goes behind, if anything."""
+    return (operation._replace(phase="reduce_scatter"),) if operation.phase == "all_gather" else ()

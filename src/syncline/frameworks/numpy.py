@@ -32,7 +32,7 @@ from ..serving.worker import Worker, attach
 from ..session.communicator import BUCKET_KEYS, compiled
 from ..session.layout import Layout, decide_layout, place_bucket, place_tensors
 from ..session.session import Session
-from ..session.tickets import STEP, Meeting
+from ..session.tickets import STEP, Meeting, step_argument
 from . import Handed
 from ._schedules import check_schedule
 
@@ -93,7 +93,7 @@ class Shared:
         _copy_from_rank_0(session, weights, held)
         self._compression = session.compression(layout.layers, layout.buckets, self._gradients.arrays)
         schedule = session.strategy.schedule_object()
-        self._steps = Steps(len(weights), layout.buckets, schedule, session.strategy.sync_mode())
+        self._steps = Steps(len(weights), layout, schedule, session.strategy.sync_mode())
         self._lane = Lane(schedule.in_flight)
         self._states: list[States] = [{} for _ in weights]
         self._flat = held.flat
@@ -127,7 +127,7 @@ class Shared:
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Agree):
-                self._meeting = self._session.meet(STEP, self._key, weight=1.0)
+                self._meeting = self._session.meet(STEP, step_argument(self._key, action.step), weight=1.0)
             elif isinstance(action, Submit):
                 self._submit(action)
             elif isinstance(action, Wait):

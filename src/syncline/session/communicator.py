@@ -8,6 +8,7 @@ knows frameworks: what is averaged are arrays.
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -43,7 +44,7 @@ class Communicator:
     """The workers with the process numbers ``ranks``, in this order, one of which this process may be.
 
     ``plan`` gives the plan of an allreduce of so many bytes in a group, or what the message library does instead.
-    ``number`` is the same on all of them, and of no other communicator of the run.
+    ``number`` is the same on all of them, and of no other communicator of theirs: keys follow from it.
     """
 
     def __init__(self, member: Member, ranks: Sequence[int], plan: Planner, number: int = 0) -> None:
@@ -89,19 +90,33 @@ class Communicator:
         What it runs is what this one runs, in a smaller group. Raises UsageError where the message library's own
         collective takes the place of a plan, and for more communicators than have keys.
         """
-        chosen = tuple(ranks)
+        chosen = tuple(map(operator.index, ranks))
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.world_size)):
             raise UsageError(f"ranks {chosen}: name some of 0 to {self.world_size - 1}, each once")
         if not isinstance(self._plan(self._group, 1), Plan):
             raise UsageError("the message library's own collective is between all ranks: choose ring, or another plan")
-        self.agree(SPLIT, zlib.crc32(str(chosen).encode()))
-        number = self.member.communicators
+        number = self._next_number(chosen)
         if number >= COMMUNICATORS:
-            raise UsageError(f"a run can have up to {COMMUNICATORS} communicators: use those that there are again")
-        self.member.communicators += 1
+            raise UsageError(f"a process can be in up to {COMMUNICATORS} communicators: use those that there are again")
         if self.rank not in chosen:
             return None
         return Communicator(self.member, [self.ranks[rank] for rank in chosen], self._plan, number)
+
+    def _next_number(self, chosen: tuple[int, ...]) -> int:
+        """A number that no rank has used: groups may have been made by some of them without the others."""
+        member = self.member
+        if not member.splitting.acquire(blocking=False):
+            raise UsageError("another thread of this process makes a group at the same time: make one after the other")
+        try:
+            tickets = self.agree(SPLIT, zlib.crc32(str(chosen).encode()), flags=member.communicators)
+            number = max(ticket.flags for ticket in tickets)
+            member.communicators = number + 1
+            return number
+        except BaseException as error:
+            member.interrupted(error)
+            raise
+        finally:
+            member.splitting.release()
 
     # Collectives.
 
@@ -123,11 +138,11 @@ class Communicator:
             )
         return Meeting(work, table, mine, lambda rank, theirs: self.mismatch(rank, theirs, mine))
 
-    def agree(self, kind: int, argument: int = 0, timeout: float | None = None) -> list[Ticket]:
+    def agree(self, kind: int, argument: int = 0, timeout: float | None = None, flags: int = 0) -> list[Ticket]:
         """Meet and wait: returns when all workers have come for the same call."""
         if not self.member.alone:
             self.engine.check_not_driving()  # before anything of the call is under way
-        meeting = self.meet(kind, argument, announce=False)
+        meeting = self.meet(kind, argument, flags=flags, announce=False)
         if meeting.work is not None:
             try:
                 self.engine.wait(meeting.work, timeout=timeout)

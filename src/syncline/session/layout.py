@@ -12,17 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..nouns import Bucket, Layer, Slice
+from ..nouns import Bucket, Layer, Slice, Spec
 from ..schedules import Cost
 from .session import MODEL_KEYS, Session
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layers of a model in forward order, and the buckets in the order in which they go."""
+    """The layers of a model in forward order, and the buckets in the order in which they go, with their priorities."""
 
     layers: tuple[Layer, ...]
     buckets: tuple[Bucket, ...]
+    priorities: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -62,26 +63,34 @@ def decide_layout(session: Session, layers: Sequence[Layer], cost: Cost | None =
     """The layout that rank 0's schedule makes of ``layers``, on all processes, which call it together.
 
     ``cost`` and the layers' times count on rank 0. Raises UsageError on all of them where a schedule has made something
-    else than every element of every tensor in one bucket of its type.
+    else than every element of every tensor in one bucket of its type, or failed.
     """
-    told = b""
-    if session.index == 0:
-        told = _decide(session, layers, cost)
-    answer = json.loads(session.tell_everyone(told, "telling the buckets"))
-    if "fault" in answer:
-        raise UsageError(answer["fault"])
-    buckets = (Bucket(tuple(Slice(*part) for part in slices), dtype) for dtype, slices in answer["buckets"])
-    return Layout(tuple(layers), tuple(buckets))
+    told = json.loads(session.tell_everyone(_decide(session, layers, cost), "telling the buckets"))
+    if "fault" in told:
+        raise UsageError(told["fault"])
+    buckets = tuple(Bucket(tuple(Slice(*part) for part in slices), dtype) for dtype, slices in told["buckets"])
+    check_buckets(layers, buckets)
+    return Layout(tuple(layers), buckets, tuple(told["priorities"]))
 
 
 def _decide(session: Session, layers: Sequence[Layer], cost: Cost | None) -> bytes:
+    """What rank 0 tells; whatever a schedule does, the others must not wait for it in vain."""
+    if session.index > 0:
+        return b""
     try:
-        buckets = session.strategy.schedule_object().buckets(layers, cost)
+        schedule = session.strategy.schedule_object()
+        buckets = list(schedule.buckets(layers, cost))
         check_buckets(layers, buckets)
-    except UsageError as error:
-        return json.dumps({"fault": f"schedule={session.strategy.schedule.name}: {error}"}).encode()
-    rows = [[bucket.dtype, [[part.tensor, part.start, part.stop] for part in bucket.slices]] for bucket in buckets]
-    return json.dumps({"buckets": rows}).encode()
+        rows = [[bucket.dtype, [list(map(int, _range(part))) for part in bucket.slices]] for bucket in buckets]
+        priorities = [float(schedule.priority(bucket)) for bucket in buckets]
+        return json.dumps({"buckets": rows, "priorities": priorities}, allow_nan=False).encode()
+    except Exception as error:
+        said = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+        return json.dumps({"fault": f"schedule={session.strategy.schedule.name}: {said}"}).encode()
+
+
+def _range(part: Slice) -> tuple[int, int, int]:
+    return part.tensor, part.start, part.stop
 
 
 def check_buckets(layers: Sequence[Layer], buckets: Sequence[Bucket]) -> None:
@@ -102,13 +111,25 @@ def check_buckets(layers: Sequence[Layer], buckets: Sequence[Bucket]) -> None:
                 raise UsageError(f"bucket {number} is of {bucket.dtype}, and {spec.name!r} in it of {spec.dtype}")
             slices[part.tensor].append(part)
     for layer, found in zip(layers, slices, strict=True):
-        at, name = 0, layer.spec.name
-        for part in sorted(found, key=lambda part: (part.start, part.stop)):
-            if part.start != at or part.stop < part.start:
-                what = "are twice" if part.start < at else "are missing"
-                raise UsageError(f"elements {min(at, part.start)} to {max(at, part.start)} of {name!r} {what}")
-            at = part.stop
-        if at > layer.spec.elements:
-            raise UsageError(f"{name!r} has {layer.spec.elements} elements, and a slice of it ends at {at}")
-        if at < layer.spec.elements or not found:
-            raise UsageError(f"elements {at} to {layer.spec.elements} of {name!r} are missing")
+        _check_tensor(layer.spec, found)
+    placed = place_tensors([layer.spec.elements for layer in layers], buckets)
+    for bucket in buckets:
+        place_bucket(bucket, placed)
+
+
+def _check_tensor(spec: Spec, slices: Sequence[Slice]) -> None:
+    if not slices:
+        raise UsageError(f"{spec.name!r} is in no bucket")
+    at = 0
+    for part in sorted(slices, key=_range):
+        if not 0 <= part.start <= part.stop <= spec.elements:
+            raise UsageError(
+                f"{spec.name!r} has {spec.elements} elements, a slice goes from {part.start} to {part.stop}"
+            )
+        if part.start < at:
+            raise UsageError(f"elements {part.start} to {min(at, part.stop)} of {spec.name!r} are twice")
+        if part.start > at:
+            raise UsageError(f"elements {at} to {part.start} of {spec.name!r} are missing")
+        at = part.stop
+    if at < spec.elements:
+        raise UsageError(f"elements {at} to {spec.elements} of {spec.name!r} are missing")

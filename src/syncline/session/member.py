@@ -8,6 +8,7 @@ of one worker needs neither connections nor threads.
 from __future__ import annotations
 
 import os
+import threading
 
 from ..engine.engine import LIMIT_S, Engine
 from ..errors import ClosedError, PeerError, SynclineError
@@ -33,7 +34,8 @@ class Member:
         self.group, self.index = group, index
         self.roll, self.local_rank = roll, local_rank
         self.communicators = 1
-        """How many communicators there have been, the one of all workers included; the same on all workers."""
+        """The least number that no communicator of this process has had; that of all workers is 0."""
+        self.splitting = threading.Lock()
         ending = self.ending = Ending(group, index, self.name)
         self._pid = os.getpid()
         self._closed = False

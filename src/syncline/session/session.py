@@ -242,13 +242,17 @@ class Session(Communicator):
 
     def tell_everyone(self, data: bytes, label: str) -> bytes:
         """The bytes of worker 0 on all processes, servers included; what others give does not count."""
-        size = np.array([len(data)], np.int64)
-        self.engine.wait(self.broadcast_to_all(size, _TOLD_KEY, label))
-        told = np.zeros(int(size[0]), np.uint8)
-        if self.index == 0:
-            told[:] = np.frombuffer(data, np.uint8)
-        self.engine.wait(self.broadcast_to_all(told, _TOLD_KEY, label))
-        return told.tobytes()
+        try:
+            size = np.array([len(data)], np.int64)
+            self.engine.wait(self.broadcast_to_all(size, _TOLD_KEY, label))
+            told = np.zeros(int(size[0]), np.uint8)
+            if self.index == 0:
+                told[:] = np.frombuffer(data, np.uint8)
+            self.engine.wait(self.broadcast_to_all(told, _TOLD_KEY, label))
+            return told.tobytes()
+        except BaseException as error:
+            self.member.interrupted(error)
+            raise
 
     # Messages between workers and servers.
 

@@ -18,6 +18,7 @@ from ..engine.work import Work
 
 _TICKET = struct.Struct("<QQQdQ")
 TICKET_BYTES = _TICKET.size
+_STEPS = (1 << 40) - 1
 
 STEP, ALLREDUCE, BROADCAST, BARRIER, GATHER, NORM, COMMIT, JOINED, TABLE, SPLIT = range(1, 11)
 CALLS = {
@@ -46,7 +47,13 @@ class Ticket(NamedTuple):
     @property
     def text(self) -> str:
         """For messages."""
-        return f"at {CALLS.get(self.kind, 'nothing known')} (call {self.call})"
+        where = f", step {self.argument & _STEPS}" if self.kind == STEP else ""
+        return f"at {CALLS.get(self.kind, 'nothing known')} (call {self.call}{where})"
+
+
+def step_argument(first_key: int, step: int) -> int:
+    """What has to agree at a step: the model, by its first key, and the number of the step."""
+    return first_key * (_STEPS + 1) + (step & _STEPS)
 
 
 def ticket_table(world: int, rank: int, mine: Ticket) -> NDArray[np.uint8]:

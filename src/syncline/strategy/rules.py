@@ -178,6 +178,10 @@ def _engines_do_what_the_schedule_says(given: Combination) -> Fault | None:
     for what in ("buckets", "priority"):
         if not callable(getattr(schedule, what, None)):
             return f"schedule={name} has no {what}()", remedies
+    try:
+        _has_urgent_buckets(schedule)
+    except Exception as error:
+        return f"schedule={name} fails with a model of four layers ({type(error).__name__}: {error})", remedies
     return None
 
 
@@ -193,6 +197,10 @@ def _urgent_buckets_can_overtake(given: Combination) -> Fault | None:
     return None
 
 
+_CLOCKS = 64
+"""So many steps of a sync mode are looked at."""
+
+
 def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
     mode, name, remedies = build("sync", given.sync), given.sync.name, [{"sync": BSP}]
     for what in ("due", "may_proceed"):
@@ -201,8 +209,21 @@ def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
     exchanges = getattr(mode, "exchanges", None)
     if exchanges != "gradients":
         return f"sync={name} exchanges {exchanges!r}, and engines exchange 'gradients' only", remedies
-    if mode.may_proceed(1, 0):
-        return f"sync={name} lets workers run ahead of each other, which no engine does", remedies
+    for clock in range(_CLOCKS):
+        try:
+            due, goes_on, runs_ahead = (
+                mode.due(clock),
+                mode.may_proceed(clock, clock),
+                mode.may_proceed(clock + 1, clock),
+            )
+        except Exception as error:
+            return f"sync={name} fails at step {clock} ({type(error).__name__}: {error})", remedies
+        if due not in (True, False):
+            return f"sync={name} says {due!r} of whether step {clock} is due", remedies
+        if runs_ahead:
+            return f"sync={name} lets workers run ahead of each other, which no engine does", remedies
+        if not goes_on:
+            return f"sync={name} lets nobody go on after step {clock}", remedies
     if getattr(mode, "merges", None) is not True:
         return f"sync={name} does not say merges=True, and no engine applies each worker's push by itself", remedies
     return None

@@ -41,7 +41,7 @@ from ...kernels import cpu
 from ...plans.messages import Program
 from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
-from ...session.tickets import JOINED, STEP, Meeting
+from ...session.tickets import JOINED, STEP, Meeting, step_argument
 from .agreement import copy_from_worker, pack_bytes, unpack_bytes
 from .backward import Backward
 from .batch_norm import SyncBatchNorm, synchronise
@@ -94,6 +94,7 @@ class Replica:
         self._schedule = schedule
         self._lane = Lane(schedule.in_flight)
         self.steps = 0
+        self._local = False  # steps have been made that were not exchanged
         self._buffers = list(self.selection.buffers().values())
         size = sum(buffer().nbytes for buffer in self._buffers)
         self._packed = self.staging.allocate(size, np.dtype(np.uint8))
@@ -122,7 +123,7 @@ class Replica:
     @steps.setter
     def steps(self, value: int) -> None:
         self._steps = value
-        self._step = Steps(len(self.named), self.storage.buckets, self._schedule, self._mode, begun=value)
+        self._step = Steps(len(self.named), self.layout, self._schedule, self._mode, begun=value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -151,13 +152,12 @@ class Replica:
             self.staging.synchronize()  # the last step's copies may still read what is now overwritten
             for number, array in enumerate(self.storage.arrays):
                 array[...] = 0
-                priority = self._schedule.priority(self.storage.buckets[number])
-                self._works.append(self._exchange(number, meeting, meeting.work, priority))
+                self._works.append(self._exchange(number, meeting, meeting.work, self.layout.priorities[number]))
             self._wait()
             self._reset()
         steps = [ticket.flags for ticket in tickets]
         longest = steps.index(max(steps))
-        if min(steps) < max(steps):
+        if min(steps) < max(steps) or self._local:
             with torch.no_grad():
                 tensors = [tensor.detach() for _, tensor in self.selection.tensors()]
                 copy_from_worker(self.session, tensors, root=longest, everyone=False)
@@ -248,7 +248,7 @@ class Replica:
             if isinstance(action, Submit):
                 self._submit(action)
             elif isinstance(action, Agree):
-                self._meeting = self._meet()
+                self._meeting = self._meet(action.step)
             else:
                 self._wait()
 
@@ -311,7 +311,7 @@ class Replica:
         elif share != 1.0:
             gradient.mul_(share)
 
-    def _meet(self) -> Meeting:
+    def _meet(self, step: int) -> Meeting:
         if self.exchanged and self.on_second_backward is not None:
             self.on_second_backward()
         self.guard.check_trained(self.steps)
@@ -324,7 +324,7 @@ class Replica:
                 "nothing says how much this rank counts: backward came through no output of the model's forward()"
                 " (another method was called?). Give syncline.prepare() a number as weight="
             )
-        meeting = self.session.meet(STEP, self.first_key, weight=weight)
+        meeting = self.session.meet(STEP, step_argument(self.first_key, step), weight=weight)
         self._start_buffers(meeting)
         return meeting
 
@@ -397,11 +397,14 @@ class Replica:
                 self._fill(missing)
                 self._tell()
             self._do(self._step.backward_ended())
-        except BaseException:
+        except BaseException as error:
+            if self._meeting is not None:  # the others wait for the rest of this step
+                self.session.member.interrupted(error)
             self.steps = self._steps  # whatever the pass has come to
             self._reset()
             raise
         self._steps += 1
+        self._local |= not due
         self.exchanged = True
         self._reset()
         if self.on_exchanged is not None:
