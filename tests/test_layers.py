@@ -49,6 +49,11 @@ def module_of(path: Path) -> str:
 
 def imports(path: Path, lazy: bool = True) -> Iterator[tuple[int, str]]:
     """Every import of the package's own modules in a file, those for types, and ``lazy`` ones, included."""
+    return ((line, target) for line, target, _ in imported_names(path, lazy))
+
+
+def imported_names(path: Path, lazy: bool = True) -> Iterator[tuple[int, str, str]]:
+    """As ``imports``, with what is imported from the module, or its name where it is the module."""
     package = path.relative_to(ROOT).parent.parts
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree) if lazy else tree.body:
@@ -56,7 +61,7 @@ def imports(path: Path, lazy: bool = True) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 head, _, rest = alias.name.partition(".")
                 if head == "syncline":
-                    yield node.lineno, rest
+                    yield node.lineno, rest, alias.name
         elif isinstance(node, ast.ImportFrom):
             name = node.module or ""
             if node.level == 0:
@@ -67,7 +72,7 @@ def imports(path: Path, lazy: bool = True) -> Iterator[tuple[int, str]]:
             else:
                 base = package[: len(package) - node.level + 1] + (tuple(name.split(".")) if name else ())
             for alias in node.names:
-                yield node.lineno, ".".join(resolve(base, alias.name))
+                yield node.lineno, ".".join(resolve(base, alias.name)), alias.name
 
 
 def resolve(base: tuple[str, ...], name: str) -> tuple[str, ...]:
@@ -114,6 +119,44 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as circle:
         pytest.fail(" imports ".join(reversed(circle.args[1])))
+
+
+CORE = {"Exchange", "Part", "Piece", "Place", "Plan"}
+"""Words of the core, which no second class bears, not even in private."""
+
+MEETINGS = {"Meeting"}
+"""That of a run's processes before they are connected, and that of its workers at a collective."""
+
+
+def classes() -> dict[str, set[str]]:
+    """For every name of public classes the modules that define one."""
+    found: dict[str, set[str]] = {}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, set()).add(module_of(path))
+    return found
+
+
+def names_from_elsewhere() -> set[tuple[str, str]]:
+    """The names that modules import from other packages, each with the module that it is imported from."""
+    return {
+        (target, name)
+        for path in ROOT.rglob("*.py")
+        for _, target, name in imported_names(path)
+        if package_of(target) != package_of(module_of(path))
+    }
+
+
+def test_names_of_classes_do_not_meet() -> None:
+    """Of the classes of one name at most one is used beyond its own package, and the core's words have one meaning."""
+    used = names_from_elsewhere()
+    faults = []
+    for name, modules in sorted(classes().items()):
+        public = sorted(module for module in modules if (module, name) in used)
+        if name not in MEETINGS and (len(public) > 1 or (name in CORE and len(modules) > 1)):
+            faults.append(f"{name} is a class of {', '.join(sorted(modules))}: give all but one a name that says more")
+    assert not faults, "\n".join(faults)
 
 
 def test_the_reader_of_imports_sees_all_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from syncline import registry
 from syncline.bench import accuracy, compare, processes
 from syncline.bench.accuracy import strategy_of
-from syncline.bench.cases import Case, plan_of
+from syncline.bench.cases import Case, comparison_of
 from syncline.bench.contenders import contender_of
 from syncline.cli import cli
 from syncline.errors import DataError
@@ -294,8 +294,8 @@ def test_a_training_is_a_row_of_a_comparison(trained: Trained) -> None:
         trained.cases.clear()
         options = [part for name, value in length.items() for part in (f"--{name}", str(value))]
         assert command("--workers", "3", "--strategies", *texts, "--seeds", "5", *options).exit_code == 0
-        plan = plan_of("digits", 3, texts, *map(length.get, ("epochs", "iterations")), None, 5, None, None)
-        assert tuple(trained.cases) == plan.cases
+        comparison = comparison_of("digits", 3, texts, *map(length.get, ("epochs", "iterations")), None, 5, None, None)
+        assert tuple(trained.cases) == comparison.cases
     assert compare.measure is processes.measure
 
 
@@ -307,7 +307,7 @@ def test_real_images_are_trained_on_under_every_strategy_alike() -> None:
     assert {(training.case.iterations, training.case.batch) for training in request.trainings} == {(4000, 100)}
     assert request.trainings[0].case.workers == 1
     assert request.trainings[-1].case.strategy == "direct codec=feedback(powersgd(rank=2))"
-    images = load(request.plan.workload)
+    images = load(request.comparison.workload)
     assert (len(images.train), images.test and len(images.test)) == (3805, 761)
     assert set(images.train.labels) == set(range(10))
 

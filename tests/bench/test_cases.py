@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from syncline.bench.cases import Plan, plan_of
+from syncline.bench.cases import Comparison, comparison_of
 from syncline.errors import StrategyError, SynclineError, UsageError
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
 
 
-def plan(**changes: Any) -> Plan:
+def comparison(**changes: Any) -> Comparison:
     values: dict[str, Any] = {
         "workload": "digits",
         "workers": 4,
@@ -28,25 +28,25 @@ def plan(**changes: Any) -> Plan:
         "report_path": None,
         "lab": None,
     }
-    return plan_of(**{**values, **changes})
+    return comparison_of(**{**values, **changes})
 
 
 def test_the_single_worker_comes_first_and_the_order_is_kept() -> None:
-    cases = plan().cases
+    cases = comparison().cases
     assert [case.strategy for case in cases] == ["single", "ring", "ps(servers=2)"]
     assert [(case.workers, case.servers) for case in cases] == [(1, 0), (4, 0), (4, 2)]
 
 
 def test_single_may_be_listed_and_is_run_once() -> None:
-    assert [case.strategy for case in plan(strategies=["ring", "single"]).cases] == ["single", "ring"]
-    assert [case.strategy for case in plan(strategies=[]).cases] == ["single"]
+    assert [case.strategy for case in comparison(strategies=["ring", "single"]).cases] == ["single", "ring"]
+    assert [case.strategy for case in comparison(strategies=[]).cases] == ["single"]
 
 
 def test_every_row_does_the_same_work() -> None:
-    cases = plan(epochs=2).cases
+    cases = comparison(epochs=2).cases
     assert len({(case.batch, case.iterations) for case in cases}) == 1
-    assert {case.iterations for case in plan(iterations=7).cases} == {7}
-    assert {case.batch for case in plan(batch=32).cases} == {32}
+    assert {case.iterations for case in comparison(iterations=7).cases} == {7}
+    assert {case.batch for case in comparison(batch=32).cases} == {32}
 
 
 @pytest.mark.parametrize(
@@ -67,48 +67,48 @@ def test_every_row_does_the_same_work() -> None:
 )
 def test_wrong_values_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        plan(**changes)
+        comparison(**changes)
 
 
 def test_peers_stand_beside_strategies(tmp_path: Path) -> None:
     path = tmp_path / "layers.csv"
     path.write_text("name,elements,forward_s,backward_s\na,8,0.1,0.1\n")
-    found = plan(strategies=["ring", "ddp(hook=fp16, bucket=5MiB)", "ps(servers=2)"], workload=f"trace:{path}")
+    found = comparison(strategies=["ring", "ddp(hook=fp16, bucket=5MiB)", "ps(servers=2)"], workload=f"trace:{path}")
     assert [case.strategy for case in found.cases] == ["single", "ring", "ddp(bucket=5MiB, hook=fp16)", "ps(servers=2)"]
     assert [case.batch for case in found.cases] == [1, 4, 4, 4]
     assert found.processes == 6
     assert found.trace is not None
     assert found.trace.total_s == pytest.approx(0.2)
-    assert plan().trace is None
+    assert comparison().trace is None
 
 
 def test_a_lab_has_a_rate_and_no_shared_memory() -> None:
-    assert plan(lab="1gbit").lab == 1e9
-    assert plan().lab is None
+    assert comparison(lab="1gbit").lab == 1e9
+    assert comparison().lab is None
     for text, words in (("fast", "--lab must be a number with a unit"), ("0bit", "a rate above 0")):
         with pytest.raises(UsageError, match=words):
-            plan(lab=text)
+            comparison(lab=text)
     with pytest.raises(StrategyError, match="use transport=auto or tcp"):
-        plan(lab="1gbit", strategies=["ring transport=shm"])
+        comparison(lab="1gbit", strategies=["ring transport=shm"])
 
 
 @pytest.mark.parametrize("text", ["rnig", "ring codec", "ps(servers=0)", "ps(server=1)"])
 def test_wrong_strategies_are_refused(text: str) -> None:
     with pytest.raises(SynclineError):
-        plan(strategies=["ring", text])
+        comparison(strategies=["ring", text])
 
 
 def test_an_unknown_strategy_names_the_nearest_one() -> None:
     with pytest.raises(StrategyError, match="ring"):
-        plan(strategies=["rng"])
+        comparison(strategies=["rng"])
 
 
 def test_nothing_is_left_where_results_will_go(tmp_path: Path) -> None:
-    found = plan(json_path=tmp_path / "r.json", report_path=str(tmp_path / "r.html"))
+    found = comparison(json_path=tmp_path / "r.json", report_path=str(tmp_path / "r.html"))
     assert (found.json_path, found.report_path) == (tmp_path / "r.json", tmp_path / "r.html")
     assert not list(tmp_path.iterdir())
     with pytest.raises(UsageError, match=r"there is no folder .*missing for r\.html: make it"):
-        plan(report_path=tmp_path / "missing" / "r.html")
+        comparison(report_path=tmp_path / "missing" / "r.html")
     assert not list(tmp_path.iterdir())
 
 
@@ -121,17 +121,17 @@ def test_paths_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
         (tmp_path / ("long" * 70), "File name too long"),
     ):
         with pytest.raises(UsageError, match=words):
-            plan(json_path=path)
+            comparison(json_path=path)
         with pytest.raises(UsageError, match=words):
-            plan(report_path=path)
+            comparison(report_path=path)
     with pytest.raises(UsageError, match=r"both name the file .*one: choose two"):
-        plan(json_path=tmp_path / "one", report_path=tmp_path / "." / "one")
+        comparison(json_path=tmp_path / "one", report_path=tmp_path / "." / "one")
     with pytest.raises(UsageError, match="both name standard output"):
-        plan(json_path="-", report_path="-")
+        comparison(json_path="-", report_path="-")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_write_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(UsageError, match="Permission denied"):
-        plan(json_path=tmp_path / "r.json")
+        comparison(json_path=tmp_path / "r.json")

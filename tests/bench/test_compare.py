@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from syncline.bench import compare
-from syncline.bench.cases import Case, Plan
+from syncline.bench.cases import Case, Comparison
 from syncline.errors import UsageError
 from syncline.report.rows import BASELINE, Row
 
@@ -30,10 +30,10 @@ def carry_out(
     """A comparison of single, ring and tree; returns its status, its result file and what it printed."""
     cases = tuple(Case(name, 1 if name == BASELINE else 2, 0, 64, 10) for name in (BASELINE, "ring", "tree"))
     path = folder / "r.json"
-    plan = Plan("digits", cases, 0, None, 10, path, folder / "r.html" if report else None)
+    comparison = Comparison("digits", cases, 0, None, 10, path, folder / "r.html" if report else None)
     monkeypatch.setattr(compare, "measure", lambda case, *_: measure(case))
     output = Console(file=io.StringIO(), force_terminal=False, width=80)
-    status = compare.carry_out(plan, 10.0, Console(file=io.StringIO(), force_terminal=False), output)
+    status = compare.carry_out(comparison, 10.0, Console(file=io.StringIO(), force_terminal=False), output)
     assert isinstance(output.file, io.StringIO)
     return status, json.loads(path.read_text()), output.file.getvalue()
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from syncline.bench import compare
-from syncline.bench.cases import Case, Plan
+from syncline.bench.cases import Case, Comparison
 from syncline.bench.site import HERE, Site, site_of
 from syncline.errors import UsageError
 from syncline.nouns import Rate, Spec
@@ -92,9 +92,9 @@ def test_rows_in_a_lab_get_the_bound_of_its_link(
 
     monkeypatch.setattr(compare, "measure", measure)
     cases = (Case("single", 1, 0, 1, 5), Case("ring", 2, 0, 2, 5), Case("slow", 2, 1, 2, 5, rate=8e6))
-    plan = Plan("trace:x", cases, 0, None, 5, tmp_path / "r.json", None, Rate(1e8), TRACE)
+    comparison = Comparison("trace:x", cases, 0, None, 5, tmp_path / "r.json", None, Rate(1e8), TRACE)
     quiet = Console(file=io.StringIO(), force_terminal=False, width=80)
-    assert compare.carry_out(plan, 10.0, quiet, quiet) == 0
+    assert compare.carry_out(comparison, 10.0, quiet, quiet) == 0
     assert [lab.hosts for lab in labs] == [3]
     assert {tuple(site.options) for site in seen} == {("place",)}
     data = json.loads((tmp_path / "r.json").read_text())
@@ -114,8 +114,10 @@ def test_a_lab_that_cannot_be_made_leaves_no_rows(monkeypatch: pytest.MonkeyPatc
     module.Lab = NoLab
     monkeypatch.setitem(sys.modules, "syncline.lab", module)
     FakeLab.made = []
-    plan = Plan("trace:x", (Case("single", 1, 0, 1, 5),), 0, None, 5, tmp_path / "r.json", None, Rate(1e8), TRACE)
+    comparison = Comparison(
+        "trace:x", (Case("single", 1, 0, 1, 5),), 0, None, 5, tmp_path / "r.json", None, Rate(1e8), TRACE
+    )
     quiet = Console(file=io.StringIO(), force_terminal=False)
     with pytest.raises(UsageError, match="needs root"):
-        compare.carry_out(plan, 10.0, quiet, quiet)
+        compare.carry_out(comparison, 10.0, quiet, quiet)
     assert not (tmp_path / "r.json").exists()

@@ -12,7 +12,7 @@ from test_reducers import ELEMENTS, SHAPES, TEXTS, can_be_served, codec, gradien
 
 from syncline.codecs import codec_of
 from syncline.compression.compression import Compression
-from syncline.compression.reducers import Place
+from syncline.compression.reducers import Participant
 from syncline.compression.updates import Updates
 from syncline.nouns import Bucket, Layer, Slice, Spec, numpy_dtype
 
@@ -46,10 +46,10 @@ class Served:
             flat, gradient = start.copy(), np.zeros_like(start)
             self.known.append(flat)
             self.gradients.append(gradient)
-            place = Place(index, workers, places, room)
+            me = Participant(index, workers, places, room)
             arrays = [gradient[a:b] for a, b in pairwise(cuts)]
             made = Compression(
-                codec(text, feedback), layers, self.buckets, arrays, place, served=True, held=True, name=f"rank {index}"
+                codec(text, feedback), layers, self.buckets, arrays, me, served=True, held=True, name=f"rank {index}"
             )
             self.codecs.append(made)
             self.updates.append(Updates(made, [flat[a:b] for a, b in pairwise(cuts)]))
@@ -186,14 +186,14 @@ def test_the_result_does_not_depend_on_buckets_or_owners(text: str) -> None:
 
 def test_whole_tensors_are_shared_out_too() -> None:
     """Ten large tensors that must not be cut do not all fall to the first of two owners."""
-    from syncline.compression.reducers import Part
+    from syncline.compression.reducers import Operand
     from syncline.compression.reducers.owners import divide, share_out
 
     made = codec("topk(ratio=0.01)")
     parts = []
     for number in range(10):
         state = made.init(Spec(f"p{number}", (1 << 20,)), 0)
-        parts.append(Part(f"p{number}", made, np.zeros(1 << 20, np.float32), state, state))
+        parts.append(Operand(f"p{number}", made, np.zeros(1 << 20, np.float32), state, state))
     shares = share_out(parts, 2)
     assert [len(share) for share in shares] == [5, 5]
     pieces = divide(shares)

@@ -15,7 +15,7 @@ from loop import Alter, Counted, run, untouched
 from syncline import registry
 from syncline.codecs import Chooses, Codec, Decays, Sums, codec_of
 from syncline.compression.compression import Compression
-from syncline.compression.reducers import Place
+from syncline.compression.reducers import Participant
 from syncline.errors import SynclineError, UsageError
 from syncline.nouns import Bucket, Layer, Slice, Spec, numpy_dtype
 from syncline.strategy.grammar import read_part
@@ -68,7 +68,7 @@ class Group:
                 self.layers,
                 self.buckets,
                 arrays,
-                Place(index, workers, owners, room),
+                Participant(index, workers, owners, room),
                 served=bool(servers),
                 name=f"rank {index}",
             )

@@ -14,7 +14,7 @@ from test_reducers import ELEMENTS, TEXTS, Group, can_be_served, codec, gradient
 
 from syncline.algorithms.ring import ring
 from syncline.codecs import Merges
-from syncline.compression.reducers import Flows, Part, Place, Summed, Traffic, gathered, merged, owners, ways
+from syncline.compression.reducers import Flows, Operand, Participant, Summed, Traffic, gathered, merged, owners, ways
 from syncline.compression.traffic import moved_bytes, parts_of
 from syncline.nouns import Group as Ranks
 from syncline.nouns import Slice, Spec
@@ -136,8 +136,8 @@ def test_the_busiest_rank_computes_what_the_way_says(text: str, workers: int, mo
     way, reducers = ways.way_of(inner), []
     for rank in range(workers):
         x = np.random.default_rng(rank).standard_normal(spec.elements).astype(np.float32)
-        parts = [Part("p", inner, x, inner.init(spec, rank), inner.init(spec, 100 + rank))]
-        reducers.append(way.pieces(parts, Place(rank, workers, tuple(range(workers)), Scratch())))
+        parts = [Operand("p", inner, x, inner.init(spec, rank), inner.init(spec, 100 + rank))]
+        reducers.append(way.pieces(parts, Participant(rank, workers, tuple(range(workers)), Scratch())))
     for together in zip(*reducers, strict=True):
         run([start() for start in together])
     encodes, decodes, adds = way.computing(workers)

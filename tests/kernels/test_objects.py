@@ -106,7 +106,7 @@ def own(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     """Imports the module here, with a cache of its own that has what was made."""
     shutil.copytree(folder_of(made), tmp_path / "cache" / "kernels")
     importlib.import_module("syncline.kernels.arrays")  # of the cache of these tests
-    monkeypatch.setattr(objects, "place_for", lambda _: places.Place(tmp_path, ("cache", "kernels")))
+    monkeypatch.setattr(objects, "place_for", lambda _: places.CacheFolder(tmp_path, ("cache", "kernels")))
     monkeypatch.setattr(objects, "_opened", {})
     monkeypatch.syspath_prepend(str(made))
 

@@ -37,7 +37,7 @@ def test_codecs_beside_each_other_share_their_addition() -> None:
     assert first.np_add_s == second.np_add_s
     assert (first.feedback, second.feedback) == (False, True)
     assert first.nbytes == build("codecs", read_part("int8")).wire_bytes(Spec("", (N,)))[0]
-    assert first.exchange.way is WAYS["owner"]
+    assert first.allreduce.way is WAYS["owner"]
 
 
 def test_texts_are_canonical_and_feedback_is_told_apart() -> None:

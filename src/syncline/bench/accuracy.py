@@ -27,7 +27,7 @@ from ..strategy.grammar import Part, read_part
 from ..strategy.parts import build
 from ..strategy.strategy import Strategy
 from ..tuning.codec_times import every_codec, told, ways
-from .cases import Case, Plan, console_beside, plan_of, result_paths
+from .cases import Case, Comparison, comparison_of, console_beside, result_paths
 from .collectives.display import Display, Task
 from .compare import INTERRUPTED, SILENCE_LIMIT_S
 from .machine import provenance
@@ -71,7 +71,7 @@ class Training:
 class Request:
     """Everything that the table will need, checked: what all others stand beside first, those of one row together."""
 
-    plan: Plan
+    comparison: Comparison
     workers: int
     trainings: tuple[Training, ...]
 
@@ -147,14 +147,14 @@ def request_of(
         raise UsageError("--codecs and --strategies exclude each other: name a codec as a strategy, direct codec=int8")
     ways = () if strategies else ways_of(codecs)
     asked = strategies or [strategy_of(way) for way in ways]
-    plan = plan_of(workload, workers, asked, epochs, iterations, None, seeds[0], None, None)
-    if not plan.scored:
+    comparison = comparison_of(workload, workers, asked, epochs, iterations, None, seeds[0], None, None)
+    if not comparison.scored:
         raise UsageError(f"the workload {workload} has no test set, so it has no accuracy: use digits or cifar10:PATH")
     alone = any(text.strip() == BASELINE for text in asked)
-    cases = plan.cases[0 if alone else 1 :]
+    cases = comparison.cases[0 if alone else 1 :]
     names = ways or [(None, None)] * len(cases)
     trainings = tuple(Training(case, seed, *name) for case, name in zip(cases, names, strict=True) for seed in seeds)
-    return Request(plan, workers, trainings)
+    return Request(comparison, workers, trainings)
 
 
 def ways_of(texts: Sequence[str]) -> tuple[Way, ...]:
@@ -189,7 +189,7 @@ def carry_out(request: Request, keeper: _Keeper, display: Display) -> None:
         progress = _Progress(task)
         for number, training in enumerate(todo, 1):
             progress.doing = f"{number}/{len(todo)} {training.label}"
-            row = measure(training.case, request.plan.workload, training.seed, SILENCE_LIMIT_S, progress)
+            row = measure(training.case, request.comparison.workload, training.seed, SILENCE_LIMIT_S, progress)
             run = run_of(training, row)
             keeper.add(run)
             if run.error is not None:
@@ -294,9 +294,9 @@ def _origin(request: Request) -> AccuracyResult:
     first = request.trainings[0].case
     return AccuracyResult(
         **provenance(),
-        workload=request.plan.workload,
+        workload=request.comparison.workload,
         workers=request.workers,
-        epochs=request.plan.epochs,
+        epochs=request.comparison.epochs,
         iterations=first.iterations,
         batch=first.batch,
         reference=first.strategy,

@@ -1,7 +1,7 @@
 """What a comparison will do, checked as a whole before any process starts.
 
-Owns the ``Plan`` of a comparison and every refusal of bad input: numbers, strategies, peers, workload, rate of a lab,
-paths, packages that a report needs. Starts nothing and leaves nothing behind.
+Owns the ``Comparison`` and every refusal of bad input: numbers, strategies, peers, workload, rate of a lab, paths,
+packages that a report needs. Starts nothing and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Comparison:
     """Everything a comparison will do, checked.
 
     ``lab`` is the rate of the links between the hosts of a lab, None to run on this machine as it is. ``trace`` is that
@@ -62,7 +62,7 @@ class Plan:
         return max(case.workers + case.servers for case in self.cases)
 
 
-def plan_of(
+def comparison_of(
     workload: str,
     workers: int,
     strategies: Sequence[str],
@@ -73,7 +73,7 @@ def plan_of(
     json_path: str | Path | None,
     report_path: str | Path | None,
     lab: str | None = None,
-) -> Plan:
+) -> Comparison:
     """Check the whole comparison and say what it will do; raises UsageError or another error with the remedy."""
     if workers < 1:
         raise UsageError(f"--workers has to be 1 or more, got {workers}")
@@ -93,7 +93,9 @@ def plan_of(
     cases = [_case(loaded, Contender(BASELINE), 1, batch, epochs, iterations)]
     cases += [_case(loaded, contender, workers, batch, epochs, iterations) for contender in contenders]
     scored = loaded.test is not None
-    return Plan(workload, tuple(cases), seed, epochs, iterations, json_file, report_file, rate, loaded.trace, scored)
+    return Comparison(
+        workload, tuple(cases), seed, epochs, iterations, json_file, report_file, rate, loaded.trace, scored
+    )
 
 
 def _rate(text: str) -> Rate:

@@ -21,7 +21,7 @@ from ..report import table
 from ..report.files import STANDARD_OUTPUT, keep_text, replace_text
 from ..report.rows import Result
 from .bound import bounded, link_bytes_per_s
-from .cases import Case, Plan, console_beside, plan_of
+from .cases import Case, Comparison, comparison_of, console_beside
 from .machine import provenance
 from .measure import scaled
 from .processes import measure
@@ -53,26 +53,28 @@ def run(
     row may go without any report before it counts as failed. With ``lab``, a rate such as ``1Gbit``, every process has
     a host of its own behind links of that rate. Raises UsageError before any process starts.
     """
-    plan = plan_of(workload, workers, strategies, epochs, iterations, batch, seed, json_path, report_path, lab)
+    comparison = comparison_of(
+        workload, workers, strategies, epochs, iterations, batch, seed, json_path, report_path, lab
+    )
     limit = SILENCE_LIMIT_S if timeout is None else timeout
     if limit <= 0:
         raise UsageError(f"the time limit has to be more than 0 seconds, got {limit:g}")
-    output = console_beside(plan.json_path, plan.report_path)
-    return carry_out(plan, limit, console or Console(stderr=True), output)
+    output = console_beside(comparison.json_path, comparison.report_path)
+    return carry_out(comparison, limit, console or Console(stderr=True), output)
 
 
-def carry_out(plan: Plan, limit_s: float, progress: Console, output: Console) -> int:
+def carry_out(comparison: Comparison, limit_s: float, progress: Console, output: Console) -> int:
     """Run the planned rows, save after each, print the table and write the page; returns the exit status."""
-    result = _empty(plan)
+    result = _empty(comparison)
     interrupted = False
     try:
-        with Display(progress) as display, site_of(plan.processes, plan.lab, display.say) as site:
+        with Display(progress) as display, site_of(comparison.processes, comparison.lab, display.say) as site:
             result = replace(result, lab=site.name, goodput_bytes_per_s=site.goodput_bytes_per_s)
-            for case in plan.cases:
-                row = measure(case, plan.workload, plan.seed, limit_s, display, site)
-                row = bounded(scaled(row, result.baseline), plan.trace, _link(case, site))
+            for case in comparison.cases:
+                row = measure(case, comparison.workload, comparison.seed, limit_s, display, site)
+                row = bounded(scaled(row, result.baseline), comparison.trace, _link(case, site))
                 result = result.with_row(row)
-                keep_text(plan.json_path, result.to_json())
+                keep_text(comparison.json_path, result.to_json())
     except KeyboardInterrupt:
         interrupted = True
         progress.print("interrupted: the rows so far are kept")
@@ -80,19 +82,19 @@ def carry_out(plan: Plan, limit_s: float, progress: Console, output: Console) ->
     for row in result.rows:
         if "codec=auto" in row.strategy and row.chosen:
             output.print(f"{row.strategy}: {row.chosen}", markup=False, highlight=False)
-    _publish(plan, result, output)
+    _publish(comparison, result, output)
     if interrupted:
         return INTERRUPTED
     return 0 if all(row.finished for row in result.rows) else 1
 
 
-def _empty(plan: Plan) -> Result:
+def _empty(comparison: Comparison) -> Result:
     return Result(
         **provenance(),
-        workload=plan.workload,
-        seed=plan.seed,
-        epochs=plan.epochs,
-        iterations=plan.iterations,
+        workload=comparison.workload,
+        seed=comparison.seed,
+        epochs=comparison.epochs,
+        iterations=comparison.iterations,
     )
 
 
@@ -100,13 +102,13 @@ def _link(case: Case, site: Site) -> float | None:
     return link_bytes_per_s(site.goodput_bytes_per_s, site.rate, case.rate)
 
 
-def _publish(plan: Plan, result: Result, output: Console) -> None:
-    if plan.json_path is not None:
-        result.save(plan.json_path)
-    if plan.report_path is not None:
+def _publish(comparison: Comparison, result: Result, output: Console) -> None:
+    if comparison.json_path is not None:
+        result.save(comparison.json_path)
+    if comparison.report_path is not None:
         from ..report import page
 
-        replace_text(plan.report_path, page.render(result))
-    for name, path in (("results", plan.json_path), ("report", plan.report_path)):
+        replace_text(comparison.report_path, page.render(result))
+    for name, path in (("results", comparison.json_path), ("report", comparison.report_path)):
         if path not in (None, STANDARD_OUTPUT):
             output.print(f"{name}: {path}", soft_wrap=True, markup=False, highlight=False)

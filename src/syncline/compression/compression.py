@@ -25,7 +25,7 @@ from ..codecs import Applied, Codec, Floats, State, Stochastic, codec_of, relay_
 from ..codecs.dense import Uncompressed
 from ..errors import UsageError
 from ..nouns import Bucket, Layer
-from .reducers import Part, Place, Reducer
+from .reducers import Operand, Participant, Reducer
 from .reducers.owners import collecting, share_out
 from .reducers.ways import pieces, way_of
 
@@ -44,7 +44,7 @@ _FLOATS = ("float32", "float64", "float16", "bfloat16")
 class _Divided(NamedTuple):
     """A bucket's parts, what has to be done for them, and of how many tensors the codec has not begun."""
 
-    parts: list[Part]
+    parts: list[Operand]
     reducers: Sequence[Callable[[], Reducer]]
     warming: int
 
@@ -63,7 +63,7 @@ class Compression:
         layers: Sequence[Layer],
         buckets: Sequence[Bucket],
         arrays: Sequence[Array],
-        place: Place,
+        me: Participant,
         *,
         served: bool,
         held: bool = False,
@@ -73,7 +73,7 @@ class Compression:
         self._buckets, self._arrays = buckets, arrays
         self._not_finite: list[str] = []
         self._warned: set[str] = set()
-        self.place = replace(place, report=self._not_finite.append)
+        self.participant = replace(me, report=self._not_finite.append)
         self._served, self._held, self._name = served, held, name
         self._clock = [0] * len(buckets)
         self._converted: dict[int, Floats] = {}
@@ -88,7 +88,7 @@ class Compression:
                 )
         self._states, self._again = [], []
         for index, (one, feedback, _) in enumerate(self._codecs):
-            self._states.append(self._state(one, index, place.index, feedback))
+            self._states.append(self._state(one, index, me.index, feedback))
             self._again.append(self._state(relay_of(one), index, AGAIN, feedback and not held))
         for bucket in buckets:
             self._check_cuts(bucket)
@@ -102,7 +102,7 @@ class Compression:
     @property
     def forgets(self) -> bool:
         """True when servers that only sum keep residuals: they take part in no checkpoint."""
-        elsewhere = self._served and not self._held and max(self.place.owners) >= self.place.workers
+        elsewhere = self._served and not self._held and max(self.participant.owners) >= self.participant.workers
         return elsewhere and any(one.feedback for one in self._codecs)
 
     @property
@@ -136,12 +136,12 @@ class Compression:
             self.tell_step(number, parts)
         return made
 
-    def _divided(self, parts: list[Part], warming: int) -> _Divided:
+    def _divided(self, parts: list[Operand], warming: int) -> _Divided:
         if self._held:
-            return _Divided(parts, collecting(parts, self.place), warming)
-        return _Divided(parts, pieces(parts, self.place, served=self._served), warming)
+            return _Divided(parts, collecting(parts, self.participant), warming)
+        return _Divided(parts, pieces(parts, self.participant, served=self._served), warming)
 
-    def tell_step(self, number: int, parts: Sequence[Part]) -> None:
+    def tell_step(self, number: int, parts: Sequence[Operand]) -> None:
         """Let what owners encode of a bucket be of the step whose gradients it answers."""
         for part in parts:
             part.again.step = self.answered(number)
@@ -154,7 +154,7 @@ class Compression:
         """The reducers of a bucket are done."""
         self._clock[number] += 1
         array, working = self._arrays[number], self._working(number)
-        if working is not array and (self.place.owner >= 0 or not self._held):
+        if working is not array and (self.participant.owner >= 0 or not self._held):
             np.copyto(array, working, casting="same_kind")
         if self._not_finite:
             self._report_not_finite()
@@ -194,16 +194,16 @@ class Compression:
 
     def load(self, saved: Sequence[Mapping[str, Array]]) -> None:
         """Take up what all workers of a run had saved; raises UsageError when it is of another model or codec."""
-        workers = self.place.workers
+        workers = self.participant.workers
         same = len(saved) == workers
         clock = saved[0].get("clock")
         if clock is None or (same and clock.size != len(self._clock)):
             raise UsageError("the codec's part of this state is of another model or schedule")
         self._clock = clock.tolist() if clock.size == len(self._clock) else [int(clock.max())] * len(self._clock)
-        for state in self._states if self.place.works else ():
+        for state in self._states if self.participant.works else ():
             for what, array in _arrays_of(state):
                 found = [_same_size(one, f"own/{state.spec.name}/{what}", array) for one in saved]
-                array[:] = found[self.place.index] if same else np.sum(found, axis=0) / workers
+                array[:] = found[self.participant.index] if same else np.sum(found, axis=0) / workers
         for part in self._owned():
             if part.again.residual is not None:
                 whole = _joined(saved, f"again/{part.name}/", part.again.spec.elements)
@@ -221,17 +221,17 @@ class Compression:
 
     def _state(self, codec: Codec, index: int, rank: int, feedback: bool) -> State:
         state = codec.init(self._specs[index], rank, feedback)
-        state.world = self.place.workers
+        state.world = self.participant.workers
         return state
 
-    def parts(self, number: int, array: Array, step: int | None = None) -> list[Part]:
+    def parts(self, number: int, array: Array, step: int | None = None) -> list[Operand]:
         """The parts of a bucket, over an array of its size, at a step; without one with the codecs of most."""
         found, at = [], 0
         for part in self._buckets[number].slices:
             name, one = self._specs[part.tensor].name, self._codecs[part.tensor]
             here = array[at : at + part.elements]
             states = self._states[part.tensor], self._again[part.tensor]
-            found.append(Part(name, codec_at(one, step), here, *states, part.start))
+            found.append(Operand(name, codec_at(one, step), here, *states, part.start))
             at += part.elements
         return found
 
@@ -243,14 +243,14 @@ class Compression:
         codec, feedback, _ = self._codecs[tensor]
         return codec.contraction and (feedback or not codec.biased)
 
-    def _owned(self) -> Iterator[Part]:
+    def _owned(self) -> Iterator[Operand]:
         """The slices that this process encodes again."""
-        if self.place.owner < 0:
+        if self.participant.owner < 0:
             return
         for number in range(len(self._buckets)):
             parts = self.parts(number, np.empty(self._buckets[number].elements, np.float32))
             wanted = [part for part in parts if self._served or way_of(part.codec).again]
-            yield from share_out(wanted, len(self.place.owners))[self.place.owner]
+            yield from share_out(wanted, len(self.participant.owners))[self.participant.owner]
 
     def _check_cuts(self, bucket: Bucket) -> None:
         for part in bucket.slices:

@@ -17,10 +17,10 @@ from ..codecs import Codec, State, codec_of
 from ..nouns import Bucket, Layer, Spec
 from ..plans.plan import Plan
 from .compression import codec_at
-from .reducers import Flows, Part, Traffic
+from .reducers import Flows, Operand, Traffic
 
 
-def parts_of(codec: Codec, layers: Sequence[Layer], bucket: Bucket, step: int | None = None) -> list[Part]:
+def parts_of(codec: Codec, layers: Sequence[Layer], bucket: Bucket, step: int | None = None) -> list[Operand]:
     """A bucket's parts as reducers see them, which is all that ``ways.traffic`` and the halves of ``owners`` ask for.
 
     ``layers`` are the model's. ``step`` counts from 0, for codecs that warm up; without one they have.
@@ -45,7 +45,7 @@ def moved_bytes(traffic: Sequence[Traffic], processes: int, plan: Callable[[int]
     return found
 
 
-def without_data(name: str, codec: Codec, spec: Spec, start: int, stop: int) -> Part:
+def without_data(name: str, codec: Codec, spec: Spec, start: int, stop: int) -> Operand:
     """Elements ``start`` to ``stop`` of a tensor as reducers see them, one number standing for all of its gradients."""
     state = State(spec, 0)
-    return Part(name, codec, np.broadcast_to(np.float32(0), stop - start), state, state, start)
+    return Operand(name, codec, np.broadcast_to(np.float32(0), stop - start), state, state, start)

@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from .compression import Compression
-from .reducers import Held, Part, Reducer, pulled
+from .reducers import Held, Operand, Reducer, pulled
 from .reducers.owners import share_out
 
 Array = NDArray[Any]
@@ -42,7 +42,7 @@ class Updates:
         owned: list[Owned] = []
         number_of = {name: number for number, name in enumerate(compression.names)}
         for number in range(compression.buckets):
-            mine = self._shares(number)[compression.place.owner] if compression.place.owner >= 0 else []
+            mine = self._shares(number)[compression.participant.owner] if compression.participant.owner >= 0 else []
             found = [
                 Owned(number_of[part.name], part.start, part.start + part.array.size, part.array.copy())
                 for part in mine
@@ -58,14 +58,14 @@ class Updates:
 
     def pieces(self, number: int) -> Sequence[Callable[[], Reducer]]:
         """The reducers of a bucket, whose owned weights have been updated."""
-        shares, place = self._shares(number, self._compression.answered(number)), self._compression.place
-        if place.owner >= 0:
-            shares[place.owner] = [
-                replace(part, held=held) for part, held in zip(shares[place.owner], self._held[number], strict=True)
+        shares, me = self._shares(number, self._compression.answered(number)), self._compression.participant
+        if me.owner >= 0:
+            shares[me.owner] = [
+                replace(part, held=held) for part, held in zip(shares[me.owner], self._held[number], strict=True)
             ]
         self._compression.tell_step(number, [part for share in shares for part in share])
-        return pulled.pieces(shares, place)
+        return pulled.pieces(shares, me)
 
-    def _shares(self, number: int, step: int | None = None) -> list[list[Part]]:
+    def _shares(self, number: int, step: int | None = None) -> list[list[Operand]]:
         parts = self._compression.parts(number, self._known[number], step)
-        return share_out(parts, len(self._compression.place.owners))
+        return share_out(parts, len(self._compression.participant.owners))

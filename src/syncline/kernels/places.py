@@ -32,7 +32,7 @@ _given_up = threading.Event()
 """Who has waited so long once does not wait again."""
 
 
-class Place(NamedTuple):
+class CacheFolder(NamedTuple):
     """A folder for machine code: ``names``, one below the other, in ``root``."""
 
     root: Path
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 @cache
-def place_for(name: str) -> Place | None:
+def place_for(name: str) -> CacheFolder | None:
     """Where machine code is kept in a folder of that name; None when only others could have such a place."""
     found, refused = None, list[str]()
     for place in _places(name):
@@ -67,9 +67,9 @@ def place_for(name: str) -> Place | None:
     return found
 
 
-def _places(name: str) -> list[Place]:
+def _places(name: str) -> list[CacheFolder]:
     temporary = Path(tempfile.gettempdir())
-    return [Place(cache_home(), ("syncline", name)), Place(temporary, (f"syncline-{os.getuid()}", name))]
+    return [CacheFolder(cache_home(), ("syncline", name)), CacheFolder(temporary, (f"syncline-{os.getuid()}", name))]
 
 
 def keep(folder: int, name: str, what: bytes | Mapping[str, Any]) -> None:

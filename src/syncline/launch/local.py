@@ -40,7 +40,7 @@ from ..wire import saying
 from .attendance import VARIABLE as ATTENDANCE
 from .attendance import Attendance
 from .child import Child
-from .placement import Place, here
+from .placement import Placing, here
 from .places import NO_GROUP, worker_places
 
 GRACE_S = 10.0
@@ -133,7 +133,7 @@ class LocalRun:
         pass_fds: Sequence[int] = (),
         on_output: Output | None = None,
         grace_s: float = GRACE_S,
-        place: Place = here,
+        place: Placing = here,
         ranked: bool = True,
     ) -> None:
         if not command:
@@ -356,7 +356,7 @@ def launch(
     servers: int = 0,
     env: Mapping[str, str] | None = None,
     on_output: Output | None = None,
-    place: Place = here,
+    place: Placing = here,
     ranked: bool = True,
     timeout_s: float | None = None,
 ) -> Outcome:

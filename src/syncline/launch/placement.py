@@ -51,5 +51,5 @@ def here(rank: int) -> Placement:  # noqa: ARG001 - the signature of all that pl
     return Placement()
 
 
-Place = Callable[[int], Placement]
+Placing = Callable[[int], Placement]
 """Says where a rank is started."""

@@ -41,7 +41,7 @@ _FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CodedAllreduce:
     """An allreduce of ``elements`` float32 whose gradients travel as payloads of ``nbytes``.
 
     ``encode_s`` and ``decode_s`` (decode and add) are of all elements on one core, ``add_s`` is that of adding two
@@ -89,9 +89,9 @@ class Exchange:
         return saved_bits / extra_s
 
 
-def dense(elements: int, add_s: float) -> Exchange:
+def dense(elements: int, add_s: float) -> CodedAllreduce:
     """The allreduce without compression."""
-    return Exchange(WAYS["sum"], elements, _FLOAT_BYTES * elements, 0.0, 0.0, add_s)
+    return CodedAllreduce(WAYS["sum"], elements, _FLOAT_BYTES * elements, 0.0, 0.0, add_s)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from .bench_charts import all_charts, contender_styles
 from .bench_rows import BenchResult, Measured, places
 from .bench_table import LEGEND, at_size, figures, peers_of, ratio, title
 from .figures import Key
-from .frame import Line, Part, fill, origin_facts
+from .frame import Line, Section, fill, origin_facts
 from .goal_table import Verdict
 
 
@@ -27,7 +27,7 @@ def render(result: BenchResult, verdicts: Sequence[Verdict] = ()) -> str:
         reading=LEGEND,
         columns=("contender", "bytes"),
         verdicts=verdicts,
-        parts=_parts(result),
+        sections=_sections(result),
         charts=all_charts(result),
     )
 
@@ -45,7 +45,7 @@ def _summary(result: BenchResult) -> str:
     )
 
 
-def _parts(result: BenchResult) -> tuple[Part, ...]:
+def _sections(result: BenchResult) -> tuple[Section, ...]:
     styles = contender_styles(result)
     found = []
     for rows in places(result.rows):
@@ -57,7 +57,7 @@ def _parts(result: BenchResult) -> tuple[Part, ...]:
             key = Key(row.contender, svg.css(style.color), style.dash)
             cells = () if row.error is not None else _cells(row, rows, peers)
             lines.append(Line(key, units.decimal_size(row.bytes), cells, row.error, row.chosen))
-        found.append(Part(title(rows, result.cores), heads, tuple(lines)))
+        found.append(Section(title(rows, result.cores), heads, tuple(lines)))
     return tuple(found)
 
 

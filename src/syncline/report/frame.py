@@ -44,7 +44,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Part:
+class Section:
     """One of several tables; ``heads`` are those of the columns after name and place."""
 
     title: str

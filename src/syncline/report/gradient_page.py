@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from . import units
 from .figures import Key
-from .frame import Line, Part, fill, origin_facts
+from .frame import Line, Section, fill, origin_facts
 from .gradient_charts import ADDED_COLOR, BARE_COLOR, all_charts
 from .gradient_rows import BARE, GradientResult, places
 from .gradient_table import LEGEND, figures, title
@@ -26,7 +26,7 @@ def render(result: GradientResult) -> str:
         reading=LEGEND,
         columns=("form", "passes"),
         verdicts=(),
-        parts=_parts(result),
+        sections=_sections(result),
         charts=all_charts(result),
     )
 
@@ -44,7 +44,7 @@ def _summary(result: GradientResult) -> str:
     )
 
 
-def _parts(result: GradientResult) -> tuple[Part, ...]:
+def _sections(result: GradientResult) -> tuple[Section, ...]:
     found = []
     for rows in places(result.rows):
         lines = []
@@ -53,7 +53,7 @@ def _parts(result: GradientResult) -> tuple[Part, ...]:
             key = Key(row.form, BARE_COLOR if row.form == BARE else ADDED_COLOR)
             shown = () if row.error is not None else tuple(cells[head] for head in _HEADS)
             lines.append(Line(key, units.MISSING if not row.passes else cells["passes"], shown, row.error, None))
-        found.append(Part(title(rows, result.cores), _HEADS, tuple(lines)))
+        found.append(Section(title(rows, result.cores), _HEADS, tuple(lines)))
     return tuple(found)
 
 

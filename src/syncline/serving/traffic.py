@@ -126,7 +126,7 @@ class Coded:
 
     def holdings(self) -> list[Holding] | None:
         """Whole blocks of the codec, with weights of the owner's."""
-        if self._compression.place.owner < 0:
+        if self._compression.participant.owner < 0:
             return None
         return coded(self._model.buckets, self._model.gradients, self._updates)
 

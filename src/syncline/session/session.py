@@ -18,7 +18,7 @@ import numpy as np
 from .. import registry
 from ..collectives import Collective
 from ..compression.compression import Compression
-from ..compression.reducers import Place
+from ..compression.reducers import Participant
 from ..compression.updates import Updates
 from ..engine.engine import LIMIT_S
 from ..engine.work import Work
@@ -139,7 +139,7 @@ class Session(Communicator):
             return None
         served, held = self.strategy.roles is not None, self.strategy.server_holds_weights
         codec, name = self.strategy.codec_object(), self.member.name(self.index)
-        return Compression(codec, layers, buckets, arrays, self._place(), served=served, held=held, name=name)
+        return Compression(codec, layers, buckets, arrays, self._participant(), served=served, held=held, name=name)
 
     def reduce(self, compression: Compression, number: int, key: int, label: str, **options: Any) -> Work:
         """Start the reduction of a compressed bucket; ``options`` are those of ``Engine.reduce``."""
@@ -150,11 +150,11 @@ class Session(Communicator):
         """Start to tell, or to hear, how a bucket's weights have been updated."""
         return self.engine.reduce(partial(updates.pieces, number), self.bucket_program, key, label)
 
-    def _place(self) -> Place:
+    def _participant(self) -> Participant:
         """This process among those that reduce what is compressed: owners are the servers, or else all workers."""
         workers, roles = self.group.workers, self.strategy.roles
         owners = tuple(range(workers)) if roles is None else roles.places(workers)
-        return Place(self.index, workers, owners, self.engine.room)
+        return Participant(self.index, workers, owners, self.engine.room)
 
     def run_by(self, choice: Choice) -> None:
         """From now on choose the algorithm by size: ``architecture=auto``. All workers call it with the same table."""

@@ -22,7 +22,7 @@ from ..codecs import Chooses, Codec, Combine, Floats, NeedsFeedback, Rounds, Wra
 from ..compression.reducers.ways import WAYS
 from ..errors import UsageError
 from ..nouns import Spec
-from ..predict.compression import Exchange
+from ..predict.compression import CodedAllreduce
 from ..strategy.grammar import Part, read_part
 from ..strategy.parts import bind, build, write
 
@@ -66,9 +66,11 @@ class CodecTimes:
     np_add_s: float
 
     @property
-    def exchange(self) -> Exchange:
+    def allreduce(self) -> CodedAllreduce:
         """The allreduce with this codec, as the model sees it."""
-        return Exchange(WAYS[self.combine], self.elements, self.nbytes, self.encode_s, self.decode_s, self.np_add_s)
+        return CodedAllreduce(
+            WAYS[self.combine], self.elements, self.nbytes, self.encode_s, self.decode_s, self.np_add_s
+        )
 
 
 def measure_codecs(texts: Sequence[str], elements: int, repetitions: int = REPETITIONS) -> tuple[CodecTimes, ...]:

@@ -97,7 +97,7 @@ def row_of(times: CodecTimes, torch_s: float | None, workers: int) -> CodecRow:
         decode_gb_per_s=gigabytes / times.decode_s,
         np_add_gb_per_s=gigabytes / times.np_add_s,
         torch_s=torch_s,
-        pays_below_bit_per_s=times.exchange.pays_below_bit_per_s(workers),
+        pays_below_bit_per_s=times.allreduce.pays_below_bit_per_s(workers),
     )
 
 

@@ -24,7 +24,7 @@ from ..messages import Message
 from .contenders import Name
 from .display import Display
 from .request import WARM_UP, Request, expected_s, missing
-from .start import SILENCE_S, Here, InLab, LabLike, Place, RanksFailed, run_ranks, where_text
+from .start import SILENCE_S, Here, InLab, LabLike, RanksFailed, Testbed, run_ranks, where_text
 from .work import Position, Work
 
 Save = Callable[[BenchResult], None]
@@ -65,7 +65,7 @@ def measure(requests: Sequence[Request], result: BenchResult, save: Save, displa
 
 
 @contextmanager
-def open_place(request: Request) -> Iterator[tuple[Place, float | None]]:
+def open_place(request: Request) -> Iterator[tuple[Testbed, float | None]]:
     """Where the ranks of a request run, and the goodput of its links in bytes/s when they are a lab's."""
     if request.lab_rate is None:
         yield Here(), None
@@ -135,7 +135,7 @@ class _Set:
     """The contenders of one number of ranks that can be in one process."""
 
     def __init__(
-        self, run: _Run, request: Request, ranks: int, place: Place, goodput: float | None, library: str
+        self, run: _Run, request: Request, ranks: int, place: Testbed, goodput: float | None, library: str
     ) -> None:
         self._run, self._request, self._ranks = run, request, ranks
         self._place, self._goodput, self._library = place, goodput, library

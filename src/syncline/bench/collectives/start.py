@@ -91,7 +91,7 @@ class LabLike(Protocol):
         ...
 
 
-class Place(Protocol):
+class Testbed(Protocol):
     """Where ranks run: the address of rank 0's store, and the interface they talk over."""
 
     @property
@@ -117,7 +117,7 @@ class Here:
     interface: str = "lo"
 
     def run(self, command: Sequence[str], ranks: int, library: str, on_output: Output) -> LocalRun:
-        """See ``Place``."""
+        """See ``Testbed``."""
         if not library:
             return LocalRun(command, ranks, on_output=on_output, grace_s=_GRACE_S)
         found = find_library(library)
@@ -136,7 +136,7 @@ class InLab:
         self.interface = lab.interface
 
     def run(self, command: Sequence[str], ranks: int, library: str, on_output: Output) -> LocalRun:
-        """See ``Place``."""
+        """See ``Testbed``."""
         options: Mapping[str, Any] = {"place": self._lab.placement}
         processes = ranks
         if library:
@@ -154,7 +154,7 @@ class RanksFailed(SynclineError):
 
 
 def run_ranks(
-    work: Errand, ranks: int, place: Place, heard: Heard, moved: Moved, silence_s: float, script: Sequence[str] = RANK
+    work: Errand, ranks: int, place: Testbed, heard: Heard, moved: Moved, silence_s: float, script: Sequence[str] = RANK
 ) -> None:
     """Run one set of ranks to its end; ``work.folder`` and what the place knows are filled in.
 

@@ -16,11 +16,11 @@ What else has to know of a way (its ``Way``) asks it, and no codec's name: wheth
 payloads, whether servers can stand in, what a rank computes, and who sends how many bytes to whom (``Traffic``),
 without any data. ``ways`` has the table.
 
-What is reduced is a list of ``Part``: tensors, or slices of them, with their codecs and states. Results are sums over
-the workers, and all workers decode the same bits. Owners and all-gathers add in rank order, from codes that are cut at
-blocks and tensors, and so does a tree in its own order: there nothing depends on which parts share a bucket, on timing,
-or on who owns what. Where a plan sums, payloads are what they are without it; in which order one element is added may
-depend on its place in the bucket, as it does for gradients that are not compressed.
+What is reduced are operands, parts of a bucket: tensors, or slices of them, with their codecs and states. Results are
+sums over the workers, and all workers decode the same bits. Owners and all-gathers add in rank order, from codes that
+are cut at blocks and tensors, and so does a tree in its own order: there nothing depends on which parts share a bucket,
+on timing, or on who owns what. Where a plan sums, payloads are what they are without it; in which order one element is
+added may depend on its place in the bucket, as it does for gradients that are not compressed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Held:
 
 
 @dataclass(eq=False)
-class Part:
+class Operand:
     """Elements ``start`` to ``start + array.size`` of a tensor, where its gradient lies, and what its codec remembers.
 
     ``array`` is replaced by the sum over the workers. ``state`` is that of this worker's own encoding, ``again`` that
@@ -95,10 +95,10 @@ class Part:
     start: int = 0
     held: Held | None = None
 
-    def cut(self, start: int, stop: int) -> Part:
+    def cut(self, start: int, stop: int) -> Operand:
         """Elements ``start`` to ``stop``, counted from this part's first."""
         held = self.held and self.held.cut(start, stop)
-        return Part(self.name, self.codec, self.array[start:stop], self.state, self.again, self.start + start, held)
+        return Operand(self.name, self.codec, self.array[start:stop], self.state, self.again, self.start + start, held)
 
 
 class Room(Protocol):
@@ -114,7 +114,7 @@ class Room(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class Participant:
     """This process among those that reduce. ``owners`` are the processes that own parts, in the order of parts.
 
     ``report`` is told the name of a tensor whose gradient here is not finite.
@@ -202,8 +202,8 @@ class Way:
     sums again, with a residual of their own.
     """
 
-    pieces: Callable[[Sequence[Part], Place], list[Callable[[], Reducer]]]
-    traffic: Callable[[Sequence[Part], int, Sequence[int]], list[Traffic]]
+    pieces: Callable[[Sequence[Operand], Participant], list[Callable[[], Reducer]]]
+    traffic: Callable[[Sequence[Operand], int, Sequence[int]], list[Traffic]]
     computing: Callable[[int], Computing]
     words: str
     carrier: str | None = None

@@ -12,19 +12,19 @@ from functools import partial
 
 import numpy as np
 
-from . import Computing, Message, Part, Place, Reducer, Round, Traffic, Way
+from . import Computing, Message, Operand, Participant, Reducer, Round, Traffic, Way
 from .letters import Letter, Post, name_of
 from .owners import cut
 
 PIECE_ELEMENTS = 1 << 22
 
 
-def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
+def pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
     """One reducer for every piece of about ``PIECE_ELEMENTS`` elements; tensors stay whole."""
-    return [partial(reduce, piece, Letter(piece), place) for piece in cut(parts, PIECE_ELEMENTS)]
+    return [partial(reduce, piece, Letter(piece), me) for piece in cut(parts, PIECE_ELEMENTS)]
 
 
-def traffic(parts: Sequence[Part], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
+def traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
     """Of every piece, everybody's message to everybody else."""
     src, dst = np.nonzero(~np.eye(workers, dtype=bool))
     return [[Letter(piece).flows(src, dst)] for piece in cut(parts, PIECE_ELEMENTS)]
@@ -35,18 +35,18 @@ def computing(workers: int) -> Computing:
     return Computing(1, workers, 0)
 
 
-def reduce(piece: Sequence[Part], letter: Letter, place: Place) -> Reducer:
+def reduce(piece: Sequence[Operand], letter: Letter, me: Participant) -> Reducer:
     """One piece."""
     arrays, states = [part.array for part in piece], [part.state for part in piece]
-    posts: dict[int, Post] = {place.index: letter.write(place.room, arrays, states, place.report)}
-    others = place.others()
-    posts |= {other: letter.room(place.room) for other in others}
-    sends = [Message(other, posts[place.index].data) for other in others]
+    posts: dict[int, Post] = {me.index: letter.write(me.room, arrays, states, me.report)}
+    others = me.others()
+    posts |= {other: letter.room(me.room) for other in others}
+    sends = [Message(other, posts[me.index].data) for other in others]
     lengths = yield Round(sends, [Message(other, posts[other].data) for other in others])
     for other, length in zip(others, lengths, strict=True):
         posts[other].nbytes = length
-    for worker in range(place.workers):
-        letter.read(posts[worker], arrays, states, name_of(worker, place), add=worker > 0)
+    for worker in range(me.workers):
+        letter.read(posts[worker], arrays, states, name_of(worker, me), add=worker > 0)
         posts[worker].free()
 
 

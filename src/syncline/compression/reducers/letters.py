@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ...codecs import Floats, Merges, Payload, PayloadError, State
 from ...nouns import Spec
-from . import Bytes, Flows, Part, Place, ReduceError, Room
+from . import Bytes, Flows, Operand, Participant, ReduceError, Room
 
 Column = NDArray[np.int64]
 
@@ -30,7 +30,7 @@ _HEAD = 3
 class Letter:
     """The form of a message that carries certain parts; made once, used for every rank's message of a round."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Operand]) -> None:
         self.parts = tuple(parts)
         sizes = [part.codec.wire_bytes(spec_of(part)) for part in parts]
         self._greatest = [size[1] // 4 for size in sizes]
@@ -162,11 +162,11 @@ class Post:
         self._room.give(self.buffer)
 
 
-def name_of(process: int, place: Place) -> str:
+def name_of(process: int, me: Participant) -> str:
     """How a process is called in messages."""
-    return f"rank {process}" if process < place.workers else f"server rank {process}"
+    return f"rank {process}" if process < me.workers else f"server rank {process}"
 
 
-def spec_of(part: Part) -> Spec:
+def spec_of(part: Operand) -> Spec:
     """What a codec's sizes follow from: the tensor, or a slice of it."""
     return part.state.spec if part.array.size == part.state.spec.elements else Spec(part.name, (part.array.size,))

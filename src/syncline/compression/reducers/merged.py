@@ -11,18 +11,18 @@ from functools import partial
 
 import numpy as np
 
-from . import Computing, Flows, Message, Part, Place, Reducer, Round, Traffic, Way
+from . import Computing, Flows, Message, Operand, Participant, Reducer, Round, Traffic, Way
 from .gathered import PIECE_ELEMENTS
 from .letters import Letter, name_of
 from .owners import cut
 
 
-def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
+def pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
     """One reducer for every piece of about ``PIECE_ELEMENTS`` elements; tensors stay whole."""
-    return [partial(reduce, piece, Letter(piece), place) for piece in cut(parts, PIECE_ELEMENTS)]
+    return [partial(reduce, piece, Letter(piece), me) for piece in cut(parts, PIECE_ELEMENTS)]
 
 
-def traffic(parts: Sequence[Part], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
+def traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
     """Of every piece, up the tree level by level, and down again."""
     return [_levels(Letter(piece), workers) for piece in cut(parts, PIECE_ELEMENTS)]
 
@@ -40,28 +40,28 @@ def computing(workers: int) -> Computing:
     return Computing(1, (workers - 1).bit_length() + 1, 0)
 
 
-def reduce(piece: Sequence[Part], letter: Letter, place: Place) -> Reducer:
+def reduce(piece: Sequence[Operand], letter: Letter, me: Participant) -> Reducer:
     """One piece: up the tree to rank 0, down again, decode."""
     arrays, states = [part.array for part in piece], [part.state for part in piece]
-    post = letter.write(place.room, arrays, states, place.report)
+    post = letter.write(me.room, arrays, states, me.report)
     distance = 1
-    while distance < place.workers and place.index % (2 * distance) == 0:
-        sender = place.index + distance
-        if sender < place.workers:
-            theirs = letter.room(place.room)
+    while distance < me.workers and me.index % (2 * distance) == 0:
+        sender = me.index + distance
+        if sender < me.workers:
+            theirs = letter.room(me.room)
             theirs.nbytes = (yield Round([], [Message(sender, theirs.data)]))[0]
-            post = letter.merge(place.room, post, theirs, states, name_of(sender, place))
+            post = letter.merge(me.room, post, theirs, states, name_of(sender, me))
         distance *= 2
-    if place.index:
-        parent = place.index - distance
+    if me.index:
+        parent = me.index - distance
         yield Round([Message(parent, post.data)], [])
         post.free()
-        post = letter.room(place.room)
+        post = letter.room(me.room)
         post.nbytes = (yield Round([], [Message(parent, post.data)]))[0]
-    children = [place.index + step for step in _halves(distance) if place.index + step < place.workers]
+    children = [me.index + step for step in _halves(distance) if me.index + step < me.workers]
     if children:
         yield Round([Message(child, post.data) for child in children], [])
-    letter.read(post, arrays, states, name_of(0, place), add=False)
+    letter.read(post, arrays, states, name_of(0, me), add=False)
     post.free()
 
 

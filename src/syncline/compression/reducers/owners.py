@@ -26,7 +26,7 @@ from itertools import zip_longest
 import numpy as np
 
 from ...codecs import Floats, relay_of
-from . import Computing, Flows, Message, Part, Place, Reducer, Round, Traffic, Way
+from . import Computing, Flows, Message, Operand, Participant, Reducer, Round, Traffic, Way
 from .letters import Column, Letter, Post, name_of, spec_of
 
 PIECE_BYTES = 2_000_000
@@ -35,10 +35,10 @@ PIECE_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class OwnedPiece:
     """Parts that are reduced together, by owner, and the forms of the messages about them."""
 
-    shares: Sequence[Sequence[Part]]
+    shares: Sequence[Sequence[Operand]]
 
     @cached_property
     def letters(self) -> list[Letter]:
@@ -46,7 +46,7 @@ class Piece:
         return [Letter(share) for share in self.shares]
 
     @cached_property
-    def relayed(self) -> list[list[Part]]:
+    def relayed(self) -> list[list[Operand]]:
         """The parts as owners encode them again."""
         return [[replace(part, codec=relay_of(part.codec)) for part in share] for share in self.shares]
 
@@ -56,37 +56,37 @@ class Piece:
         return [Letter(share) for share in self.relayed]
 
 
-def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
+def pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
     """One reducer for every piece."""
-    return [partial(reduce, piece, place) for piece in divide(share_out(parts, len(place.owners)))]
+    return [partial(reduce, piece, me) for piece in divide(share_out(parts, len(me.owners)))]
 
 
-def collecting(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
+def collecting(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
     """As ``pieces``, of the first half alone."""
-    return [partial(collect, piece, place) for piece in divide(share_out(parts, len(place.owners)))]
+    return [partial(collect, piece, me) for piece in divide(share_out(parts, len(me.owners)))]
 
 
-def traffic(parts: Sequence[Part], workers: int, owners: Sequence[int]) -> list[Traffic]:
+def traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:
     """Of every piece, the workers' messages to the owners and the owners' to the workers."""
     divided = divide(share_out(parts, len(owners)))
     return [[_to_owners(piece, workers, owners), _from_owners(piece, workers, owners)] for piece in divided]
 
 
-def push_traffic(parts: Sequence[Part], workers: int, owners: Sequence[int]) -> list[Traffic]:
+def push_traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:
     """Of every piece, the first half alone."""
     return [[_to_owners(piece, workers, owners)] for piece in divide(share_out(parts, len(owners)))]
 
 
-def pull_traffic(parts: Sequence[Part], workers: int, owners: Sequence[int]) -> list[Traffic]:
+def pull_traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:
     """Of every piece, the second half alone, whatever it is that owners say."""
     return [[_from_owners(piece, workers, owners)] for piece in divide(share_out(parts, len(owners)))]
 
 
-def _to_owners(piece: Piece, workers: int, owners: Sequence[int]) -> Flows:
+def _to_owners(piece: OwnedPiece, workers: int, owners: Sequence[int]) -> Flows:
     return _joined([letter.flows(*_others(owner, workers)) for owner, letter in _asked(piece.letters, owners)])
 
 
-def _from_owners(piece: Piece, workers: int, owners: Sequence[int]) -> Flows:
+def _from_owners(piece: OwnedPiece, workers: int, owners: Sequence[int]) -> Flows:
     return _joined([letter.flows(*_others(owner, workers)[::-1]) for owner, letter in _asked(piece.answers, owners)])
 
 
@@ -110,17 +110,17 @@ def computing(workers: int) -> Computing:
     return Computing(1 + 1 / workers, 2, 0)
 
 
-def divide(shares: Sequence[Sequence[Part]]) -> list[Piece]:
+def divide(shares: Sequence[Sequence[Operand]]) -> list[OwnedPiece]:
     """The pieces of what owners share."""
     elements = sum(part.array.size for share in shares for part in share)
     payload_bytes = sum(part.codec.wire_bytes(spec_of(part))[0] for share in shares for part in share)
     at_most = max(1, min(PIECE_ELEMENTS, PIECE_BYTES * elements // max(payload_bytes, 1)) // len(shares))
-    return [Piece(found) for found in zip_longest(*(cut(share, at_most) for share in shares), fillvalue=[])]
+    return [OwnedPiece(found) for found in zip_longest(*(cut(share, at_most) for share in shares), fillvalue=[])]
 
 
-def cut(parts: Sequence[Part], elements: int) -> list[list[Part]]:
+def cut(parts: Sequence[Operand], elements: int) -> list[list[Operand]]:
     """Consecutive pieces of up to ``elements``, cut at blocks; what cannot be cut may be larger."""
-    found: list[list[Part]] = []
+    found: list[list[Operand]] = []
     left = 0
     for part in parts:
         at = 0
@@ -134,11 +134,11 @@ def cut(parts: Sequence[Part], elements: int) -> list[list[Part]]:
     return found
 
 
-def share_out(parts: Sequence[Part], owners: int) -> list[list[Part]]:
+def share_out(parts: Sequence[Operand], owners: int) -> list[list[Operand]]:
     """The parts of each owner: consecutive, cut at blocks, of about equal numbers of elements."""
     total = sum(part.array.size for part in parts)
     edges = [total * owner // owners for owner in range(1, owners)]
-    found: list[list[Part]] = [[] for _ in range(owners)]
+    found: list[list[Operand]] = [[] for _ in range(owners)]
     passed = 0
     for part in parts:
         size = part.array.size
@@ -150,55 +150,55 @@ def share_out(parts: Sequence[Part], owners: int) -> list[list[Part]]:
     return found
 
 
-def _to_block(part: Part, at: int, up: bool = False) -> int:
+def _to_block(part: Operand, at: int, up: bool = False) -> int:
     """The nearest place to ``at`` (or the next one) at which a part may be cut; parts begin at such places."""
     size, block = part.array.size, part.codec.block or part.array.size
     nearest = -(-at // block) * block if up else (at + block // 2) // block * block
     return min(nearest, size)
 
 
-def reduce(piece: Piece, place: Place) -> Reducer:
+def reduce(piece: OwnedPiece, me: Participant) -> Reducer:
     """One piece, both halves."""
-    yield from collect(piece, place)
+    yield from collect(piece, me)
     shares = piece.shares
-    owned = shares[place.owner] if place.owner >= 0 else ()
+    owned = shares[me.owner] if me.owner >= 0 else ()
     for part in owned:
         part.again.step = part.state.step
     sums = [part.array for part in owned]
-    wanted = {owner: [part.array for part in share] for owner, share in enumerate(shares) if place.works}
-    yield from answer(piece, place, sums, wanted, add=False)
+    wanted = {owner: [part.array for part in share] for owner, share in enumerate(shares) if me.works}
+    yield from answer(piece, me, sums, wanted, add=False)
 
 
-def collect(piece: Piece, place: Place) -> Reducer:
+def collect(piece: OwnedPiece, me: Participant) -> Reducer:
     """First half: every owner decodes the workers' payloads of its parts and adds them, in rank order, in their arrays.
 
     The arrays of other parts stay as they are.
     """
     shares, letters = piece.shares, piece.letters
-    mine = place.owner
+    mine = me.owner
     owned = shares[mine] if mine >= 0 else ()
-    posted = _written(letters, shares, place)
-    own = {place.index: posted.pop(mine)} if mine in posted else {}
-    came = {worker: letters[mine].room(place.room) for worker in place.others()} if owned else {}
-    sends = [Message(place.owners[owner], post.data) for owner, post in posted.items()]
+    posted = _written(letters, shares, me)
+    own = {me.index: posted.pop(mine)} if mine in posted else {}
+    came = {worker: letters[mine].room(me.room) for worker in me.others()} if owned else {}
+    sends = [Message(me.owners[owner], post.data) for owner, post in posted.items()]
     lengths = yield Round(sends, [Message(worker, post.data) for worker, post in came.items()])
     _note(came, lengths)
     _free(posted)
     if owned:
         posts = {**came, **own}
-        if not place.works:
-            step = letters[mine].step_of(posts[0], name_of(0, place))
+        if not me.works:
+            step = letters[mine].step_of(posts[0], name_of(0, me))
             for part in owned:  # a server counts no steps of its own: those of a resumed run do not begin at 0
                 part.state.step = step
         sums, states = [part.array for part in owned], [part.state for part in owned]
-        for worker in range(place.workers):
-            letters[mine].read(posts[worker], sums, states, name_of(worker, place), add=worker > 0)
+        for worker in range(me.workers):
+            letters[mine].read(posts[worker], sums, states, name_of(worker, me), add=worker > 0)
         _free(posts)
 
 
 def answer(
-    piece: Piece,
-    place: Place,
+    piece: OwnedPiece,
+    me: Participant,
     said: Sequence[Floats],
     wanted: Mapping[int, Sequence[Floats]],
     *,
@@ -210,35 +210,35 @@ def answer(
     which they are added, by the owner's number: a worker wants all of them. ``said`` may be among them.
     """
     relayed, letters = piece.relayed, piece.answers
-    mine = place.owner
+    mine = me.owner
     posts: dict[int, Post] = {}
     sends: list[Message] = []
     if said:
         states = [part.again for part in relayed[mine]]
-        posts[mine] = letters[mine].write(place.room, said, states, lambda _: None)
-        sends = [Message(worker, posts[mine].data) for worker in place.others()]
-    others = {owner: letters[owner].room(place.room) for owner in wanted if relayed[owner] and owner != mine}
-    lengths = yield Round(sends, [Message(place.owners[owner], post.data) for owner, post in others.items()])
+        posts[mine] = letters[mine].write(me.room, said, states, lambda _: None)
+        sends = [Message(worker, posts[mine].data) for worker in me.others()]
+    others = {owner: letters[owner].room(me.room) for owner in wanted if relayed[owner] and owner != mine}
+    lengths = yield Round(sends, [Message(me.owners[owner], post.data) for owner, post in others.items()])
     _note(others, lengths)
     posts |= others
     for owner, post in posts.items():
         if owner in wanted:
             states = [part.again for part in relayed[owner]]
-            letters[owner].read(post, wanted[owner], states, name_of(place.owners[owner], place), add=add)
+            letters[owner].read(post, wanted[owner], states, name_of(me.owners[owner], me), add=add)
     _free(posts)
 
 
-def _written(letters: Sequence[Letter], shares: Sequence[Sequence[Part]], place: Place) -> dict[int, Post]:
+def _written(letters: Sequence[Letter], shares: Sequence[Sequence[Operand]], me: Participant) -> dict[int, Post]:
     """This worker's payloads by owner, beginning after its own number."""
     found: dict[int, Post] = {}
-    if place.works:
-        count = len(place.owners)
+    if me.works:
+        count = len(me.owners)
         for k in range(1, count + 1):
-            owner = (place.index + k) % count
+            owner = (me.index + k) % count
             share = shares[owner]
             if share:
                 arrays, states = [part.array for part in share], [part.state for part in share]
-                found[owner] = letters[owner].write(place.room, arrays, states, place.report)
+                found[owner] = letters[owner].write(me.room, arrays, states, me.report)
     return found
 
 

@@ -22,53 +22,55 @@ import numpy as np
 
 from ...codecs import Floats
 from ...kernels import cpu
-from . import Bytes, Part, Place, Reducer, Room
-from .owners import Piece, answer, divide
+from . import Bytes, Operand, Participant, Reducer, Room
+from .owners import OwnedPiece, answer, divide
 
 
-def pieces(shares: Sequence[Sequence[Part]], place: Place) -> list[Callable[[], Reducer]]:
+def pieces(shares: Sequence[Sequence[Operand]], me: Participant) -> list[Callable[[], Reducer]]:
     """What has to be done for a bucket: reducers that may run at the same time, in this order on all processes.
 
     The arrays of the parts are the known weights, of any floating-point type; the own share's parts have ``held``.
     """
-    return [partial(reduce, piece, place) for piece in divide(shares)]
+    return [partial(reduce, piece, me) for piece in divide(shares)]
 
 
-def reduce(piece: Piece, place: Place) -> Reducer:
+def reduce(piece: OwnedPiece, me: Participant) -> Reducer:
     """One piece."""
     shares = piece.shares
-    own = shares[place.owner] if place.owner >= 0 else ()
-    numbers = range(len(shares)) if place.works else range(place.owner, place.owner + 1)
+    own = shares[me.owner] if me.owner >= 0 else ()
+    numbers = range(len(shares)) if me.works else range(me.owner, me.owner + 1)
     wanted = {number: shares[number] for number in numbers}
-    buffer, changes = _room_for(own, place.room)
+    buffer, changes = _room_for(own, me.room)
     for part, change in zip(own, changes, strict=True):
         assert part.held is not None
         cpu.difference(part.held.weights, part.array, change)
     if all(part.array.dtype == np.float32 for share in shares for part in share):
         known = {number: [part.array for part in share] for number, share in wanted.items()}
-        yield from answer(piece, place, changes, known, add=True)
+        yield from answer(piece, me, changes, known, add=True)
     else:
-        yield from _through_float32(piece, place, changes, wanted)
-    place.room.give(buffer)
+        yield from _through_float32(piece, me, changes, wanted)
+    me.room.give(buffer)
     for part in own:
         if part.held is not None and not part.held.keeps:
             part.held.weights[:] = part.array
 
 
-def _through_float32(piece: Piece, place: Place, changes: list[Floats], wanted: dict[int, Sequence[Part]]) -> Reducer:
+def _through_float32(
+    piece: OwnedPiece, me: Participant, changes: list[Floats], wanted: dict[int, Sequence[Operand]]
+) -> Reducer:
     """The same where a payload cannot be added to the known weights as it is decoded."""
     parts = [part for share in wanted.values() for part in share]
-    buffer, decoded = _room_for(parts, place.room)
+    buffer, decoded = _room_for(parts, me.room)
     arrays = iter(decoded)
     yield from answer(
-        piece, place, changes, {number: [next(arrays) for _ in share] for number, share in wanted.items()}, add=False
+        piece, me, changes, {number: [next(arrays) for _ in share] for number, share in wanted.items()}, add=False
     )
     for part, change in zip(parts, decoded, strict=True):
         cpu.add_difference(part.array, change)
-    place.room.give(buffer)
+    me.room.give(buffer)
 
 
-def _room_for(parts: Sequence[Part], room: Room) -> tuple[Bytes, list[Floats]]:
+def _room_for(parts: Sequence[Operand], room: Room) -> tuple[Bytes, list[Floats]]:
     """A buffer, and arrays in it as large as the parts."""
     buffer = room.take(4 * sum(part.array.size for part in parts))
     found: list[Floats] = []

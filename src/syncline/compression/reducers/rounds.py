@@ -10,24 +10,24 @@ import numpy as np
 
 from ...codecs import Codec, Floats, Rounds
 from ...errors import UsageError
-from . import Part, Place, Reducer, Sum, Summed, Traffic, Way
+from . import Operand, Participant, Reducer, Sum, Summed, Traffic, Way
 from .summed import computing
 
 
-def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
+def pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
     """One reducer for all."""
-    return [partial(reduce, parts, place)]
+    return [partial(reduce, parts, me)]
 
 
-def traffic(parts: Sequence[Part], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
+def traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
     """A sum for each step of the tensor that takes most."""
     elements = [_in_rounds(part.codec).rounds(part.state.spec) for part in parts]
     return [[Summed(4 * sum(together)) for together in zip_longest(*elements, fillvalue=0)]]
 
 
-def reduce(parts: Sequence[Part], place: Place) -> Reducer:
+def reduce(parts: Sequence[Operand], me: Participant) -> Reducer:
     """All tensors step by step together, one sum for each step."""
-    going = [(part.name, _begun(part, place)) for part in parts]
+    going = [(part.name, _begun(part, me)) for part in parts]
     while True:
         asked: list[Floats] = []
         for name, one in list(going):
@@ -36,10 +36,10 @@ def reduce(parts: Sequence[Part], place: Place) -> Reducer:
             except StopIteration as end:
                 going.remove((name, one))
                 if not end.value:
-                    place.report(name)
+                    me.report(name)
         if not asked:
             return
-        buffer = place.room.take(4 * sum(array.size for array in asked))
+        buffer = me.room.take(4 * sum(array.size for array in asked))
         together = buffer[: 4 * sum(array.size for array in asked)].view(np.float32)
         np.concatenate([array.reshape(-1) for array in asked], out=together)
         yield Sum(together)
@@ -47,11 +47,11 @@ def reduce(parts: Sequence[Part], place: Place) -> Reducer:
         for array in asked:
             array.reshape(-1)[:] = together[at : at + array.size]
             at += array.size
-        place.room.give(buffer)
+        me.room.give(buffer)
 
 
-def _begun(part: Part, place: Place) -> Generator[Floats, None, bool]:
-    return _in_rounds(part.codec).average(part.array, part.state, place.workers)
+def _begun(part: Operand, me: Participant) -> Generator[Floats, None, bool]:
+    return _in_rounds(part.codec).average(part.array, part.state, me.workers)
 
 
 def _in_rounds(codec: Codec) -> Rounds:

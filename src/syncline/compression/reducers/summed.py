@@ -10,16 +10,16 @@ import numpy as np
 from ...codecs import Codec, Sums
 from ...errors import UsageError
 from ...nouns import numpy_dtype
-from . import Computing, Part, Place, Reducer, Sum, Summed, Traffic, Way
+from . import Computing, Operand, Participant, Reducer, Sum, Summed, Traffic, Way
 from .letters import spec_of
 
 
-def pieces(parts: Sequence[Part], place: Place) -> list[Callable[[], Reducer]]:
+def pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
     """One reducer for every type of numbers."""
-    return [partial(reduce, found, place) for found in alike(parts)]
+    return [partial(reduce, found, me) for found in alike(parts)]
 
 
-def traffic(parts: Sequence[Part], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
+def traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
     """One sum for every type of numbers."""
     return [[Summed(4 * sum(_words(found)))] for found in alike(parts)]
 
@@ -29,9 +29,9 @@ def computing(workers: int) -> Computing:
     return Computing(1, 1, (workers - 1) / workers)
 
 
-def alike(parts: Sequence[Part]) -> list[list[Part]]:
+def alike(parts: Sequence[Operand]) -> list[list[Operand]]:
     """The parts by the type of the numbers in their payloads."""
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[Operand]] = {}
     for part in parts:
         found.setdefault(number_of(part.codec), []).append(part)
     return list(found.values())
@@ -44,26 +44,26 @@ def number_of(codec: Codec) -> str:
     return codec.number
 
 
-def reduce(parts: Sequence[Part], place: Place) -> Reducer:
+def reduce(parts: Sequence[Operand], me: Participant) -> Reducer:
     """All payloads one behind the other, one sum."""
     lengths = _words(parts)
-    buffer = place.room.take(4 * sum(lengths))
+    buffer = me.room.take(4 * sum(lengths))
     words = buffer[: 4 * sum(lengths)].view(np.uint32)
     at = 0
     for part, length in zip(parts, lengths, strict=True):
         made = part.codec.encode(part.array, words[at : at + length], part.state, part.start)
         if not made.finite:
-            place.report(part.name)
+            me.report(part.name)
         at += length
     yield Sum(words.view(numpy_dtype(number_of(parts[0].codec))))
     at = 0
     for part, length in zip(parts, lengths, strict=True):
         part.codec.decode(words[at : at + length], part.array, part.state, start=part.start)
         at += length
-    place.room.give(buffer)
+    me.room.give(buffer)
 
 
-def _words(parts: Sequence[Part]) -> list[int]:
+def _words(parts: Sequence[Operand]) -> list[int]:
     """The length of every payload, which is fixed: sums fit together."""
     return [part.codec.wire_bytes(spec_of(part))[1] // 4 for part in parts]
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from ...codecs import Codec, Combine
 from ...errors import UsageError
-from . import Part, Place, Reducer, Traffic, Way, gathered, merged, owners, rounds, summed
+from . import Operand, Participant, Reducer, Traffic, Way, gathered, merged, owners, rounds, summed
 
 WAYS: Mapping[Combine, Way] = {
     "sum": summed.WAY,
@@ -33,7 +33,7 @@ def way_of(codec: Codec) -> Way:
     return found
 
 
-def pieces(parts: Sequence[Part], place: Place, *, served: bool = False) -> list[Callable[[], Reducer]]:
+def pieces(parts: Sequence[Operand], me: Participant, *, served: bool = False) -> list[Callable[[], Reducer]]:
     """What has to be done for a bucket: reducers that may run at the same time, in this order on all processes.
 
     Where the gradients go through servers (``served``), every codec's payloads do.
@@ -41,11 +41,11 @@ def pieces(parts: Sequence[Part], place: Place, *, served: bool = False) -> list
     chain: list[Callable[[], Reducer]] = []
     found: list[Callable[[], Reducer]] = []
     for way, its in _by_way(parts, served):
-        (chain if way.carrier is None else found).extend(way.pieces(its, place))
+        (chain if way.carrier is None else found).extend(way.pieces(its, me))
     return [partial(_one_by_one, chain), *found] if chain else found
 
 
-def traffic(parts: Sequence[Part], workers: int, owners_at: Sequence[int], *, served: bool = False) -> list[Traffic]:
+def traffic(parts: Sequence[Operand], workers: int, owners_at: Sequence[int], *, served: bool = False) -> list[Traffic]:
     """What travels for each of ``pieces``, in the same order: reads the parts' sizes, and none of their elements."""
     chain: Traffic = []
     found: list[Traffic] = []
@@ -58,8 +58,8 @@ def traffic(parts: Sequence[Part], workers: int, owners_at: Sequence[int], *, se
     return [chain, *found] if chain else found
 
 
-def _by_way(parts: Sequence[Part], served: bool) -> Iterator[tuple[Way, list[Part]]]:
-    by: dict[Way, list[Part]] = {way: [] for way in WAYS.values()}
+def _by_way(parts: Sequence[Operand], served: bool) -> Iterator[tuple[Way, list[Operand]]]:
+    by: dict[Way, list[Operand]] = {way: [] for way in WAYS.values()}
     for part in parts:
         if part.array.size:
             by[OWNERS if served else way_of(part.codec)].append(part)
