@@ -78,7 +78,6 @@ class Adaptive:
         return self.codec.biased and not self.codec.contraction
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """As the tensor's own codec says."""
         return self.choose(spec).wire_bytes(spec)
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
@@ -86,9 +85,7 @@ class Adaptive:
         return self.choose(spec).init(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
-        """As the tensor's own codec does."""
         return self.choose(state.spec).encode(x, out, state, start)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:
-        """As the tensor's own codec does."""
         self.choose(state.spec).decode(payload, out, state, add=add, start=start)

@@ -42,11 +42,9 @@ class _Half:
         return size, size
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        """Nothing beside the residual."""
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
-        """Element by element."""
         words = words_of(len(x), 2, 2, heads=0)
         out[words - 1 : words] = 0
         kernels = kernels_for("cast", x)
@@ -54,7 +52,6 @@ class _Half:
         return Encoded(words, kernel(x, residual_of(state, start, len(x)), halves(out[:words])))
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        """Element by element."""
         check_words(payload, words_of(len(out), 2, 2, heads=0))
         kernels = kernels_for("cast", payload)
         kernel = kernels.decode_float16 if self.number == "float16" else kernels.decode_bfloat16
@@ -93,7 +90,6 @@ class Fp8:
         return size, size
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        """Nothing beside the residual."""
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:

@@ -24,7 +24,6 @@ class Dense:
     number: ClassVar[str] = "float32"
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """Exactly the tensor's bytes."""
         return spec.nbytes, spec.nbytes
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
@@ -32,7 +31,6 @@ class Dense:
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
-        """A copy."""
         out[: x.size] = x.view(np.uint32)
         return Encoded(x.size, bool(np.isfinite(x).all()))
 

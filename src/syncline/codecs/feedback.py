@@ -49,17 +49,14 @@ class Feedback:
 
     @property
     def combine(self) -> Combine:
-        """That of the codec inside."""
         return self.codec.combine
 
     @property
     def block(self) -> int:
-        """That of the codec inside."""
         return self.codec.block
 
     @property
     def contraction(self) -> bool:
-        """That of the codec inside."""
         return self.codec.contraction
 
     @property
@@ -68,7 +65,6 @@ class Feedback:
         return False
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """As without feedback."""
         return self.codec.wire_bytes(spec)
 
     def init(self, spec: Spec, rank: int, feedback: bool = True) -> State:  # noqa: ARG002
@@ -80,5 +76,4 @@ class Feedback:
         return self.codec.encode(x, out, state, start)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:
-        """As without feedback."""
         self.codec.decode(payload, out, state, add=add, start=start)

@@ -63,7 +63,6 @@ class TopK:
         check_ratio(self.ratio)
 
     def ratio_at(self, step: int) -> float:  # noqa: ARG002
-        """The share that is sent, at every step."""
         return self.ratio
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
@@ -72,7 +71,6 @@ class TopK:
         return 4 * words, 4 * words
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        """Nothing beside the residual."""
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
@@ -148,7 +146,6 @@ class RandomK:
         return self.decay != _DECAY
 
     def ratio_at(self, step: int) -> float:  # noqa: ARG002
-        """The share that is sent, at every step."""
         return self.ratio
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
@@ -157,7 +154,6 @@ class RandomK:
         return nbytes, nbytes
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        """Nothing beside the residual."""
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002

@@ -59,7 +59,6 @@ class Qsgd:
         return size, size
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        """Nothing beside the residual."""
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
@@ -93,7 +92,6 @@ class Natural:
         return size, size
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        """Nothing beside the residual."""
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:

@@ -73,7 +73,6 @@ class Threshold:
         return self.momentum > 0
 
     def ratio_at(self, step: int) -> float:
-        """The share that is sent at a step, counted from 0."""
         if step >= self.warmup or self.ratio >= _WARM:
             return self.ratio
         return float(_WARM * (self.ratio / _WARM) ** (step / self.warmup))
