@@ -25,7 +25,7 @@ ROWS = (
     ("engine", "predict"),
     ("session",),
     ("tuning", "serving"),
-    ("launch", "workloads"),
+    ("launch", "testing", "workloads"),
     ("frameworks", "report"),
     ("lab", "checkpoint"),
     ("api",),

@@ -40,7 +40,7 @@ def environment() -> dict[str, str]:
 
 
 def test_importing_the_package_loads_no_framework() -> None:
-    loaded = loaded_by("import syncline")
+    loaded = loaded_by("import syncline, sys; assert 'syncline.testing' not in sys.modules")
     assert "syncline" in loaded
     assert not loaded & HEAVY
 
@@ -70,6 +70,11 @@ def test_parsing_a_strategy_loads_no_framework() -> None:
 def test_every_kind_can_be_listed_without_a_framework() -> None:
     loaded = loaded_by("from syncline import registry\nfor kind in registry.KINDS: registry.entries(kind)")
     assert not loaded & HEAVY
+
+
+def test_authors_of_parts_need_no_test_framework() -> None:
+    loaded = loaded_by("from syncline.testing import check_sync; check_sync('bsp', examples=1)")
+    assert not loaded & (HEAVY | {"pytest", "hypothesis"})
 
 
 def test_the_local_launcher_loads_no_numpy() -> None:

@@ -1,9 +1,6 @@
-"""Every registered algorithm is right for every group: proved on sets, and computed on numbers by other code."""
+"""Every registered algorithm keeps the laws of its kind (``testing.algorithms``), and what is particular to some."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,82 +8,12 @@ import pytest
 from syncline import registry
 from syncline.errors import PlanError, UsageError
 from syncline.nouns import Group
-from syncline.plans.check import check, phases
-from syncline.plans.plan import Plan
+from syncline.plans.check import phases
+from syncline.testing import check_algorithm
+from syncline.testing.algorithms import node_shapes
 
 ENTRIES = registry.entries("algorithms")
-NAMES = [entry.name for entry in ENTRIES]
-SIZES = range(1, 65)
-
-
-def node_shapes(workers: int) -> Iterator[tuple[int, ...]]:
-    """Nodes of every worker: none given, one node, blocks, interleaved, one worker each, uneven in several ways."""
-    yield ()
-    yield (0,) * workers
-    yield tuple(range(workers))
-    for size in (2, 3, 8):
-        yield tuple(rank // size for rank in range(workers))
-        yield tuple(rank % size for rank in range(workers))
-    yield tuple(int(rank.bit_length()) for rank in range(workers))
-    yield tuple(7 - rank * rank % 5 for rank in range(workers))
-
-
-def cases(name: str, workers: int) -> list[tuple[Group, dict[str, Any]]]:
-    """Groups of so many workers, with options, that are worth trying for that algorithm."""
-    if name == "ps":
-        own = sorted({1, 2, 3, workers, workers + 3})
-        shared = sorted({1, (workers + 1) // 2, workers})
-        return [(Group(workers, count), {"servers": count}) for count in own] + [
-            (Group(workers), {"servers": count, "on": "workers", "update": "worker"}) for count in shared
-        ]
-    plain = [(Group(workers), {}), (Group(workers, servers=2), {})]
-    if name == "hierarchical":
-        return [(Group(workers, nodes=nodes), {}) for nodes in node_shapes(workers)]
-    if name == "double_tree":
-        return [*plain, (Group(workers), {"pieces": 3})]
-    if name == "broadcast":
-        return plain + [(Group(workers), {"root": root}) for root in {workers // 2, workers - 1}]
-    return plain
-
-
-def plans(name: str, workers: int) -> Iterator[Plan]:
-    for group, options in cases(name, workers):
-        yield registry.get("algorithms", name).target(group, **options)
-
-
-def start(plan: Plan, given: np.ndarray) -> list[list[np.ndarray | None]]:
-    """The chunks of every rank at the start; None where a rank has none. ``given``: (world, chunks, elements)."""
-    held: list[list[np.ndarray | None]] = []
-    for rank in range(plan.world):
-        has = [
-            (rank in plan.members and plan.goal in ("allreduce", "reduce_scatter"))
-            or (plan.goal == "all_gather" and plan.owners[chunk] == rank)
-            or (plan.goal == "broadcast" and plan.root == rank)
-            for chunk in range(plan.chunks)
-        ]
-        held.append([given[rank, chunk] if has[chunk] else None for chunk in range(plan.chunks)])
-    return held
-
-
-def execute(plan: Plan, given: np.ndarray) -> list[list[np.ndarray | None]]:
-    """What every rank holds after the plan: the definition of its meaning, step by step on a copy of the state."""
-    held = start(plan, given)
-    for step in sorted({transfer.step for transfer in plan}):
-        before = [list(chunks) for chunks in held]
-        for transfer in plan:
-            if transfer.step == step:
-                for chunk in range(transfer.chunk, transfer.chunk + transfer.count):
-                    come, mine = before[transfer.src][chunk], held[transfer.dst][chunk]
-                    assert come is not None
-                    add = transfer.op == "reduce" and mine is not None
-                    held[transfer.dst][chunk] = mine + come if add else come
-    return held
-
-
-def expected(plan: Plan, given: np.ndarray, chunk: int) -> np.ndarray:
-    if plan.goal in ("allreduce", "reduce_scatter"):
-        return given[list(plan.members), chunk].sum(axis=0)
-    return given[plan.owners[chunk] if plan.goal == "all_gather" else plan.root, chunk]
+TEXTS = [*(entry.name for entry in ENTRIES), "double_tree(pieces=3)", "ps(servers=2)", "ps(servers=3)"]
 
 
 def test_all_promised_algorithms_are_there():
@@ -100,49 +27,29 @@ def test_all_promised_algorithms_are_there():
     assert all(entry.summary.endswith(".") for entry in ENTRIES)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_proved_for_every_world_size(name):
-    for workers in SIZES:
-        for plan in plans(name, workers):
-            check(plan)
-            assert plan.goal == registry.get("algorithms", name).capabilities["goal"]
-            assert plan.members == tuple(range(workers))
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_algorithm_keeps_all_laws(text):
+    held = check_algorithm(text)
+    assert "every plan is proved" in held
+    # All but one have halves, since all ranks complete a chunk together there.
+    goal = registry.get("algorithms", text.partition("(")[0]).capabilities["goal"]
+    splits = goal == "allreduce" and text != "recursive_doubling"
+    assert ("halves add up to the whole" in held) == splits
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_one_worker_has_nothing_to_send(name):
-    assert all(len(plan) == 0 for plan in plans(name, 1))
+@pytest.mark.parametrize("on", ["ranks", "workers"])
+def test_parameter_servers_of_every_number(on):
+    """As many as there are workers, half of them, and more where they are processes of their own."""
+    update = "server" if on == "ranks" else "worker"
+    for workers in range(1, 65):
+        for servers in {1, (workers + 1) // 2, workers} if on == "workers" else {workers, workers + 3}:
+            check_algorithm(f"ps(servers={servers}, on={on}, update={update})", workers=[workers])
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 7, 8, 12])
-def test_numbers_come_out_right_and_replicas_equal_bit_for_bit(name, workers):
-    for plan in plans(name, workers):
-        rng = np.random.default_rng(workers)
-        exact = rng.integers(-99, 99, (plan.world, plan.chunks, 3)).astype(np.float64)
-        rounded = rng.standard_normal((plan.world, plan.chunks, 3)).astype(np.float32)
-        held, replicas = execute(plan, exact), execute(plan, rounded)
-        for chunk in range(plan.chunks):
-            holders = [plan.owners[chunk]] if plan.goal == "reduce_scatter" else plan.members
-            for rank in holders:
-                np.testing.assert_array_equal(held[rank][chunk], expected(plan, exact, chunk))
-                np.testing.assert_array_equal(replicas[rank][chunk], replicas[holders[0]][chunk])
-
-
-@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if entry.capabilities["goal"] == "allreduce"])
-@pytest.mark.parametrize("workers", [2, 3, 4, 6, 11, 16])
-def test_halves_add_up_to_the_whole(name, workers):
-    for plan in plans(name, workers):
-        if name == "recursive_doubling":
-            with pytest.raises(PlanError, match=r"complete at ranks 0-?.* together"):
-                phases(plan)
-            continue
-        halves = phases(plan)
-        assert sum(len(half) for half in halves) == len(plan)
-        np.testing.assert_allclose(sum(half.bytes_sent(1.0) for half in halves), plan.bytes_sent(1.0))
-        assert halves[0].owners == halves[1].owners
-        if name == "ps" and plan.world > workers:
-            assert set(halves[0].owners) == set(range(workers, plan.world))
+def test_what_all_ranks_complete_together_has_no_halves():
+    for workers in (2, 3, 6, 16):
+        with pytest.raises(PlanError, match=r"complete at ranks 0-?.* together"):
+            phases(registry.get("algorithms", "recursive_doubling").target(Group(workers)))
 
 
 @pytest.mark.parametrize(
@@ -163,21 +70,22 @@ def test_options_that_make_no_sense_are_refused(name, group, options, reason):
 
 @pytest.mark.parametrize("name", ["direct", "direct_reduce_scatter", "direct_all_gather"])
 def test_direct_messages_never_start_at_one_rank_together(name):
-    plan = next(plans(name, 6))
+    plan = registry.get("algorithms", name).target(Group(6))
     for step in range(plan.steps):
         sent = {rank: [item.dst for item in plan if item.step == step and item.src == rank] for rank in range(6)}
         for turn in range(5):
             assert {targets[turn] for targets in sent.values()} == set(range(6))
 
 
-@pytest.mark.parametrize("nodes", [shape for shape in node_shapes(13) if len(set(shape)) > 1])
-def test_every_part_crosses_the_network_once_per_node(nodes):
-    plan = registry.get("algorithms", "hierarchical").target(Group(13, nodes=nodes))
-    place, count = np.array(nodes), len(set(nodes))
-    across = place[plan.src] != place[plan.dst]
-    for node in set(nodes):
-        sent = plan.count[across & (place[plan.src] == node)].sum() / plan.chunks
-        assert sent == pytest.approx(2 * (count - 1) / count)
+def test_every_part_crosses_the_network_once_per_node():
+    for nodes in node_shapes(13):
+        if len(set(nodes)) > 1:
+            plan = registry.get("algorithms", "hierarchical").target(Group(13, nodes=nodes))
+            place, count = np.array(nodes), len(set(nodes))
+            across = place[plan.src] != place[plan.dst]
+            for node in set(nodes):
+                sent = plan.count[across & (place[plan.src] == node)].sum() / plan.chunks
+                assert sent == pytest.approx(2 * (count - 1) / count), nodes
 
 
 @pytest.mark.parametrize("nodes", [(), (0,) * 6, tuple(range(6))])

@@ -4,180 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import count
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline import registry
-from syncline.engine.step import Agree, Apply, Operation, Steps, Submit, Wait
+from syncline.engine.step import Agree, Apply, Operation, Steps, Wait
 from syncline.errors import UsageError
-from syncline.nouns import Bucket, Layer, Slice, Spec
-from syncline.schedules import Cost, Schedule
+from syncline.nouns import Layer, Spec
+from syncline.schedules import Schedule
 from syncline.sync import SyncMode
 from syncline.sync.bsp import Bsp
-
-STEPS = 4
-
-
-@dataclass(frozen=True)
-class Sliced:
-    """Slices of tensors, those of the first layers before the others; all that a schedule may ask for beside that."""
-
-    phases: Literal["whole", "split"] = "whole"
-    apply: Literal["step", "layer", "next_step"] = "step"
-    release: Literal["ready", "backward_end"] = "ready"
-    in_flight: int = 1
-
-    def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
-        return [
-            Bucket((Slice(index, start, min(start + 3, layers[index].spec.elements)),), layers[index].spec.dtype)
-            for index in reversed(range(len(layers)))
-            for start in range(0, layers[index].spec.elements, 3)
-        ]
-
-    def priority(self, bucket: Bucket) -> float:
-        return float(bucket.slices[0].tensor)
-
-
-@dataclass(frozen=True)
-class EverySecond(Bsp):
-    """Exchanges in every second step."""
-
-    def due(self, step: int) -> bool:
-        return step % 2 == 1
-
-
-SCHEDULES: list[Schedule] = [
-    *(entry.target() for entry in registry.entries("schedules")),
-    *(
-        Sliced(phases, apply, release)
-        for phases in ("whole", "split")
-        for apply in ("step", "layer", "next_step")
-        for release in ("ready", "backward_end")
-    ),
-]
-MODES: list[SyncMode] = [*(entry.target() for entry in registry.entries("sync")), EverySecond()]
-
-
-class Laid(NamedTuple):
-    buckets: list[Bucket]
-    priorities: list[float]
-
-
-@dataclass
-class Link:
-    """Carries one operation at a time, of those that may go that with the smallest priority; an element takes a second.
-
-    ``free_at`` is when it may begin the next one.
-    """
-
-    elements: Callable[[int], int]
-    waiting: list[tuple[float, int, float, Submit]] = field(default_factory=list)
-    done_at: dict[Operation, float] = field(default_factory=dict)
-    free_at: float = 0.0
-    serial: count[int] = field(default_factory=count)
-
-    def submit(self, now: float, submit: Submit) -> None:
-        self.waiting.append((submit.priority, next(self.serial), now, submit))
-
-    def carry_until(self, wanted: Operation) -> float:
-        while wanted not in self.done_at:
-            ready = [
-                (max(at, 0.0 if submit.after is None else self.done_at[submit.after]), priority, serial, submit)
-                for priority, serial, at, submit in self.waiting
-                if submit.after is None or submit.after in self.done_at
-            ]
-            begin = max(self.free_at, min(entry[0] for entry in ready))
-            _, _, serial, submit = min((e for e in ready if e[0] <= begin), key=lambda e: e[1:3])
-            self.waiting = [entry for entry in self.waiting if entry[1] != serial]
-            self.free_at = self.done_at[submit.operation] = begin + self.elements(submit.operation.bucket)
-        return self.done_at[wanted]
-
-
-class Worker:
-    """Drives ``Steps`` through training on a virtual clock and holds every answer to the laws."""
-
-    def __init__(self, layers: Sequence[Layer], schedule: Schedule, mode: SyncMode) -> None:
-        self.layers, self.schedule, self.mode = layers, schedule, mode
-        self.buckets = schedule.buckets(layers)
-        self.steps = Steps(
-            len(layers), Laid(self.buckets, [schedule.priority(one) for one in self.buckets]), schedule, mode
-        )
-        self.link = Link(lambda bucket: self.buckets[bucket].elements)
-        self.now = 0.0
-        self.step = 0
-        self.agreed: set[int] = set()
-        self.produced: set[tuple[int, int]] = set()
-        self.ended: set[int] = set()
-        self.stepped: set[int] = set()
-        self.submitted: dict[Operation, float] = {}
-        self.versions = [0] * len(self.buckets)  # how many steps have been applied
-
-    def do(self, actions: Sequence[Agree | Submit | Wait | Apply]) -> None:
-        for action in actions:
-            if isinstance(action, Agree):
-                assert action.step not in self.agreed
-                self.agreed.add(action.step)
-            elif isinstance(action, Submit):
-                self.check_submitted(action)
-                self.submitted[action.operation] = self.now
-                self.link.submit(self.now, action)
-            elif isinstance(action, Wait):
-                for operation in action.operations:
-                    self.now = max(self.now, self.link.carry_until(operation))
-            else:
-                self.apply(action)
-
-    def check_submitted(self, submit: Submit) -> None:
-        step, number, phase = submit.operation
-        assert submit.operation not in self.submitted
-        assert step in self.agreed
-        assert self.mode.due(step)
-        assert all((step, part.tensor) in self.produced for part in self.buckets[number].slices)
-        assert self.schedule.release == "ready" or step in self.ended
-        assert submit.priority == self.schedule.priority(self.buckets[number])
-        assert (phase == "allreduce") == (self.schedule.phases == "whole")
-        if phase == "all_gather":
-            assert submit.after == Operation(step, number, "reduce_scatter")
-            assert submit.after in self.submitted
-        else:
-            assert submit.after is None
-
-    def apply(self, action: Apply) -> None:
-        last = "allreduce" if self.schedule.phases == "whole" else "all_gather"
-        assert action.step in self.stepped
-        for number in action.buckets:
-            assert self.versions[number] == action.step  # once, and in order
-            self.versions[number] += 1
-            if self.mode.due(action.step):
-                assert self.link.done_at[Operation(action.step, number, last)] <= self.now
-
-    def train(self, backward: Sequence[int]) -> None:
-        for self.step in range(STEPS):
-            for index, layer in enumerate(self.layers):
-                self.do(self.steps.needed(index))
-                self.check_weights(index)
-                self.now += layer.forward_s
-            for index in backward:
-                self.now += self.layers[index].backward_s
-                self.produced.add((self.step, index))
-                self.do(self.steps.produced(index))
-            self.ended.add(self.step)
-            self.do(self.steps.backward_ended())
-            self.stepped.add(self.step)
-            self.do(self.steps.stepped())
-
-    def check_weights(self, tensor: int) -> None:
-        """How many steps are in the weights that a forward pass reads: as many as the schedule promises."""
-        for number, bucket in enumerate(self.buckets):
-            if any(part.tensor == tensor for part in bucket.slices):
-                behind = self.step > 0 and self.schedule.apply == "next_step" and self.mode.due(self.step - 1)
-                assert self.versions[number] == self.step - behind
-
+from syncline.testing import check_schedule
+from syncline.testing.schedules import LAWS
+from syncline.testing.training import SLICED, STEPS, Every, Laid, Sliced, Worker
 
 LAYERS = st.lists(
     st.builds(
@@ -192,44 +33,26 @@ LAYERS = st.lists(
 )
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@settings(max_examples=20)
-@given(data=st.data())
-def test_every_schedule_and_mode_keeps_its_promises(data: st.DataObject, schedule: Schedule, mode: SyncMode) -> None:
-    layers = data.draw(LAYERS)
-    backward = data.draw(st.permutations(range(len(layers))))
-    worker = Worker(layers, schedule, mode)
-    worker.train(backward)
-    worker.do(worker.steps.flush())
-    assert worker.versions == [STEPS] * len(worker.buckets)
-    phases = 1 if schedule.phases == "whole" else 2
-    due = [step for step in range(STEPS) if mode.due(step)]
-    assert worker.agreed == set(due)
-    assert len(worker.submitted) == phases * len(due) * len(worker.buckets)
-    assert not worker.steps.flush()
+@pytest.mark.parametrize("schedule", SLICED, ids=str)
+def test_all_that_a_schedule_may_ask_for_is_done(schedule: Schedule) -> None:
+    """Those of the registry have tests beside them; these are for the values that none of them has."""
+    assert check_schedule(schedule) == LAWS.names
 
 
 @settings(max_examples=20)
 @given(LAYERS, st.data())
-def test_buckets_are_submitted_in_the_order_of_the_list(layers: list[Layer], data: st.DataObject) -> None:
-    """Whatever order backward completes them in: workers whose backward passes differ submit alike."""
-    for schedule in SCHEDULES:
-        order = []
-        for _ in range(2):
-            worker = Worker(layers, schedule, Bsp())
-            worker.train(data.draw(st.permutations(range(len(layers)))))
-            order.append(list(worker.submitted))
-        assert order[0] == order[1]
-        if schedule.phases == "split" and schedule.apply == "layer":
-            gathers = [operation.bucket for operation in order[0] if operation.phase == "all_gather"]
-            assert gathers == STEPS * [*range(len(schedule.buckets(layers)))][::-1]  # what is needed first goes first
+def test_what_is_needed_first_is_gathered_first(layers: list[Layer], data: st.DataObject) -> None:
+    """Where layers wait for themselves, whatever order backward completes buckets in."""
+    schedule = Sliced("split", "layer")
+    worker = Worker(layers, schedule, Bsp())
+    worker.train(data.draw(st.permutations(range(len(layers)))))
+    gathers = [operation.bucket for operation in worker.submitted if operation.phase == "all_gather"]
+    assert gathers == STEPS * [*range(len(schedule.buckets(layers)))][::-1]
 
 
 def seconds(schedule: Schedule, layers: Sequence[Layer]) -> float:
     worker = Worker(layers, schedule, Bsp())
     worker.train(range(len(layers))[::-1])
-    worker.do(worker.steps.flush())
     return worker.now
 
 
@@ -315,7 +138,7 @@ def test_only_a_step_of_the_workers_own_can_be_given_up() -> None:
     steps = made(Sliced(release="backward_end"))
     assert steps.produced(1) == [Agree(0)]
     refused(steps, steps.abandon, "the others wait")
-    steps = made(mode=EverySecond())
+    steps = made(mode=Every(2))
     before = shown(steps)
     steps.abandon()
     steps.produced(1)
@@ -326,7 +149,7 @@ def test_only_a_step_of_the_workers_own_can_be_given_up() -> None:
 
 
 def test_what_is_given_up_leaves_the_step_before_it() -> None:
-    steps = made(mode=EverySecond())
+    steps = made(mode=Every(2))
     for _ in range(2):
         backward(steps)
     steps.produced(1)

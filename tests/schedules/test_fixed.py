@@ -1,4 +1,4 @@
-"""Laws of buckets: everything once, one element type each, in the order of backward, no larger than asked."""
+"""Buckets of one size, of one tensor, of everything: the laws of schedules, and buckets no larger than asked."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from syncline.errors import UsageError
 from syncline.nouns import Layer, Size, Spec
 from syncline.schedules import Schedule
 from syncline.schedules.fixed import Fifo, Fixed, WaitFree
+from syncline.testing import check_schedule
+from syncline.testing.schedules import LAWS
 
 LAYERS = st.lists(
     st.builds(
@@ -23,26 +25,23 @@ LAYERS = st.lists(
     max_size=30,
 ).map(tuple)
 SCHEDULES = st.one_of(st.just(Fifo()), st.just(WaitFree()), st.builds(Fixed, st.integers(1, 400).map(Size)))
+TEXTS = [*registry.names("schedules"), "fixed(bucket=1B)", "fixed(bucket=400B)", "fixed(bucket=1MiB)"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_schedule_keeps_all_laws(text: str) -> None:
+    assert check_schedule(text) == LAWS.names
 
 
 @given(LAYERS, SCHEDULES)
-def test_every_tensor_is_in_one_bucket_of_its_type(layers: tuple[Layer, ...], schedule: Schedule) -> None:
-    buckets = schedule.buckets(layers)
-    parts = Counter(part.tensor for bucket in buckets for part in bucket.slices)
-    assert parts == Counter(range(len(layers)))
-    for bucket in buckets:
+def test_inside_a_bucket_tensors_are_whole_and_lie_as_backward_produces_them(
+    layers: tuple[Layer, ...], schedule: Schedule
+) -> None:
+    for bucket in schedule.buckets(layers):
+        tensors = [part.tensor for part in bucket.slices]
+        assert tensors == sorted(tensors, reverse=True)
         for part in bucket.slices:
-            spec = layers[part.tensor].spec
-            assert (part.start, part.stop, bucket.dtype) == (0, spec.elements, spec.dtype)
-
-
-@given(LAYERS, SCHEDULES)
-def test_buckets_are_listed_as_backward_completes_them(layers: tuple[Layer, ...], schedule: Schedule) -> None:
-    buckets = schedule.buckets(layers)
-    inside = [[part.tensor for part in bucket.slices] for bucket in buckets]
-    assert all(tensors == sorted(tensors, reverse=True) for tensors in inside)
-    complete = [min(tensors) for tensors in inside]
-    assert complete == sorted(complete, reverse=True)
+            assert (part.start, part.stop) == (0, layers[part.tensor].spec.elements)
 
 
 @given(LAYERS, st.integers(1, 400).map(Size))
@@ -69,11 +68,6 @@ def test_the_two_ends_of_the_scale(layers: tuple[Layer, ...]) -> None:
 def test_what_the_engine_reads() -> None:
     assert (Fifo().release, Fifo().in_flight) == ("backward_end", 1)
     assert WaitFree().release == Fixed().release == "ready"
-    for entry in registry.entries("schedules"):
-        schedule: Schedule = entry.target()
-        assert schedule.phases in ("whole", "split")
-        assert schedule.apply in ("step", "layer", "next_step")
-        assert schedule.in_flight >= 1
 
 
 def test_a_bucket_of_nothing_is_refused() -> None:

@@ -1,0 +1,221 @@
+"""A worker that trains without a framework: ``engine.step`` on a link and a clock that are made up.
+
+It drives the state machine of a worker's steps as an adapter of a framework does, with a schedule and a sync mode of
+anybody's, and holds every answer to what the two promise. What is on the clock follows from the times of the layers and
+from a link that carries one element a second, the urgent before the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from ..engine import step as machine
+from ..engine.step import Agree, Steps, Submit, Wait
+from ..nouns import Bucket, Layer, Slice
+from ..schedules import Cost, Schedule
+from ..sync import SyncMode
+from .laws import require
+
+STEPS = 4
+"""How many a worker trains."""
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """Slices of tensors, those of the first layers before the others; all that a schedule may ask for beside that."""
+
+    phases: Literal["whole", "split"] = "whole"
+    apply: Literal["step", "layer", "next_step"] = "step"
+    release: Literal["ready", "backward_end"] = "ready"
+    in_flight: int = 1
+
+    def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
+        """Three elements each, or an eighth of a large tensor, from the last layer to the first."""
+        made = []
+        for index in reversed(range(len(layers))):
+            spec = layers[index].spec
+            step = max(3, -(-spec.elements // 8))
+            for start in range(0, max(1, spec.elements), step):
+                made.append(Bucket((Slice(index, start, min(start + step, spec.elements)),), spec.dtype))
+        return made
+
+    def priority(self, bucket: Bucket) -> float:
+        """The first layers before the others."""
+        return float(bucket.slices[0].tensor)
+
+
+SLICED: tuple[Schedule, ...] = tuple(
+    Sliced(phases, apply, release)
+    for phases in ("whole", "split")
+    for apply in ("step", "layer", "next_step")
+    for release in ("ready", "backward_end")
+)
+"""One schedule for everything that a schedule may ask for."""
+
+
+@dataclass(frozen=True)
+class Every:
+    """Gradients are exchanged in the last step of every ``period``, and nobody is ahead."""
+
+    period: int = 1
+    exchanges: ClassVar[Literal["gradients", "parameters"]] = "gradients"
+    merges: ClassVar[bool] = True
+
+    def due(self, step: int) -> bool:
+        """In the last of every period."""
+        return step % self.period == self.period - 1
+
+    def may_proceed(self, clock: int, slowest: int) -> bool:
+        """Only together."""
+        return clock <= slowest
+
+
+MODES: tuple[SyncMode, ...] = (Every(), Every(2))
+
+
+class Laid(NamedTuple):
+    """How a model's tensors travel, as ``Steps`` wants to know it."""
+
+    buckets: list[Bucket]
+    priorities: list[float]
+
+
+@dataclass
+class Link:
+    """Carries one operation at a time, of those that may go that with the smallest priority; an element takes a second.
+
+    ``free_at`` is when it may begin the next one.
+    """
+
+    elements: Callable[[int], int]
+    waiting: list[tuple[float, int, float, Submit]] = field(default_factory=list)
+    done_at: dict[machine.Operation, float] = field(default_factory=dict)
+    free_at: float = 0.0
+    serial: count[int] = field(default_factory=count)
+
+    def submit(self, now: float, submit: Submit) -> None:
+        """Hand an operation over."""
+        self.waiting.append((submit.priority, next(self.serial), now, submit))
+
+    def carry_until(self, wanted: machine.Operation) -> float:
+        """Carry what goes before an operation, and that; when it is done."""
+        while wanted not in self.done_at:
+            ready = [
+                (max(at, 0.0 if submit.after is None else self.done_at[submit.after]), priority, serial, submit)
+                for priority, serial, at, submit in self.waiting
+                if submit.after is None or submit.after in self.done_at
+            ]
+            require(bool(ready), f"{wanted} is waited for, and nothing that is under way leads to it")
+            begin = max(self.free_at, min(entry[0] for entry in ready))
+            _, _, serial, submit = min((e for e in ready if e[0] <= begin), key=lambda e: e[1:3])
+            self.waiting = [entry for entry in self.waiting if entry[1] != serial]
+            self.free_at = self.done_at[submit.operation] = begin + self.elements(submit.operation.bucket)
+        return self.done_at[wanted]
+
+
+class Worker:
+    """Drives ``Steps`` through training on a virtual clock and holds every answer to the laws.
+
+    ``now`` is the clock, in seconds; ``submitted`` are the operations in the order in which they went, ``versions`` how
+    many steps have been applied to each bucket.
+    """
+
+    def __init__(self, layers: Sequence[Layer], schedule: Schedule, mode: SyncMode, cost: Cost | None = None) -> None:
+        self.layers, self.schedule, self.mode = layers, schedule, mode
+        self.buckets = schedule.buckets(layers, cost)
+        laid = Laid(self.buckets, [schedule.priority(bucket) for bucket in self.buckets])
+        self.steps = Steps(len(layers), laid, schedule, mode)
+        self.link = Link(lambda bucket: self.buckets[bucket].elements)
+        self.now = 0.0
+        self.step = 0
+        self.submitted: dict[machine.Operation, float] = {}
+        self.versions = [0] * len(self.buckets)
+        self._agreed: set[int] = set()
+        self._produced: set[tuple[int, int]] = set()
+        self._ended: set[int] = set()
+        self._stepped: set[int] = set()
+
+    def train(self, backward: Sequence[int]) -> None:
+        """Some steps, whose backward passes produce the tensors in that order; all is applied at the end."""
+        for self.step in range(STEPS):
+            for index, layer in enumerate(self.layers):
+                self._do(self.steps.needed(index))
+                self._check_weights(index)
+                self.now += layer.forward_s
+            for index in backward:
+                self.now += self.layers[index].backward_s
+                self._produced.add((self.step, index))
+                self._do(self.steps.produced(index))
+            self._ended.add(self.step)
+            self._do(self.steps.backward_ended())
+            self._stepped.add(self.step)
+            self._do(self.steps.stepped())
+        self._do(self.steps.flush())
+        self._check_end()
+
+    def _do(self, actions: Sequence[Agree | Submit | Wait | machine.Apply]) -> None:
+        for action in actions:
+            if isinstance(action, Agree):
+                require(action.step not in self._agreed, f"step {action.step} is agreed on twice")
+                self._agreed.add(action.step)
+            elif isinstance(action, Submit):
+                self._check_submitted(action)
+                self.submitted[action.operation] = self.now
+                self.link.submit(self.now, action)
+            elif isinstance(action, Wait):
+                for operation in action.operations:
+                    self.now = max(self.now, self.link.carry_until(operation))
+            else:
+                self._apply(action)
+
+    def _check_submitted(self, submit: Submit) -> None:
+        (step, number, phase), what = submit.operation, submit.operation
+        require(what not in self.submitted, f"{what} is submitted twice")
+        require(step in self._agreed, f"{what} is submitted before its step is agreed on")
+        require(self.mode.due(step), f"{what} is submitted in a step that is not due")
+        made = all((step, part.tensor) in self._produced for part in self.buckets[number].slices)
+        require(made, f"{what} is submitted before its gradients are complete")
+        early = self.schedule.release == "backward_end" and step not in self._ended
+        require(not early, f"{what} is submitted before backward has ended, with release='backward_end'")
+        priority = self.schedule.priority(self.buckets[number])
+        require(submit.priority == priority, f"{what} has the priority {submit.priority} in place of {priority}")
+        whole = self.schedule.phases == "whole"
+        require((phase == "allreduce") == whole, f"{what} is submitted with phases={self.schedule.phases!r}")
+        after = machine.Operation(step, number, "reduce_scatter") if phase == "all_gather" else None
+        require(submit.after == after, f"{what} is submitted behind {submit.after} in place of {after}")
+        require(after is None or after in self.submitted, f"{what} is submitted before {after}")
+
+    def _apply(self, action: machine.Apply) -> None:
+        last: Literal["allreduce", "all_gather"] = "allreduce" if self.schedule.phases == "whole" else "all_gather"
+        require(action.step in self._stepped, f"step {action.step} is applied before the optimizer was called for it")
+        for number in action.buckets:
+            done = self.versions[number]
+            require(done == action.step, f"bucket {number} gets step {action.step} when it has had {done} steps")
+            self.versions[number] += 1
+            if self.mode.due(action.step):
+                at = self.link.done_at.get(machine.Operation(action.step, number, last), np.inf)
+                require(at <= self.now, f"bucket {number} gets step {action.step} before it has arrived")
+
+    def _check_weights(self, tensor: int) -> None:
+        """How many steps are in the weights that a forward pass reads: as many as the schedule promises."""
+        for number, bucket in enumerate(self.buckets):
+            if any(part.tensor == tensor for part in bucket.slices):
+                behind = self.step > 0 and self.schedule.apply == "next_step" and self.mode.due(self.step - 1)
+                found, promised = self.versions[number], self.step - behind
+                fault = f"in step {self.step} tensor {tensor} is read with {found} steps in it, promised are {promised}"
+                require(found == promised, fault)
+
+    def _check_end(self) -> None:
+        """Every step has been applied to every bucket, and what is due has been exchanged once."""
+        require(self.versions == [STEPS] * len(self.buckets), f"of {STEPS} steps buckets have had {self.versions}")
+        due = {step for step in range(STEPS) if self.mode.due(step)}
+        require(self._agreed == due, f"the steps {sorted(self._agreed)} are agreed on, due are {sorted(due)}")
+        phases = 1 if self.schedule.phases == "whole" else 2
+        wanted = phases * len(due) * len(self.buckets)
+        require(len(self.submitted) == wanted, f"{len(self.submitted)} operations were submitted in place of {wanted}")
+        require(not self.steps.flush(), "something is left to be applied")

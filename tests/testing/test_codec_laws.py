@@ -1,0 +1,218 @@
+"""Every law of codecs can be broken: a codec that does so is caught, by the name of the law."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+
+from syncline.codecs import Codec, Encoded, Floats, Payload, PayloadError, State
+from syncline.nouns import Spec
+from syncline.strategy.grammar import read_part
+from syncline.strategy.parts import build
+from syncline.testing import BrokenLaw, check_codec
+from syncline.testing.codecs import LAWS
+
+
+class Broken:
+    """A right codec of which something is replaced."""
+
+    def __init__(self, text: str, **replaced: Any) -> None:
+        self.right: Codec = build("codecs", read_part(text))
+        for name, value in replaced.items():
+            setattr(self, name, MethodType(value, self) if callable(value) else value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.right, name)
+
+    def __str__(self) -> str:
+        return "broken"
+
+
+def overrun(array: np.ndarray) -> None:
+    """Write one word behind the end, as compiled code may."""
+    as_strided(array, (array.size + 1,), array.strides)[-1] = 7
+
+
+def encode(change: Callable[..., Encoded | None]) -> Callable[..., Encoded]:
+    """An encode around the right one: ``change`` sees what that has made and may say something else."""
+
+    def broken(self: Broken, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
+        made = self.right.encode(x, out, state, start)
+        return change(made, x, out, state) or made
+
+    return broken
+
+
+def on_other_input(change: Callable[[Floats, State], Floats]) -> Callable[..., Encoded]:
+    """An encode that encodes something else."""
+
+    def broken(self: Broken, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
+        return self.right.encode(change(x, state).astype(np.float32), out, state, start)
+
+    return broken
+
+
+def writes_beyond(made: Encoded, x: Floats, out: Payload, state: State) -> None:  # noqa: ARG001
+    overrun(out)
+
+
+def writes_its_input(made: Encoded, x: Floats, out: Payload, state: State) -> None:  # noqa: ARG001
+    x[:1] = 3
+
+
+def forgets(made: Encoded, x: Floats, out: Payload, state: State) -> None:  # noqa: ARG001
+    if state.residual is not None and made.finite:
+        state.residual[:] = 0
+
+
+def says_finite(made: Encoded, x: Floats, out: Payload, state: State) -> Encoded:  # noqa: ARG001
+    return made._replace(finite=True)
+
+
+def says_finite_of_one(made: Encoded, x: Floats, out: Payload, state: State) -> Encoded:  # noqa: ARG001
+    return made._replace(finite=made.finite or (x.size == 1 and state.residual is None))
+
+
+def too_small(self: Broken, spec: Spec) -> tuple[int, int]:
+    return 0, self.right.wire_bytes(spec)[1]
+
+
+def a_word_of_nothing(self: Broken, spec: Spec) -> tuple[int, int]:
+    sizes = self.right.wire_bytes(spec)
+    return sizes if spec.elements else (0, 4)
+
+
+def encode_a_word_of_nothing(self: Broken, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
+    return self.right.encode(x, out, state, start) if x.size else Encoded(1, True)
+
+
+def decode_what_may_be_empty(
+    self: Broken, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0
+) -> None:
+    if out.size:
+        self.right.decode(payload, out, state, add=add, start=start)
+
+
+def from_the_start(self: Broken, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG001
+    return self.right.encode(x, out, state, 0)
+
+
+def never_twice(x: Floats, state: State) -> Floats:  # noqa: ARG001
+    return x * never_twice.draw.choice([1, 2, 4]) if x.size else x  # type: ignore[attr-defined]
+
+
+never_twice.draw = np.random.default_rng(0)  # type: ignore[attr-defined]
+
+
+def decode(change: Callable[[Floats, bool], Any]) -> Callable[..., None]:
+    """A decode around the right one that changes what is said."""
+
+    def broken(self: Broken, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:
+        self.right.decode(payload, out, state, add=add, start=start)
+        with np.errstate(all="ignore"):
+            change(out, add)
+
+    return broken
+
+
+def adds_twice(out: Floats, add: bool) -> None:
+    if add:
+        out += 1
+
+
+def bursts(out: Floats, add: bool) -> None:  # noqa: ARG001
+    out[np.abs(out) > 1e38] *= 4
+
+
+def decode_that_stumbles(
+    self: Broken, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0
+) -> None:
+    try:
+        self.right.decode(payload, out, state, add=add, start=start)
+    except PayloadError:
+        overrun(out)
+        raise
+
+
+def decode_anything(
+    self: Broken, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0
+) -> None:
+    try:
+        self.right.decode(payload, out, state, add=add, start=start)
+    except PayloadError:
+        out[:] = 0
+
+
+def forgets_later(made: Encoded, x: Floats, out: Payload, state: State) -> None:
+    if state.step == 20:
+        forgets(made, x, out, state)
+
+
+def without_feedback(self: Broken, spec: Spec, rank: int, feedback: bool = False) -> State:  # noqa: ARG001
+    return self.right.init(spec, rank)
+
+
+BROKEN: dict[str, list[Broken]] = {
+    "nothing is written elsewhere": [
+        Broken("none", encode=encode(writes_beyond)),
+        Broken("topk(ratio=0.3)", encode=encode(writes_its_input)),
+        Broken("int8", decode=decode(lambda out, add: overrun(out))),  # noqa: ARG005
+    ],
+    "sizes are as declared": [Broken("int8", wire_bytes=too_small)],
+    "an empty tensor is no payload": [
+        Broken(
+            "topk(ratio=0.3)",
+            wire_bytes=a_word_of_nothing,
+            encode=encode_a_word_of_nothing,
+            decode=decode_what_may_be_empty,
+        )
+    ],
+    "pieces that begin at blocks are the whole": [Broken("natural", encode=from_the_start)],
+    "the same state makes the same payload": [Broken("none", encode=on_other_input(never_twice), block=0)],
+    "decoding adds what it would write": [Broken("none", decode=decode(adds_twice))],
+    "huge numbers are sent or reported": [Broken("none", decode=decode(bursts))],
+    "what is not finite is reported and not kept": [Broken("none", encode=encode(says_finite))],
+    "one element that is not finite is reported": [Broken("none", encode=encode(says_finite_of_one))],
+    "an altered payload writes nothing elsewhere": [
+        Broken("int8", decode=decode_that_stumbles),
+        Broken("int8", decode=decode_anything),
+    ],
+    "a payload of another length is refused": [Broken("topk(ratio=0.3)", decode=decode_anything)],
+    "what is not sent is kept": [Broken("topk(ratio=0.3)", encode=encode(forgets))],
+    "the mean is what was to be sent": [
+        Broken("natural", contraction=False, encode=on_other_input(lambda x, _: 0.9 * x)),
+        Broken("ternary(rounding=nearest)", contraction=False, biased=False, stochastic=True),
+    ],
+    "numbers that are added are the nearest of their type": [
+        Broken("fp16", contraction=False, encode=on_other_input(lambda x, _: x * 1.01)),
+        Broken("fp16", contraction=False, number="bfloat16"),
+    ],
+    "a contraction is one": [
+        Broken("ternary(clip=0)", contraction=True),
+        Broken("none", biased=True, init=without_feedback, encode=on_other_input(lambda x, _: 3 * x)),
+    ],
+    "feedback makes the mean of many steps right": [Broken("topk(ratio=0.3)", encode=encode(forgets_later))],
+}
+
+
+@pytest.mark.parametrize("law", LAWS.names)
+def test_a_broken_codec_is_caught_by_the_law(law: str) -> None:
+    for codec in BROKEN[law]:
+        with pytest.raises(BrokenLaw) as caught:
+            check_codec(codec, examples=20)  # type: ignore[arg-type]
+        assert caught.value.law == law
+        assert str(caught.value).startswith(f"codec broken breaks the law {law!r} with ")
+
+
+def test_what_a_codec_raises_breaks_the_law_that_was_tried() -> None:
+    def stumbles(*_: Any) -> Encoded:
+        raise IndexError("out of bounds")
+
+    with pytest.raises(BrokenLaw, match=r"'nothing is written elsewhere' with 0 elements .*: IndexError: out of") as it:
+        check_codec(Broken("int8", encode=stumbles))  # type: ignore[arg-type]
+    assert isinstance(it.value.__cause__, IndexError)

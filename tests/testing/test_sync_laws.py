@@ -1,0 +1,103 @@
+"""Every law of sync modes can be broken: a mode that does so is caught, by the name of the law."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import pytest
+
+from syncline.serving.protocol import Action, Apply, Ledger, Release, Request
+from syncline.testing import BrokenLaw, check_sync, serving, training
+from syncline.testing.sync import LAWS
+
+turn = count()
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Workers run ahead by so many steps at most, but for what is replaced."""
+
+    staleness: float = 0
+    exchanges: Any = "gradients"
+    merges: Any = True
+    dues: Callable[[int], Any] = lambda step: step % 2 == 0
+    may: Callable[[int, int], Any] | None = None
+
+    def due(self, step: int) -> Any:
+        return self.dues(step)
+
+    def may_proceed(self, clock: int, slowest: int) -> Any:
+        return clock <= slowest + self.staleness if self.may is None else self.may(clock, slowest)
+
+
+@pytest.mark.parametrize("merges", [False, True])
+@pytest.mark.parametrize("staleness", [0, 2, float("inf")])
+def test_modes_with_and_without_a_bound_keep_all_laws(staleness: float, merges: bool) -> None:
+    assert check_sync(Mode(staleness, merges=merges), examples=10) == LAWS.names
+
+
+@pytest.mark.parametrize(
+    ("law", "mode"),
+    [
+        ("what it asks for is known", Mode(exchanges="letters")),
+        ("what it asks for is known", Mode(merges=None)),
+        ("what it asks for is known", Mode(dues=lambda step: step + 1)),
+        ("the same question gets the same answer", Mode(dues=lambda step: next(turn) % 3 == 0)),  # noqa: ARG005
+        (
+            "the same question gets the same answer",
+            Mode(may=lambda clock, slowest: clock <= slowest or next(turn) % 3 == 0),
+        ),
+        ("the slowest may always go on", Mode(may=lambda clock, slowest: clock < slowest)),
+        ("the slowest may always go on", Mode(may=lambda clock, slowest: clock == slowest or slowest % 3 == 0)),
+        ("workers exchange at last", Mode(dues=lambda step: False)),  # noqa: ARG005
+    ],
+)
+def test_a_broken_mode_is_caught_by_the_law(law: str, mode: Mode) -> None:
+    with pytest.raises(BrokenLaw) as caught:
+        check_sync(mode)
+    assert caught.value.law == law
+
+
+# What owners and training make of a mode is their part as well: what they must not do, they do here.
+
+
+def ledger(change: Callable[[list[Action]], list[Action]]) -> Callable[..., Any]:
+    """Owners whose answers are changed."""
+
+    class Broken(Ledger):
+        def handle(self, request: Request) -> list[Action]:
+            return change(super().handle(request))
+
+    return Broken
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda actions: [one for one in actions if not isinstance(one, Release)], "everybody waits: a deadlock"),
+        (lambda actions: [one for one in actions if not isinstance(one, Apply)], "has the versions"),
+        (lambda actions: actions[::-1], "comes before the update that was possible"),
+        (lambda actions: actions + [one for one in actions if isinstance(one, Release)], "is released"),
+    ],
+)
+def test_owners_that_break_a_promise_are_found(
+    change: Callable[[list[Action]], list[Action]], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "Ledger", ledger(change))
+    with pytest.raises(BrokenLaw, match=fault) as caught:
+        check_sync(Mode())
+    assert caught.value.law == "owners keep their promises"
+
+
+def test_training_that_exchanges_when_nothing_is_due_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Eager(training.Steps):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments[:-1], Mode(dues=lambda step: True))  # noqa: ARG005
+
+    monkeypatch.setattr(training, "Steps", Eager)
+    with pytest.raises(BrokenLaw, match="is submitted in a step that is not due") as caught:
+        check_sync(Mode())
+    assert caught.value.law == "training keeps its promises"
