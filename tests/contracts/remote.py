@@ -87,7 +87,6 @@ class RemoteEnd:
     """One rank's transport, seen from here; memory is copied both ways."""
 
     name = "mpi"
-    ordered = False
 
     def __init__(self, rank: int, line: Connection) -> None:
         self.rank = rank

@@ -71,8 +71,6 @@ class Transport(Protocol):
     name: str
     rank: int
     world: int
-    ordered: bool
-    """True when messages arrive in the order of sending only, so buckets must go in index order."""
 
     def lends_from(self, src: int) -> bool:
         """True when ``borrow`` shows the memory of that sender itself, who then waits until it is released."""

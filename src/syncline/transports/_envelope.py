@@ -103,7 +103,6 @@ class Enveloped(ABC):
     """The transport of one rank over a library's own messages; see the head of this file for what a library gives."""
 
     name: ClassVar[str]
-    ordered = False
     asks: ClassVar[bool]
     """True when a body is sent only once its receive has been posted."""
     answers: ClassVar[bool]

@@ -95,7 +95,6 @@ class InProc:
     """Between the threads of one process: one rank's end of a Hub."""
 
     name = "inproc"
-    ordered = False
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.rank = rank

@@ -79,7 +79,6 @@ class Shm:
     """
 
     name = "shm"
-    ordered = False
 
     def __init__(self, rank: int, socks: Mapping[int, socket]) -> None:
         self.rank = rank

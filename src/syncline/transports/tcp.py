@@ -79,7 +79,6 @@ class Tcp:
     """
 
     name = "tcp"
-    ordered = False
 
     def __init__(
         self,
