@@ -40,4 +40,5 @@ for _ in range(300):
     x = draw.normal(size=(64, 8))
     found, loss = gradients(weights, x, np.sin(x.sum(1, keepdims=True)))
     optimizer.step(found)
-print(f"rank {syncline.rank()}: loss {loss:.4f}, weights {weights['first'].sum():.6f}, {syncline.stats().chosen}")
+if syncline.rank() == 0:
+    print(f"{syncline.stats().chosen}: loss {loss:.4f}")

@@ -95,11 +95,9 @@ def test_numpy_loop_without_torch(tmp_path: Path, options: list[str], strategy: 
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [line.partition(": ")[2] for line in done.stdout.splitlines()]
-    assert len(found) == 2, done.stdout
-    losses = [float(line.split(",")[0].removeprefix("loss ")) for line in found]
-    assert max(losses) < 0.4
-    assert found[0].partition(", ")[2] == found[1].partition(", ")[2]  # the same weights and strategy
+    ran, _, loss = done.stdout.strip().partition(": loss ")
+    assert "codec=feedback" in ran
+    assert float(loss) < 0.4
 
 
 def test_no_example_is_forgotten() -> None:
