@@ -38,7 +38,6 @@ class Auto:
     What the first one allocates the others have to send from: so it is the one whose memory matters (shared memory).
     """
 
-
     def __init__(self, rank: int, members: Mapping[Member, Collection[int]]) -> None:
         self.rank = rank
         self.name = "+".join(member.name for member in members)
