@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from syncline.errors import GradientError, MismatchError, UsageError
+from syncline.engine.step import Steps
+from syncline.errors import GradientError, MismatchError, SynclineError, UsageError
 from syncline.frameworks import adapter_of
 from syncline.frameworks.numpy import adapt
 from syncline.session.session import Session
+from syncline.sync.bsp import Bsp
 
 OPTIONS = {"unused": "error", "weight": 1, "ignore": (), "broadcast_buffers": True}
 STEPS, WORKERS = 6, 3
@@ -60,7 +64,8 @@ def train(session: Session) -> Any:
         return None
     weights, optimizer = handed.result
     for step in range(STEPS):
-        optimizer._optimizer.lr = 0.05 / (1 + step)
+        optimizer.lr = 0.05 / (1 + step)
+        assert optimizer.lr == optimizer._optimizer.lr
         optimizer.step(gradient(step, session.rank))
     return {name: array.copy() for name, array in weights.items()}
 
@@ -111,14 +116,14 @@ class OfTheWhole(Momentum):
 class Learned(Momentum):
     def __init__(self) -> None:
         super().__init__()
-        self.history = [1.0]
+        self.history = np.ones(3)
 
 
 @pytest.mark.parametrize(
     ("weights", "optimizer", "options", "says"),
     [
         (model(), OfTheWhole(), {}, "OfTheWhole.update.. gives other weights for slices"),
-        (model(), Learned(), {}, "the optimizer's 'history' is list"),
+        (model(), Learned(), {}, "the optimizer's 'history' is ndarray"),
         (model(), object(), {}, r"needs an optimizer with update\(weights, gradient, state\)"),
         (model(), None, {}, r"needs an optimizer with update\(weights, gradient, state\)"),
         ({"a": np.zeros(3, np.int64)}, Momentum(), {}, "the model's 'a' is int64: give floating-point arrays"),
@@ -157,6 +162,54 @@ def test_gradients_of_another_shape_are_named(group: Any) -> None:
 
     with pytest.raises(GradientError, match=r"rank 1: the gradients have 'bias' of shape \(7, 1\) for"):
         group("ring", 2, body)
+
+
+def test_gradients_of_another_shape_are_named_by_one_worker_alone(group: Any) -> None:
+    def body(session: Session) -> None:
+        handed = adapt(session, model(), Momentum(), OPTIONS)
+        assert handed is not None
+        with pytest.raises(GradientError, match=r"the gradients have 'more', which the model does not have"):
+            handed.result[1].step(gradient(0, 0) | {"more": np.zeros(1)})
+        with pytest.raises(GradientError, match=r"the gradients have 'last' of shape None"):
+            handed.result[1].step({name: array for name, array in gradient(0, 0).items() if name != "last"})
+
+    group("ring", 1, body)
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=1, on=workers)"])
+def test_owners_refuse_a_step_of_which_they_hear_nothing(
+    group: Any, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bsp, "due", lambda _, step: step != 2)
+    with pytest.raises(GradientError, match=r"sync=bsp exchanges nothing in step 2.* use ring"):
+        group(strategy, 2, train)
+
+
+def test_an_interrupt_in_the_middle_of_a_step_is_not_forgotten(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that catches it and goes on gets an error from its next call, and so do the others."""
+    ended = Steps.backward_ended
+
+    def interrupted(self: Steps) -> Any:
+        if self.begun == 2 and threading.current_thread() in struck:
+            raise KeyboardInterrupt
+        return ended(self)
+
+    struck: list[threading.Thread] = []
+    monkeypatch.setattr(Steps, "backward_ended", interrupted)
+
+    def body(session: Session) -> None:
+        if session.rank == 0:
+            struck.append(threading.current_thread())
+        handed = adapt(session, model(), Momentum(), OPTIONS)
+        assert handed is not None
+        _, optimizer = handed.result
+        optimizer.step(gradient(0, session.rank))
+        with contextlib.suppress(KeyboardInterrupt):
+            optimizer.step(gradient(1, session.rank))
+        optimizer.step(gradient(2, session.rank))
+
+    with pytest.raises((SynclineError, KeyboardInterrupt)):
+        group("ring schedule=fifo", 2, body)
 
 
 def test_a_model_of_no_framework_is_refused_by_name() -> None:

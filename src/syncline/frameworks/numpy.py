@@ -79,7 +79,22 @@ class Blocks:
             self.arrays.append(blocks[bucket.dtype][start : start + bucket.elements])
 
 
-class Shared:
+class Wrapped:
+    """Has the attributes of a script's optimizer: what is set here, such as a learning rate, is set there."""
+
+    _optimizer: Update
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name == "weights":
+            super().__setattr__(name, value)
+        else:
+            setattr(self._optimizer, name, value)
+
+
+class Shared(Wrapped):
     """A ``Trainer`` of several workers."""
 
     def __init__(self, session: Session, weights: Arrays, optimizer: Update) -> None:
@@ -112,17 +127,30 @@ class Shared:
 
     def step(self, gradients: Arrays) -> None:
         """Average the ranks' gradients and update the weights with the mean; all ranks call it."""
-        _check_gradients(self._session, self.weights, gradients)
+        if wrong := _wrong(self.weights, gradients):
+            raise self._fault(f"the gradients have {wrong}")
+        if self._worker is not None and not self._steps.due:
+            raise self._fault(
+                f"sync={self._session.strategy.sync.name} exchanges nothing in step {self._steps.begun}, and the owners"
+                " of the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"
+            )
         share = 1.0 / self._session.world_size if self._steps.due else 1.0
-        for tensor in reversed(range(len(self._names))):  # as backward passes come to them
-            np.multiply(gradients[self._names[tensor]].reshape(-1), share, out=self._gradients.flat[tensor])
-            self._do(self._steps.produced(tensor))
-        self._do(self._steps.backward_ended())
-        self._do(self._steps.stepped())
+        try:
+            for tensor in reversed(range(len(self._names))):  # as backward passes come to them
+                np.multiply(gradients[self._names[tensor]].reshape(-1), share, out=self._gradients.flat[tensor])
+                self._do(self._steps.produced(tensor))
+            self._do(self._steps.backward_ended())
+            self._do(self._steps.stepped())
+        except BaseException as error:
+            self._session.member.interrupted(error)  # the others wait for the rest of this step
+            raise
         self._works, self._meeting = [], None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
+    def _fault(self, text: str) -> GradientError:
+        """An error of this rank that ends the run for all."""
+        error = GradientError(f"{self._session.name(self._session.index)}: {text}")
+        self._session.fail(error)
+        return error
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -159,7 +187,7 @@ class Shared:
             self._optimizer.update(weights, gradient, state)
 
 
-class Alone:
+class Alone(Wrapped):
     """A ``Trainer`` in a world of one worker."""
 
     def __init__(self, weights: Arrays, optimizer: Update) -> None:
@@ -168,11 +196,10 @@ class Alone:
 
     def step(self, gradients: Arrays) -> None:
         """Update the weights with these gradients."""
+        if wrong := _wrong(self.weights, gradients):
+            raise GradientError(f"the gradients have {wrong}")
         for name, weights in self.weights.items():
             self._optimizer.update(weights.reshape(-1), gradients[name].reshape(-1), self._states[name])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
 
 
 class Sliced:
@@ -275,22 +302,18 @@ def _copy_from_rank_0(session: Session, weights: Arrays, held: Blocks) -> None:
         session.engine.wait(session.broadcast_to_all(array, BUCKET_KEYS, label))
 
 
-def _check_gradients(session: Session, weights: Arrays, gradients: Arrays) -> None:
-    wrong = [
-        f"{name!r} of shape {getattr(gradients.get(name), 'shape', None)} for weights of shape {array.shape}"
-        for name, array in weights.items()
-        if getattr(gradients.get(name), "shape", None) != array.shape
-    ]
-    wrong += [f"{name!r}, which the model does not have" for name in gradients if name not in weights]
-    if wrong:
-        error = GradientError(f"{session.name(session.index)}: the gradients have {wrong[0]}")
-        session.fail(error)
-        raise error
+def _wrong(weights: Arrays, gradients: Arrays) -> str:
+    """The first of these gradients that is not one of these weights; empty where all are."""
+    for name, array in weights.items():
+        if (shape := getattr(gradients.get(name), "shape", None)) != array.shape:
+            return f"{name!r} of shape {shape} for weights of shape {array.shape}"
+    return next((f"{name!r}, which the model does not have" for name in gradients if name not in weights), "")
 
 
 def _values(optimizer: Update) -> list[dict[str, Any]]:
     """The optimizer's attributes as owners are told them; raises UsageError for what is no number or word."""
-    values = {name: getattr(value, "item", lambda value=value: value)() for name, value in vars(optimizer).items()}
+    known = vars(optimizer).items()
+    values = {name: value.item() if isinstance(value, np.generic) else value for name, value in known}
     for name, value in values.items():
         if not isinstance(value, bool | int | float | str | None):
             raise UsageError(
