@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import UsageError
+
 PartT = TypeVar("PartT")
 CaseT = TypeVar("CaseT")
 
@@ -61,9 +63,13 @@ class Laws(Generic[PartT, CaseT]):
     def hold(self, part: PartT, shown: str, seed: int, count: int) -> tuple[str, ...]:
         """Try all laws; returns the names of those that concern the part. Raises BrokenLaw for the first broken one.
 
-        What a part itself raises breaks the law that was tried.
+        What a part itself raises breaks the law that was tried. Raises UsageError for a part that no law concerns: a
+        test of it would pass whatever it did.
         """
-        return tuple(law.name for law in self._laws if _holds(law, part, shown, seed, count))
+        concerned = tuple(law.name for law in self._laws if _holds(law, part, shown, seed, count))
+        if not concerned:
+            raise UsageError(f"no law concerns the {shown}: what it does is seen in a training only")
+        return concerned
 
 
 def _holds(law: Law[PartT, CaseT], part: PartT, shown: str, seed: int, count: int) -> bool:
