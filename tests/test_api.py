@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import syncline
-from syncline.errors import ClosedError, UsageError
+from syncline.errors import ClosedError, NotBuiltError, UsageError
+from syncline.session.session import Session
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,26 @@ def test_before_init_and_after_shutdown_calls_say_what_is_missing(call: Callable
     syncline.shutdown()
     with pytest.raises(ClosedError, match=r"call syncline.init\(\) first"):
         call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [syncline.state_dict, lambda: syncline.load_state_dict({}), syncline.no_sync, lambda: syncline.join().__enter__()],
+    ids=["state_dict", "load_state_dict", "no_sync", "join"],
+)
+def test_calls_do_not_pass_over_a_model_of_another_framework(
+    call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    syncline.init()
+    weights, _ = syncline.prepare({"a": np.zeros(3)}, Descent())
+    monkeypatch.setattr(Session, "models", [weights])  # as where there are several workers
+    with pytest.raises(NotBuiltError, match=rf"{request.node.callspec.id}\(\) knows models of PyTorch only"):
+        call()
+
+
+class Descent:
+    def update(self, weights: Any, gradient: Any, state: dict[str, Any]) -> None:  # noqa: ARG002
+        weights -= gradient
 
 
 def test_a_world_of_one() -> None:

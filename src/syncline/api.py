@@ -238,7 +238,7 @@ def prepare(
 
 def no_sync() -> contextlib.AbstractContextManager[None]:
     """Backward passes inside only accumulate local gradients (gradient accumulation); the next one exchanges them."""
-    session()
+    _session_of_torch("no_sync()")
 
     @contextlib.contextmanager
     def scope() -> Iterator[None]:
@@ -257,7 +257,7 @@ def join() -> Iterator[None]:
     A rank that has run out takes part in the others' exchanges with weight 0 until all have. At the end model and
     optimizer state of all ranks are those of the rank that trained longest; learning-rate schedulers are the script's.
     """
-    here = session()
+    here = _session_of_torch("join()")
     if not here.alone and any(made.client is not None for made in _prepared):
         raise NotBuiltError(
             "join() with a parameter server that holds the weights is not built yet: use ps(update=worker), ring or"
@@ -342,7 +342,7 @@ def state_dict() -> dict[str, Any]:
     there are ranks times the model's. Where owners hold the weights, theirs are in it too: they know more than the
     workers have been told so far. Tensors and plain values, which ``torch.save`` takes.
     """
-    return checkpoint.save(_session_of_torch(), _prepared)
+    return checkpoint.save(_session_of_torch("state_dict()"), _prepared)
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
@@ -353,14 +353,14 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     back is shared out where the number of workers is another one. A state without that warns: gradients of the last
     steps that had not been sent yet are lost.
     """
-    checkpoint.load(_session_of_torch(), _prepared, state)
+    checkpoint.load(_session_of_torch("load_state_dict()"), _prepared, state)
 
 
-def _session_of_torch() -> Session:
-    """The session; raises NotBuiltError where a model's state would be missing."""
+def _session_of_torch(call: str) -> Session:
+    """The session; raises NotBuiltError for a call that would pass over a model of another framework."""
     here = session()
     if any(all(known.model is not model for known in _prepared) for model in here.models):
-        raise NotBuiltError("state_dict() knows models of PyTorch only: keep the arrays of a NumPy model yourself")
+        raise NotBuiltError(f"{call} knows models of PyTorch only, and this run has one of NumPy")
     return here
 
 
