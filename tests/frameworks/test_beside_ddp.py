@@ -326,7 +326,7 @@ def test_a_context_that_is_made_and_not_entered_stops_no_exchange(group: Any, mo
     assert on_group(group, "ring", 2, sgd, body) == [1, 1]
     entered = []
     replica = SimpleNamespace(no_sync=lambda: _Noting(entered))
-    monkeypatch.setattr(api, "session", lambda: None)
+    monkeypatch.setattr(api, "session", lambda: SimpleNamespace(models=[]))
     monkeypatch.setattr(api, "_prepared", [SimpleNamespace(replica=replica)])
     context = api.no_sync()
     assert entered == []
