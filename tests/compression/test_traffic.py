@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from loop import run
-from test_pulled import Served
-from test_reducers import ELEMENTS, TEXTS, Group, can_be_served, codec, gradients
+from reducing import ELEMENTS, TEXTS, Group, can_be_served, codec, gradients
+from telling import Served
 
 from syncline.algorithms.ring import ring
 from syncline.codecs import Merges

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_onesided import make
+from mapped import make
 
 from syncline import registry
 from syncline.engine import engine as engine_module

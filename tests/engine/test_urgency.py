@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exchanging import Case, Copying, cases, chooser, drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_exchange import Case, Copying, cases, chooser, drive
-from test_onesided import anyone, machine, plan_of, run_of, turn
+from mapped import anyone, machine, plan_of, run_of, turn
 
 from syncline import registry
 from syncline.engine.memory import OneSided

@@ -10,8 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from test_optimizer_state import making, same_state, train
-from toy import SERVED, STRATEGIES, Here, alone, batch, close, loss_of, mlp, on_group, weights
+from toy import (
+    SERVED,
+    STRATEGIES,
+    Here,
+    alone,
+    batch,
+    close,
+    loss_of,
+    making,
+    mlp,
+    on_group,
+    same_state,
+    train,
+    weights,
+)
 
 from syncline.errors import UsageError
 from syncline.frameworks.torch import prepare

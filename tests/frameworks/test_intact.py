@@ -9,8 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_optimizer_state import making, train
-from toy import SERVED, STRATEGIES, Here, batch, fill, loss_of, mlp, on_group, same_as_alone, sgd, weights
+from toy import (
+    SERVED,
+    STRATEGIES,
+    Here,
+    batch,
+    fill,
+    loss_of,
+    making,
+    mlp,
+    on_group,
+    same_as_alone,
+    sgd,
+    train,
+    weights,
+)
 
 from syncline.errors import GradientError, MismatchError
 from syncline.frameworks.torch.intact import SAMPLES, Contents, Forms

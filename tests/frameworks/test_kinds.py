@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_optimizer_state import train
 from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler
-from toy import Here, alone, batch, close, fill, loss_of, mlp, on_group, same_as_alone, weights
+from toy import Here, alone, batch, close, fill, loss_of, mlp, on_group, same_as_alone, train, weights
 
 KINDS = ["ring", "ps(servers=2)", "ps(servers=2, on=workers)"]
 

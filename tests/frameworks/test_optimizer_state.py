@@ -4,53 +4,26 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from toy import SERVED, STRATEGIES, Here, alone, batch, close, fill, loss_of, mlp, on_group, weights
-
-Make = Callable[[int], tuple[torch.nn.Module, torch.optim.Optimizer]]
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02, amsgrad=True),
-    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
-}
-
-
-def making(optimizer: str) -> Make:
-    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
-        model = mlp()
-        return model, OPTIMIZERS[optimizer](model.parameters())
-
-    return make
-
-
-def train(here: Here, steps: range) -> None:
-    for step in steps:
-        here.optimizer.zero_grad()
-        loss_of(here.model(here.share(batch(step)))).backward()
-        here.optimizer.step()
-
-
-def same_state(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Two optimizers' state_dicts agree: groups exactly, tensors within 1e-9."""
-    assert found["param_groups"] == wanted["param_groups"]
-    assert found["state"].keys() == wanted["state"].keys()
-    for index, state in wanted["state"].items():
-        assert found["state"][index].keys() == state.keys()
-        for key, value in state.items():
-            other = found["state"][index][key]
-            assert type(other) is type(value)
-            if isinstance(value, torch.Tensor):
-                assert other.shape == value.shape
-                assert other.dtype == value.dtype
-                assert (other - value).norm() <= 1e-9 * value.norm()
-            else:
-                assert other == value
+from toy import (
+    OPTIMIZERS,
+    SERVED,
+    STRATEGIES,
+    Here,
+    alone,
+    batch,
+    close,
+    fill,
+    making,
+    mlp,
+    on_group,
+    same_state,
+    train,
+    weights,
+)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -24,6 +24,13 @@ STRATEGIES = REPLICAS + SERVED
 
 Make = Callable[[int], tuple[torch.nn.Module, torch.optim.Optimizer]]
 
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02, amsgrad=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+}
+
 
 @dataclass
 class Here:
@@ -72,6 +79,14 @@ def adam(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # no
     return model, torch.optim.Adam(model.parameters(), lr=0.02)
 
 
+def making(optimizer: str) -> Make:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = mlp()
+        return model, OPTIMIZERS[optimizer](model.parameters())
+
+    return make
+
+
 def batch(step: int, size: int = 12, width: int = 4) -> torch.Tensor:
     return torch.randn(size, width, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
@@ -79,6 +94,14 @@ def batch(step: int, size: int = 12, width: int = 4) -> torch.Tensor:
 def loss_of(output: torch.Tensor) -> torch.Tensor:
     """A mean over samples."""
     return (output.square().sum(1) + output[:, 0]).mean()
+
+
+def train(here: Here, steps: range) -> None:
+    """Plain training, on this rank's share of every batch."""
+    for step in steps:
+        here.optimizer.zero_grad()
+        loss_of(here.model(here.share(batch(step)))).backward()
+        here.optimizer.step()
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -93,6 +116,23 @@ def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], toler
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert (found[name] - tensor).double().norm() <= tolerance * tensor.double().norm(), name
+
+
+def same_state(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Two optimizers' state_dicts agree: groups exactly, tensors within 1e-9."""
+    assert found["param_groups"] == wanted["param_groups"]
+    assert found["state"].keys() == wanted["state"].keys()
+    for index, state in wanted["state"].items():
+        assert found["state"][index].keys() == state.keys()
+        for key, value in state.items():
+            other = found["state"][index][key]
+            assert type(other) is type(value)
+            if isinstance(value, torch.Tensor):
+                assert other.shape == value.shape
+                assert other.dtype == value.dtype
+                assert (other - value).norm() <= 1e-9 * value.norm()
+            else:
+                assert other == value
 
 
 def alone(make: Make, body: Callable[[Here], Any]) -> Any:
