@@ -1,4 +1,4 @@
-"""What the contracts of transports share: they run for every kind, and ranks under mpirun end with a file's tests."""
+"""What the contracts of transports share: ranks under mpirun end with a file's tests."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from ends import KINDS, worlds
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+from ends import worlds
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ends import pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.errors import PeerLost, ProtocolError, SynclineError
 from syncline.kernels.board import BOARD_BYTES, MOST_SEGMENTS
 from syncline.nouns import Rate, Seconds
+from syncline.testing.network import connected
 from syncline.transports import INLINE_BYTES, Bytes, Handle, Transport, shm, tcp
 from syncline.transports._envelope import FRAME_BYTES, HEADER_BYTES, SLOTS, Enveloped
 from syncline.transports.shm import Shm
@@ -37,7 +37,7 @@ KINDS = ("tcp", "shaped", "shm")
 @contextmanager
 def attacked(kind: str) -> Iterator[tuple[Transport, socket.socket]]:
     """Process 0's transport, and process 1's end of its connection."""
-    mine, theirs = pairs(2, kind)
+    mine, theirs = connected(2, lambda *_: kind == "shm")
     raw = theirs[0]
     raw.setblocking(False)
     end: Transport = (
@@ -200,7 +200,7 @@ def test_what_no_peer_in_shared_memory_sends(stream: bytes, said: str) -> None:
 
 
 def test_a_message_is_consumed_by_its_receiver_only() -> None:
-    socks = pairs(3, "shm")
+    socks = connected(3, lambda *_: True)
     end = Shm(0, socks[0])
     try:
         end.send(1, 0, np.zeros(10_000, np.uint8))

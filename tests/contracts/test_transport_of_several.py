@@ -6,8 +6,9 @@ import threading
 import time
 
 import numpy as np
-from ends import LIMIT_S, network, numbers
+from ends import network
 
+from syncline.testing.network import LIMIT_S, numbers
 from syncline.transports import Handle, Transport
 
 

@@ -13,6 +13,7 @@ test framework either.
     check_algorithm  ``algorithms``: plans for groups of 1 to 64 workers
     check_schedule   ``schedules``: buckets of models, and training with them on a clock that is made up (``training``)
     check_sync       ``sync``: its answers, and what owners of weights (``serving``) and training make of them
+    check_transport  ``transports``: messages between all ends of a ``network``, urgency, ends, sums of its own
 """
 
 from __future__ import annotations
@@ -22,5 +23,6 @@ from .codecs import check_codec
 from .laws import BrokenLaw
 from .schedules import check_schedule
 from .sync import check_sync
+from .transports import check_transport
 
-__all__ = ["BrokenLaw", "check_algorithm", "check_codec", "check_schedule", "check_sync"]
+__all__ = ["BrokenLaw", "check_algorithm", "check_codec", "check_schedule", "check_sync", "check_transport"]

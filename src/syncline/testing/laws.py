@@ -7,7 +7,7 @@ is found is found again, and is small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -44,10 +44,13 @@ class Laws(Generic[PartT, CaseT]):
     def __init__(self) -> None:
         self._laws: list[Law[PartT, CaseT]] = []
 
+    def __iter__(self) -> Iterator[Law[PartT, CaseT]]:
+        return iter(self._laws)
+
     @property
     def names(self) -> tuple[str, ...]:
         """What the laws say, in a few words each."""
-        return tuple(law.name for law in self._laws)
+        return tuple(law.name for law in self)
 
     def law(
         self, cases: Callable[[PartT, int, int], Iterable[CaseT]], concerns: Callable[[CaseT], bool] = lambda _: True
@@ -66,14 +69,14 @@ class Laws(Generic[PartT, CaseT]):
         What a part itself raises breaks the law that was tried. Raises UsageError for a part that no law concerns: a
         test of it would pass whatever it did.
         """
-        concerned = tuple(law.name for law in self._laws if _holds(law, part, shown, seed, count))
+        concerned = tuple(law.name for law in self if holds(law, part, shown, seed, count))
         if not concerned:
             raise UsageError(f"no law concerns the {shown}: what it does is seen in a training only")
         return concerned
 
 
-def _holds(law: Law[PartT, CaseT], part: PartT, shown: str, seed: int, count: int) -> bool:
-    """Whether the law concerns the part, which keeps it."""
+def holds(law: Law[PartT, CaseT], part: PartT, shown: str, seed: int, count: int) -> bool:
+    """Whether the law concerns the part, which keeps it; raises BrokenLaw where it does not."""
     concerned, case = False, None
     try:
         for case in law.cases(part, seed, count):

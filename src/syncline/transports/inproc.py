@@ -90,7 +90,7 @@ class Hub:
                 inbox.put(_Message("gone", rank, priority=inf))
 
 
-@register("transports", "inproc", one_host=True)
+@register("transports", "inproc", one_host=True, hub=Hub)
 class InProc:
     """Between the threads of one process: one rank's end of a Hub."""
 

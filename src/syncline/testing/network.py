@@ -1,0 +1,158 @@
+"""All ends of a transport in one place: made from a strategy's text, and driven until something is done."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+
+from .. import registry
+from ..errors import UsageError
+from ..strategy.grammar import read_part
+from ..strategy.parts import bind
+from ..transports import Bytes, Handle, Place, Transport
+from ..wire.store import MemoryStore
+from .laws import require
+
+LIMIT_S = 20.0
+"""How long anything that is to come is waited for."""
+
+_TURN_S = 0.0005
+
+Network = Callable[[int], AbstractContextManager[Sequence[Transport]]]
+"""Makes the ends of so many processes, by rank, and closes them: those that have been closed already too."""
+
+
+def network_of(text: str) -> Network:
+    """The ends of a registered transport, all in this process; raises UsageError for one that reaches nobody."""
+    part = bind("transports", read_part(text))
+    entry = registry.get("transports", part.name)
+
+    @contextmanager
+    def network(world: int) -> Iterator[Sequence[Transport]]:
+        ends = _made(entry, part.arguments, world)
+        try:
+            yield ends
+        finally:
+            together(ends, lambda end: end.close())
+
+    return network
+
+
+def _made(entry: registry.Entry, arguments: Mapping[str, Any], world: int) -> list[Transport]:
+    connection, hub = entry.capabilities.get("connection"), entry.capabilities.get("hub")
+    if connection == "own":
+        store = MemoryStore()
+        places = [Place(rank, world, store, timeout_s=LIMIT_S) for rank in range(world)]
+        return together(places, lambda place: entry.target(place, **arguments))
+    if connection in ("tcp", "unix"):
+        socks = connected(world, lambda *_: connection == "unix")
+        return [entry.target(rank, mine, **arguments) for rank, mine in enumerate(socks)]
+    if hub is not None:
+        inside = hub(world)
+        return [entry.target(inside, rank, **arguments) for rank in range(world)]
+    raise UsageError(f"transport={entry.name} has connection={connection!r}: it is 'tcp', 'unix' or 'own'")
+
+
+def connected(world: int, is_unix: Callable[[int, int], bool]) -> list[dict[int, socket.socket]]:
+    """For every process its connections to all others, over UNIX sockets or over TCP."""
+    found: list[dict[int, socket.socket]] = [{} for _ in range(world)]
+    for low in range(world):
+        for high in range(low + 1, world):
+            if is_unix(low, high):
+                found[low][high], found[high][low] = socket.socketpair()
+            else:
+                with socket.create_server(("127.0.0.1", 0)) as door:
+                    found[low][high] = socket.create_connection(door.getsockname(), LIMIT_S)
+                    found[high][low], _ = door.accept()
+    return found
+
+
+def together(items: Sequence[Any], call: Callable[[Any], Any]) -> list[Any]:
+    """What a call gives for each, all at once in threads of their own: for what waits for the others."""
+    with ThreadPoolExecutor(max(1, len(items))) as threads:
+        return list(threads.map(call, items))
+
+
+class Ends:
+    """The ends of one network that are open, driven by the thread that waits; ``told`` is what polls have returned."""
+
+    def __init__(self, ends: Sequence[Transport]) -> None:
+        self.ends = list(ends)
+        self.told: dict[Handle, None] = {}
+
+    def poll(self, end: Transport, timeout: float = _TURN_S) -> list[Handle]:
+        """What has completed at one end: every handle once, when it is done."""
+        found = end.poll(timeout)
+        for handle in found:
+            require(handle.done, f"poll returned {handle}, which is not done")
+            require(handle not in self.told, f"poll returned {handle} twice")
+            self.told[handle] = None
+        return found
+
+    def turn(self, times: int = 5) -> None:
+        """Let all ends move what they can move now."""
+        for _ in range(times):
+            for end in self.ends:
+                self.poll(end)
+
+    def wait(self, *handles: Handle) -> None:
+        """Drive until all are done; raises the first error that one has."""
+        missing = set(handles)
+        self.until(lambda: missing <= self.told.keys(), lambda: missing - self.told.keys())
+        for handle in handles:
+            if handle.error is not None:
+                raise handle.error
+
+    def until(self, holds: Callable[[], bool], missing: Callable[[], object]) -> None:
+        """Drive until something ``holds``; raises AssertionError with what is ``missing`` when it does not come."""
+        deadline = time.monotonic() + LIMIT_S
+        while not holds():
+            require(time.monotonic() < deadline, f"not done within {LIMIT_S:g} s: {missing()}")
+            self.turn(1)
+
+    def close(self, rank: int) -> None:
+        """End one of them, which is driven no more."""
+        end = next(end for end in self.ends if end.rank == rank)
+        self.ends.remove(end)
+        end.close()
+
+
+def in_time(call: Callable[[], Any], what: str) -> Any:
+    """What a call in a thread of its own gives; AssertionError when it does not come back, which is then left there."""
+    found: list[Any] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    require(not thread.is_alive(), f"{what} has not come back within {LIMIT_S:g} s")
+    if raised:
+        raise raised[0]
+    return found[0]
+
+
+def raised(call: Callable[[], Any], kind: type[Exception]) -> Exception:
+    """The error of a kind that a call has to raise."""
+    try:
+        call()
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def numbers(nbytes: int, seed: int = 0) -> Bytes:
+    """So many bytes that differ."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)

@@ -1,0 +1,240 @@
+"""Messages: matching, order, sizes, many at once, what does not fit, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...errors import UsageError
+from ...transports import INLINE_BYTES, Adds, Handle, Transport
+from ..laws import require, same
+from ..network import Ends, numbers, raised, together
+from .cases import LAWS, SIZES, Case, between, drawn, each
+
+_TAGS = (0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1)
+
+
+@LAWS.law(each(*SIZES, shared=(False, True)))
+def a_message_arrives_unchanged(case: Case) -> None:
+    """Whatever its size and the memory that it lies in; the receive says how long it was."""
+    (nbytes,) = case.sizes
+    with case.open() as net:
+        data = net.ends[0].allocate(nbytes) if case.shared else np.ones(nbytes, np.uint8)
+        require(data.shape == (nbytes,) and data.dtype == np.uint8, f"allocate({nbytes}) gave {data.dtype}{data.shape}")
+        require(not (case.shared and data.any()), "allocated memory is not zero")
+        data[:] = case.messages()[0]
+        into = np.zeros(nbytes, np.uint8)
+        received, sent = net.ends[1].recv(0, 5, into), net.ends[0].send(1, 5, data)
+        net.wait(sent, received)
+        require(received.nbytes == nbytes, f"the receive says {received.nbytes} bytes")
+        same(into, data, "what was received")
+
+
+@LAWS.law(each(*SIZES))
+def a_borrowed_message_is_readable_until_released(case: Case) -> None:
+    """The sender waits for the release of a large one where its memory is lent, and elsewhere does not."""
+    (nbytes,) = case.sizes
+    with case.open() as net:
+        data = net.ends[0].allocate(nbytes)
+        data[:] = case.messages()[0]
+        handle, sent = net.ends[1].borrow(0, 1, nbytes), net.ends[0].send(1, 1, data)
+        net.wait(handle)
+        if not net.ends[1].lends_from(0):
+            net.wait(sent)
+        elif nbytes > INLINE_BYTES:
+            net.turn()
+            require(not sent.done, "lends_from says that the sender waits for the release, and it is done before")
+        require(handle.payload is not None, "what was borrowed has no payload")
+        assert handle.payload is not None
+        same(handle.payload, data, "what was borrowed")
+        net.ends[1].release(handle)
+        net.wait(sent)
+
+
+@LAWS.law(each(3, 100_000))
+def receives_may_come_in_any_order_of_tags(case: Case) -> None:
+    """Each waits for nothing but its own message."""
+    (nbytes,) = case.sizes
+    with case.open() as net:
+        data = [numbers(nbytes, seed) for seed in range(6)]
+        sent = [net.ends[0].send(1, tag, item) for tag, item in enumerate(data)]
+        net.turn()
+        for tag in (3, 0, 5, 1, 4, 2):
+            into = np.zeros(nbytes, np.uint8)
+            net.wait(net.ends[1].recv(0, tag, into))
+            same(into, data[tag], f"what came under tag {tag}")
+        net.wait(*sent)
+
+
+@LAWS.law(each(3, INLINE_BYTES + 1))
+def tags_are_numbers_of_64_bits(case: Case) -> None:
+    """None is taken for another."""
+    (nbytes,) = case.sizes
+    with case.open() as net:
+        into = [np.zeros(nbytes, np.uint8) for _ in _TAGS]
+        received = [net.ends[1].recv(0, tag, place) for tag, place in zip(_TAGS, into, strict=True)]
+        data = [numbers(nbytes, seed) for seed in range(len(_TAGS))]
+        sent = [net.ends[0].send(1, tag, item) for tag, item in reversed([*zip(_TAGS, data, strict=True)])]
+        net.wait(*received, *sent)
+        for tag, found, item in zip(_TAGS, into, data, strict=True):
+            same(found, item, f"what came under tag {tag}")
+
+
+@LAWS.law(drawn(0, 1, 5000, INLINE_BYTES, INLINE_BYTES + 1, 300_000, most=6))
+def one_tag_keeps_its_order_whatever_the_sizes(case: Case) -> None:
+    """Receives that are larger than what comes too, posted before it or after it."""
+    draw = case.draw()
+    late, capacity = bool(draw.integers(2)), int(draw.choice([300_000, 400_000]))
+    with case.open() as net:
+        data = case.messages()
+        sent = [net.ends[0].send(1, 9, item) for item in data] if late else []
+        if late:
+            net.turn(2)
+        into = [np.zeros(capacity, np.uint8) for _ in data]
+        received = [net.ends[1].recv(0, 9, item) for item in into]
+        sent = sent or [net.ends[0].send(1, 9, item) for item in data]
+        net.wait(*sent, *received)
+        for number, (handle, place, item) in enumerate(zip(received, into, data, strict=True)):
+            require(handle.nbytes == item.nbytes, f"message {number} has {handle.nbytes} bytes, not {item.nbytes}")
+            same(place[: item.nbytes], item, f"message {number}")
+
+
+def every_pair(end: Transport, world: int, tags: int, nbytes: int) -> tuple[list[Handle], Callable[[], None]]:
+    """One end's messages to all others and theirs to it, begun; and a check of what has come."""
+    others = [other for other in range(world) if other != end.rank]
+    came: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
+    handles = []
+    for other in others:
+        for tag in range(tags):
+            came[other, tag] = np.zeros(nbytes, np.uint8)
+            handles.append(end.recv(other, tag, came[other, tag]))
+            handles.append(end.send(other, tag, numbers(nbytes, end.rank * 100 + other * 10 + tag)))
+
+    def check() -> None:
+        for (other, tag), found in came.items():
+            what = f"what came from {other} to {end.rank} under tag {tag}"
+            same(found, numbers(nbytes, other * 100 + end.rank * 10 + tag), what)
+
+    return handles, check
+
+
+@LAWS.law(between(4))
+def many_exchanges_are_in_flight_between_all_pairs(case: Case) -> None:
+    """All with all at the same time."""
+    with case.open() as net:
+        begun = [every_pair(end, case.processes, 8, 70_001) for end in net.ends]
+        net.wait(*(handle for handles, _ in begun for handle in handles))
+        for _, check in begun:
+            check()
+
+
+@LAWS.law(between(3))
+def ends_move_in_threads_of_their_own(case: Case) -> None:
+    """Each waits for what is its own, as processes do, and nobody polls for another."""
+
+    def run(end: Transport) -> None:
+        handles, check = every_pair(end, case.processes, 3, 70_001)
+        alone = Ends([end])
+        alone.wait(*handles)
+        alone.until(lambda: end.idle, lambda: f"rank {end.rank} has something left to write")
+        check()
+
+    with case.open() as net:
+        together(net.ends, run)
+
+
+@LAWS.law(between(2))
+def any_number_of_messages_may_wait(case: Case) -> None:
+    """More than any table holds, both ways at once, half of them before their receives."""
+    keys = range(1500)
+    with case.open() as net:
+        into = np.zeros((2, len(keys), 4), np.uint8)
+        data = numbers(2 * len(keys) * 4).reshape(into.shape)
+        handles = []
+        for turn in (0, 1):
+            for key in keys:
+                if key % 2 == turn:
+                    handles += [net.ends[rank].recv(1 - rank, key, into[rank, key]) for rank in (0, 1)]
+            if turn == 0:
+                handles += [net.ends[rank].send(1 - rank, key, data[rank, key]) for key in keys for rank in (0, 1)]
+                net.turn(2)
+        net.wait(*handles)
+        same(into.ravel(), data[::-1].ravel(), "what came")
+
+
+@LAWS.law(between(2))
+def both_send_large_messages_before_either_receives(case: Case) -> None:
+    """Nobody waits for ever because the other does not read."""
+    with case.open() as net:
+        big = numbers(20_000_000)
+        sent = [net.ends[rank].send(1 - rank, 0, big) for rank in (0, 1)]
+        net.turn()
+        into = [np.zeros(big.nbytes, np.uint8) for _ in range(2)]
+        received = [net.ends[rank].recv(1 - rank, 0, into[rank]) for rank in (0, 1)]
+        net.wait(*sent, *received)
+        for rank in (0, 1):
+            same(into[rank], big, f"what came to rank {rank}")
+
+
+@LAWS.law(between(2))
+def a_message_that_does_not_fit_is_an_error_and_harms_no_other(case: Case) -> None:
+    """UsageError, in the receive's handle, with both sizes and the sender."""
+    with case.open() as net:
+        net.ends[0].send(1, 0, numbers(90_000))
+        net.ends[0].send(1, 1, numbers(10))
+        bad, good = net.ends[1].recv(0, 0, np.zeros(80_000, np.uint8)), net.ends[1].recv(0, 1, np.zeros(10, np.uint8))
+        net.wait(good)
+        told = str(raised(lambda: net.wait(bad), UsageError))
+        for part in ("90000", "80000", "rank 0"):
+            require(part in told, f"the error does not say {part!r}: {told}")
+
+
+@LAWS.law(between(2))
+def unknown_peers_are_refused(case: Case) -> None:
+    """By UsageError: nobody waits for who is not there, or for itself."""
+    with case.open() as net:
+        end, memory = net.ends[0], np.zeros(1, np.uint8)
+        for peer in (0, 2, -1):
+            raised(lambda peer=peer: end.send(peer, 0, memory), UsageError)  # type: ignore[misc]
+            raised(lambda peer=peer: end.recv(peer, 0, memory), UsageError)  # type: ignore[misc]
+
+
+@LAWS.law(between(2))
+def traffic_counts_every_byte_of_a_message(case: Case) -> None:
+    """On both sides, with what little goes with it, and with nobody else."""
+    with case.open() as net:
+        net.wait(net.ends[1].recv(0, 0, np.zeros(100_000, np.uint8)), net.ends[0].send(1, 0, numbers(100_000)))
+        (sent, _), (_, received) = net.ends[0].traffic(), net.ends[1].traffic()
+        require([*sent] == [1] and [*received] == [0], f"it counts for {[*sent]} and {[*received]}, not for each other")
+        require(sent[1] == received[0], f"{sent[1]} bytes were sent, and {received[0]} received")
+        require(100_000 <= sent[1] < 100_200, f"{sent[1]} bytes are counted for a message of 100000")
+
+
+@LAWS.law(between(2))
+def memory_that_was_dropped_is_not_taken_for_what_lies_there_now(case: Case) -> None:
+    """What the transport allocated lives as long as it does, or the address of it means nothing any more."""
+    with case.open() as net:
+        for seed in range(5):
+            net.ends[0].allocate(1 << 21)
+            plain = numbers(1 << 21, seed)
+            into = np.zeros(plain.nbytes, np.uint8)
+            net.wait(net.ends[1].recv(0, 0, into), net.ends[0].send(1, 0, plain))
+            same(into, plain, "what was received")
+
+
+@LAWS.law(each(0, 4, 132, 80_000, 1_200_004), lambda case: case.subject.adds_messages)
+def what_comes_in_is_added(case: Case) -> None:
+    """To what the array held, whether the message comes first or its receive."""
+    (nbytes,) = case.sizes
+    with case.open() as net:
+        held, come = case.draw().standard_normal((2, nbytes // 4), np.float32)
+        for late in (False, True):
+            into, end = held.copy(), net.ends[1]
+            assert isinstance(end, Adds)
+            received = None if late else end.add(0, 3, into)
+            sent = net.ends[0].send(1, 3, come.view(np.uint8))
+            net.turn(2)
+            net.wait(sent, received or end.add(0, 3, into))
+            same(into, held + come, "the sum")
