@@ -6,13 +6,13 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from loop import Counted, run
-from reducing import ELEMENTS, SHAPES, codec, gradients
+from reducing import ELEMENTS, codec, gradients
 
 from syncline.compression.compression import Compression
 from syncline.compression.reducers import Participant
 from syncline.compression.updates import Updates
 from syncline.nouns import Bucket, Layer, Slice, Spec, numpy_dtype
+from syncline.testing.reducing import SHAPES, Counted, run
 
 EDGES = np.cumsum([0, *(int(np.prod(shape)) for shape in SHAPES)])
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from reducing import ELEMENTS, SHAPES, TEXTS, can_be_served, codec, gradients
+from reducing import ELEMENTS, TEXTS, can_be_served, codec, gradients
 from telling import EDGES, Served
 
 from syncline.codecs import codec_of
 from syncline.nouns import Spec, numpy_dtype
+from syncline.testing.reducing import SHAPES
 
 SERVABLE = [text for text in TEXTS if can_be_served(text)]
 

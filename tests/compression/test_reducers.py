@@ -1,21 +1,21 @@
-"""Laws of reducing, for every codec of the registry: the same bits for all, nothing lost, whatever the cuts."""
+"""Reducing, for every codec of the registry, beyond its laws: faults, resumed runs, other types, altered messages."""
 
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reducing import ELEMENTS, TEXTS, Group, can_be_served, codec, gradients
+from reducing import ELEMENTS, TEXTS, can_be_served, codec, gradients
 
-from syncline.codecs import Chooses, Decays, Sums, codec_of
+from syncline.codecs import Decays, codec_of
 from syncline.errors import SynclineError, UsageError
-from syncline.nouns import Slice, Spec, numpy_dtype
+from syncline.nouns import Spec, numpy_dtype
 from syncline.strategy.grammar import read_part
 from syncline.strategy.parts import build
+from syncline.testing.reducing import Ranks
 
 MESSAGES = [text for text in TEXTS if codec(text).combine not in ("sum", "rounds") and "warmup" not in text]
 """Those whose first step already has payloads in messages."""
@@ -24,71 +24,12 @@ KEEPING = [text for text in TEXTS if not isinstance(one := build("codecs", read_
 """Those whose residuals keep all that was not sent."""
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 0), (2, 2), (3, 0), (3, 1), (5, 0), (5, 2)])
-@pytest.mark.parametrize("text", TEXTS)
-def test_all_workers_get_the_same_bits(text: str, workers: int, servers: int) -> None:
-    if servers and not can_be_served(text):
-        pytest.skip("works in rounds, which servers do not")
-    group = Group(codec(text), workers, servers=servers)
-    for step in range(3):
-        group.step(gradients(workers, ELEMENTS, step))
-        one, *others = group.results
-        assert group.given_back
-        assert np.isfinite(one).all()
-        for other in others:
-            assert other.tobytes() == one.tobytes()
-
-
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("text", KEEPING)
-def test_with_feedback_nothing_is_lost(text: str, workers: int) -> None:
-    """What was given, over all steps, is what came out and what is still held back."""
-    chosen = codec(text)
-    if not chosen.contraction:
-        pytest.skip("takes no feedback")
-    if not isinstance(chosen, Chooses):
-        chosen = codec(text, feedback=True)
-    group = Group(chosen, workers)
-    given_, got = np.zeros(ELEMENTS), np.zeros(ELEMENTS)
-    for step in range(4):
-        inputs = gradients(workers, ELEMENTS, step)
-        given_ += np.sum([one[0] for one in inputs], axis=0, dtype=np.float64)
-        group.step(inputs)
-        got += group.results[0]
-    apart = got + group.residuals() - given_
-    for layer, start in zip(
-        group.layers, np.cumsum([0, *(layer.spec.elements for layer in group.layers)]), strict=False
-    ):
-        inner, feedback, _ = codec_of(chosen, layer.spec)
-        # Additions of 16-bit numbers, and products of matrices, are rounded where no residual sees it.
-        coarse = isinstance(inner, Sums) and inner.number in ("float16", "bfloat16")
-        bound = 0.2 if coarse else 1e-2 if inner.combine == "rounds" else 1e-4
-        if feedback or inner.combine == "sum":
-            assert np.abs(apart[start : start + layer.spec.elements]).max() < bound, layer.spec.name
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_the_result_does_not_depend_on_the_buckets(text: str) -> None:
-    """One bucket or one for each tensor: the same bits, also in later steps, which begin with what was kept."""
-    workers = 3
-    whole = Group(codec(text), workers)
-    single = Group(
-        codec(text), workers, buckets=[[Slice(n, 0, layer.spec.elements)] for n, layer in enumerate(whole.layers)]
-    )
-    edges = np.cumsum([0, *(layer.spec.elements for layer in whole.layers)])
-    for step in range(3):
-        inputs = gradients(workers, ELEMENTS, step)
-        whole.step(inputs)
-        single.step([[one[0][start:stop] for start, stop in pairwise(edges)] for one in inputs])
-        assert whole.results[0].tobytes() == single.results[0].tobytes()
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_is_not_finite_reaches_everyone_and_stays_in_no_state(
     text: str, bad: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    group = Group(codec(text), 3)
+    group = Ranks(codec(text), 3)
     group.step(gradients(3, ELEMENTS, 0))
     inputs = gradients(3, ELEMENTS, 1)
     inputs[1][0][1000] = bad  # in p1
@@ -114,7 +55,7 @@ def test_what_is_not_finite_reaches_everyone_and_stays_in_no_state(
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_resumed_run_goes_on_with_the_same_bits(text: str) -> None:
-    first, other = Group(codec(text), 3), Group(codec(text), 3)
+    first, other = Ranks(codec(text), 3), Ranks(codec(text), 3)
     for step in range(2):
         first.step(gradients(3, ELEMENTS, step))
     saved = [rank.saved() for rank in first.ranks]
@@ -128,7 +69,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(text: str) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_another_number_of_workers_takes_all_that_was_kept(text: str) -> None:
-    first, other = Group(codec(text), 3), Group(codec(text), 2)
+    first, other = Ranks(codec(text), 3), Ranks(codec(text), 2)
     first.step(gradients(3, ELEMENTS, 0))
     for rank in other.ranks:
         rank.load([one.saved() for one in first.ranks])
@@ -138,7 +79,7 @@ def test_another_number_of_workers_takes_all_that_was_kept(text: str) -> None:
 @pytest.mark.parametrize("text", [text for text in TEXTS if can_be_served(text) and "warmup" not in text])
 def test_servers_learn_the_step_from_the_workers(text: str) -> None:
     """A server's count begins at 0 when a run is resumed; what is drawn for a step follows the workers'."""
-    first, other = Group(codec(text, feedback=False), 2, servers=1), Group(codec(text, feedback=False), 2, servers=1)
+    first, other = Ranks(codec(text, feedback=False), 2, servers=1), Ranks(codec(text, feedback=False), 2, servers=1)
     for rank in first.ranks:
         rank.resume_at(7)
     for rank in other.ranks[:2]:
@@ -151,7 +92,7 @@ def test_servers_learn_the_step_from_the_workers(text: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_gradients_of_other_types_are_converted(text: str, dtype: str) -> None:
-    group = Group(codec(text), 2, dtype=dtype)
+    group = Ranks(codec(text), 2, dtype=dtype)
     group.step([[one[0].astype(group.arrays[0][0].dtype)] for one in gradients(2, ELEMENTS, 0)])
     one, two = group.results
     assert one.dtype == numpy_dtype(dtype)
@@ -164,7 +105,7 @@ def test_gradients_of_other_types_are_converted(text: str, dtype: str) -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_integer_and_complex_gradients_are_refused(text: str, dtype: str) -> None:
     with pytest.raises(UsageError, match=f"'p0' is {dtype}"):
-        Group(codec(text), 2, shapes=[(4,)], dtype=dtype)
+        Ranks(codec(text), 2, shapes=[(4,)], dtype=dtype)
 
 
 @settings(max_examples=40, deadline=None)
@@ -172,7 +113,7 @@ def test_integer_and_complex_gradients_are_refused(text: str, dtype: str) -> Non
 @pytest.mark.parametrize("text", MESSAGES)
 def test_an_altered_message_is_refused_or_does_no_harm(text: str, data: st.DataObject) -> None:
     """Cut short, or with other words: an error that names the sender, or other numbers; nothing else."""
-    group = Group(codec(text), 2, shapes=[(300,), (20, 30)])
+    group = Ranks(codec(text), 2, shapes=[(300,), (20, 30)])
     cut = data.draw(st.booleans())
     at = data.draw(st.integers(0, 1 << 20))
     word = data.draw(st.integers(0, 0xFFFFFFFF))
@@ -196,7 +137,7 @@ def test_an_altered_message_is_refused_or_does_no_harm(text: str, data: st.DataO
 
 @pytest.mark.parametrize("text", MESSAGES)
 def test_a_payload_of_another_codec_is_refused(text: str) -> None:
-    group = Group(codec(text), 2, shapes=[(300, 40)])
+    group = Ranks(codec(text), 2, shapes=[(300, 40)])
 
     def alter(src: int, dst: int, message: np.ndarray) -> np.ndarray:  # noqa: ARG001
         message.view(np.uint32)[0] ^= 1
@@ -212,7 +153,7 @@ def test_many_steps_of_a_constant_gradient_have_the_right_mean(text: str) -> Non
     chosen = codec(text)
     if chosen.biased and codec_of(chosen, Spec("p", (4,)))[1] is False:
         pytest.skip("biased, and nothing makes up for it")
-    group = Group(chosen, 2, shapes=[(30, 20)])
+    group = Ranks(chosen, 2, shapes=[(30, 20)])
     inputs = gradients(2, 600, 7)
     sent, _ = chosen.wire_bytes(Spec("p", (30, 20)))
     total, steps = np.zeros(600), 100 + 20 * 2400 // max(sent, 1)  # an element may wait for as many steps as are saved
@@ -225,7 +166,7 @@ def test_many_steps_of_a_constant_gradient_have_the_right_mean(text: str) -> Non
 
 def test_codecs_know_how_many_workers_there_are() -> None:
     """Local clipping allows every worker limit / sqrt(N): four of the same gradient sum up to twice the limit."""
-    group = Group(codec("threshold(ratio=1.0, clip=3.0)", feedback=False), 4, shapes=[(40, 50)])
+    group = Ranks(codec("threshold(ratio=1.0, clip=3.0)", feedback=False), 4, shapes=[(40, 50)])
     x = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
     group.step([[x]] * 4)
     for arrays in group.arrays:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from loop import run
-from reducing import ELEMENTS, TEXTS, Group, can_be_served, codec, gradients
+from reducing import ELEMENTS, TEXTS, can_be_served, codec, gradients
 from telling import Served
 
 from syncline.algorithms.ring import ring
 from syncline.codecs import Merges
-from syncline.compression.reducers import Flows, Operand, Participant, Summed, Traffic, gathered, merged, owners, ways
+from syncline.compression.reducers import Flows, Operand, Participant, Summed, gathered, merged, owners, ways
 from syncline.compression.traffic import moved_bytes, parts_of
-from syncline.nouns import Group as Ranks
-from syncline.nouns import Slice, Spec
+from syncline.nouns import Group, Slice, Spec
+from syncline.testing.reducing import Ranks, as_foreseen, run
 from syncline.wire.scratch import Scratch
-
-Pieces = Sequence[Callable[[], Any]]
 
 ONE_BY_ONE = [[Slice(0, 0, 3), Slice(1, 0, 2000), Slice(2, 0, 7)], [Slice(3, 0, 1), Slice(4, 0, 2112)]]
 ONE_BY_ONE += [[Slice(5, 0, 5000)]]
@@ -35,38 +32,13 @@ def cuts(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "PIECE_ELEMENTS", 1500)
 
 
-def held_to_the_loop(pieces: Sequence[Pieces], traffic: Sequence[Traffic]) -> None:
-    """Run the reducers of all processes, and compare every message and every sum with what was foreseen."""
-    assert {len(one) for one in pieces} == {len(traffic)}
-    for starts, steps in zip(zip(*pieces, strict=True), traffic, strict=True):
-        moved: list[tuple[int, int, int]] = []
-        sums: list[int] = []
-
-        def wire(src: int, dst: int, data: np.ndarray, moved: list[Any] = moved) -> np.ndarray:
-            moved.append((src, dst, data.nbytes))
-            return data
-
-        run([start() for start in starts], wire, sums.append)
-        assert sums == [step.nbytes for step in steps if isinstance(step, Summed)]
-        flows = [step for step in steps if isinstance(step, Flows)]
-        columns = [row for step in flows for row in zip(*(column.tolist() for column in step.columns), strict=True)]
-        assert Counter(one[:2] for one in moved) == Counter(one[:2] for one in columns)
-        if all(nbytes == most for *_, nbytes, most in columns):
-            assert Counter(moved) == Counter(one[:3] for one in columns)
-        else:
-            most = {ends: sum(one[3] for one in columns if one[:2] == ends) for ends in {one[:2] for one in columns}}
-            assert all(nbytes <= most[src, dst] for src, dst, nbytes in moved)
-            found, foreseen = sum(one[2] for one in moved), sum(one[2] for one in columns)
-            assert foreseen / 2 < found < foreseen * 2
-
-
 @pytest.mark.usefixtures("cuts")
-@pytest.mark.parametrize(("workers", "servers", "cut"), [(1, 1, True), (3, 2, True), (5, 0, True), (6, 0, False)])
+@pytest.mark.parametrize(("workers", "servers", "cut"), [(1, 1, True), (3, 2, True), (5, 0, True)])
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_travels_is_known_without_data(text: str, workers: int, servers: int) -> None:
     if servers and not can_be_served(text):
         pytest.skip("works in rounds, which servers do not")
-    group = Group(codec(text), workers, buckets=ONE_BY_ONE, servers=servers)
+    group = Ranks(codec(text), workers, buckets=ONE_BY_ONE, servers=servers)
     at = tuple(range(workers, workers + servers)) or tuple(range(workers))
     for step in (0, 2):  # some codecs warm up
         for rank in group.ranks:
@@ -78,7 +50,7 @@ def test_what_travels_is_known_without_data(text: str, workers: int, servers: in
             foreseen = ways.traffic(
                 parts_of(group.codec, group.layers, bucket, step), workers, at, served=bool(servers)
             )
-            held_to_the_loop([rank.pieces(number) for rank in group.ranks], foreseen)
+            as_foreseen([rank.pieces(number) for rank in group.ranks], foreseen)
             for rank in group.ranks:
                 rank.finish(number)
 
@@ -93,20 +65,20 @@ def test_pushes_and_pulls_are_known_without_data(text: str, workers: int, server
     parts = parts_of(codec(text), served.layers, served.buckets[0])
     for worker, (given,) in enumerate(gradients(workers, ELEMENTS, 0)):
         served.gradients[worker][:] = given
-    held_to_the_loop([one.pieces(0) for one in served.codecs], owners.push_traffic(parts, workers, at))
+    as_foreseen([one.pieces(0) for one in served.codecs], owners.push_traffic(parts, workers, at))
     for made in served.codecs:
         made.finish(0)
     for updates in served.updates:
         for one in updates.owned:
             one.weights[:] += np.random.default_rng(one.start).standard_normal(one.weights.size, np.float32)
-    held_to_the_loop([one.pieces(0) for one in served.updates], owners.pull_traffic(parts, workers, at))
+    as_foreseen([one.pieces(0) for one in served.updates], owners.pull_traffic(parts, workers, at))
 
 
 @pytest.mark.parametrize("text", ["fp16", "powersgd(rank=2)", "int8", "adaptive(topk(ratio=0.1), small=64B)"])
 def test_bytes_between_processes_count_sums_by_their_plan(text: str) -> None:
-    group = Group(codec(text), 3)
+    group = Ranks(codec(text), 3)
     traffic = ways.traffic(parts_of(group.codec, group.layers, group.buckets[0]), 3, range(3))
-    found = moved_bytes(traffic, 3, lambda _: ring(Ranks(3)))
+    found = moved_bytes(traffic, 3, lambda _: ring(Group(3)))
     sums = sum(step.nbytes for one in traffic for step in one if isinstance(step, Summed))
     flows = sum(int(step.nbytes.sum()) for one in traffic for step in one if isinstance(step, Flows))
     assert found.sum() == pytest.approx(2 * 2 * sums + flows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import MethodType
 from typing import Any
 
@@ -153,9 +153,79 @@ def forgets_later(made: Encoded, x: Floats, out: Payload, state: State) -> None:
         forgets(made, x, out, state)
 
 
+def decode_by_rank(
+    self: Broken, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0
+) -> None:
+    """Every rank reads something else in a payload."""
+    self.right.decode(payload, out, state, add=add, start=start)
+    out *= 1 + 0.001 * state.rank
+
+
+def expects_little(self: Broken, spec: Spec) -> tuple[int, int]:
+    expected, greatest = self.right.wire_bytes(spec)
+    return expected // 16, greatest
+
+
+def after_another(x: Floats, state: State) -> Floats:
+    """What comes out depends on what was encoded last."""
+    last, after_another.last = after_another.last, state.spec.name  # type: ignore[attr-defined]
+    return x if last == state.spec.name else 1.5 * x
+
+
+after_another.last = "layer.weight"  # type: ignore[attr-defined]
+
+
+def merge_and_forget(self: Broken, mine: Payload, theirs: Payload, out: Payload, state: State) -> int:
+    """What a merge drops is lost."""
+    words: int = self.right.merge(mine, theirs, out, state)  # type: ignore[attr-defined]
+    if state.residual is not None:
+        state.residual[:] = 0
+    return words
+
+
+def average(
+    after: Callable[[Floats, State], object], before: Callable[[Floats, State], object] = lambda *_: None
+) -> Callable[..., Generator[Floats, None, bool]]:
+    """An average around the right one that changes what it is given, or what it has made."""
+
+    def broken(self: Broken, x: Floats, state: State, world: int) -> Generator[Floats, None, bool]:
+        before(x, state)
+        finite = yield from self.right.average(x, state, world)  # type: ignore[attr-defined]
+        after(x, state)
+        return finite  # type: ignore[no-any-return]
+
+    return broken
+
+
+def says_yes(self: Broken, x: Floats, state: State, world: int) -> Generator[Floats, None, bool]:
+    yield from self.right.average(x, state, world)  # type: ignore[attr-defined]
+    return True
+
+
+def by_rank(x: Floats, state: State) -> None:
+    x *= 1 + 0.001 * state.rank
+
+
+def empty(x: Floats, state: State) -> None:  # noqa: ARG001
+    if state.residual is not None:
+        state.residual[:] = 0
+
+
+def threefold(x: Floats, state: State) -> None:
+    if state.residual is None:
+        x *= 3
+
+
+def sometimes_more(x: Floats, state: State) -> None:
+    if state.rank == 0:
+        x[:] = never_twice(x, state)
+
+
 def without_feedback(self: Broken, spec: Spec, rank: int, feedback: bool = False) -> State:  # noqa: ARG001
     return self.right.init(spec, rank)
 
+
+IN_ROUNDS = "powersgd(rank=2)"
 
 BROKEN: dict[str, list[Broken]] = {
     "nothing is written elsewhere": [
@@ -197,6 +267,20 @@ BROKEN: dict[str, list[Broken]] = {
         Broken("none", biased=True, init=without_feedback, encode=on_other_input(lambda x, _: 3 * x)),
     ],
     "feedback makes the mean of many steps right": [Broken("topk(ratio=0.3)", encode=encode(forgets_later))],
+    "rounds are as declared": [
+        Broken(IN_ROUNDS, rounds=lambda self, spec: (*self.right.rounds(spec), 1)),
+        Broken(IN_ROUNDS, wire_bytes=too_small),
+        Broken(IN_ROUNDS, average=None),
+    ],
+    "all ranks have the same bits after rounds": [Broken(IN_ROUNDS, average=average(by_rank))],
+    "rounds repeat themselves": [Broken(IN_ROUNDS, average=average(lambda *_: None, before=sometimes_more))],
+    "what rounds do not say is kept": [Broken(IN_ROUNDS, average=average(empty))],
+    "rounds are a contraction": [Broken(IN_ROUNDS, average=average(threefold))],
+    "what is not finite reaches all ranks and no memory": [Broken(IN_ROUNDS, average=says_yes)],
+    "all workers get the same bits": [Broken("topk(ratio=0.3)", decode=decode_by_rank)],
+    "what travels is foreseen": [Broken("threshold(ratio=0.3)", wire_bytes=expects_little)],
+    "the result does not depend on the buckets": [Broken("none", encode=on_other_input(after_another))],
+    "with feedback nothing is lost among ranks": [Broken("gtopk(ratio=0.1)", merge=merge_and_forget)],
 }
 
 

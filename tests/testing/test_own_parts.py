@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from syncline import registry
+from syncline.errors import UsageError
 from syncline.testing import check_algorithm, check_codec, check_schedule
+from syncline.testing.laws import Laws
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -36,3 +38,10 @@ def test_the_algorithm(example: Any) -> None:
 def test_the_schedule(example: Any) -> None:
     example("own_strategy.py")
     assert "training keeps its promises" in check_schedule("even(count=3)")
+
+
+def test_a_part_that_no_law_concerns_does_not_pass() -> None:
+    laws: Laws[str, str] = Laws()
+    laws.law(lambda *case: [str(case)], lambda _: False)(lambda _: None)
+    with pytest.raises(UsageError, match="no law concerns the part mine: what it does is seen in a training only"):
+        laws.hold("mine", "part mine", 0, 1)

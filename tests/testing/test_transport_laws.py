@@ -18,7 +18,8 @@ from syncline.errors import PeerLost, UsageError
 from syncline.testing import BrokenLaw, check_transport, network
 from syncline.testing.laws import holds
 from syncline.testing.network import Network, network_of
-from syncline.testing.transports import LAWS, Subject
+from syncline.testing.transports import LAWS
+from syncline.testing.transports.cases import Subject
 from syncline.transports import Bytes, Handle, Transport
 from syncline.transports.inproc import Hub, InProc, _Message
 

@@ -9,7 +9,7 @@ A check runs every law that concerns the part by what it declares, and raises Br
 law, the part and the example that it fails for. Examples are drawn with NumPy from a seed: nothing else is needed, no
 test framework either.
 
-    check_codec      ``codecs``: what arrays become, and what becomes of that; memory that is not to be touched
+    check_codec      ``codecs``: what arrays become, and what becomes of that, alone and among ranks (``reducing``)
     check_algorithm  ``algorithms``: plans for groups of 1 to 64 workers
     check_schedule   ``schedules``: buckets of models, and training with them on a clock that is made up (``training``)
     check_sync       ``sync``: its answers, and what owners of weights (``serving``) and training make of them

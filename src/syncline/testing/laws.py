@@ -39,10 +39,13 @@ class Law(Generic[PartT, CaseT]):
 
 
 class Laws(Generic[PartT, CaseT]):
-    """The laws of one kind, in the order in which they are tried: what others build on comes first."""
+    """The laws of one kind, those of ``parts`` of it, in the order in which they are tried.
 
-    def __init__(self) -> None:
-        self._laws: list[Law[PartT, CaseT]] = []
+    What others build on comes first.
+    """
+
+    def __init__(self, *parts: Laws[PartT, Any]) -> None:
+        self._laws: list[Law[PartT, CaseT]] = [law for part in parts for law in part]
 
     def __iter__(self) -> Iterator[Law[PartT, CaseT]]:
         return iter(self._laws)

@@ -11,11 +11,12 @@ from math import inf
 
 from ... import registry
 from ...strategy.grammar import read_part
+from ..laws import Laws
 from ..network import Network, network_of
 from . import ends, messages, sums, urgency
-from .cases import LAWS, Subject
+from .cases import Case, Subject
 
-__all__ = ["LAWS", "Subject", "check_transport", "ends", "messages", "sums", "urgency"]
+LAWS: Laws[Subject, Case] = Laws(messages.LAWS, urgency.LAWS, ends.LAWS, sums.LAWS)
 
 _AHEAD_BYTES = 1 << 20
 

@@ -10,7 +10,6 @@ from functools import cached_property
 import numpy as np
 
 from ...transports import INLINE_BYTES, Adds, Bytes, HasAllreduce
-from ..laws import Laws
 from ..network import Ends, Network, numbers
 
 SIZES = (0, 1, 7, 4095, 4096, 4097, INLINE_BYTES, INLINE_BYTES + 1, 1_000_003, 9_000_001)
@@ -75,8 +74,6 @@ class Case:
         what = f"{sizes}{' in memory of its own' if self.shared else ''}"
         return f"{self.processes} processes{what} (seed {self.seed})"
 
-
-LAWS: Laws[Subject, Case] = Laws()
 
 Cases = Callable[[Subject, int, int], Iterator[Case]]
 

@@ -12,9 +12,11 @@ import numpy as np
 from ...errors import ClosedError, PeerLost
 from ...transports import Handle
 from .. import network
-from ..laws import require, same
+from ..laws import Laws, require, same
 from ..network import Ends, in_time, numbers, raised
-from .cases import LAWS, Case, between
+from .cases import Case, Subject, between
+
+LAWS: Laws[Subject, Case] = Laws()
 
 
 @LAWS.law(between(2))

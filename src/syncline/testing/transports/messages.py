@@ -9,11 +9,14 @@ import numpy as np
 
 from ...errors import UsageError
 from ...transports import INLINE_BYTES, Adds, Handle, Transport
-from ..laws import require, same
+from ..laws import Laws, require, same
 from ..network import Ends, numbers, raised, together
-from .cases import LAWS, SIZES, Case, between, drawn, each
+from .cases import SIZES, Case, Subject, between, drawn, each
 
 _TAGS = (0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1)
+
+
+LAWS: Laws[Subject, Case] = Laws()
 
 
 @LAWS.law(each(*SIZES, shared=(False, True)))

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from ...errors import PeerLost, UsageError
 from ...nouns import numpy_dtype
 from ...transports import Handle, HasAllreduce, Transport
-from ..laws import require, same
+from ..laws import Laws, require, same
 from ..network import Ends, numbers, raised, together
-from .cases import LAWS, Case, Subject, between
+from .cases import Case, Subject, between
 
 
 def has_allreduce(case: Case) -> bool:
@@ -36,6 +36,9 @@ def each_type(subject: Subject, seed: int, count: int) -> Iterator[Case]:
     """One case for every type that has to be added."""
     for case in between(3)(subject, seed, count):
         yield from (replace(case, dtype=name) for name in subject.adds)
+
+
+LAWS: Laws[Subject, Case] = Laws()
 
 
 @LAWS.law(each_type, has_allreduce)

@@ -11,9 +11,9 @@ from math import inf
 import numpy as np
 
 from ...transports import INLINE_BYTES
-from ..laws import require, same
+from ..laws import Laws, require, same
 from ..network import numbers
-from .cases import LAWS, Case, Subject, between, each
+from .cases import Case, Subject, between, each
 
 _MESSAGES = 40
 _SIZES = 60_000, 100_000
@@ -27,6 +27,9 @@ def waiting(subject: Subject, seed: int, count: int) -> Iterator[Case]:  # noqa:
     """
     for size in _SIZES if subject.ahead_bytes == 0 else _SIZES[:1]:
         yield Case(subject, sizes=(size,), seed=seed)
+
+
+LAWS: Laws[Subject, Case] = Laws()
 
 
 @LAWS.law(waiting, lambda case: case.subject.ahead_bytes < inf)

@@ -1,0 +1,212 @@
+"""Codecs that work in rounds: sizes as declared, conservation over all ranks, equal bits at all of them.
+
+A law plays some ranks, each with its own gradient and state, and makes the sums between their rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...codecs import Codec, Floats, Rounds, State, codec_of
+from ...nouns import Spec
+from ..laws import Laws, require, same
+from ..tensors import ORDINARY, values
+from .cases import arrays_of, same_state
+
+SHAPES = ((8, 6), (64, 32, 3, 3), (1, 50), (50, 1), (7, 300), (300, 7), (16, 1, 5, 5), (129, 257), (50,), (), (0, 3))
+"""Matrices of many proportions, and what is none."""
+
+
+@dataclass(frozen=True)
+class Together:
+    """A codec, a tensor, and the gradients of some ranks: their character and size, and the seed of what is drawn."""
+
+    given: Codec
+    shape: tuple[int, ...]
+    world: int
+    kind: str
+    scale: float
+    seed: int
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of the tensor."""
+        return codec_of(self.given, self.spec).codec
+
+    @property
+    def rounds(self) -> Rounds:
+        """The same, as what it has to be."""
+        codec = self.codec
+        require(isinstance(codec, Rounds), "a codec that works in rounds has average() and rounds()")
+        assert isinstance(codec, Rounds)
+        return codec
+
+    @property
+    def spec(self) -> Spec:
+        """The tensor's."""
+        return Spec("layer.weight", self.shape)
+
+    def inputs(self, step: int = 0) -> list[Floats]:
+        """The gradients of all ranks in a step."""
+        elements, first = self.spec.elements, self.seed + 10 * step
+        return [values(self.kind, elements, first + rank) * np.float32(self.scale) for rank in range(self.world)]
+
+    def states(self, feedback: bool | None = None) -> list[State]:
+        """New states; with residuals, unless told otherwise, where error feedback may stand around the codec."""
+        wanted = self.codec.contraction if feedback is None else feedback
+        return [self.codec.init(self.spec, rank, wanted) for rank in range(self.world)]
+
+    def average(self, inputs: Sequence[Floats], states: Sequence[State]) -> tuple[list[Floats], list[bool]]:
+        """One step of all ranks: what each has at the end, and whether it said that its own input was finite."""
+        arrays, finite, _ = averaged(self.rounds, inputs, states)
+        return arrays, finite
+
+    def __str__(self) -> str:
+        return f"a tensor of {self.shape} on {self.world} ranks ({self.kind!r} x {self.scale:g}, seed {self.seed})"
+
+
+def averaged(
+    codec: Rounds, inputs: Sequence[Floats], states: Sequence[State]
+) -> tuple[list[Floats], list[bool], list[int]]:
+    """What all ranks have after a step, whether each said that its own input was finite, and the elements of the sums.
+
+    Raises AssertionError where ranks have other rounds than each other.
+    """
+    arrays = [x.copy() for x in inputs]
+    running = [codec.average(x, state, len(inputs)) for x, state in zip(arrays, states, strict=True)]
+    finite: list[bool] = []
+    sizes: list[int] = []
+    while not finite:
+        asked: list[Floats] = []
+        for generator in running:
+            try:
+                asked.append(next(generator))
+            except StopIteration as end:
+                finite.append(end.value)
+        require(not (finite and asked), f"{len(finite)} ranks have come to their end, and {len(asked)} go on")
+        if asked:
+            lengths = {array.size for array in asked}
+            require(len(lengths) == 1, f"ranks sum arrays of {sorted(lengths)} elements with each other")
+            sizes.append(asked[0].size)
+            with np.errstate(all="ignore"):
+                total = np.sum(asked, axis=0, dtype=np.float32)
+            for array in asked:
+                array[...] = total
+    for state in states:
+        state.step += 1
+    return arrays, finite, sizes
+
+
+def several(codec: Codec, seed: int, count: int) -> Iterator[Together]:
+    """Tensors of every shape that the codec takes in rounds, in turn, on one to four ranks."""
+    draw = np.random.default_rng(seed)
+    for number in range(count):
+        kind, exponent = str(draw.choice(ORDINARY)), float(draw.integers(-24, 21))
+        scale = 1.0 if kind == "heavy" else 10.0**exponent  # those are of all sizes already
+        shape, world = SHAPES[number % len(SHAPES)], int(draw.integers(1, 5))
+        case = Together(codec, shape, world, kind, scale, int(draw.integers(0, 2**32)))
+        if case.codec.combine == "rounds":
+            yield case
+
+
+LAWS: Laws[Codec, Together] = Laws()
+
+
+@LAWS.law(several)
+def rounds_are_as_declared(case: Together) -> None:
+    """``rounds`` says the elements of every sum, and ``wire_bytes`` the bytes of all, on all ranks and in all steps."""
+    declared, states = list(case.rounds.rounds(case.spec)), case.states()
+    nbytes = 4 * sum(declared)
+    require(case.codec.wire_bytes(case.spec) == (nbytes, nbytes), f"wire_bytes is not twice the {nbytes} of rounds()")
+    for step in range(2):
+        _, _, sizes = averaged(case.rounds, case.inputs(step), states)
+        require(sizes == declared, f"arrays of {sizes} elements are summed, and rounds() says {declared}")
+
+
+@LAWS.law(several)
+def all_ranks_have_the_same_bits_after_rounds(case: Together) -> None:
+    """In the second step too, which begins with what was remembered; each says that its input was finite."""
+    states = case.states()
+    for step in range(2):
+        (first, *others), finite = case.average(case.inputs(step), states)
+        require(all(finite), f"of finite inputs ranks say {finite}")
+        require(np.isfinite(first).all(), "what comes of finite inputs is not finite")
+        for rank, other in enumerate(others, 1):
+            same(other.view(np.uint32), first.view(np.uint32), f"the bits of rank {rank} beside rank 0")
+
+
+@LAWS.law(several)
+def rounds_repeat_themselves(case: Together) -> None:
+    """The same states and inputs give the same results and states, bit for bit."""
+    states = case.states()
+    again = deepcopy(states)
+    for step in range(2):
+        results, _ = case.average(case.inputs(step), states)
+        repeated, _ = case.average(case.inputs(step), again)
+        for rank in range(case.world):
+            same(repeated[rank].view(np.uint32), results[rank].view(np.uint32), f"the second run's bits of rank {rank}")
+            same_state(again[rank], states[rank])
+
+
+@LAWS.law(several, lambda case: case.codec.contraction)
+def what_rounds_do_not_say_is_kept(case: Together) -> None:
+    """Over all ranks result + residuals == inputs + residuals before, up to the rounding of products."""
+    states = case.states(feedback=True)
+    for step in range(3):
+        inputs = case.inputs(step)
+        before = _total([*inputs, *(_residual(state) for state in states)])
+        results, _ = case.average(inputs, states)
+        after = _total([results[0], *(_residual(state) for state in states)])
+        apart, allowed = np.abs(after - before), 1e-5 * np.abs(before).max(initial=0.0)
+        if (apart > allowed).any():
+            at = int(np.argmax(apart))
+            raise AssertionError(f"of {before[at]}, element {at}, {after[at]} was sent or kept in step {step}")
+
+
+def _total(arrays: Sequence[Floats]) -> NDArray[np.float64]:
+    total: NDArray[np.float64] = np.sum(arrays, axis=0, dtype=np.float64)
+    return total
+
+
+def _residual(state: State) -> Floats:
+    require(state.residual is not None, "init(feedback=True) makes no residual")
+    assert state.residual is not None
+    return state.residual
+
+
+@LAWS.law(several, lambda case: case.codec.contraction and bool(case.inputs()[0].any()))
+def rounds_are_a_contraction(case: Together) -> None:
+    """What one rank makes of its own gradient is nearer to it than 0 is, in the first step already."""
+    x = case.inputs()[0]
+    (result,), _, _ = averaged(case.rounds, [x], [case.codec.init(case.spec, 0)])
+    unit = float(np.abs(x).max())
+    left = np.sum(((result.astype(np.float64) - x) / unit) ** 2)
+    whole = np.sum((x.astype(np.float64) / unit) ** 2)
+    require(left < whole, f"|x - average(x)|^2 is {left / whole:.3g} times |x|^2")
+
+
+@LAWS.law(several, lambda case: case.spec.elements > 0)
+def what_is_not_finite_reaches_all_ranks_and_no_memory(case: Together) -> None:
+    """Results are not finite everywhere; the rank that it came from says so; the next step is an ordinary one."""
+    for bad in (np.nan, np.inf, -np.inf):
+        states, culprit = case.states(), case.seed % case.world
+        case.average(case.inputs(), states)
+        before = deepcopy(states)
+        inputs = case.inputs(1)
+        inputs[culprit][case.seed % case.spec.elements] = bad
+        with np.errstate(all="ignore"):
+            results, finite = case.average(inputs, states)
+        require(finite == [rank != culprit for rank in range(case.world)], f"{bad} is rank {culprit}'s: {finite}")
+        for rank, (result, state, old) in enumerate(zip(results, states, before, strict=True)):
+            require(not np.isfinite(result).all(), f"rank {rank} has a finite result of {bad} at rank {culprit}")
+            for name, array in arrays_of(state).items():
+                require(np.isfinite(array).all(), f"{name} of rank {rank} is not finite afterwards")
+            if state.residual is not None and old.residual is not None:
+                same(state.residual, old.residual, f"the residual of rank {rank}")
+        results, finite = case.average(case.inputs(2), states)
+        require(all(finite) and all(np.isfinite(one).all() for one in results), "the next step is not finite")
