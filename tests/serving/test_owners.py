@@ -15,7 +15,7 @@ from syncline.nouns import Bucket, Layer, Slice, Spec
 from syncline.serving.owner import serve
 from syncline.serving.records import Elements, Record, State, states_of
 from syncline.serving.shard import Groups, Holding
-from syncline.serving.traffic import Model, push_program
+from syncline.serving.traffic import Model
 from syncline.serving.worker import Worker, attach
 from syncline.session.session import Session
 
@@ -88,14 +88,9 @@ class Training:
     def step(self, worker: Worker, number: int, max_norm: float | None = None) -> None:
         """Push, have applied, pull."""
         session, mine = self.session, gradient_of(self.session.rank, number, self.dtype)
-        program, works = push_program(session), []
         for bucket, array in enumerate(self.gradients):
             array[:] = mine[: array.size] if bucket == 0 else mine[-array.size :]
-            if self.compression is None:
-                works.append(session.engine.exchange(program, array, bucket, "gradients"))
-            else:
-                works.append(session.reduce(self.compression, bucket, bucket, "gradients"))
-        session.engine.wait(*works)
+        session.engine.wait(*[worker.push(bucket, "gradients") for bucket in range(len(self.buckets))])
         if max_norm is not None:
             worker.clip(max_norm)
         worker.step([{"lr": 0.25}])

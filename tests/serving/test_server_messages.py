@@ -22,8 +22,8 @@ def session(pieces: list[bytes] | None = None) -> Any:
     return SimpleNamespace(
         name=lambda index: f"rank {index} (there, pid 7)",
         roll=roll,
-        send=lambda _dst, data, _label: queue.append(data),
-        recv=lambda _src, _label, nbytes: SimpleNamespace(result=queue.pop(0), nbytes=nbytes),
+        send=lambda _dst, data, _label, _topic: queue.append(data),
+        recv=lambda _src, _label, nbytes, topic: SimpleNamespace(result=queue.pop(0), nbytes=nbytes, topic=topic),
         engine=SimpleNamespace(wait=lambda _: None),
         queue=queue,
     )

@@ -340,6 +340,7 @@ def later_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     class Ssp:
         staleness: int = 3
         exchanges: ClassVar[str] = "gradients"
+        merges: ClassVar[bool] = False
 
         def due(self, step: int) -> bool:  # noqa: ARG002
             return True
@@ -375,8 +376,10 @@ class TestCombinations:
             ("native codec=qsgd", "knows nothing of codec=qsgd; the nearest that works is 'codec=qsgd'"),
             ("ring transport=torch(backend=nccl)", "no plan.*is 'native transport=torch\\(backend=nccl\\)'"),
             ("native(x=1)", "native takes no arguments"),
-            ("ring sync=ssp", "sync=ssp lets workers run ahead of each other.*nearest that works is 'ring'"),
-            ("ps(servers=2) sync=ssp", r"run ahead of each other.*nearest that works is 'ps\(servers=2\)'"),
+            ("ring sync=ssp", r"owners of the weights .* ring has none; the nearest .* 'ps\(servers=1\) sync=ssp'"),
+            ("sync=ssp", r"auto has none; the nearest that works is 'ps\(servers=1\) sync=ssp'"),
+            ("native sync=ssp", r"native has none; the nearest that works is 'ps\(servers=1\) sync=ssp'"),
+            ("ps(servers=2, update=worker) sync=ssp", r"ps has none; the nearest .* 'ps\(servers=2\) sync=ssp'"),
             ("codec=feedback(qsgd)", "diverges.*nearest that works is 'codec=qsgd'"),
             ("codec=feedback", r"needs codec, as in feedback\(CODEC, decay=1.0\)"),
             ("codec=feedback(topk(ratio=1), codec=qsgd)", "given twice"),
@@ -433,7 +436,7 @@ def own(base: type, **properties: Any) -> type:
         ("sync", {"may_proceed": lambda *_: False}, "lets nobody go on after step 0"),
         ("sync", {"due": lambda _, step: 1 / (step - 3)}, "says -0.33.* of whether step 0 is due"),
         ("sync", {"due": lambda _, step: 1 // (step - 3) == 0}, "fails at step 3 .ZeroDivisionError"),
-        ("sync", {"merges": None}, "does not say merges=True, and no engine applies each worker's push by itself"),
+        ("sync", {"merges": None}, "has merges=None: it says by True or False whether all pushes are one update"),
         ("sync", {"due": None}, r"has no due\(\)"),
     ],
 )

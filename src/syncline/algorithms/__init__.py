@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..nouns import Group
-from ..plans.plan import Plan
+from ..plans.plan import COPY, REDUCE, Plan
 
 
 @dataclass(frozen=True)
@@ -43,3 +43,19 @@ class Roles:
         """The processes that own a part, in the order of parts."""
         first = workers if self.apart else 0
         return tuple(range(first, first + self.owners))
+
+    def halves_of(self, group: Group, worker: int) -> tuple[Plan, Plan]:
+        """The plans of push and pull of one worker by itself: what it owns, if anything, stays where it is.
+
+        The k-th message goes to the k-th owner after the worker's own number, so that not all turn to the same one.
+        """
+        places = self.places(group.workers)
+        parts = [(worker + k) % self.owners for k in range(self.owners)]
+        others = [part for part in parts if places[part] != worker]
+        pushes = [(0, worker, places[part], part, 1, REDUCE) for part in others]
+        pulls = [(0, places[part], worker, part, 1, COPY) for part in others]
+        what = f"rank {worker}'s"
+        return (
+            Plan.of(f"{what} push", group, self.owners, pushes, goal="reduce_scatter", members=[worker], owners=places),
+            Plan.of(f"{what} pull", group, self.owners, pulls, goal="all_gather", members=[worker], owners=places),
+        )

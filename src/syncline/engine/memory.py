@@ -38,7 +38,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import PeerLost, SynclineError
+from ..errors import PeerLost, ProtocolError, SynclineError
 from ..kernels import board
 from ..plans.memory import Operation, Script, compile_scripts
 from ..plans.plan import REDUCE, Plan
@@ -504,9 +504,10 @@ class OneSided:
         if code == self._kernel.BROKEN:
             peer = int(run.state[self._kernel.WAITS_FOR])
             return broken(peer, f"its slot for {run.label} names memory that it has not shared")
-        return SynclineError(
+        return ProtocolError(
             f"{self._where(run)}: that rank exchanges another number of bytes than the {run.array.nbytes} here;"
-            " do all ranks run the same version with the same model?"
+            " do all ranks run the same version with the same model?",
+            rank=int(run.state[self._kernel.WAITS_FOR]),
         )
 
     def _check_peer(self, run: _Run, peer: int, gone: set[int]) -> None:

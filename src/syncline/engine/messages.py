@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..collectives import Collective
-from ..errors import PeerError, SynclineError, UsageError
+from ..errors import PeerError, ProtocolError, SynclineError, UsageError
 from ..kernels.cpu import add_all_into
 from ..plans.messages import Action, Program
 from ..transports import Adds, Handle, HasAllreduce, Transport
@@ -386,10 +386,8 @@ class Exchange:
         start, stop = segment.bounds(action)
         expected = (stop - start) * segment.run.array.itemsize
         if handle.nbytes != expected:
-            raise SynclineError(
-                f"{self._where(segment, action)}: {handle.nbytes} bytes came where {expected} were expected; do all"
-                " ranks run the same version with the same model?"
-            )
+            came = f"{handle.nbytes} bytes came where {expected} were expected"
+            raise self._explain(UsageError(came), segment, action)
         if self._observer is not None:
             segment.spans.pop(i).end()
         if handle.kind == "add":
@@ -498,7 +496,12 @@ class Exchange:
         )
 
     def _explain(self, error: Exception, segment: _Segment, action: Action) -> Exception:
-        return labelled(self._where(segment, action), error)
+        """What befell an action; a message of another length is the fault of whoever sent it."""
+        explained = labelled(self._where(segment, action), error)
+        if isinstance(error, UsageError) and action.kind != "send":
+            advice = "do all ranks run the same version with the same model?"
+            return ProtocolError(f"{explained}; {advice}", rank=action.peer)
+        return explained
 
 
 def chunk_edges(size: int, chunks: int) -> list[int]:

@@ -1,8 +1,8 @@
 """One worker's steps as a state machine: what is handed over, what is waited for, what is applied, and when.
 
-It reads the schedule (``release``, ``phases``, ``apply``, ``priority``) and the sync mode (``due``), and knows no
-framework, engine, thread, clock or array. Who drives it tells it what happens to a model and carries out what it
-answers, in order; an answered ``Wait`` is over before the next event comes. The adapters of frameworks drive it with
+It reads the schedule (``release``, ``phases``, ``apply``, ``priority``) and the sync mode (``due``, ``merges``). It
+knows no framework, engine, thread, clock or array. Who drives it tells it what happens to a model and carries out what
+it answers, in order; an answered ``Wait`` is over before the next event comes. The adapters of frameworks drive it with
 real gradients, a simulator with a virtual clock: what is predicted is what is run.
 
 A step, by what waits for its result (``apply``):
@@ -16,6 +16,7 @@ Rules
   workers submit alike whatever order backward completes buckets in. An all-gather goes behind its reduce-scatter: at
   once, or, where layers wait for themselves, when backward has ended, layers that are needed first before the others.
 * Nothing is applied twice, before it has arrived, or before the step's own ``stepped``; steps are applied in order.
+* What is merged is agreed on before anything of it goes; where every push is an update by itself, nothing is.
 * A step that is not due is the worker's own: nothing of it is submitted, and its own gradients are applied.
 * What a backward pass reads has been needed by the forward pass before it.
 * What comes out of turn raises, and changes nothing.
@@ -259,7 +260,7 @@ class Steps:
         step.instead_of = last
         self._open.append(step)
         self.begun += 1
-        if step.due:
+        if step.due and self._mode.merges:
             actions.append(Agree(step.number))
         return step
 

@@ -27,7 +27,7 @@ from ..nouns import Layer, Spec
 from ..serving.owner import serve, serve_plan
 from ..serving.records import Elements, State
 from ..serving.shard import Groups, Holding
-from ..serving.traffic import Model, push_program
+from ..serving.traffic import Model
 from ..serving.worker import Worker, attach
 from ..session.communicator import BUCKET_KEYS, compiled
 from ..session.layout import Layout, decide_layout, place_bucket, place_tensors
@@ -120,10 +120,6 @@ class Shared(Wrapped):
                 array.flags.writeable = False  # the owners would not see it, and the next pull would undo it
             model = Model(layout.buckets, self._gradients.arrays, held.arrays, self._compression, self._key)
             self._worker = attach(session, model, partial(Sliced, optimizer), [])
-            push = push_program(session)
-            self._program: Any = lambda _: push
-        else:
-            self._program = session.bucket_program
 
     def step(self, gradients: Arrays) -> None:
         """Average the ranks' gradients and update the weights with the mean; all ranks call it."""
@@ -165,14 +161,16 @@ class Shared(Wrapped):
 
     def _submit(self, submit: Submit) -> None:
         meeting, number = self._meeting, submit.operation.bucket
-        assert meeting is not None
         array, label = self._gradients.arrays[number], f"bucket {number}"
-        options: dict[str, Any] = {"lane": self._lane, "gate": meeting.work, "priority": submit.priority}
-        options["before"] = meeting.tickets
-        if self._compression is not None:
+        options: dict[str, Any] = {"lane": self._lane, "priority": submit.priority}
+        if meeting is not None:  # where pushes are not merged, there is nothing to agree on
+            options |= {"gate": meeting.work, "before": meeting.tickets}
+        if self._worker is not None:
+            work = self._worker.push(number, label, **options)
+        elif self._compression is not None:
             work = self._session.reduce(self._compression, number, self._key + number, label, **options)
         else:
-            program = self._program(array.nbytes)
+            program = self._session.bucket_program(array.nbytes)
             work = self._session.engine.exchange(program, array, self._key + number, label, **options)
         self._works.append(work)
 

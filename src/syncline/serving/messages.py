@@ -18,6 +18,9 @@ BODY_PIECE_BYTES = 64 * 1024 * 1024
 
 _MOST_BODY_BYTES = 1 << 56
 
+REQUESTS, ANSWERS = range(2)
+"""Topics: a process that is a worker and an owner sends both to the same peer."""
+
 
 def read_message(session: Session, source: int, label: str, data: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
     """The JSON object that process ``source`` has sent, with at least these fields; raises ProtocolError."""
@@ -53,20 +56,20 @@ def nonsense(session: Session, source: int, label: str, why: str) -> ProtocolErr
     )
 
 
-def send_body(session: Session, dst: int, body: bytes, label: str) -> None:
+def send_body(session: Session, dst: int, body: bytes, label: str, topic: int = REQUESTS) -> None:
     """Start sending a body of known size."""
     for at in range(0, len(body), BODY_PIECE_BYTES):
-        session.send(dst, body[at : at + BODY_PIECE_BYTES], label)
+        session.send(dst, body[at : at + BODY_PIECE_BYTES], label, topic)
 
 
-def receive_body(session: Session, src: int, size: int, label: str) -> bytes:
+def receive_body(session: Session, src: int, size: int, label: str, topic: int = REQUESTS) -> bytes:
     """Wait for a body of ``size`` bytes; memory is taken as its pieces come."""
     if size > _MOST_BODY_BYTES:
         raise nonsense(session, src, label, f"it has {size} bytes")
     pieces = []
     for at in range(0, size, BODY_PIECE_BYTES):
         wanted = min(BODY_PIECE_BYTES, size - at)
-        piece = session.recv(src, label, wanted)
+        piece = session.recv(src, label, wanted, topic=topic)
         session.engine.wait(piece)
         if len(piece.result) != wanted:
             raise nonsense(session, src, label, f"a piece of {len(piece.result)} bytes in place of {wanted}")

@@ -1,25 +1,31 @@
 """The owner's side: it takes gradients in, applies updates, and lets the workers have the new weights.
 
 ``Owner`` does what the protocol's state machine decides, wherever the owner is: ``Moves`` is how pushes, weights and
-answers travel there. ``Server`` is a process that does nothing else, until the workers leave: it is asked by messages.
-Owners on workers are in ``worker``, since there everybody comes to the same call.
+answers travel there. ``Server`` is asked by messages until the workers leave: a process that does nothing else, or,
+where every push is an update by itself, a thread of a worker (``serve_beside``). It takes up whichever message is
+complete, its gradients included, in no order of workers. Owners on workers whose pushes are merged are in ``worker``,
+since there everybody comes to the same call.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..compression.compression import Compression
 from ..engine.work import Work
+from ..errors import PeerLeft
 from ..plans.messages import Program
 from ..session.session import Session
-from .messages import check_fields, nonsense, read_message, receive_body, send_body
+from .merged import push_coded, push_plan
+from .messages import ANSWERS, check_fields, nonsense, read_message, receive_body, send_body
 from .protocol import Apply, Ledger, Measure, Release, Request
 from .records import Array, Record, pack, unpack
 from .shard import Build, Shard
-from .traffic import Model, Traffic, push_coded, push_plan, traffic_of
+from .traffic import Model, Traffic
+from .ways import traffic_of
 
 REQUEST_BYTES = 1 << 20
 """The longest request of a worker: the values of its parameter groups."""
@@ -34,7 +40,8 @@ _FIELDS: dict[str, dict[str, type]] = {
     "replace": {"size": int},
     "resume": {"size": int, "step": int},
     "norm": {"clock": int},
-    "push": {"clock": int, "values": dict},
+    "push": {"clock": int, "version": int, "values": dict},
+    "leave": {},
 }
 """What each kind of request has to say."""
 
@@ -42,15 +49,15 @@ _FIELDS: dict[str, dict[str, type]] = {
 class Moves(Protocol):
     """What moves between an owner and its workers."""
 
-    def settle(self) -> None:
-        """Return when the next push lies in the gradients, and nothing under way reads the weights."""
+    def settle(self, worker: int) -> None:
+        """Return when the push of that worker, or of ``ALL``, lies in the gradients, and nothing reads the weights."""
         ...
 
     def tell_norm(self, workers: Sequence[int], squared: float) -> None:
         """Tell these workers the squared norm of the gradients here."""
         ...
 
-    def take_next(self) -> None:
+    def take_next(self, worker: int) -> None:
         """The gradients have been applied: the next push may come."""
         ...
 
@@ -60,71 +67,124 @@ class Moves(Protocol):
 
 
 class Owner:
-    """Keeps the ledger of one shard and does what it says.
+    """Keeps the ledger of one shard and does what it says; workers push a step at once, so buckets are ``ALL``.
 
-    The modes that a strategy accepts merge, and workers push a step at once: every action is of ``ALL``.
+    ``version`` counts the updates of its weights.
     """
 
     def __init__(self, session: Session, shard: Shard, moves: Moves) -> None:
         self._shard, self._moves = shard, moves
         self.ledger = Ledger(session.group.workers, session.strategy.sync_mode())
+        self.version = 0
 
     def handle(self, request: Request) -> None:
         """Take a worker's message; raises MismatchError for one that is not its next, or differs from the others'."""
         moves, optimizer = self._moves, self._shard.optimizer
         for action in self.ledger.handle(request):
             if isinstance(action, Measure):
-                moves.settle()
+                moves.settle(action.worker)
                 moves.tell_norm(action.workers, optimizer.squared_norm())
             elif isinstance(action, Apply):
-                moves.settle()
+                moves.settle(action.worker)
                 optimizer.apply(action.values["groups"], action.values["scale"])
-                moves.take_next()
+                self.version = action.version
+                moves.take_next(action.worker)
             elif isinstance(action, Release):
                 moves.release(action.workers)
 
 
 class Server:
-    """Serves the shard of a model of so many ``buckets`` to workers that send requests."""
+    """Serves a shard to workers that send requests; ``traffic`` is how their gradients and its weights travel."""
 
-    def __init__(self, session: Session, shard: Shard, traffic: Traffic, buckets: int) -> None:
-        self._session, self._shard, self._traffic, self._buckets = session, shard, traffic, buckets
+    def __init__(self, session: Session, shard: Shard, traffic: Traffic) -> None:
+        self._session, self._shard, self._traffic = session, shard, traffic
+        self._exchanges = traffic.exchanges()
         self._owner = Owner(session, shard, self)
-        self._pulls: list[Work] = []
-        self._pushes = traffic.push()
+        self._merges = session.strategy.sync_mode().merges
+        self._told = [0] * session.group.workers  # the version of the weights that each worker was sent last
+        self._gone: set[int] = set()  # those that have said that they leave
+        self._messages: dict[int, dict[str, Any]] = {}  # that have come, from the workers that have not left
         self._requests = {worker: self._listen(worker) for worker in range(session.group.workers)}
         session.engine.expects = self._expects
 
     def serve(self) -> None:
         """Return when every worker has left; raises the fault when there is one."""
-        engine, left = self._session.engine, self._session.ending.workers_left
-        while not left():
-            engine.wait_any(self._requests.values(), until=left)
-            for worker, work in list(self._requests.items()):
-                if work.done:
-                    self._answer(worker, self._read(worker, work.result))
-                    self._requests[worker] = self._listen(worker)
+        engine, workers = self._session.engine, range(self._session.group.workers)
+        while not self._all_left():
+            engine.wait_any([self._next(worker) for worker in self._requests], until=self._somebody_is_missed)
+            if missed := self._missed():
+                self._give_up(missed)
+            for worker in workers:
+                if worker in self._requests and self._next(worker).done:
+                    self._take(worker)
+
+    def _take(self, worker: int) -> None:
+        """Do what a worker has asked for, and listen for more."""
+        message = self._messages.pop(worker)
+        if message["kind"] == "leave":
+            self._gone.add(worker)
+            del self._requests[worker]
+        else:
+            self._answer(worker, message)
+            self._requests[worker] = self._listen(worker)
+
+    def _next(self, worker: int) -> Work:
+        """What a worker's request waits for, or itself when it can be answered."""
+        request = self._requests[worker]
+        if not request.done:
+            return request
+        if worker not in self._messages:
+            self._messages[worker] = self._read(worker, request.result)
+        if self._messages[worker]["kind"] in ("norm", "push"):
+            return next((work for work in self._exchanges.coming(worker) if not work.done), request)
+        return request
+
+    def _left(self) -> set[int]:
+        return self._gone | self._session.ending.left_already()
+
+    def _all_left(self) -> bool:
+        return self._left().issuperset(range(self._session.group.workers))
+
+    def _somebody_is_missed(self) -> bool:
+        return self._all_left() or bool(self._missed())
+
+    def _missed(self) -> dict[int, int]:
+        """Worker -> step of those that have left while others wait for them; where pushes are merged, these say so."""
+        left = set[int]() if self._merges else self._left()
+        return {worker: step for worker, step in self._owner.ledger.awaited.items() if worker in left} if left else {}
+
+    def _give_up(self, missed: dict[int, int]) -> None:
+        session, (worker, step) = self._session, next(iter(missed.items()))
+        error = PeerLeft(
+            f"{session.name(worker)} left the run before its step {step}, for which others wait under"
+            f" sync={session.strategy.sync.name}: give all ranks the same number of batches",
+            rank=worker,
+        )
+        session.engine.fail(error)
+        session.ending.tell(error)
+        raise error
 
     # As ``Moves``.
 
-    def settle(self) -> None:
-        """Wait for what is under way."""
-        self._session.engine.wait(*self._pushes, *self._pulls)
+    def settle(self, worker: int) -> None:
+        """As the traffic does."""
+        self._exchanges.settle(worker)
 
     def tell_norm(self, workers: Sequence[int], squared: float) -> None:
         """They have asked for it."""
         for worker in workers:
             self._reply(worker, {"squared": squared})
 
-    def take_next(self) -> None:
-        """Post it."""
-        self._pushes = self._traffic.push()
+    def take_next(self, worker: int) -> None:
+        """As the traffic does."""
+        self._exchanges.take_next(worker)
 
     def release(self, workers: Sequence[int]) -> None:
         """Send the weights and answer what they have asked."""
-        self._pulls = [self._traffic.pull(number) for number in range(self._buckets)]
+        self._exchanges.release(workers)
         for worker in workers:
-            self._reply(worker, {})
+            self._told[worker] = self._owner.version
+            self._reply(worker, {"version": self._owner.version})
 
     # Requests.
 
@@ -141,6 +201,9 @@ class Server:
             check_fields(self._session, worker, label, values, {"groups": list, "scale": float})
             if not all(isinstance(group, dict) for group in values["groups"]):
                 raise nonsense(self._session, worker, label, "its groups are no groups")
+            if message["version"] != self._told[worker]:
+                why = f"it is of version {message['version']} of the weights, and it was sent {self._told[worker]}"
+                raise nonsense(self._session, worker, label, why)
         return message
 
     def _expects(self) -> dict[int, str]:
@@ -153,11 +216,11 @@ class Server:
             self._owner.handle(Request(kind, worker, message["clock"], message.get("values", {})))
             return
         if kind != "load":  # which alone does not touch the weights
-            self._session.engine.wait(*self._pulls)
+            self._exchanges.rest()
         if kind in ("state", "weights"):
             body = pack(self._shard.state() if kind == "state" else self._shard.weights())
             self._reply(worker, {"size": len(body)})
-            send_body(self._session, worker, body, f"the owner's {kind}")
+            send_body(self._session, worker, body, f"the owner's {kind}", ANSWERS)
             return
         records = self._body(worker, message)
         if kind == "load":
@@ -186,7 +249,7 @@ class Server:
         return self._session.recv(worker, f"a request of rank {worker}", REQUEST_BYTES, tolerant=True)
 
     def _reply(self, worker: int, message: dict[str, object]) -> None:
-        self._session.send(worker, json.dumps(message).encode(), f"an answer to rank {worker}")
+        self._session.send(worker, json.dumps(message).encode(), f"an answer to rank {worker}", ANSWERS)
 
 
 def serve(session: Session, model: Model, build: Build, learnt: Sequence[Record]) -> None:
@@ -194,7 +257,25 @@ def serve(session: Session, model: Model, build: Build, learnt: Sequence[Record]
     traffic = traffic_of(session, model)
     holdings = traffic.holdings()
     if holdings is not None:
-        Server(session, Shard(holdings, build, learnt), traffic, len(model.buckets)).serve()
+        Server(session, Shard(holdings, build, learnt), traffic).serve()
+
+
+def serve_beside(session: Session, shard: Shard, traffic: Traffic) -> Work:
+    """Serve in a thread beside this worker's own; the work is done when every worker has left, this one included."""
+    server, over = Server(session, shard, traffic), session.engine.promise("the others' last steps", tolerant=True)
+
+    def run() -> None:
+        engine = session.engine
+        try:
+            server.serve()
+        except Exception as error:
+            if engine.error is None:
+                engine.fail(session.ending.explain(error))
+        finally:
+            engine.fulfil(over)
+
+    threading.Thread(target=run, name="syncline-owner", daemon=True).start()
+    return over
 
 
 def serve_plan(session: Session, program: Program, gradients: Sequence[Array], compression: Compression | None) -> None:

@@ -4,8 +4,8 @@ During backward the gradients have been pushed bucket by bucket. ``Worker.step``
 values (learning rate and so on); the owners of each slice apply the real update, and the new weights are pulled. How a
 framework's parameters get them, and whether a script has changed what was pushed, is the framework's affair.
 
-``Owners`` is how a worker talks to them: ``RemoteOwners`` by messages to server processes; ``LocalOwners`` when the
-workers themselves own the slices, where all come to each call together and every owner takes all their messages.
+``Owners`` is how a worker talks to them: ``RemoteOwners`` by messages to whoever serves, ``LocalOwners`` when the
+workers themselves own the slices and all come to each call together, where every owner takes all their messages.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from ..engine.work import Work
 from ..errors import UsageError
 from ..session.session import Session
 from ..session.tickets import COMMIT, NORM
-from .messages import read_message, receive_body, send_body
-from .owner import REPLY_BYTES, REQUEST_BYTES, Owner
+from .messages import ANSWERS, read_message, receive_body, send_body
+from .owner import REPLY_BYTES, REQUEST_BYTES, Owner, serve_beside
 from .protocol import Kind, Request
 from .records import Record, pack, unpack
 from .shard import Build, Groups, Shard
-from .traffic import Model, Traffic, traffic_of
+from .traffic import Model, Traffic
+from .ways import traffic_of
 
 NOTHING: Mapping[str, type] = {}
 
@@ -83,6 +85,7 @@ class Worker:
         self.steps = 0
         """The clock of this session's protocol; a resumed run begins at 0 again."""
         self._unsaid = 0  # which changed weights the owners have taken while the workers have not compared them
+        self._together = session.strategy.sync_mode().merges
 
     @property
     def keeps(self) -> bool:
@@ -96,7 +99,15 @@ class Worker:
         return norm
 
     def change(self, weights: list[Record], number: int) -> None:
-        """Give the owners weights that the script has changed; the next step tells by ``number`` which."""
+        """Give the owners weights that the script has changed; the next step tells by ``number`` which.
+
+        Raises UsageError where workers do not come to a step together, so that no one could say whose weights count.
+        """
+        if not self._together:
+            raise UsageError(
+                f"the weights were changed on this worker, and under sync={self._session.strategy.sync.name} owners go"
+                " on with theirs: change weights, or load them, before syncline.prepare()"
+            )
         self.owners.replace(weights)
         self._unsaid = (self._unsaid + number) & 0xFFFFFFFF
 
@@ -107,6 +118,10 @@ class Worker:
         self.steps += 1
         self.owners.push(self.steps, groups, scale, changed)
 
+    def push(self, number: int, label: str, **options: Any) -> Work:
+        """Start the push of a bucket whose gradients are complete; ``options`` are those of ``Engine.exchange``."""
+        return self._traffic.push(number, label, **options)
+
     def pull(self, number: int) -> Work:
         """Start the pull of a bucket's new weights, after ``step``."""
         return self._traffic.pull(number)
@@ -114,7 +129,10 @@ class Worker:
     def weights(self) -> list[Record]:
         """The weights as the owners have them, with what the script has changed; all workers call it."""
         self._session.barrier()
-        return self.owners.weights()
+        found = self.owners.weights()
+        if not self._together:
+            self._session.barrier()  # nobody goes on before all have asked
+        return found
 
     def resume(self, step: int, weights: list[Record]) -> None:
         """Have the owners go on from that step with their own weights, where there are any; all workers call it."""
@@ -124,17 +142,26 @@ class Worker:
 def attach(session: Session, model: Model, build: Build, learnt: list[Record]) -> Worker:
     """A worker of that model, which owns a part of the weights where the strategy says so.
 
-    ``learnt`` is what the optimizer knows already; of owners that are no workers, rank 0 tells them.
+    ``learnt`` is what the optimizer knows already; of owners that are no workers, rank 0 tells them. All workers call
+    it.
     """
     traffic = traffic_of(session, model)
+    together = session.strategy.sync_mode().merges
     if session.group.servers:
         remote = RemoteOwners(session)
         if learnt and session.rank == 0:  # as the weights, also where a server's script has not loaded it, or another
             remote.load(learnt)
+        if not together:
+            session.barrier()  # before it has, nothing may be applied
         return Worker(session, remote, traffic)
     holdings = traffic.holdings()
     shard = None if holdings is None else Shard(holdings, build, learnt)
-    return Worker(session, LocalOwners(session, shard), traffic)
+    if together:
+        return Worker(session, LocalOwners(session, shard), traffic)
+    remote = RemoteOwners(session)
+    over = None if shard is None else serve_beside(session, shard, traffic)
+    session.member.before_end.append(partial(remote.leave, over))
+    return Worker(session, remote, traffic)
 
 
 class LocalOwners:
@@ -169,14 +196,14 @@ class LocalOwners:
 
     # As ``Moves``: what all have come for is there, and each worker goes on and pulls by itself.
 
-    def settle(self) -> None:
+    def settle(self, worker: int) -> None:
         """Backward has waited for the pushes, the last step for the pulls."""
 
     def tell_norm(self, workers: Sequence[int], squared: float) -> None:  # noqa: ARG002
         """To be gathered."""
         self._squared = squared
 
-    def take_next(self) -> None:
+    def take_next(self, worker: int) -> None:
         """Backward posts it."""
 
     def release(self, workers: Sequence[int]) -> None:
@@ -214,14 +241,17 @@ class LocalOwners:
 
 
 class RemoteOwners:
-    """Server processes own the slices."""
+    """Whoever owns slices is asked by messages: server processes, or threads beside workers, of this one too."""
 
     answers_one = True
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.count = session.group.servers
-        self._servers = range(session.group.workers, session.group.processes)
+        roles = session.strategy.roles
+        assert roles is not None
+        self._servers = roles.places(session.group.workers)
+        self.count = len(self._servers)
+        self._versions = [0] * self.count  # of the weights that each sent last
 
     def squared_norm(self, clock: int) -> float:
         """Summed in server order."""
@@ -230,7 +260,9 @@ class RemoteOwners:
     def push(self, clock: int, groups: Groups, scale: float, changed: int = 0) -> None:
         """Every server answers once it has applied the update."""
         values = {"groups": groups, "scale": scale, "changed weights": changed}
-        self._ask({"kind": "push", "clock": clock, "values": values})
+        request = {"kind": "push", "clock": clock, "values": values}
+        replies = self._ask(request, {"version": int}, [{"version": version} for version in self._versions])
+        self._versions = [reply["version"] for reply in replies]
 
     def state(self) -> list[Record]:
         """Any worker may ask, alone."""
@@ -262,9 +294,16 @@ class RemoteOwners:
     def _fetch(self, kind: str) -> list[Record]:
         found: list[Record] = []
         for server, reply in zip(self._servers, self._ask({"kind": kind}, {"size": int}), strict=True):
-            body = receive_body(self._session, server, reply["size"], f"the owner's {kind}")
+            body = receive_body(self._session, server, reply["size"], f"the owner's {kind}", ANSWERS)
             found += unpack(body, self._session.name(server), server)
         return found
+
+    def leave(self, over: Work | None) -> None:
+        """Tell all owners that this worker asks no more; one that serves itself goes on until no worker does."""
+        for server in self._servers:
+            self._send(server, {"kind": "leave"})
+        if over is not None:
+            self._session.engine.wait(over)
 
     def _put(self, request: Mapping[str, Any], records: list[Record]) -> None:
         body, label = pack(records), f"the body of a {request['kind']}"
@@ -272,19 +311,27 @@ class RemoteOwners:
             self._send(server, {**request, "size": len(body)})
             send_body(self._session, server, body, label)
         for server in self._servers:
-            self._session.engine.wait(self._session.recv(server, f"the answer to a {request['kind']}", REPLY_BYTES))
+            self._session.engine.wait(self._listen(server, f"the answer to a {request['kind']}"))
 
-    def _ask(self, request: Mapping[str, Any], fields: Mapping[str, type] = NOTHING) -> list[dict[str, Any]]:
-        """Ask all servers; their answers, which have these fields."""
+    def _ask(
+        self,
+        request: Mapping[str, Any],
+        fields: Mapping[str, type] = NOTHING,
+        each: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Ask all servers, with something for ``each`` beside; their answers, which have these fields."""
         label = f"the answer to a {request['kind']}"
-        replies = [self._session.recv(server, label, REPLY_BYTES) for server in self._servers]
-        for server in self._servers:
-            self._send(server, request)
+        replies = [self._listen(server, label) for server in self._servers]
+        for server, more in zip(self._servers, each or [{}] * self.count, strict=True):
+            self._send(server, {**request, **more})
         self._session.engine.wait(*replies)
         return [
             read_message(self._session, server, label, reply.result, fields)
             for server, reply in zip(self._servers, replies, strict=True)
         ]
+
+    def _listen(self, server: int, label: str) -> Work:
+        return self._session.recv(server, label, REPLY_BYTES, topic=ANSWERS)
 
     def _send(self, server: int, request: Mapping[str, Any]) -> None:
         data = json.dumps(request).encode()

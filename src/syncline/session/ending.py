@@ -57,6 +57,10 @@ class Ending:
             time.sleep(0.005)
         return False
 
+    def left_already(self) -> frozenset[int]:
+        """The peers that have said goodbye, as far as that is known here."""
+        return frozenset(self._left)
+
     def workers_left(self) -> bool:
         """True when every worker has said goodbye."""
         return self._all_left.is_set()

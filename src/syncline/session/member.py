@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 from ..engine.engine import LIMIT_S, Engine
 from ..errors import ClosedError, PeerError, SynclineError
@@ -36,6 +37,8 @@ class Member:
         self.communicators = 1
         """The least number that no communicator of this process has had; that of all workers is 0."""
         self.splitting = threading.Lock()
+        self.before_end: list[Callable[[], None]] = []
+        """What this process does for the others before it leaves a run in which nothing went wrong."""
         ending = self.ending = Ending(group, index, self.name)
         self._pid = os.getpid()
         self._closed = False
@@ -112,10 +115,20 @@ class Member:
         """
         if self._closed or self.forked:
             return None
+        unseen = self._take_leave()
         fault = None if self._engine is None else self._engine.close(before_end=self.ending.say_goodbye)
         self._closed = True
         self.ending.close()
-        return None if self.ending.known else fault or self.ending.verdict
+        return unseen or (None if self.ending.known else fault or self.ending.verdict)
+
+    def _take_leave(self) -> Exception | None:
+        """Call what comes before the end; what went wrong in it, which nobody has seen."""
+        while self.before_end and self._engine is not None and self._engine.error is None:
+            try:
+                self.before_end.pop()()
+            except SynclineError as error:
+                return error
+        return None
 
     def forget_in_child(self) -> None:
         """In a forked child: close the parent's descriptors without a word."""

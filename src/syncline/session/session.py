@@ -41,6 +41,8 @@ MODEL_KEYS = 1 << 16
 """Keys of one model among those of buckets: several models may be in flight at once."""
 _TOLD_KEY = BUCKET_KEYS
 _MESSAGE_TAGS = 1 << 63
+_TOPIC_BITS = 32
+"""Below them, in the tag of a message, who sends it."""
 
 
 class Session(Communicator):
@@ -211,19 +213,23 @@ class Session(Communicator):
         A model that comes again has the same key again. Raises UsageError for too many, and for more than server
         processes serve.
         """
+        merges = self.strategy.sync_mode().merges
+        who = "server processes" if merges else f"owners of weights under sync={self.strategy.sync.name}"
+        others = "ps(on=workers), ring or another allreduce" if merges else "sync=bsp"
+        served = bool(self.group.servers) or not merges
         for number, known in enumerate(self._models):
             if known() is model:
-                if self.group.servers:
+                if served:
                     raise UsageError(
-                        "server processes serve a model as it was prepared first: prepare it once, when all is frozen"
-                        " and built that shall be, or use ps(on=workers), ring or another allreduce"
+                        f"{who} serve a model as it was prepared first: prepare it once, when all is frozen and built"
+                        f" that shall be, or use {others}"
                     )
                 return number * MODEL_KEYS
         number = len(self._models)
-        if number > 0 and self.group.servers:
+        if number > 0 and served:
             raise UsageError(
-                "server processes serve one model: put all models into one torch.nn.ModuleList with one optimizer, or"
-                " use ps(on=workers), ring or another allreduce"
+                f"{who} serve one model: put all models into one torch.nn.ModuleList with one optimizer, or use"
+                f" {others}"
             )
         if number == BUCKET_KEYS // MODEL_KEYS:
             raise UsageError(f"a run can have up to {number} prepared models: put several into one torch.nn.ModuleList")
@@ -256,13 +262,13 @@ class Session(Communicator):
 
     # Messages between workers and servers.
 
-    def send(self, dst: int, data: bytes, label: str) -> Work:
-        """Send a small message to a process."""
-        return self.engine.send(dst, _MESSAGE_TAGS | self.index, data, label)
+    def send(self, dst: int, data: bytes, label: str, topic: int = 0) -> Work:
+        """Send a small message to a process, which may be this one; those of one topic keep their order."""
+        return self.engine.send(dst, _MESSAGE_TAGS | topic << _TOPIC_BITS | self.index, data, label)
 
-    def recv(self, src: int, label: str, nbytes: int = 1 << 16, tolerant: bool = False) -> Work:
-        """Receive the next message of a process, of at most ``nbytes``."""
-        return self.engine.recv(src, _MESSAGE_TAGS | src, nbytes, label, tolerant)
+    def recv(self, src: int, label: str, nbytes: int = 1 << 16, tolerant: bool = False, topic: int = 0) -> Work:
+        """Receive the next message of a process about that topic, of at most ``nbytes``."""
+        return self.engine.recv(src, _MESSAGE_TAGS | topic << _TOPIC_BITS | src, nbytes, label, tolerant)
 
     # Measures and the end.
 

@@ -209,6 +209,12 @@ def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
     exchanges = getattr(mode, "exchanges", None)
     if exchanges != "gradients":
         return f"sync={name} exchanges {exchanges!r}, and engines exchange 'gradients' only", remedies
+    merges = getattr(mode, "merges", None)
+    if merges not in (True, False):
+        return (
+            f"sync={name} has merges={merges!r}: it says by True or False whether all pushes are one update",
+            remedies,
+        )
     for clock in range(_CLOCKS):
         try:
             due, goes_on, runs_ahead = (
@@ -220,13 +226,32 @@ def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
             return f"sync={name} fails at step {clock} ({type(error).__name__}: {error})", remedies
         if due not in (True, False):
             return f"sync={name} says {due!r} of whether step {clock} is due", remedies
-        if runs_ahead:
-            return f"sync={name} lets workers run ahead of each other, which no engine does", remedies
+        if runs_ahead and merges:
+            return f"sync={name} lets workers run ahead of each other, which no engine does with merges=True", remedies
         if not goes_on:
             return f"sync={name} lets nobody go on after step {clock}", remedies
-    if getattr(mode, "merges", None) is not True:
-        return f"sync={name} does not say merges=True, and no engine applies each worker's push by itself", remedies
     return None
+
+
+def _pushes_by_themselves_need_owners(given: Combination) -> Fault | None:
+    if build("sync", given.sync).merges or given.server_holds_weights:
+        return None
+    reason = (
+        f"under sync={given.sync.name} every worker's push is an update by itself, which takes owners of the weights"
+        f" that apply it, and {given.architecture.name} has none"
+    )
+    others = [] if given.roles is None else _variants(given.architecture, lambda roles: roles.holds_weights)
+    return reason, [*others, {"architecture": Part("ps")}, {"sync": BSP}]
+
+
+def _pushes_by_themselves_travel_as_they_are(given: Combination) -> Fault | None:
+    if build("sync", given.sync).merges or given.codec == NONE:
+        return None
+    reason = (
+        f"under sync={given.sync.name} every worker's push is an update by itself, and no engine takes codec="
+        f"{given.codec.name}'s payloads of one worker"
+    )
+    return reason, [{"codec": NONE}, {"sync": BSP}]
 
 
 def _servers_that_sum_count_no_steps(given: Combination) -> Fault | None:
@@ -263,6 +288,8 @@ RULES: tuple[Callable[[Combination], Fault | None], ...] = (
     _engines_do_what_the_schedule_says,
     _urgent_buckets_can_overtake,
     _engines_do_what_the_sync_mode_says,
+    _pushes_by_themselves_need_owners,
+    _pushes_by_themselves_travel_as_they_are,
     _servers_that_sum_count_no_steps,
     _feedback_needs_a_contraction,
 )

@@ -75,7 +75,33 @@ class Every:
         return clock <= slowest
 
 
-MODES: tuple[SyncMode, ...] = (Every(), Every(2))
+@dataclass(frozen=True)
+class Bound:
+    """Every push is an update by itself, and nobody is more than ``by`` steps ahead of the slowest."""
+
+    by: int = 0
+    exchanges: ClassVar[Literal["gradients", "parameters"]] = "gradients"
+    merges: ClassVar[bool] = False
+
+    def due(self, step: int) -> bool:  # noqa: ARG002
+        """Always."""
+        return True
+
+    def may_proceed(self, clock: int, slowest: int) -> bool:
+        """Within the bound."""
+        return clock <= slowest + self.by
+
+
+@dataclass(frozen=True)
+class Free(Bound):
+    """Every push is an update by itself, and nobody waits."""
+
+    def may_proceed(self, clock: int, slowest: int) -> bool:  # noqa: ARG002
+        """Always."""
+        return True
+
+
+MODES: tuple[SyncMode, ...] = (Every(), Every(2), Bound(1))
 
 
 class Laid(NamedTuple):
@@ -176,7 +202,8 @@ class Worker:
     def _check_submitted(self, submit: Submit) -> None:
         (step, number, phase), what = submit.operation, submit.operation
         require(what not in self.submitted, f"{what} is submitted twice")
-        require(step in self._agreed, f"{what} is submitted before its step is agreed on")
+        agreed = step in self._agreed or not self.mode.merges
+        require(agreed, f"{what} is submitted before its step is agreed on")
         require(self.mode.due(step), f"{what} is submitted in a step that is not due")
         made = all((step, part.tensor) in self._produced for part in self.buckets[number].slices)
         require(made, f"{what} is submitted before its gradients are complete")
@@ -214,8 +241,9 @@ class Worker:
         """Every step has been applied to every bucket, and what is due has been exchanged once."""
         require(self.versions == [STEPS] * len(self.buckets), f"of {STEPS} steps buckets have had {self.versions}")
         due = {step for step in range(STEPS) if self.mode.due(step)}
-        require(self._agreed == due, f"the steps {sorted(self._agreed)} are agreed on, due are {sorted(due)}")
+        wanted = due if self.mode.merges else set[int]()
+        require(self._agreed == wanted, f"the steps {sorted(self._agreed)} are agreed on in place of {sorted(wanted)}")
         phases = 1 if self.schedule.phases == "whole" else 2
-        wanted = phases * len(due) * len(self.buckets)
-        require(len(self.submitted) == wanted, f"{len(self.submitted)} operations were submitted in place of {wanted}")
+        count = phases * len(due) * len(self.buckets)
+        require(len(self.submitted) == count, f"{len(self.submitted)} operations were submitted in place of {count}")
         require(not self.steps.flush(), "something is left to be applied")

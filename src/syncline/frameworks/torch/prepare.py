@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from ...plans.messages import Program, compile_program
+from ...plans.messages import compile_program
 from ...serving.owner import serve, serve_plan
 from ...serving.records import pack, unpack
-from ...serving.traffic import Model, push_program
+from ...serving.traffic import Model
 from ...serving.worker import attach as attach_to_owners
 from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
@@ -27,6 +26,7 @@ from .shard import SlicedOptimizer, probe, records_of, whole_state
 from .staging import Copier
 from .storage import Storage, layers_of
 from .supported import (
+    check_by_itself,
     check_held_once,
     check_normalisation,
     check_only_ours,
@@ -77,6 +77,8 @@ def prepare(
         check_optimizer(model, optimizer)
     if session.strategy.server_holds_weights:
         check_served(optimizer, selection)
+    if not session.strategy.sync_mode().merges:
+        check_by_itself(session.strategy.sync.name, selection, options)
     first_key = session.enter_model(model)
     before: Prepared | None = session.prepared.pop(first_key, None)
     if before is not None:
@@ -91,11 +93,11 @@ def prepare(
         _serve(session, selection.trained(), optimizer)
         return None
     tell_of_slow_start(session, selection.trained(), optimizer)
-    attach = partial(Replica, session, model, options=options, first_key=first_key, copier=copier)
+    replica = Replica(session, model, options, first_key=first_key, copier=copier)
     if optimizer is None or not session.strategy.server_holds_weights:
-        made = _attach_all_reduced(session, optimizer, attach(session.bucket_program))
+        made = _attach_all_reduced(session, optimizer, replica)
     else:
-        made = _attach_served(session, optimizer, keeps_state, attach)
+        made = _attach_served(session, optimizer, keeps_state, replica)
     if before is not None:
         made.replica.steps = before.replica.steps
     session.prepared[first_key] = made
@@ -121,15 +123,8 @@ def _check_all_prepared(replica: Replica, optimizer: torch.optim.Optimizer) -> N
             )
 
 
-def _attach_served(
-    session: Session,
-    optimizer: torch.optim.Optimizer,
-    keeps_state: bool,
-    attach: Callable[[Callable[[int], Program]], Replica],
-) -> Prepared:
+def _attach_served(session: Session, optimizer: torch.optim.Optimizer, keeps_state: bool, replica: Replica) -> Prepared:
     """Others update the weights: the parameters move into storage that is pulled into, the optimizer asks for it."""
-    program = push_program(session)
-    replica = attach(lambda _: program)
     staging = replica.staging
     weights = Storage(replica.named, replica.storage.buckets, staging.allocate, staging.device)
     parameters = [parameter for _, parameter in replica.named]
@@ -139,6 +134,7 @@ def _attach_served(
     arrays = Model(weights.buckets, replica.storage.arrays, weights.arrays, replica.compression, replica.first_key)
     learnt = records_of(optimizer, parameters) if session.rank == 0 or not session.group.servers else []
     worker = attach_to_owners(session, arrays, partial(SlicedOptimizer, optimizer, parameters), learnt)
+    replica.push = worker.push
     client = Client(replica, weights, worker, keeps_state=keeps_state)
     take_over(optimizer, client)
     return Prepared(replica.model, optimizer, replica, client)

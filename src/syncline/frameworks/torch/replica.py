@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...collectives import Collective
 from ...compression.compression import Compression
 from ...engine.step import Action, Agree, Steps, Submit
 from ...engine.work import Lane, Work
@@ -55,7 +54,7 @@ from .storage import Pair, Storage, layers_of
 
 
 class Replica:
-    """The hooks of one model. ``program`` gives this rank's part in the exchange of a bucket by its bytes.
+    """The hooks of one model.
 
     ``first_key`` begins the range of keys that tell this model's exchanges from those of others.
     """
@@ -64,7 +63,6 @@ class Replica:
         self,
         session: Session,
         model: torch.nn.Module,
-        program: Callable[[int], Program | Collective],
         options: Options,
         *,
         first_key: int = 0,
@@ -82,7 +80,6 @@ class Replica:
         self.compress()
         self.first_key = first_key
         self.exchanged = False  # True between the end of an exchange and the next backward
-        self._program = program
         self._unused = options.unused
         self._backward = Backward(self._end_backward, self._given_up)
         self._samples: Samples | None = None
@@ -311,13 +308,17 @@ class Replica:
         elif share != 1.0:
             gradient.mul_(share)
 
-    def _meet(self, step: int) -> Meeting:
+    def _check_start(self) -> None:
+        """A step that is exchanged begins."""
         if self.exchanged and self.on_second_backward is not None:
             self.on_second_backward()
         self.guard.check_trained(self.steps)
         if self.on_first_exchange is not None:
             self.on_first_exchange()
             self.on_first_exchange = None
+
+    def _meet(self, step: int) -> Meeting:
+        self._check_start()
         weight = self._counting.weight
         if weight is None:
             raise self.fault(
@@ -327,6 +328,9 @@ class Replica:
         meeting = self.session.meet(STEP, step_argument(self.first_key, step), weight=weight)
         self._start_buffers(meeting)
         return meeting
+
+    push: Callable[..., Work] | None = None
+    """Starts the push of a bucket by its number and label, where others own the weights."""
 
     on_second_backward: Callable[[], None] | None = None
     """Called when a second exchange begins before the step of the first; a parameter server refuses that."""
@@ -349,20 +353,25 @@ class Replica:
     def _submit(self, submit: Submit) -> None:
         """A bucket is complete: copy it down where it lives elsewhere, exchange it, copy it up."""
         meeting, number = self._meeting, submit.operation.bucket
-        assert meeting is not None
+        if meeting is None and not self._works:  # nothing is agreed on where pushes are not merged
+            self._check_start()
         pair, label = self.storage.pair(number), f"bucket {number}"
-        gate = self.staging.down(pair, meeting.work, label)
+        gate = self.staging.down(pair, None if meeting is None else meeting.work, label)
         self._works.append(self.staging.up(pair, self._exchange(number, meeting, gate, submit.priority), label))
 
-    def _exchange(self, number: int, meeting: Meeting, gate: Work | None, priority: float) -> Work:
+    def _exchange(self, number: int, meeting: Meeting | None, gate: Work | None, priority: float) -> Work:
         bucket = self.storage.buckets[number]
         array = self.storage.arrays[number]
         key, label = self.first_key + number, f"bucket {number} ({bucket.describe(self.layout.layers)})"
-        correct = partial(self._correct, array, meeting)
-        options: dict[str, Any] = {"lane": self._lane, "gate": gate, "before": correct, "priority": priority}
+        options: dict[str, Any] = {"lane": self._lane, "gate": gate, "priority": priority}
+        if meeting is not None:
+            options["before"] = partial(self._correct, array, meeting)
+        if self.push is not None:
+            return self.push(number, label, **options)
         if self.compression is not None:
             return self.session.reduce(self.compression, number, key, label, **options)
-        return self.session.engine.exchange(self._program(array.nbytes), array, key, label, **options)
+        program = self.session.bucket_program(array.nbytes)
+        return self.session.engine.exchange(program, array, key, label, **options)
 
     def _correct(self, array: np.ndarray, meeting: Meeting) -> None:
         """In the progress thread: weigh this rank's gradient by its share of the samples."""

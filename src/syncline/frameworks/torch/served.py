@@ -49,7 +49,10 @@ class Client:
     def clip(self, max_norm: float) -> float:
         """Have the next update's gradients clipped to a norm of ``max_norm``; their norm."""
         self._check_pushed()
-        return self.worker.clip(max_norm)
+        session = self.replica.session
+        # What was pushed is a share of the mean, or one of the single worker's own gradient.
+        shares = 1 if session.strategy.sync_mode().merges else session.world_size
+        return self.worker.clip(max_norm / shares) * shares
 
     def step(self, groups: Groups) -> None:
         """Have the pushed gradients applied and wait for the new weights."""

@@ -108,6 +108,22 @@ def check_served(optimizer: torch.optim.Optimizer | None, selection: Selection) 
             )
 
 
+def check_by_itself(sync: str, selection: Selection, options: Options) -> None:
+    """Raise UsageError for what workers agree on in every step, where no two of them come to one."""
+    if options.weight != 1:
+        raise UsageError(
+            f"weight={options.weight!r}: under sync={sync} every worker's push is an update by itself, so that no rank"
+            " knows what the others count; leave weight= out"
+        )
+    if selection.buffers():
+        raise UsageError(
+            f"under sync={sync} no step is there in which rank 0's buffers (batch statistics) could be copied: give"
+            " syncline.prepare() broadcast_buffers=False, and every rank has its own"
+        )
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in selection.model.modules()):
+        raise UsageError(f"SyncBatchNorm adds up over all ranks, which come to no step together under sync={sync}")
+
+
 class Prepared(Protocol):
     """A model whose gradients are averaged, and the parameters that they are of."""
 

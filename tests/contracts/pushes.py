@@ -1,0 +1,150 @@
+"""Training with pushes that are updates by themselves: an optimizer that counts, a small model, a whole group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from ends import network
+from numpy.typing import NDArray
+
+from syncline import registry
+from syncline.nouns import Bucket, Group, Slice
+from syncline.serving.owner import serve
+from syncline.serving.records import State
+from syncline.serving.shard import Groups, Holding
+from syncline.serving.traffic import Model
+from syncline.serving.worker import Worker, attach
+from syncline.session.session import Session
+from syncline.strategy.strategy import Strategy
+from syncline.testing.training import Bound, Free
+
+Array = NDArray[np.float64]
+
+SIZES = (7, 12, 1)
+"""Of three tensors, of which the first two share a bucket."""
+LR = 0.25
+
+
+def register_modes() -> None:
+    """As parts of another package would."""
+    registry.register("sync", "free")(Free)
+    registry.register("sync", "bound")(Bound)
+
+
+@dataclass
+class Sgd:
+    """Gradient descent on whatever slices it is given, which keeps what each update has made of them."""
+
+    holdings: Sequence[Holding]
+    history: list[list[Array]] = field(default_factory=list)
+    applied: Callable[[int], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        self._keep()
+
+    def _keep(self) -> None:
+        self.history.append([held.weights.copy() for held in self.holdings])
+
+    def squared_norm(self) -> float:
+        return float(sum(np.square(held.gradient).sum() for held in self.holdings))
+
+    def apply(self, groups: Groups, scale: float) -> None:
+        for held in self.holdings:
+            held.weights[:] -= groups[0]["lr"] * scale * held.gradient
+        self._keep()
+        self.applied(len(self.history) - 1)
+
+    def state(self) -> list[State]:
+        return [{"updates": len(self.history) - 1} for _ in self.holdings]
+
+    def load(self, states: Sequence[State]) -> None:
+        """Nothing is learnt."""
+
+
+def gradient_of(rank: int, step: int) -> Array:
+    """Whole numbers, whose sums do not depend on their order."""
+    return np.random.default_rng([rank, step]).integers(-8, 8, sum(SIZES)).astype(np.float64)
+
+
+def expected(steps: Sequence[int]) -> Array:
+    """What so many steps of each rank make of the weights, in any order."""
+    return 1 - LR * np.sum([gradient_of(rank, step) for rank, count in enumerate(steps) for step in range(count)], 0)
+
+
+class Training:
+    """A model of three tensors in two buckets on one process of a run; the first is ``longer`` by so much."""
+
+    def __init__(self, session: Session, longer: int = 0) -> None:
+        self.session = session
+        parts = [Slice(number, 0, size) for number, size in enumerate((SIZES[0] + longer, *SIZES[1:]))]
+        buckets = [Bucket((parts[0], parts[1]), "float64"), Bucket((parts[2],), "float64")]
+        self.gradients, self.weights = (
+            [session.engine.allocate(bucket.nbytes, np.dtype(np.float64)) for bucket in buckets] for _ in range(2)
+        )
+        for array in self.weights:
+            array[:] = 1
+        self.model = Model(buckets, self.gradients, self.weights, None)
+        self.owner: Sgd | None = None
+        self.applied: Callable[[int], None] = lambda _: None
+
+    def build(self, holdings: Sequence[Holding]) -> Sgd:
+        self.owner = Sgd(holdings, applied=self.applied)
+        return self.owner
+
+    def start(self) -> Worker | None:
+        """This process's worker; on a server, None once all is over."""
+        if not self.session.is_worker:
+            serve(self.session, self.model, self.build, [])
+            return None
+        return attach(self.session, self.model, self.build, [])
+
+    def push(self, worker: Worker, step: int) -> None:
+        mine = gradient_of(self.session.rank, step)
+        self.gradients[0][:], self.gradients[1][:] = np.resize(mine[:-1], self.gradients[0].size), mine[-1:]
+        self.session.engine.wait(*[worker.push(bucket, f"bucket {bucket}") for bucket in range(2)])
+
+    def pull(self, worker: Worker) -> Array:
+        self.session.engine.wait(*[worker.pull(bucket) for bucket in range(2)])
+        return np.concatenate(self.weights)
+
+    def step(self, worker: Worker, step: int) -> Array:
+        """Push, have applied, pull; the weights."""
+        self.push(worker, step)
+        worker.step([{"lr": LR}])
+        return self.pull(worker)
+
+    def owned(self, version: int = -1) -> Array:
+        """All weights, with what this process owned at a version in its place, and NaN elsewhere."""
+        at, found = np.cumsum([0, *SIZES]), np.full(sum(SIZES), np.nan)
+        if self.owner is not None:
+            for held, weights in zip(self.owner.holdings, self.owner.history[version], strict=True):
+                found[at[held.slice.tensor] + held.slice.start : at[held.slice.tensor] + held.slice.stop] = weights
+        return found
+
+
+def joined(parts: Sequence[Array]) -> Array:
+    """What several owners own, put together."""
+    return np.nansum(parts, axis=0)
+
+
+@contextmanager
+def sessions_over(kind: str, strategy: str, workers: int) -> Iterator[list[Session]]:
+    """The sessions of a group over a transport, all in this process."""
+    chosen = Strategy.parse(strategy).resolve(Group(workers), inproc=True)
+    group = Group(workers, chosen.servers)
+    with network(kind, group.processes) as net:
+        sessions = [Session(chosen, group, index, end) for index, end in enumerate(net.ends)]
+        for session in sessions:
+            session.ending.neighbours = [other.ending for other in sessions if other is not session]
+        yield sessions
+
+
+def on_group(run_on: Callable[..., list[Any]], kind: str, strategy: str, workers: int, body: Any) -> list[Any]:
+    """Run ``body`` on every process of such a group."""
+    with sessions_over(kind, strategy, workers) as sessions:
+        found: list[Any] = run_on(sessions, body)
+        return found

@@ -1,0 +1,210 @@
+"""Every worker's push as an update by itself: over every transport, for owners on ranks of their own and on workers."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from pushes import Training, expected, joined, on_group, register_modes
+
+from syncline import registry
+from syncline.errors import MismatchError, PeerLeft, ProtocolError, SynclineError
+from syncline.session.session import Session
+
+WORKERS, STEPS = 3, 5
+PLACES = ["ps(servers=1)", "ps(servers=2)", "ps(servers=5)", "ps(servers=1, on=workers)", "ps(servers=3, on=workers)"]
+FEW = ["ps(servers=2)", "ps(servers=2, on=workers)"]
+NEAR = ["inproc", "shm", "tcp"]
+LIMIT_S = 60.0
+
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(autouse=True)
+def _modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.names("sync")  # so that all are loaded
+    monkeypatch.setitem(registry._entries, "sync", dict(registry._entries["sync"]))
+    register_modes()
+
+
+@pytest.fixture
+def on(run_on: Run) -> Run:
+    """``on_group`` of so many workers."""
+    return lambda kind, strategy, body: on_group(run_on, kind, strategy, WORKERS, body)
+
+
+def train(session: Session) -> Any:
+    """Some steps; by owner, how often it updated and what it owns, and by step the weights and their versions."""
+    training, seen = Training(session), []
+    worker = training.start()
+    for step in range(STEPS if worker else 0):
+        weights = training.step(worker, step)
+        seen.append((weights, list(worker.owners._versions)))
+    session.shutdown()
+    return training, seen
+
+
+def check(found: list[Any]) -> None:
+    """Every push was applied once by every owner, and what workers pulled is what some version of the owners was."""
+    owners = [training for training, _ in found if training.owner is not None]
+    assert {len(training.owner.history) - 1 for training in owners} == {WORKERS * STEPS}
+    np.testing.assert_array_equal(joined([training.owned() for training in owners]), expected([STEPS] * WORKERS))
+    for _, seen in found[:WORKERS]:
+        for weights, versions in seen:
+            parts = [training.owned(version) for training, version in zip(owners, versions, strict=True)]
+            np.testing.assert_array_equal(weights, joined(parts))
+
+
+@pytest.mark.parametrize("strategy", [f"{FEW[0]} sync=free", f"{FEW[1]} sync=bound(by=1)"])
+def test_every_push_is_applied_once_over_every_transport(on: Run, kind: str, strategy: str) -> None:
+    check(on(kind, strategy, train))
+
+
+@pytest.mark.parametrize("mode", ["free", "bound", "bound(by=1)"])
+@pytest.mark.parametrize("place", PLACES)
+def test_every_push_is_applied_once_wherever_owners_are(on: Run, place: str, mode: str) -> None:
+    check(on("inproc", f"{place} sync={mode}", train))
+
+
+@pytest.mark.parametrize("kind", NEAR)
+@pytest.mark.parametrize("place", FEW)
+def test_with_no_staleness_it_is_bulk_synchronous(on: Run, kind: str, place: str) -> None:
+    """To the bit, in every step of every worker: the sums are exact."""
+    merged = on(kind, place, train_merged)
+    for (_, seen), wanted in zip(on(kind, f"{place} sync=bound", train)[:WORKERS], merged[:WORKERS], strict=True):
+        for (weights, _), other in zip(seen, wanted, strict=True):
+            np.testing.assert_array_equal(weights, other)
+
+
+def train_merged(session: Session) -> list[Any]:
+    training = Training(session)
+    worker = training.start()
+    return [training.step(worker, step) for step in range(STEPS if worker else 0)]
+
+
+@pytest.mark.parametrize("kind", NEAR)
+@pytest.mark.parametrize("place", FEW)
+def test_a_slow_worker_stops_nobody_without_a_bound(on: Run, kind: str, place: str) -> None:
+    """The first one, which may own a part, begins when the others have made all their steps."""
+    done = threading.Barrier(WORKERS)
+
+    def body(session: Session) -> Any:
+        training = Training(session)
+        worker = training.start()
+        if worker is None:
+            return training, []
+        if session.rank == 0:
+            done.wait(LIMIT_S)
+        for step in range(STEPS):
+            training.step(worker, step)
+        if session.rank > 0:
+            done.wait(LIMIT_S)
+        session.shutdown()
+        return training, []
+
+    check(on(kind, f"{place} sync=free", body))
+
+
+@pytest.mark.parametrize("by", [1, 2])
+@pytest.mark.parametrize("kind", NEAR)
+@pytest.mark.parametrize("place", FEW)
+def test_a_slow_worker_stops_the_others_at_the_bound(on: Run, kind: str, place: str, by: int) -> None:
+    """They make ``by`` steps without it, push one more, and have no further one before it has pushed."""
+    ahead, waiting, begun = threading.Barrier(WORKERS), threading.Event(), [0]
+
+    def applied(updates: int) -> None:
+        if updates == (WORKERS - 1) * (by + 1):
+            waiting.set()
+
+    def body(session: Session) -> Any:
+        training = Training(session)
+        training.applied = applied
+        worker = training.start()
+        for step in range(STEPS if worker else 0):
+            if session.rank == 0 and step == 0:
+                ahead.wait(LIMIT_S)
+                assert waiting.wait(LIMIT_S)
+            if session.rank == 0:
+                begun[0] += 1
+            training.step(worker, step)
+            assert step + 1 <= begun[0] + by
+            if session.rank > 0 and step + 1 == by:
+                ahead.wait(LIMIT_S)
+        session.shutdown()
+        return training, []
+
+    check(on(kind, f"{place} sync=bound(by={by})", body))
+
+
+@pytest.mark.parametrize("kind", NEAR)
+@pytest.mark.parametrize("place", FEW)
+def test_who_is_waited_for_and_has_left_is_named(on: Run, kind: str, place: str) -> None:
+    def body(session: Session) -> None:
+        training = Training(session)
+        worker = training.start()
+        for step in range((1 if session.rank == 1 else STEPS) if worker else 0):
+            training.step(worker, step)
+
+    with pytest.raises(PeerLeft, match=r"rank 1 left the run before its step 2, .*sync=bound") as fault:
+        on(kind, f"{place} sync=bound(by=1)", body)
+    assert fault.value.rank == 1
+
+
+@pytest.mark.parametrize("kind", NEAR)
+@pytest.mark.parametrize("place", FEW)
+def test_who_leaves_early_is_not_missed_without_a_bound(on: Run, kind: str, place: str) -> None:
+    """Nor is what it owns."""
+    steps = [STEPS, 1, 3]
+
+    def body(session: Session) -> Any:
+        training = Training(session)
+        worker = training.start()
+        for step in range(steps[session.rank] if worker else 0):
+            training.step(worker, step)
+        session.shutdown()
+        return training.owned()
+
+    np.testing.assert_array_equal(joined(on(kind, f"{place} sync=free", body)), expected(steps))
+
+
+def wrong(session: Session, how: str) -> Exception | None:
+    """What this process ends with when rank 1 pushes something wrong."""
+    try:
+        training = Training(session, longer={"longer": 5, "shorter": -5}.get(how, 0) if session.rank == 1 else 0)
+        worker = training.start()
+        if worker is not None and session.rank == 1 and how == "version":
+            worker.owners._versions[0] = 7
+        if worker is not None and session.rank == 1 and how == "clock":
+            worker.steps = 3
+        for step in range(2 if worker else 0):
+            training.step(worker, step)
+        return session.shutdown()
+    except SynclineError as error:
+        return error
+
+
+@pytest.mark.parametrize("kind", NEAR)
+@pytest.mark.parametrize("place", ["ps(servers=1)", "ps(servers=1, on=workers)"])
+@pytest.mark.parametrize(
+    ("how", "fault", "says"),
+    [
+        ("longer", ProtocolError, "bucket 0 of rank 1|rank 1's push"),
+        ("shorter", ProtocolError, "bucket 0 of rank 1|rank 1's push"),
+        ("version", ProtocolError, "a request of rank 1 .*it is of version 7 of the weights, and it was sent 0"),
+        ("clock", MismatchError, "rank 1 sent a push for step 4, its next one is step 1"),
+    ],
+)
+def test_a_push_that_is_wrong_names_its_worker(
+    on: Run, kind: str, place: str, how: str, fault: type[Exception], says: str
+) -> None:
+    """At its owner; in shared memory, where both see a wrong length, perhaps at the worker itself."""
+    found = on(kind, f"{place} sync=free", partial(wrong, how=how))
+    named = [error for error in found if isinstance(error, fault) and re.search(says, str(error))]
+    assert named, found
+    if kind != "shm" or how == "version":
+        assert getattr(named[0], "rank", 1) == 1

@@ -1,0 +1,174 @@
+"""Models under sync modes in which every worker's push is an update by itself, in PyTorch and NumPy."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from toy import STAGED, Here, adam, batch, fill, loss_of, making, on_group, same_as_alone, sgd, weights
+from toy import train as steps
+
+from syncline import registry
+from syncline.errors import GradientError, UsageError
+from syncline.frameworks.numpy import adapt
+from syncline.frameworks.torch import Options, prepare
+from syncline.session.session import Session
+from syncline.testing.training import Bound, Free
+
+WORKERS, STEPS = 2, 4
+OPTIONS = {"unused": "error", "weight": 1, "ignore": (), "broadcast_buffers": True}
+SINGLE = ["ps(servers=1)", "ps(servers=2) schedule=wait_free", "ps(servers=2, on=workers)"]
+SINGLE += ["ps(servers=1)" + STAGED, "ps(servers=2, on=workers)" + STAGED]
+
+
+@pytest.fixture(autouse=True)
+def _modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.names("sync")  # so that all are loaded
+    monkeypatch.setitem(registry._entries, "sync", dict(registry._entries["sync"]))
+    registry.register("sync", "free")(Free)
+    registry.register("sync", "bound")(Bound)
+
+
+def under(strategy: str, sync: str) -> str:
+    """A strategy with a sync mode; what ``toy`` says behind it stays there."""
+    text, staged, _ = strategy.partition(STAGED)
+    return f"{text} sync={sync}{staged}"
+
+
+def train(here: Here) -> dict[str, torch.Tensor]:
+    steps(here, range(STEPS))
+    return weights(here.model)
+
+
+@pytest.mark.parametrize("strategy", SINGLE)
+def test_with_no_staleness_plain_descent_is_that_of_all_together(group: Any, strategy: str) -> None:
+    same_as_alone(group, under(strategy, "bound"), WORKERS, making("sgd"), train, weight=1)
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=2) schedule=wait_free", "ps(servers=1)" + STAGED])
+def test_one_worker_trains_as_without_owners(group: Any, strategy: str) -> None:
+    """With an optimizer that learns, whose state anybody may ask for, clipped by the norm of its own gradients."""
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        norms = []
+        for step in range(STEPS):
+            here.optimizer.zero_grad()
+            loss_of(here.model(batch(step))).backward()
+            if here.client is None:
+                norms.append(float(torch.nn.utils.clip_grad_norm_(here.model.parameters(), 0.3)))
+            else:
+                norms.append(here.client.clip(0.3))
+            here.optimizer.step()
+        state = here.optimizer.state_dict()["state"]
+        learnt = {f"state {index}": entry["exp_avg"] for index, entry in state.items()}
+        return {**weights(here.model), **learnt, "norms": torch.tensor(norms, dtype=torch.float64)}
+
+    same_as_alone(group, under(strategy, "free"), 1, adam, body, weight=1)
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=2)", "ps(servers=2, on=workers)"])
+def test_a_worker_is_clipped_by_the_norm_of_its_own_gradients(group: Any, strategy: str) -> None:
+    """Whatever the others push, and of it all, though a share of it is what owners are sent."""
+
+    def body(here: Here) -> tuple[float, float]:
+        loss_of(here.model(batch(here.rank))).backward()
+        assert here.client is not None
+        return here.client.clip(1e6), here.client.clip(0.5)
+
+    for rank, (norm, again) in enumerate(on_group(group, under(strategy, "free"), 3, adam, body, weight=1)):
+        model, _ = adam()
+        loss_of(model(batch(rank))).backward()
+        wanted = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6))
+        assert norm == pytest.approx(wanted, rel=1e-9)
+        assert again == pytest.approx(wanted, rel=1e-9)
+
+
+class Normalised(torch.nn.Module):
+    def __init__(self, kind: type[torch.nn.Module]) -> None:
+        super().__init__()
+        self.first, self.norm = torch.nn.Linear(4, 3), kind(3)
+
+
+def normalised(kind: type[torch.nn.Module], index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+    model = fill(Normalised(kind).double())
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "says"),
+    [
+        (sgd, {"weight": "batch"}, "weight='batch': under sync=free every worker's push is an update by itself"),
+        (sgd, {"weight": 2}, "weight=2: .* leave weight= out"),
+        (partial(normalised, torch.nn.BatchNorm1d), {"weight": 1}, "give syncline.prepare.. broadcast_buffers=False"),
+        (
+            partial(normalised, torch.nn.SyncBatchNorm),
+            {"weight": 1, "broadcast_buffers": False},
+            "SyncBatchNorm adds up over all ranks, which come to no step together under sync=free",
+        ),
+    ],
+)
+def test_what_all_would_have_to_agree_on_is_refused(group: Any, make: Any, options: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        on_group(group, "ps(servers=1) sync=free", WORKERS, make, train, **options)
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=1, on=workers)"])
+def test_weights_that_a_script_changes_are_refused(group: Any, strategy: str) -> None:
+    def body(here: Here) -> None:
+        steps(here, range(1))
+        with torch.no_grad():
+            next(here.model.parameters()).add_(1)
+        steps(here, range(1))
+
+    with pytest.raises(UsageError, match="weights were changed on this worker, and under sync=free owners go on"):
+        on_group(group, under(strategy, "free"), WORKERS, sgd, body, weight=1)
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=1, on=workers)"])
+def test_a_second_backward_before_the_step_is_refused(group: Any, strategy: str) -> None:
+    def body(here: Here) -> None:
+        for _ in range(2):
+            loss_of(here.model(batch(0))).backward()
+
+    with pytest.raises(GradientError, match=r"a second backward\(\) before step\(\)"):
+        on_group(group, under(strategy, "free"), WORKERS, sgd, body, weight=1)
+
+
+def test_a_second_model_is_refused(group: Any) -> None:
+    def body(here: Here) -> None:
+        prepare(here.session, *sgd(), Options())
+
+    with pytest.raises(UsageError, match="owners of weights under sync=free serve one model"):
+        on_group(group, "ps(servers=1, on=workers) sync=free", WORKERS, sgd, body, weight=1)
+
+
+class Descent:
+    lr = 0.25
+
+    def update(self, weights: Any, gradient: Any, state: dict[str, Any]) -> None:  # noqa: ARG002
+        weights -= self.lr * gradient
+
+
+@pytest.mark.parametrize("sync", ["free", "bound"])
+@pytest.mark.parametrize("strategy", ["ps(servers=2) schedule=wait_free", "ps(servers=2, on=workers)"])
+def test_models_of_numpy(group: Any, strategy: str, sync: str) -> None:
+    """All that was pushed is in the weights in the end."""
+
+    def body(session: Session) -> Any:
+        handed = adapt(session, {"w": np.ones(9), "b": np.zeros((2, 3))}, Descent(), OPTIONS)
+        if handed is None:
+            return None
+        weights, optimizer = handed.result
+        for step in range(STEPS):
+            optimizer.step({"w": np.full(9, step + session.rank), "b": np.ones((2, 3))})
+        session.barrier()
+        optimizer.step({"w": np.zeros(9), "b": np.zeros((2, 3))})
+        return {name: array.copy() for name, array in weights.items()}
+
+    pushed = sum(step + rank for step in range(STEPS) for rank in range(WORKERS)) / WORKERS
+    for found in group(f"{strategy} sync={sync}", WORKERS, body)[:WORKERS]:
+        np.testing.assert_array_equal(found["w"], np.full(9, 1 - 0.25 * pushed))
+        np.testing.assert_array_equal(found["b"], np.full((2, 3), -0.25 * STEPS))

@@ -1,0 +1,57 @@
+"""Real processes whose pushes are updates by themselves: nothing is lost or counted twice, and failures are named."""
+
+from __future__ import annotations
+
+import signal
+
+import numpy as np
+import push_bodies as bodies
+import pytest
+from pool import Pool
+
+LIMIT_S = 10.0
+WORKERS = 2
+PLACES = [("ps(servers=2)", 2), ("ps(servers=2, on=workers)", 0)]
+
+
+@pytest.mark.parametrize(("place", "servers"), PLACES)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_every_push_counts_once(pool: Pool, address: str, place: str, servers: int, transport: str) -> None:
+    processes = WORKERS + servers
+    case = [[[index, processes, address], f"{place} sync=free transport={transport}"] for index in range(processes)]
+    with pool.start(bodies.add_up, case) as group:
+        found = group.results()[:WORKERS]
+    pushed = [bodies.gradient_of(rank, step) for rank in range(WORKERS) for step in range(bodies.STEPS + 5 * rank)]
+    for weights in found:
+        np.testing.assert_array_equal(weights, -bodies.Descent.lr * np.sum(pushed, 0) / WORKERS)
+
+
+@pytest.mark.parametrize(("place", "servers"), PLACES)
+def test_models_of_torch_train_as_one_when_all_wait_for_the_slowest(
+    pool: Pool, address: str, place: str, servers: int
+) -> None:
+    processes = WORKERS + servers
+    case = [[[index, processes, address], f"{place} sync=bound"] for index in range(processes)]
+    with pool.start(bodies.train, case) as group:
+        found = group.results()[:WORKERS]
+    for name, wanted in bodies.steps().items():
+        np.testing.assert_allclose(found[0][name], wanted, rtol=1e-12, atol=1e-14)
+        np.testing.assert_array_equal(found[1][name], found[0][name])
+
+
+@pytest.mark.parametrize(
+    ("place", "victim"), [("ps(servers=1)", 1), ("ps(servers=1, on=workers)", 0), ("ps(servers=1, on=workers)", 2)]
+)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_everyone_names_who_dies(pool: Pool, address: str, place: str, victim: int, transport: str) -> None:
+    """Whether others wait for it or not: a worker, and one that owns the weights."""
+    strategy = f"{place} sync=free transport={transport}"
+    case = [[[index, 3, address], strategy, victim, signal.SIGKILL, 1.0] for index in range(3)]
+    with pool.start(bodies.train_until, case) as group:
+        group.end(LIMIT_S)
+        for rank in group.ranks:
+            if rank.index != victim:
+                assert rank.status == 1, rank
+                assert f"rank {victim} (" in rank.printed(), rank
+                assert f"pid {group.ranks[victim].pid})" in rank.printed(), rank
+                assert "died" in rank.printed(), rank
