@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ends import KINDS
 from pushes import Training, expected, joined, on_group, register_modes
 
 from syncline import registry
@@ -60,6 +61,7 @@ def check(found: list[Any]) -> None:
             np.testing.assert_array_equal(weights, joined(parts))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", [f"{FEW[0]} sync=free", f"{FEW[1]} sync=bound(by=1)"])
 def test_every_push_is_applied_once_over_every_transport(on: Run, kind: str, strategy: str) -> None:
     check(on(kind, strategy, train))
