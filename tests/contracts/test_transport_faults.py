@@ -24,7 +24,8 @@ from syncline.kernels.board import BOARD_BYTES, MOST_SEGMENTS
 from syncline.nouns import Rate, Seconds
 from syncline.testing.network import connected
 from syncline.transports import INLINE_BYTES, Bytes, Handle, Transport, shm, tcp
-from syncline.transports._envelope import FRAME_BYTES, HEADER_BYTES, SLOTS, Enveloped
+from syncline.transports._envelope import Enveloped
+from syncline.transports._frames import FRAME_BYTES, HEADER_BYTES, SLOTS
 from syncline.transports.shm import Shm
 from syncline.transports.tcp import Tcp
 from syncline.wire.link import header

@@ -152,7 +152,7 @@ def only_at_home(self: Any, timeout: float) -> list[Handle]:
 
 def full_at(most: int) -> Send:
     def send(self: Any, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
-        if len(self._under_way) >= most:
+        if len(self._operations.under_way) >= most:
             raise UsageError(f"{most} messages are under way")
         return right(self).send(dst, tag, data, priority, owner)  # type: ignore[no-any-return]
 
@@ -167,7 +167,7 @@ def send_to_anybody(self: Any, dst: int, tag: int, data: Bytes, priority: float 
 
 def takes_along(self: Any) -> None:
     """What lies in the inboxes of others goes with the end."""
-    if not self._closed:
+    if not self._operations.closed:
         for inbox in self._hub.inboxes:
             inbox.queue.clear()
     right(self).close()
@@ -186,7 +186,7 @@ def wake_by_pipe() -> dict[str, Any]:
         return self._bell[1]  # type: ignore[no-any-return]
 
     def close(self: Any) -> None:
-        if not self._closed:
+        if not self._operations.closed:
             allocate(self)
             for fd in self._bell:
                 os.close(fd)
@@ -199,7 +199,7 @@ left_open: list[int] = []
 
 
 def leaves_a_file(self: Any) -> None:
-    if not self._closed:
+    if not self._operations.closed:
         left_open.extend(os.pipe())
     right(self).close()
 

@@ -29,10 +29,7 @@ where they are offered.
 from __future__ import annotations
 
 import os
-import struct
-import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -41,33 +38,16 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ClosedError, PeerLost, ProtocolError, UsageError
+from ..errors import ProtocolError, UsageError
 from ..wire.link import CONTROL, broken
 from ..wire.matching import UNCLAIMED_BYTES, Matcher
 from ..wire.scratch import Scratch
 from . import INLINE_BYTES, Bytes, Handle
+from ._bell import Bell
+from ._frames import ANNOUNCED, ASKED, COMING, END, HEADER_BYTES, OFFERED, SLOTS, TURN, WHOLE, read, written
+from ._operations import Operations, Receive
 from ._outbox import Event, Outbox
-
-_HEADER = struct.Struct("<BxHxxxxQQ")
-HEADER_BYTES = _HEADER.size
-FRAME_BYTES = HEADER_BYTES + INLINE_BYTES
-"""The size of the largest frame."""
-
-SLOTS = 32767
-"""Bodies under way between two ranks have slots from 1 to this: the tags that MPI promises at least."""
-
-_WHOLE, _ANNOUNCED, _ASKED, _TURN, _END, _OFFERED, _COMING = range(1, 8)
-
-_MOST_TURNS = 1 << 16
-"""How many collectives rank 0 may be ahead."""
-
-
-@dataclass
-class _Receive:
-    """A posted receive: its handle and where its bytes go (None: scratch)."""
-
-    handle: Handle
-    into: Bytes | None
+from ._turns import Turns
 
 
 @dataclass
@@ -78,25 +58,6 @@ class _Message:
     frame: Bytes | None = None
     slot: int = 0
     offered: bool = False
-
-
-class Bell:
-    """Wakes the one thread that waits for it; rings given before are kept, as one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def ring(self) -> None:
-        """End the wait, or the next one at once."""
-        try:
-            self._lock.release()
-        except RuntimeError:
-            return  # it has rung already
-
-    def wait(self, seconds: float) -> bool:
-        """Wait up to so many seconds; whether it rang. 0 only looks."""
-        return self._lock.acquire(timeout=seconds) if seconds > 0 else self._lock.acquire(blocking=False)
 
 
 class Enveloped(ABC):
@@ -114,23 +75,17 @@ class Enveloped(ABC):
         self.scratch = Scratch()
         self.bell = Bell()
         self._peers = [peer for peer in range(world) if peer != rank]
-        self._matcher: Matcher[_Receive, _Message] = Matcher()
-        self._under_way: set[Handle] = set()
-        self._completed: list[Handle] = []
+        self._operations = Operations(rank, self._peers, "rank {} has ended its part")
+        self._matcher: Matcher[Receive, _Message] = Matcher()
         self._slots = dict.fromkeys(self._peers, 0)
         self._bodies: set[tuple[int, int]] = set()  # (peer, slot) of bodies that have not left yet
         self._unasked: dict[tuple[int, int], Event] = {}  # (peer, slot): how bodies go that are not asked for yet
         self._promised: dict[tuple[int, int], Event] = {}  # (peer, slot): how bodies are taken that were asked for
         self._outbox = Outbox(self._peers)
-        self._order: deque[int] = deque()  # keys of collectives, as rank 0 starts them
-        self._ready: dict[int, tuple[Handle, NDArray[Any]]] = {}  # collectives that this rank has come to
-        self._running: dict[int, Handle] = {}  # collectives that have begun, by number
-        self._begun = 0
+        self._turns = Turns(rank)
         self._sending = dict.fromkeys(self._peers, 0)  # frames and bodies that the library has not sent yet
         self._sent = dict.fromkeys(self._peers, 0)
         self._received = dict.fromkeys(self._peers, 0)
-        self._gone: set[int] = set()
-        self._closed = False
         self._pid = os.getpid()
 
     # The library's part, all called from the progress thread.
@@ -175,11 +130,11 @@ class Enveloped(ABC):
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
         """Send in one frame, from a copy, or announce the body."""
         handle = Handle("send", dst, tag, data.nbytes, owner)
-        if not self._admit(handle):
+        if not self._operations.admit(handle):
             return handle
         self._outbox.ranked = self._outbox.ranked or priority != 0.0
         if data.nbytes <= INLINE_BYTES:
-            self._tell(dst, _WHOLE, tag, data=data, priority=priority)
+            self._tell(dst, WHOLE, tag, data=data, priority=priority)
             self._finish(handle)
             return handle
         slot = self._free_slot(dst)
@@ -190,7 +145,7 @@ class Enveloped(ABC):
         self._bodies.add((dst, slot))
         handle.note = slot
         offers, push = self._outbox.ranked, partial(self._push, dst, slot, data, partial(self._pushed, handle))
-        self._tell(dst, _OFFERED if offers else _ANNOUNCED, tag, slot=slot, size=data.nbytes, priority=priority)
+        self._tell(dst, OFFERED if offers else ANNOUNCED, tag, slot=slot, size=data.nbytes, priority=priority)
         if offers:
             self._unasked[dst, slot] = partial(self._queue, handle, data, priority)
         elif self.asks:
@@ -204,7 +159,7 @@ class Enveloped(ABC):
         peer, slot = handle.peer, handle.note
 
         def begin(done: Event) -> None:
-            self._put(peer, self._frame(peer, _COMING, slot=slot), _nothing)
+            self._put(peer, self._frame(peer, COMING, slot=slot), _nothing)
             self._push(peer, slot, data, done)
 
         self._outbox.put(peer, priority, data.nbytes, begin, partial(self._pushed, handle))
@@ -219,11 +174,11 @@ class Enveloped(ABC):
 
     def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
         """Receive a body straight into ``into``; what came in a frame is copied."""
-        return self._post(_Receive(Handle("recv", src, tag, into.nbytes, owner), into))
+        return self._post(Receive(Handle("recv", src, tag, into.nbytes, owner), into))
 
     def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
         """Receive into scratch memory."""
-        return self._post(_Receive(Handle("borrow", src, tag, nbytes, owner), None))
+        return self._post(Receive(Handle("borrow", src, tag, nbytes, owner)))
 
     def release(self, handle: Handle) -> None:
         """Put the scratch memory back."""
@@ -233,32 +188,31 @@ class Enveloped(ABC):
     def allreduce(self, key: int, array: NDArray[Any], owner: Any = None) -> Handle:
         """Sum ``array`` over all ranks by the library's own collective; see ``HasAllreduce``."""
         handle = Handle("allreduce", -1, key, array.nbytes, owner)
-        self._check_open()
-        if key in self._ready:
-            raise UsageError(f"rank {self.rank} has an allreduce with key {key} under way already")
-        self._under_way.add(handle)
-        if self._gone:
-            self._finish(handle, lost(min(self._gone)))
+        operations = self._operations
+        operations.check_open()
+        self._turns.check_new(key)
+        operations.under_way.add(handle)
+        if operations.gone:
+            self._finish(handle, operations.lost(min(operations.gone)))
             return handle
-        self._ready[key] = handle, array
+        self._turns.come(key, handle, array)
         if self.rank == 0:
             for peer in self._peers:
-                self._tell(peer, _TURN, key)
-            self._order.append(key)
+                self._tell(peer, TURN, key)
+            self._turns.add(key)
         self._take_turns()
         return handle
 
     def poll(self, timeout: float) -> list[Handle]:
         """Let the library move data; the handles that have completed."""
-        self._check_open()
-        self._move(0.0 if self._completed else timeout)
-        found, self._completed = self._completed, []
-        return found
+        self._operations.check_open()
+        self._move(0.0 if self._operations.completed else timeout)
+        return self._operations.take()
 
     @property
     def idle(self) -> bool:
         """True when the library has nothing left to send to those who are still there."""
-        left = [peer for peer in self._peers if peer not in self._gone]
+        left = [peer for peer in self._peers if peer not in self._operations.gone]
         return not any(self._sending[peer] or self._outbox.holds(peer) for peer in left)
 
     def wake(self) -> None:
@@ -271,15 +225,15 @@ class Enveloped(ABC):
 
     def close(self) -> None:
         """Say that this rank ends, and free everything."""
-        if self._closed:
+        if self._operations.closed:
             return
-        self._closed = True
+        self._operations.closed = True
         if not self._forked:
             self._outbox.ranked = False
             for peer in self._peers:
                 self._outbox.empty(peer)
-                if self.answers or peer not in self._gone:
-                    self._tell(peer, _END, self._begun)
+                if self.answers or peer not in self._operations.gone:
+                    self._tell(peer, END, self._turns.begun)
         self._leave()
 
     # For the library's part.
@@ -300,34 +254,29 @@ class Enveloped(ABC):
 
     def _understand(self, peer: int, frame: Bytes, nbytes: int) -> None:
         """Act on a frame; raises ProtocolError for one that no rank of this version sends."""
-        if not HEADER_BYTES <= nbytes <= FRAME_BYTES:
-            raise broken(peer, f"a frame of {nbytes} bytes came")
-        kind, slot, tag, size = _HEADER.unpack_from(frame)
-        if size != nbytes - HEADER_BYTES if kind == _WHOLE else nbytes != HEADER_BYTES:
-            raise broken(peer, f"a frame of kind {kind} with {nbytes} bytes came, which says it has {size} more")
-        if kind == _WHOLE:
+        kind, slot, tag, size = read(peer, frame, nbytes)
+        if kind == WHOLE:
             self._arrived(peer, tag, _Message(size, frame=frame))
             return
         self.scratch.give(frame)
-        if kind in (_ANNOUNCED, _OFFERED) and 1 <= slot <= SLOTS and size > INLINE_BYTES:
-            self._arrived(peer, tag, _Message(size, slot=slot, offered=kind == _OFFERED))
-        elif kind == _ASKED and (peer, slot) in self._unasked:
+        if kind in (ANNOUNCED, OFFERED) and 1 <= slot <= SLOTS and size > INLINE_BYTES:
+            self._arrived(peer, tag, _Message(size, slot=slot, offered=kind == OFFERED))
+        elif kind == ASKED and (peer, slot) in self._unasked:
             self._unasked.pop((peer, slot))()
-        elif kind == _COMING and (peer, slot) in self._promised:
+        elif kind == COMING and (peer, slot) in self._promised:
             self._promised.pop((peer, slot))()
-        elif kind == _TURN and peer == 0 and len(self._order) < _MOST_TURNS:
-            self._order.append(tag)
+        elif kind == TURN and peer == 0 and not self._turns.full:
+            self._turns.add(tag)
             self._take_turns()
-        elif kind == _END:
+        elif kind == END:
             self._ended(peer, tag)
         else:
             raise broken(peer, f"a frame of kind {kind} came (slot {slot}, {size} bytes) that has no meaning now")
 
     def _ended(self, peer: int, begun: int) -> None:
         """A peer has said that it ends, after so many collectives; what it took before has to be noticed first."""
-        for number, handle in list(self._running.items()):
-            if number >= begun:
-                self._finish(handle, lost(peer))
+        for handle in self._turns.left_out(begun):
+            self._finish(handle, self._operations.lost(peer))
         self._lose(peer)
 
     def _pushed(self, handle: Handle) -> None:
@@ -337,29 +286,22 @@ class Enveloped(ABC):
         self._finish(handle)
 
     def _finish(self, handle: Handle, error: Exception | None = None) -> None:
-        if handle.done:
-            return
-        self._under_way.discard(handle)
         if handle.kind == "allreduce":
-            self._running.pop(handle.note, None)
-        handle.done, handle.error = True, error
-        self._completed.append(handle)
+            self._turns.ended(handle)
+        self._operations.finish(handle, error)
 
     def _lose(self, peer: int) -> None:
         """A peer is gone: fail what waits for it, collectives not begun included; the library ends those that are."""
-        if peer in self._gone:
+        if peer in self._operations.gone:
             return
-        self._gone.add(peer)
         self._matcher.forget(peer)
         self._outbox.forget(peer)
         for bodies in (self._unasked, self._promised):
             for key in [key for key in bodies if key[0] == peer]:
                 del bodies[key]
-        for handle, _ in self._ready.values():
-            self._finish(handle, lost(peer))
-        self._ready.clear()
-        for handle in [handle for handle in self._under_way if handle.peer == peer]:
-            self._finish(handle, lost(peer))
+        for handle in self._turns.give_up():
+            self._finish(handle, self._operations.lost(peer))
+        self._operations.lose(peer)
 
     # Between the two.
 
@@ -380,39 +322,15 @@ class Enveloped(ABC):
     def _frame(
         self, peer: int, kind: int, tag: int = 0, *, slot: int = 0, size: int = 0, data: Bytes | None = None
     ) -> Bytes:
-        size = size if data is None else data.nbytes
-        frame: Bytes = np.empty(HEADER_BYTES + (0 if data is None else size), np.uint8)
-        _HEADER.pack_into(frame, 0, kind, slot, tag, size)
-        if data is not None:
-            frame[HEADER_BYTES:] = data
+        frame = written(kind, tag, slot, size, data)
         self._sent[peer] += frame.nbytes
         return frame
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this transport is closed")
-
-    def _admit(self, handle: Handle) -> bool:
-        """Whether an operation with that peer can start; one that cannot completes with its error."""
-        self._check_open()
-        if handle.peer not in self._slots:
-            raise UsageError(f"rank {self.rank} cannot exchange messages with {handle.peer} in a world of {self.world}")
-        self._under_way.add(handle)
-        if handle.peer in self._gone:
-            self._finish(handle, lost(handle.peer))
-            return False
-        return True
-
-    def _post(self, receive: _Receive) -> Handle:
-        handle = receive.handle
-        self._check_open()
-        message = self._matcher.post(handle.peer, handle.tag, receive) if handle.peer in self._slots else None
+    def _post(self, receive: Receive) -> Handle:
+        message = self._operations.post(receive, self._matcher)
         if message is not None:
-            self._under_way.add(handle)
             self._deliver(receive, message)
-        elif not self._admit(handle):
-            self._matcher.forget(handle.peer)
-        return handle
+        return receive.handle
 
     def _arrived(self, peer: int, tag: int, message: _Message) -> None:
         kept = 0 if message.frame is None else message.frame.nbytes
@@ -420,13 +338,12 @@ class Enveloped(ABC):
         if receive is not None:
             self._deliver(receive, message)
 
-    def _deliver(self, receive: _Receive, message: _Message) -> None:
+    def _deliver(self, receive: Receive, message: _Message) -> None:
         """A message has met its receive: its bytes are here, or have to be fetched."""
         handle = receive.handle
         fits = message.size <= handle.nbytes
         if not fits:
-            text = f"a message of {message.size} bytes from rank {handle.peer} does not fit a receive of"
-            self._finish(handle, UsageError(f"{text} {handle.nbytes}"))
+            self._operations.refuse(handle, message.size)
         else:
             handle.nbytes = message.size
         if message.frame is None:
@@ -442,7 +359,7 @@ class Enveloped(ABC):
             handle.note = message.frame
             self._finish(handle)
 
-    def _fetch(self, receive: _Receive, message: _Message, fits: bool) -> None:
+    def _fetch(self, receive: Receive, message: _Message, fits: bool) -> None:
         """Ask for a body where that has to be, and receive it."""
         take = partial(self._take, receive, message, fits)
         if message.offered:
@@ -450,9 +367,9 @@ class Enveloped(ABC):
         else:
             take()
         if message.offered or self.asks:
-            self._tell(receive.handle.peer, _ASKED, receive.handle.tag, slot=message.slot)
+            self._tell(receive.handle.peer, ASKED, receive.handle.tag, slot=message.slot)
 
-    def _take(self, receive: _Receive, message: _Message, fits: bool) -> None:
+    def _take(self, receive: Receive, message: _Message, fits: bool) -> None:
         """Receive a body; one that does not fit goes to scratch memory and is forgotten."""
         handle, size = receive.handle, message.size
         in_place = receive.into if fits else None
@@ -472,29 +389,10 @@ class Enveloped(ABC):
 
     def _take_turns(self) -> None:
         """Begin the collectives that rank 0 has begun, and this rank has come to, in rank 0's order."""
-        while self._order and self._order[0] in self._ready:
-            handle, array = self._ready.pop(self._order.popleft())
-            handle.note = self._begun
-            self._running[self._begun] = handle
-            self._begun += 1
+        while (turn := self._turns.take()) is not None:
+            handle, array = turn
             self._reduce(array, handle)
 
 
 def _nothing() -> None:
     """What is done when a frame has been sent: it was a copy."""
-
-
-def lost(peer: int) -> PeerLost:
-    """The error of what waits for a peer that is gone."""
-    return PeerLost(f"rank {peer} has ended its part", rank=peer)
-
-
-def frame_bytes(frame: Bytes) -> int:
-    """The size of a frame that lies in a larger buffer."""
-    kind, _, _, size = _HEADER.unpack_from(frame)
-    return HEADER_BYTES + (size if kind == _WHOLE else 0)
-
-
-def is_last(frame: Bytes) -> bool:
-    """True for the frame with which a rank ends."""
-    return bool(_HEADER.unpack_from(frame)[0] == _END)

@@ -18,11 +18,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..errors import ClosedError, PeerLost, UsageError
+from ..errors import UsageError
 from ..registry import register
 from ..wire.link import CONTROL
 from ..wire.matching import Matcher
 from . import Bytes, Handle
+from ._operations import Operations, Receive
 
 
 @dataclass
@@ -52,6 +53,11 @@ class _Inbox:
             if message.kind == "data":
                 self._priorities.add(message.priority)
             self.bell.notify()
+
+    def holds_of(self, src: int) -> bool:
+        """Whether something of a rank lies here still: the news of its end, at least."""
+        with self.bell:
+            return any(message.src == src for message in self.queue)
 
     def take(self, timeout: float) -> list[_Message]:
         with self.bell:
@@ -100,12 +106,11 @@ class InProc:
         self.rank = rank
         self.world = hub.world
         self._hub = hub
-        self._matcher: Matcher[tuple[Handle, Bytes | None], _Message] = Matcher()
-        self._completed: list[Handle] = []
-        self._under_way: set[Handle] = set()
-        self._sent = dict.fromkeys((peer for peer in range(hub.world) if peer != rank), 0)
+        peers = [peer for peer in range(hub.world) if peer != rank]
+        self._operations = Operations(rank, peers, "rank {} is gone", hub.gone)
+        self._matcher: Matcher[Receive, _Message] = Matcher()
+        self._sent = dict.fromkeys(peers, 0)
         self._received = dict(self._sent)
-        self._closed = False
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
         """Every peer does: messages are references."""
@@ -117,22 +122,20 @@ class InProc:
 
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
         """Pass a reference to the peer; done when it has copied the data."""
-        self._check(dst)
         handle = Handle("send", dst, tag, data.nbytes, owner)
-        if self._gone(handle):
+        if not self._operations.admit(handle):
             return handle
-        self._under_way.add(handle)
         self._sent[dst] += data.nbytes
         self._hub.inboxes[dst].put(_Message("data", self.rank, tag, data, handle, priority))
         return handle
 
     def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
         """Copy the message into ``into`` when it is there."""
-        return self._post(Handle("recv", src, tag, into.nbytes, owner), into)
+        return self._post(Receive(Handle("recv", src, tag, into.nbytes, owner), into))
 
     def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
         """Look at the sender's buffer itself until released."""
-        return self._post(Handle("borrow", src, tag, nbytes, owner), None)
+        return self._post(Receive(Handle("borrow", src, tag, nbytes, owner)))
 
     def release(self, handle: Handle) -> None:
         """Tell the sender that its buffer is free again."""
@@ -142,12 +145,10 @@ class InProc:
 
     def poll(self, timeout: float) -> list[Handle]:
         """Handle what lies in the inbox."""
-        if self._closed:
-            raise ClosedError("this transport is closed")
-        for message in self._hub.inboxes[self.rank].take(0.0 if self._completed else timeout):
+        self._operations.check_open()
+        for message in self._hub.inboxes[self.rank].take(0.0 if self._operations.completed else timeout):
             self._handle(message)
-        found, self._completed = self._completed, []
-        return found
+        return self._operations.take()
 
     @property
     def idle(self) -> bool:
@@ -167,59 +168,41 @@ class InProc:
 
     def close(self) -> None:
         """Leave the hub; whoever still waits for this rank learns that it is gone."""
-        if not self._closed:
-            self._closed = True
+        if not self._operations.closed:
+            self._operations.closed = True
             self._hub.kill(self.rank)
 
-    def _check(self, peer: int) -> None:
-        if self._closed:
-            raise ClosedError("this transport is closed")
-        if not 0 <= peer < self.world or peer == self.rank:
-            raise UsageError(f"rank {self.rank} cannot exchange messages with {peer} in a world of {self.world}")
-
-    def _gone(self, handle: Handle) -> bool:
-        if handle.peer in self._hub.gone:
-            self._finish(handle, PeerLost(f"rank {handle.peer} is gone", rank=handle.peer))
-            return True
-        return False
-
-    def _post(self, handle: Handle, into: Bytes | None) -> Handle:
-        self._check(handle.peer)
-        message = self._matcher.post(handle.peer, handle.tag, (handle, into))
+    def _post(self, receive: Receive) -> Handle:
+        handle, operations = receive.handle, self._operations
+        operations.check_open()
+        message = self._matcher.post(handle.peer, handle.tag, receive) if handle.peer in operations.peers else None
         if message is not None:
-            self._under_way.add(handle)
-            self._deliver(handle, into, message)
-        elif handle.peer in self._hub.gone and not any(
-            message.src == handle.peer for message in self._hub.inboxes[self.rank].queue
-        ):
+            operations.under_way.add(handle)
+            self._deliver(receive, message)
+        elif handle.peer in operations.gone and self._hub.inboxes[self.rank].holds_of(handle.peer):
+            operations.under_way.add(handle)
+        elif not operations.admit(handle):
             self._matcher.forget(handle.peer)
-            self._gone(handle)
-        else:
-            self._under_way.add(handle)
         return handle
 
     def _handle(self, message: _Message) -> None:
         if message.kind == "data":
             receive = self._matcher.arrive(message.src, message.tag, message)
             if receive is not None:
-                self._deliver(*receive, message)
+                self._deliver(receive, message)
         elif message.kind == "consumed":
             assert message.handle is not None
-            self._finish(message.handle)
+            self._operations.finish(message.handle)
         else:
-            lost = PeerLost(f"rank {message.src} is gone", rank=message.src)
             self._matcher.forget(message.src)
-            for handle in [handle for handle in self._under_way if handle.peer == message.src]:
-                if handle.payload is None:
-                    self._finish(handle, lost)
+            self._operations.lose(message.src)
 
-    def _deliver(self, handle: Handle, into: Bytes | None, message: _Message) -> None:
-        data = message.data
+    def _deliver(self, receive: Receive, message: _Message) -> None:
+        handle, into, data = receive.handle, receive.into, message.data
         assert data is not None
         if data.nbytes > handle.nbytes:
             self._consume(message)
-            text = f"a message of {data.nbytes} bytes from rank {message.src} does not fit a receive of {handle.nbytes}"
-            self._finish(handle, UsageError(text))
+            self._operations.refuse(handle, data.nbytes)
             return
         handle.nbytes = data.nbytes
         self._received[message.src] += data.nbytes
@@ -228,14 +211,7 @@ class InProc:
         else:
             into[: data.nbytes] = data
             self._consume(message)
-        self._finish(handle)
+        self._operations.finish(handle)
 
     def _consume(self, message: _Message) -> None:
         self._hub.inboxes[message.src].put(_Message("consumed", self.rank, handle=message.handle))
-
-    def _finish(self, handle: Handle, error: Exception | None = None) -> None:
-        self._under_way.discard(handle)
-        if handle.done:
-            return
-        handle.done, handle.error = True, error
-        self._completed.append(handle)

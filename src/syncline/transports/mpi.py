@@ -38,7 +38,8 @@ from ..errors import GroupError, UsageError
 from ..registry import register
 from ..wire.link import broken
 from . import Bytes, Handle, Place
-from ._envelope import FRAME_BYTES, SLOTS, Enveloped
+from ._envelope import Enveloped
+from ._frames import FRAME_BYTES, SLOTS
 from ._outbox import Event
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ class Mpi(Enveloped):
         deadline = begun + timeout
         while True:
             acted = self._turn()
-            if self._completed or self.bell.wait(0.0):
+            if self._operations.completed or self.bell.wait(0.0):
                 return
             now = time.monotonic()
             if now >= deadline:
@@ -214,7 +215,7 @@ class Mpi(Enveloped):
         return self._acted
 
     def _pause(self, waited: float) -> float:
-        longest = _LONGEST_S if self._under_way or self._requests else _RESTING_S
+        longest = _LONGEST_S if self._operations.under_way or self._requests else _RESTING_S
         return min(longest, max(_SHORTEST_S, waited / 4))
 
     def _leave(self) -> None:

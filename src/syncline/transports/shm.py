@@ -25,13 +25,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ClosedError, PeerLost, UsageError
 from ..kernels.board import BOARD_BYTES, MOST_SEGMENTS
 from ..registry import register
 from ..wire.link import CONTROL, Frame, Link, broken
 from ..wire.loop import Loop
 from ..wire.matching import Matcher
 from . import Bytes, Handle, Words
+from ._looped import Looped
+from ._operations import Receive
 from ._segments import Segments, check_bell, map_segment
 
 _DATA, _REFERENCE, _CONSUMED, _SEGMENT, _BELL, _MAPPED = 1, 2, 3, 4, 5, 6
@@ -56,14 +57,6 @@ class _Message:
 
 
 @dataclass
-class _Receive:
-    """A posted receive: its handle and where its bytes go (None: looked at in place)."""
-
-    handle: Handle
-    into: Bytes | None
-
-
-@dataclass
 class _Sending:
     """A reference under way: its handle, and the staging buffer to free after it."""
 
@@ -72,7 +65,7 @@ class _Sending:
 
 
 @register("transports", "shm", connection="unix", one_host=True)
-class Shm:
+class Shm(Looped):
     """Shared memory between the processes of one machine.
 
     ``socks`` are proved UNIX connections of process ``rank`` to all others.
@@ -81,12 +74,11 @@ class Shm:
     name = "shm"
 
     def __init__(self, rank: int, socks: Mapping[int, socket]) -> None:
-        self.rank = rank
-        self.world = len(socks) + 1
+        super().__init__(rank, {peer: Link(sock, peer, self._sink, self._arrival) for peer, sock in socks.items()})
+        self.gone = self._operations.gone
         self._segments = Segments()
-        self._links = {peer: Link(sock, peer, self._sink, self._arrival) for peer, sock in socks.items()}
         self._loop = Loop(self._links.values(), self._lost)
-        self._matcher: Matcher[_Receive, _Message] = Matcher()
+        self._matcher: Matcher[Receive, _Message] = Matcher()
         self._mapped: dict[tuple[int, int], Bytes] = {}  # (peer, segment number) -> its memory
         self._segment_counts = dict.fromkeys(socks, 0)  # how many of each peer's segments are mapped here
         self._mapped_there = dict.fromkeys(socks, 0)  # how many of this process's segments each peer has mapped
@@ -94,10 +86,6 @@ class Shm:
         self._bodies: dict[int, Bytes] = {}  # the body a link is reading
         self._sending: dict[int, _Sending] = {}
         self._number = 0
-        self._under_way: set[Handle] = set()
-        self._completed: list[Handle] = []
-        self.gone: set[int] = set()
-        self._closed = False
         everyone = max((rank, *socks)) + 1
         self._in_place: Words = np.zeros((2, everyone), np.int64)  # bytes sent and received without a socket
         self.members: Words = np.full((everyone, 2), (0, -1), np.int64)
@@ -115,7 +103,7 @@ class Shm:
 
     def allocate(self, nbytes: int) -> Bytes:
         """Zeroed shared memory that every peer can read and write in place."""
-        self._check()
+        self._operations.check_open()
         number, fd, memory = self._segments.create(nbytes)
         for peer, link in self._links.items():
             if peer not in self.gone:
@@ -125,13 +113,12 @@ class Shm:
 
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
         """Send a reference; done when the peer has consumed it (small messages: when the kernel has them)."""
-        self._check()
         handle = Handle("send", dst, tag, data.nbytes, owner)
-        if not self._admit(handle):
+        if not self._operations.admit(handle):
             return handle
         link = self._links[dst]
         if data.nbytes <= _IN_FRAME_BYTES:
-            link.push(_DATA, tag, 0, memoryview(data), priority, lambda: self._finish(handle))
+            link.push(_DATA, tag, 0, memoryview(data), priority, lambda: self._operations.finish(handle))
         else:
             place, staging = self._segments.find(data.ctypes.data, data.nbytes), None
             if place is None:
@@ -147,45 +134,11 @@ class Shm:
         self._loop.write_soon(link)
         return handle
 
-    def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
-        """Copy the message out of the sender's memory into ``into``."""
-        return self._post(_Receive(Handle("recv", src, tag, into.nbytes, owner), into))
-
-    def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
-        """Look at the message in the sender's memory."""
-        return self._post(_Receive(Handle("borrow", src, tag, nbytes, owner), None))
-
     def release(self, handle: Handle) -> None:
         """Tell the sender that its buffer is free again."""
         message: _Message = handle.note
         handle.payload = handle.note = None
         self._consumed(message)
-
-    def poll(self, timeout: float) -> list[Handle]:
-        """Turn the event loop once."""
-        self._check()
-        self._loop.write()
-        self._loop.turn(0.0 if self._completed else timeout)
-        found, self._completed = self._completed, []
-        return found
-
-    def fileno(self) -> int:
-        """The loop's: for a wait together with other transports."""
-        return self._loop.fileno()
-
-    def settle(self) -> bool:
-        """Write what has gathered; True when something has completed already."""
-        self._loop.write()
-        return bool(self._completed)
-
-    @property
-    def idle(self) -> bool:
-        """True when the kernel has all frames."""
-        return self._loop.idle
-
-    def wake(self) -> None:
-        """Ring the loop's bell."""
-        self._loop.wake()
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Bytes over the connections, and bytes read in place from shared memory."""
@@ -195,8 +148,8 @@ class Shm:
 
     def close(self) -> None:
         """Close the connections and let go of the memory."""
-        if not self._closed:
-            self._closed = True
+        if not self._operations.closed:
+            self._operations.closed = True
             self._loop.close()
             for fd in self.members[:, 1]:
                 if fd not in (-1, self._own_bell):
@@ -239,29 +192,11 @@ class Shm:
         self._in_place[0] += sent
         self._in_place[1] += received
 
-    def _check(self) -> None:
-        if self._closed:
-            raise ClosedError("this transport is closed")
-
-    def _admit(self, handle: Handle) -> bool:
-        if handle.peer not in self._links:
-            raise UsageError(f"rank {self.rank} cannot exchange messages with {handle.peer} in a world of {self.world}")
-        self._under_way.add(handle)
-        if handle.peer in self.gone:
-            self._finish(handle, _lost(handle.peer))
-            return False
-        return True
-
-    def _post(self, receive: _Receive) -> Handle:
-        self._check()
-        handle = receive.handle
-        message = self._matcher.post(handle.peer, handle.tag, receive)
+    def _post(self, receive: Receive) -> Handle:
+        message = self._operations.post(receive, self._matcher)
         if message is not None:
-            self._under_way.add(handle)
             self._deliver(receive, message)
-        elif not self._admit(handle):
-            self._matcher.forget(handle.peer)
-        return handle
+        return receive.handle
 
     def _sink(self, link: Link, frame: Frame) -> memoryview | None:
         self._check_frame(link.peer, frame)
@@ -356,12 +291,11 @@ class Shm:
             raise broken(link.peer, "a frame came without its descriptor")
         return link.fds.popleft()
 
-    def _deliver(self, receive: _Receive, message: _Message) -> None:
+    def _deliver(self, receive: Receive, message: _Message) -> None:
         handle, size = receive.handle, message.data.nbytes
         if size > handle.nbytes:
             self._consumed(message)
-            text = f"a message of {size} bytes from rank {handle.peer} does not fit a receive of {handle.nbytes}"
-            self._finish(handle, UsageError(text))
+            self._operations.refuse(handle, size)
             return
         handle.nbytes = size
         if receive.into is None:
@@ -369,7 +303,7 @@ class Shm:
         else:
             np.copyto(receive.into[:size], message.data)
             self._consumed(message)
-        self._finish(handle)
+        self._operations.finish(handle)
 
     def _consumed(self, message: _Message) -> None:
         if message.number is not None and message.src not in self.gone:
@@ -384,26 +318,13 @@ class Shm:
         del self._sending[number]
         if sending.staging is not None:
             self._segments.free(sending.staging)
-        self._finish(sending.handle)
+        self._operations.finish(sending.handle)
 
     def _lost(self, peer: int) -> None:
-        self.gone.add(peer)
+        self._operations.lose(peer)
         self._mapped_there.pop(peer, None)
         self._note_known()
         self._bodies.pop(peer, None)
         self._matcher.forget(peer)
         for number in [number for number, sending in self._sending.items() if sending.handle.peer == peer]:
             del self._sending[number]
-        for handle in [handle for handle in self._under_way if handle.peer == peer]:
-            self._finish(handle, _lost(peer))
-
-    def _finish(self, handle: Handle, error: Exception | None = None) -> None:
-        if handle.done:
-            return
-        self._under_way.discard(handle)
-        handle.done, handle.error = True, error
-        self._completed.append(handle)
-
-
-def _lost(peer: int) -> PeerLost:
-    return PeerLost(f"the connection to rank {peer} closed", rank=peer)

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ClosedError, PeerLost, UsageError
 from ..kernels.cpu import add_all_into
 from ..nouns import Rate, Seconds
 from ..registry import register
@@ -36,21 +35,13 @@ from ..wire.scratch import Scratch
 from ..wire.shape import NO_DELAY, Shape
 from ..wire.shaped import Line, ShapedLoop
 from . import INLINE_BYTES, Bytes, Handle
+from ._looped import Looped
+from ._operations import Receive
 
 _DATA, _CREDIT = 1, 2
 
 _MOST_CREDITS = 1 << 18
 """Credits of a peer for messages that this process has not begun to send: one for each large receive it has posted."""
-
-
-@dataclass
-class _Receive:
-    """A posted receive: its handle and where its bytes go (None: scratch)."""
-
-    handle: Handle
-    into: Bytes | None
-    adds: NDArray[Any] | None = None
-    """What it is added to instead."""
 
 
 @dataclass
@@ -65,13 +56,13 @@ class _Arrived:
 class _Reading:
     """The message whose body a link is reading now."""
 
-    receive: _Receive | None
+    receive: Receive | None
     data: Bytes | None
     """None while it is being added, or forgotten because it does not fit."""
 
 
 @register("transports", "tcp", connection="tcp", one_host=False, check=Shape)
-class Tcp:
+class Tcp(Looped):
     """TCP, one connection per pair of processes; ``rate`` and ``delay`` make it as slow as another network.
 
     ``socks`` are proved connections of process ``rank`` to all others. ``rate`` limits what all of them together send,
@@ -89,24 +80,18 @@ class Tcp:
         delay: Seconds = NO_DELAY,
     ) -> None:
         shape = Shape(rate, delay)
-        self.rank = rank
-        self.world = len(socks) + 1
-        self.scratch = Scratch()
         ends = socks if shape.plain else {peer: Line(sock, delay) for peer, sock in socks.items()}
-        self._links = {peer: Link(sock, peer, self._sink, self._arrival) for peer, sock in ends.items()}
+        super().__init__(rank, {peer: Link(sock, peer, self._sink, self._arrival) for peer, sock in ends.items()})
         links = self._links.values()
         self._loop = Loop(links, self._lost) if shape.plain else ShapedLoop(links, self._lost, shape)
-        self._matcher: Matcher[_Receive, _Arrived] = Matcher()
+        self.scratch = Scratch()
+        self._matcher: Matcher[Receive, _Arrived] = Matcher()
         self._reading: dict[int, _Reading] = {}
         self._waiting: dict[tuple[int, int], deque[tuple[Handle, Bytes, float]]] = {}  # sends without credit
         self._credits: dict[tuple[int, int], int] = {}  # credits that came before their send
         self._early = dict.fromkeys(socks, 0)  # how many of them there are of each peer
         self._offered: dict[tuple[int, int], int] = {}  # credits given out and not used yet
         self._wanted: dict[tuple[int, int], int] = {}  # large receives posted and not filled
-        self._under_way: set[Handle] = set()
-        self._completed: list[Handle] = []
-        self._gone: set[int] = set()
-        self._closed = False
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
         """Nobody does: what arrives lies in scratch memory."""
@@ -119,7 +104,7 @@ class Tcp:
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
         """Send at once when small or already asked for; done when the kernel has all of it."""
         handle = Handle("send", dst, tag, data.nbytes, owner)
-        if not self._admit(handle):
+        if not self._operations.admit(handle):
             return handle
         key = dst, tag
         large = data.nbytes > INLINE_BYTES
@@ -132,53 +117,18 @@ class Tcp:
         self._transmit(handle, data, priority)
         return handle
 
-    def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
-        """Read the message straight into ``into``."""
-        return self._post(_Receive(Handle("recv", src, tag, into.nbytes, owner), into))
-
-    def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
-        """Read the message into scratch memory, taken when its first byte is there."""
-        return self._post(_Receive(Handle("borrow", src, tag, nbytes, owner), None))
-
     def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:
         """Add the message to ``into`` while it comes in."""
-        return self._post(_Receive(Handle("add", src, tag, into.nbytes, owner), None, into))
+        return self._post(Receive(Handle("add", src, tag, into.nbytes, owner), adds=into))
 
     def release(self, handle: Handle) -> None:
         """Put the scratch memory back."""
         self.scratch.give(handle.note)
         handle.payload = handle.note = None
 
-    def poll(self, timeout: float) -> list[Handle]:
-        """Turn the event loop once."""
-        if self._closed:
-            raise ClosedError("this transport is closed")
-        self._loop.write()
-        self._loop.turn(0.0 if self._completed else timeout)
-        found, self._completed = self._completed, []
-        return found
-
     def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:  # noqa: ARG002
         """Whether the compiled code knows the type."""
         return can_add(dtype)
-
-    def fileno(self) -> int:
-        """The loop's: for a wait together with other transports."""
-        return self._loop.fileno()
-
-    def settle(self) -> bool:
-        """Write what has gathered; True when something has completed already."""
-        self._loop.write()
-        return bool(self._completed)
-
-    @property
-    def idle(self) -> bool:
-        """True when the kernel has all frames."""
-        return self._loop.idle
-
-    def wake(self) -> None:
-        """Ring the loop's bell."""
-        self._loop.wake()
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Bytes written to and read from the sockets, headers and credits included."""
@@ -187,37 +137,22 @@ class Tcp:
 
     def close(self) -> None:
         """Close the connections."""
-        if not self._closed:
-            self._closed = True
+        if not self._operations.closed:
+            self._operations.closed = True
             self._loop.close()
-
-    def _admit(self, handle: Handle) -> bool:
-        """Whether an operation with that peer can start; one that cannot completes with its error."""
-        if self._closed:
-            raise ClosedError("this transport is closed")
-        if handle.peer not in self._links:
-            raise UsageError(f"rank {self.rank} cannot exchange messages with {handle.peer} in a world of {self.world}")
-        self._under_way.add(handle)
-        if handle.peer in self._gone:
-            self._finish(handle, _lost(handle.peer))
-            return False
-        return True
 
     def _transmit(self, handle: Handle, data: Bytes, priority: float) -> None:
         link = self._links[handle.peer]
-        link.push(_DATA, handle.tag, 0, memoryview(data), priority, lambda: self._finish(handle))
+        link.push(_DATA, handle.tag, 0, memoryview(data), priority, lambda: self._operations.finish(handle))
         self._loop.write_soon(link)
 
-    def _post(self, receive: _Receive) -> Handle:
+    def _post(self, receive: Receive) -> Handle:
         handle = receive.handle
         key = handle.peer, handle.tag
-        arrived = self._matcher.post(*key, receive) if handle.peer in self._links else None
+        arrived = self._operations.post(receive, self._matcher)
         if arrived is not None:
-            self._under_way.add(handle)
             self._deliver(receive, arrived.data, arrived.size)
-        elif not self._admit(handle):
-            self._matcher.forget(handle.peer)
-        elif handle.nbytes > INLINE_BYTES:
+        elif handle.nbytes > INLINE_BYTES and not handle.done:
             self._wanted[key] = self._wanted.get(key, 0) + 1
             # A small message may have filled an earlier large receive: its credit is then still out.
             if self._offered.get(key, 0) < self._wanted[key]:
@@ -281,7 +216,7 @@ class Tcp:
         if not waiting:
             del self._waiting[key]
 
-    def _deliver(self, receive: _Receive, data: Bytes | None, size: int) -> None:
+    def _deliver(self, receive: Receive, data: Bytes | None, size: int) -> None:
         """A whole message has come: in place, in scratch memory, or (None) it has been added, or does not fit."""
         handle = receive.handle
         if handle.nbytes > INLINE_BYTES and (handle.peer, handle.tag) in self._wanted:
@@ -289,14 +224,13 @@ class Tcp:
         if size > handle.nbytes:
             if data is not None:
                 self.scratch.give(data)
-            text = f"a message of {size} bytes from rank {handle.peer} does not fit a receive of {handle.nbytes}"
-            self._finish(handle, UsageError(text))
+            self._operations.refuse(handle, size)
             return
         handle.nbytes = size
         if receive.adds is not None and size % receive.adds.itemsize:
             raise broken(handle.peer, f"{size} bytes came to be added to elements of {receive.adds.itemsize}")
         if data is None:
-            self._finish(handle)
+            self._operations.finish(handle)
             return
         if receive.adds is not None:
             part = data[:size].view(receive.adds.dtype)
@@ -307,7 +241,7 @@ class Tcp:
         elif receive.into is not data:
             receive.into[:size] = data[:size]
             self.scratch.give(data)
-        self._finish(handle)
+        self._operations.finish(handle)
 
     def _spend(self, table: dict[tuple[int, int], int], key: tuple[int, int]) -> None:
         left = table.get(key, 0) - 1
@@ -317,21 +251,8 @@ class Tcp:
             table.pop(key, None)
 
     def _lost(self, peer: int) -> None:
-        self._gone.add(peer)
+        self._operations.lose(peer)
         self._reading.pop(peer, None)
         self._matcher.forget(peer)
         for key in [key for key in self._waiting if key[0] == peer]:
             del self._waiting[key]
-        for handle in [handle for handle in self._under_way if handle.peer == peer]:
-            self._finish(handle, _lost(peer))
-
-    def _finish(self, handle: Handle, error: Exception | None = None) -> None:
-        if handle.done:
-            return
-        self._under_way.discard(handle)
-        handle.done, handle.error = True, error
-        self._completed.append(handle)
-
-
-def _lost(peer: int) -> PeerLost:
-    return PeerLost(f"the connection to rank {peer} closed", rank=peer)

@@ -38,7 +38,8 @@ from numpy.typing import NDArray
 from ..errors import GroupError, PeerLost, UsageError
 from ..registry import register
 from . import Bytes, Handle, Place
-from ._envelope import FRAME_BYTES, SLOTS, Enveloped, frame_bytes, is_last
+from ._envelope import Enveloped
+from ._frames import FRAME_BYTES, SLOTS, frame_bytes, is_last
 from ._outbox import Event
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Torch(Enveloped):
             return
 
         def failed(error: Exception) -> None:
-            self._finish(handle, _broken(min(self._gone | self._leaving, default=-1), error))
+            self._finish(handle, _broken(min(self._operations.gone | self._leaving, default=-1), error))
 
         self._waiter(-1).add(wait, lambda: self._finish(handle), failed)
 
