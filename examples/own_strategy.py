@@ -34,6 +34,7 @@ class Even:
     phases: ClassVar[Literal["whole", "split"]] = "whole"
     apply: ClassVar[Literal["step", "layer", "next_step"]] = "step"
     in_flight: ClassVar[int] = 2
+    measures: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         if self.count < 1:

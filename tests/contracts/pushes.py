@@ -12,12 +12,13 @@ from ends import network
 from numpy.typing import NDArray
 
 from syncline import registry
-from syncline.nouns import Bucket, Group, Slice
+from syncline.nouns import Bucket, Group, Layer, Slice, Spec
 from syncline.serving.owner import serve
 from syncline.serving.records import State
 from syncline.serving.shard import Groups, Holding
 from syncline.serving.traffic import Model
 from syncline.serving.worker import Worker, attach
+from syncline.session.layout import Layout
 from syncline.session.session import Session
 from syncline.strategy.strategy import Strategy
 from syncline.testing.training import Bound, Free
@@ -87,7 +88,9 @@ class Training:
         )
         for array in self.weights:
             array[:] = 1
-        self.model = Model(buckets, self.gradients, self.weights, None)
+        specs = [Spec(f"tensor {part.tensor}", (part.elements,), "float64") for part in parts]
+        layout = Layout(tuple(map(Layer, specs)), tuple(buckets), (0.0,) * len(buckets))
+        self.model = Model(layout, self.gradients, self.weights, None)
         self.owner: Sgd | None = None
         self.applied: Callable[[int], None] = lambda _: None
 

@@ -9,10 +9,13 @@ import pytest
 import torch
 from toy import Here, batch, close, loss_of, on_group, sgd, weights
 
+from remade import Remade
 from syncline import registry
 from syncline.errors import GradientError, MismatchError, UsageError
+from syncline.frameworks._schedules import check_schedule
 from syncline.schedules import Application, Phases
 from syncline.schedules.fixed import Fixed
+from syncline.strategy.strategy import Strategy
 from syncline.sync.bsp import Bsp
 
 STEPS = 5
@@ -55,6 +58,17 @@ def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_done_yet_is_refused_by_name(group: Any, architecture: str, name: str, why: str) -> None:
     with pytest.raises(UsageError, match=rf"schedule={name} .*{why}.* use schedule=fixed"):
         on_group(group, f"{architecture} schedule={name}", 2, sgd, lambda here: here.rank)
+
+
+@pytest.mark.usefixtures("own_parts")
+def test_a_framework_that_shows_no_times_refuses_schedules_that_go_by_them() -> None:
+    registry.register("schedules", "remade")(Remade)
+    strategy = Strategy.parse("ring schedule=remade")
+    check_schedule(strategy, "PyTorch", times_layers=True)
+    with pytest.raises(
+        UsageError, match=r"schedule=remade makes its buckets anew .*measures=2.* NumPy.* use schedule=fixed"
+    ):
+        check_schedule(strategy, "NumPy", times_layers=False)
 
 
 def train(here: Here, *, averaged: int) -> list[dict[str, torch.Tensor]]:

@@ -286,7 +286,7 @@ def work(module: str, name: str, arguments: list[Any], environ: dict[str, str], 
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE))
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
     task = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
     if task is not None:
         work(*task)

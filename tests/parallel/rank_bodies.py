@@ -23,6 +23,8 @@ import psutil
 import torch
 
 import syncline
+from remade import Remade
+from syncline import registry
 from syncline.errors import ClosedError, GroupError, PeerError, SynclineError, UsageError
 from syncline.launch import connecting
 from syncline.session.communicator import Communicator
@@ -95,6 +97,7 @@ def steps(optimizer: str, kind: str, count: int = 4) -> dict[str, np.ndarray] | 
 
 def train(line: Connection, place: Place, strategy: str, cases: list[list[str]]) -> None:
     """One world after the other in the same processes; the weights of all."""
+    registry.register("schedules", "remade")(Remade)
     found = []
     for optimizer, kind in cases:
         with joined(place, strategy):

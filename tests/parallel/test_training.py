@@ -14,7 +14,7 @@ STRATEGIES = {  # and the processes that only serve
     "ring": 0,
     "direct": 0,
     "ps(servers=1)": 1,
-    "ps(servers=2)": 2,
+    "ps(servers=2) schedule=remade": 2,
     "ps(servers=2, on=workers)": 0,
     "ps(servers=2, update=worker)": 2,
 }

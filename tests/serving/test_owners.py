@@ -17,6 +17,7 @@ from syncline.serving.records import Elements, Record, State, states_of
 from syncline.serving.shard import Groups, Holding
 from syncline.serving.traffic import Model
 from syncline.serving.worker import Worker, attach
+from syncline.session.layout import Layout
 from syncline.session.session import Session
 
 Array = NDArray[Any]
@@ -76,7 +77,8 @@ class Training:
         for array in self.weights:
             array[:] = 1
         self.compression = session.compression(layers, self.buckets, self.gradients)
-        self.model = Model(self.buckets, self.gradients, self.weights, self.compression)
+        layout = Layout(tuple(layers), tuple(self.buckets), (0.0,) * len(self.buckets))
+        self.model = Model(layout, self.gradients, self.weights, self.compression)
 
     def start(self) -> Worker | None:
         """This process's worker; on a server, None once all is over."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from typing import Any
 
@@ -14,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline import registry
-from syncline.errors import UsageError
+from syncline.errors import ProtocolError, UsageError
 from syncline.nouns import Bucket, Layer, Slice, Spec
 from syncline.schedules import Cost
 from syncline.schedules.fixed import Fixed
-from syncline.session.layout import Layout, check_buckets, decide_layout
+from syncline.session.layout import Layout, check_buckets, decide_layout, read_layout
 from syncline.session.session import MODEL_KEYS, Session
 
 LAYERS = (Layer(Spec("a", (4,))), Layer(Spec("b", (2, 3))), Layer(Spec("c", (5,), "float64")), Layer(Spec("d", (0,))))
@@ -129,3 +130,32 @@ def test_numbers_of_numpy_and_generators_are_buckets_too(group: Any, monkeypatch
     found = group("ring", 2, lambda session: decide_layout(session, LAYERS))
     assert found[0] == found[1]
     assert len(found[0].buckets) == len(LAYERS)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [b"", b"[]", b"{}", b"[" * 100_000, b'{"buckets": 1}', b'{"buckets": [], "priorities": [], "times_s": []}'],
+    ids=lambda told: repr(told[:20]),
+)
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)"])
+def test_what_a_broken_rank_0_tells_is_named(group: Any, told: bytes, strategy: str) -> None:
+    def body(session: Session) -> None:
+        if session.index == 0:
+            session.tell_everyone(told, "telling the buckets")
+            return
+        with pytest.raises(ProtocolError, match=r"telling the buckets: what rank 0.* makes no sense") as caught:
+            decide_layout(session, LAYERS)
+        assert caught.value.rank == 0
+
+    group(strategy, 2, body)
+
+
+@given(st.data())
+def test_a_layout_is_what_its_plain_values_say(data: st.DataObject) -> None:
+    times = st.floats(0, 1e3)
+    layers = tuple(replace(layer, forward_s=data.draw(times), backward_s=data.draw(times)) for layer in LAYERS)
+    known = Layout(layers, tuple(data.draw(st.permutations(WHOLE))), (data.draw(st.floats(-9, 9)), 0.0))
+    assert read_layout(LAYERS, json.loads(json.dumps(known.plain()))) == known
+    wrong = known.plain() | {"priorities": [1.0]}
+    with pytest.raises(ValueError, match="1 priorities of 2 buckets"):
+        read_layout(LAYERS, wrong)

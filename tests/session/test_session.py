@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.errors import ClosedError, MismatchError, PeerTimeout, UsageError
+from syncline.errors import ClosedError, MismatchError, PeerTimeout, ProtocolError, UsageError
 from syncline.launch.connecting import in_process
 from syncline.nouns import numpy_dtype
+from syncline.session.communicator import BUCKET_KEYS
 from syncline.session.session import Session
 from syncline.session.tickets import BARRIER, JOINED, NORM, STEP
 
@@ -294,3 +295,52 @@ def test_an_interrupt_between_two_exchanges_of_a_call_ends_the_session(group: An
             session.barrier()
 
     assert group("ring", 2, body) == [None] * 2
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=2)"])
+def test_some_processes_share_what_each_of_them_has(group: Any, strategy: str) -> None:
+    """Whoever is none of them takes no part; nothing is also something to share."""
+
+    def body(session: Session) -> list[list[bytes]]:
+        session.meet_everyone("a test")
+        found = []
+        for processes in ([1, session.group.processes - 1], [1, session.group.processes - 1]):
+            if session.index in processes:
+                mine = bytes([session.index]) * (0 if session.index == 1 else 70_000)
+                found.append(list(session.share(processes, mine, "a test")))
+        return found
+
+    found = group(strategy, 3, body)
+    last = len(found) - 1
+    assert found[0] == []
+    assert found[1] == found[last] == [[b"", bytes([last]) * 70_000]] * 2
+
+
+def test_servers_hear_what_they_have_been_listening_for(group: Any) -> None:
+    """Twice, and after other things; one that nobody says anything to ends with the workers."""
+
+    def body(session: Session) -> list[bytes]:
+        found, heard = [], None
+        for said in (b"one", b"two"):
+            if session.is_worker:
+                found.append(session.tell_everyone(said, "a test"))
+            else:
+                heard = session.listen("a test")
+                session.engine.wait(heard.work)
+                found.append(session.hear(heard))
+        if not session.is_worker:
+            session.listen("a test")
+        return found
+
+    assert group("ps(servers=2)", 2, body) == [[b"one", b"two"]] * 4
+
+
+def test_a_size_that_nobody_tells_is_named(group: Any) -> None:
+    def body(session: Session) -> None:
+        if session.index == 0:
+            session.engine.wait(session.broadcast_to_all(np.array([-1]), BUCKET_KEYS, "a test"))
+            return
+        with pytest.raises(ProtocolError, match=r"a test: rank 0.* tells -1 bytes"):
+            session.tell_everyone(b"", "a test")
+
+    group("ring", 2, body)

@@ -425,6 +425,8 @@ def own(base: type, **properties: Any) -> type:
         ("schedules", {"apply": None}, "apply=None"),
         ("schedules", {"in_flight": -1}, "lets -1 buckets be under way"),
         ("schedules", {"in_flight": "all"}, "lets 'all' buckets be under way"),
+        ("schedules", {"measures": -1}, "measures -1 steps: it has to be 0 or more"),
+        ("schedules", {"measures": None}, "measures None steps"),
         ("schedules", {"priority": None}, r"has no priority\(\)"),
         ("sync", {"exchanges": "parameters"}, "exchanges 'parameters', and engines exchange 'gradients' only"),
         ("sync", {"may_proceed": lambda *_: True}, "lets workers run ahead of each other"),

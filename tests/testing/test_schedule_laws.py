@@ -45,6 +45,7 @@ class Broken:
     phases: Any = "whole"
     apply: Any = "step"
     in_flight: int = 1
+    measures: int = 0
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> Buckets:  # noqa: ARG002
         specs = list(enumerate(layer.spec for layer in layers))[::-1]

@@ -8,11 +8,15 @@ Checkpoints. ``saved`` is what this process has to keep, as flat arrays by name;
 among them, so that together they have one value per element, wherever the owners stand. ``load`` takes what all workers
 had saved. Where the number of workers is another one, the residuals' sum is shared out evenly: nothing is lost by it.
 
+Buckets that take the place of others between two steps (``on``) find everything as it was; owners give each other what
+they have kept back, since elements have other owners then (``kept_by_owner``, ``take_over``).
+
 Where owners hold the weights, gradients stay with them, and what they encode again is an update (``updates``).
 """
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -69,6 +73,7 @@ class Compression:
         held: bool = False,
         name: str,
     ) -> None:
+        self._codec, self._layers = codec, layers
         self._specs = [replace(layer.spec, dtype="float32") for layer in layers]
         self._buckets, self._arrays = buckets, arrays
         self._not_finite: list[str] = []
@@ -180,17 +185,52 @@ class Compression:
         for state in (*self._states, *self._again):
             state.step = step
 
+    def fresh(self, buckets: Sequence[Bucket], arrays: Sequence[Array]) -> Compression:
+        """The same codec at the same step on other buckets, or arrays, with nothing kept back."""
+        options: dict[str, Any] = {"served": self._served, "held": self._held, "name": self._name}
+        made = Compression(self._codec, self._layers, buckets, arrays, self.participant, **options)
+        made.resume_at(self.step)
+        return made
+
+    def on(self, buckets: Sequence[Bucket], arrays: Sequence[Array], step: int) -> Compression:
+        """What takes this one's place from that step on; what it remembers of its own encoding is handed over."""
+        made = self.fresh(buckets, arrays)
+        made._states, made._warned = self._states, self._warned
+        made.resume_at(step)
+        return made
+
+    @property
+    def step(self) -> int:
+        """The next one, counted from 0; between steps."""
+        return max(self._clock)
+
+    @property
+    def owners_keep(self) -> bool:
+        """Whether owners keep something back; the same on all processes."""
+        return any(state.residual is not None for state in self._again)
+
+    def kept_by_owner(self) -> Saved:
+        """What this process keeps back as an owner, by parameter and first element."""
+        found: Saved = {}
+        for part in self._owned():
+            if part.again.residual is not None:
+                kept = part.again.residual[part.start : part.start + part.array.size]
+                found[f"again/{part.name}/{part.start}"] = kept.copy()
+        return found
+
+    def take_over(self, kept: Mapping[str, Array]) -> None:
+        """Take up what an owner had kept back of other buckets, as far as it is of this process's now."""
+        for part in self._owned():
+            if part.again.residual is not None:
+                _join(part.again.residual, kept, f"again/{part.name}/", part.start, part.start + part.array.size)
+
     def saved(self) -> Saved:
         """What this process has to keep in a checkpoint."""
         found: Saved = {"clock": np.array(self._clock, np.int64)}
         for state in self._states:
             for what, array in _arrays_of(state):
                 found[f"own/{state.spec.name}/{what}"] = array.copy()
-        for part in self._owned():
-            if part.again.residual is not None:
-                kept = part.again.residual[part.start : part.start + part.array.size]
-                found[f"again/{part.name}/{part.start}"] = kept.copy()
-        return found
+        return found | self.kept_by_owner()
 
     def load(self, saved: Sequence[Mapping[str, Array]]) -> None:
         """Take up what all workers of a run had saved; raises UsageError when it is of another model or codec."""
@@ -206,9 +246,9 @@ class Compression:
                 array[:] = found[self.participant.index] if same else np.sum(found, axis=0) / workers
         for part in self._owned():
             if part.again.residual is not None:
-                whole = _joined(saved, f"again/{part.name}/", part.again.spec.elements)
-                stop = part.start + part.array.size
-                part.again.residual[part.start : stop] = whole[part.start : stop]
+                part.again.residual[part.start : part.start + part.array.size] = 0  # what nobody had
+        for one in saved:
+            self.take_over(one)
 
     def _working(self, number: int) -> Floats:
         """A bucket's gradients in float32: its array, or memory for a copy of it."""
@@ -278,17 +318,29 @@ def _arrays_of(state: State) -> Iterator[tuple[str, Array]]:
     yield from state.memory.items()
 
 
-def _joined(saved: Sequence[Mapping[str, Array]], prefix: str, elements: int) -> Array:
-    """The pieces of several owners as one array; what nobody had is 0."""
-    whole = np.zeros(elements, np.float32)
-    for one in saved:
-        for key, piece in one.items():
-            if key.startswith(prefix):
-                start = int(key.removeprefix(prefix))
-                if start + piece.size > elements:
-                    raise UsageError(f"the codec's part of this state has {key!r} beyond {elements} elements")
-                whole[start : start + piece.size] = piece
-    return whole
+def _join(whole: Array, kept: Mapping[str, Array], prefix: str, start: int, stop: int) -> None:
+    """Copy to elements ``start`` to ``stop`` of a tensor what an owner's pieces of it have of them."""
+    for key, piece in kept.items():
+        if key.startswith(prefix):
+            first = int(key.removeprefix(prefix))
+            if first + piece.size > whole.size:
+                raise UsageError(f"the codec's part of this state has {key!r} beyond {whole.size} elements")
+            low, high = max(start, first), min(stop, first + piece.size)
+            if low < high:
+                whole[low:high] = piece[low - first : high - first]
+
+
+def as_bytes(saved: Saved) -> bytes:
+    """Arrays by name as bytes, to be told to another process."""
+    found = io.BytesIO()
+    np.savez(found, **saved)  # type: ignore[arg-type]
+    return found.getvalue()
+
+
+def from_bytes(data: bytes) -> Saved:
+    """The other way round."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        return {key: arrays[key] for key in arrays.files}
 
 
 def _same_size(saved: Mapping[str, Array], key: str, like: Array) -> Array:

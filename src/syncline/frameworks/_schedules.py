@@ -6,8 +6,11 @@ from ..errors import UsageError
 from ..strategy.strategy import Strategy
 
 
-def check_schedule(strategy: Strategy, framework: str) -> None:
-    """Raise UsageError where gradients would be used before, or without, being exchanged when ``backward()`` ends."""
+def check_schedule(strategy: Strategy, framework: str, *, times_layers: bool) -> None:
+    """Raise UsageError where gradients would be used before, or without, being exchanged when ``backward()`` ends.
+
+    So does a schedule that goes by measured times where the framework does not show any.
+    """
     schedule, name = strategy.schedule_object(), strategy.schedule.name
     why = ""
     if schedule.phases == "split":
@@ -16,6 +19,8 @@ def check_schedule(strategy: Strategy, framework: str) -> None:
         why = "lets every layer wait for its own weights in the next forward pass (apply='layer')"
     if schedule.apply == "next_step":
         why = "applies gradients a step later (apply='next_step')"
+    if schedule.measures and not times_layers:
+        why = f"makes its buckets anew from the times of layers (measures={schedule.measures})"
     if why:
         raise UsageError(
             f"schedule={name} {why}, which Syncline does not do with {framework} yet: use schedule=fixed, or another"

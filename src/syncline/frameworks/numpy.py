@@ -24,12 +24,13 @@ from ..engine.step import Action, Agree, Apply, Steps, Submit, Wait
 from ..engine.work import Lane, Work
 from ..errors import GradientError, MismatchError, UsageError
 from ..nouns import Layer, Spec
-from ..serving.owner import serve, serve_plan
+from ..serving.owner import serve
 from ..serving.records import Elements, State
 from ..serving.shard import Groups, Holding
+from ..serving.summing import Summing
 from ..serving.traffic import Model
 from ..serving.worker import Worker, attach
-from ..session.communicator import BUCKET_KEYS, compiled
+from ..session.communicator import BUCKET_KEYS
 from ..session.layout import Layout, decide_layout, place_bucket, place_tensors
 from ..session.session import Session
 from ..session.tickets import STEP, Meeting, step_argument
@@ -118,7 +119,7 @@ class Shared(Wrapped):
         if session.strategy.server_holds_weights:
             for array in self.weights.values():
                 array.flags.writeable = False  # the owners would not see it, and the next pull would undo it
-            model = Model(layout.buckets, self._gradients.arrays, held.arrays, self._compression, self._key)
+            model = Model(layout, self._gradients.arrays, held.arrays, self._compression, self._key)
             self._worker = attach(session, model, partial(Sliced, optimizer), [])
 
     def step(self, gradients: Arrays) -> None:
@@ -245,7 +246,7 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
     if session.alone:
         own = {name: np.array(array) for name, array in model.items()}
         return Handed((own, Alone(own, optimizer)))
-    check_schedule(session.strategy, "NumPy")
+    check_schedule(session.strategy, "NumPy", times_layers=False)
     if session.is_worker:
         made = Shared(session, model, optimizer)
         return Handed((made.weights, made))
@@ -270,11 +271,10 @@ def _serve(session: Session, weights: Arrays, optimizer: Update) -> None:
     _copy_from_rank_0(session, weights, held)
     compression: Compression | None = session.compression(layout.layers, layout.buckets, gradients.arrays)
     if session.strategy.server_holds_weights:
-        model = Model(layout.buckets, gradients.arrays, held.arrays, compression)
+        model = Model(layout, gradients.arrays, held.arrays, compression)
         serve(session, model, partial(Sliced, optimizer), [])
     else:
-        program = compiled(session.strategy.plan(session.group), session.index)
-        serve_plan(session, program, gradients.arrays, compression)
+        Summing(session, layout, gradients.arrays, compression).serve()
 
 
 def _agree(session: Session, weights: Arrays) -> Layout:

@@ -48,6 +48,11 @@ class Schedule(Protocol):
         """How many buckets of one priority may be under way at once."""
         ...
 
+    @property
+    def measures(self) -> int:
+        """After how many steps, in which layers are timed, the buckets are made anew; 0 where times do not matter."""
+        ...
+
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:
         """The buckets of ``layers`` (in forward order); ``cost`` is None when nothing has been measured."""
         ...

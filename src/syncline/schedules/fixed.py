@@ -35,6 +35,7 @@ class Fixed:
     phases: ClassVar[Phases] = "whole"
     apply: ClassVar[Application] = "step"
     in_flight: ClassVar[int] = _IN_FLIGHT
+    measures: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         if self.bucket < 1:
@@ -58,6 +59,7 @@ class WaitFree:
     phases: ClassVar[Phases] = "whole"
     apply: ClassVar[Application] = "step"
     in_flight: ClassVar[int] = _IN_FLIGHT
+    measures: ClassVar[int] = 0
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
         """One bucket per tensor, from the last layer to the first."""
@@ -77,6 +79,7 @@ class Fifo:
     phases: ClassVar[Phases] = "whole"
     apply: ClassVar[Application] = "step"
     in_flight: ClassVar[int] = 1
+    measures: ClassVar[int] = 0
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
         """One bucket per element type, from the last layer to the first."""

@@ -71,7 +71,7 @@ class Planned:
 
     def exchanges(self) -> Merged:
         """All at once."""
-        return Merged(self._session, self, len(self._model.buckets))
+        return Merged(self._session, self, len(self._model.layout.buckets))
 
     def pull(self, number: int) -> Work:
         """One exchange."""
@@ -83,7 +83,7 @@ class Planned:
         model, index = self._model, self._session.index
         if index not in self._plan.owners:
             return None
-        return planned(model.buckets, model.gradients, model.weights, self._plan, index)
+        return planned(model.layout.buckets, model.gradients, model.weights, self._plan, index)
 
     def know(self, records: Sequence[Record]) -> None:
         """What is sent next says all."""
@@ -114,7 +114,7 @@ class Coded:
 
     def exchanges(self) -> Merged:
         """All at once."""
-        return Merged(self._session, self, len(self._model.buckets))
+        return Merged(self._session, self, len(self._model.layout.buckets))
 
     def pull(self, number: int) -> Work:
         """What corresponds to the second half."""
@@ -125,11 +125,11 @@ class Coded:
         """Whole blocks of the codec, with weights of the owner's."""
         if self._compression.participant.owner < 0:
             return None
-        return coded(self._model.buckets, self._model.gradients, self._updates)
+        return coded(self._model.layout.buckets, self._model.gradients, self._updates)
 
     def know(self, records: Sequence[Record]) -> None:
         """What is sent next says the difference to these."""
-        for bucket, array in zip(self._model.buckets, self._model.weights, strict=True):
+        for bucket, array in zip(self._model.layout.buckets, self._model.weights, strict=True):
             write_into(records, [(part, array[at : at + part.elements]) for at, part in placed(bucket)])
 
     def resume_at(self, step: int) -> None:

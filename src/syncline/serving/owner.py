@@ -14,15 +14,16 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..compression.compression import Compression
 from ..engine.work import Work
 from ..errors import PeerLeft
-from ..plans.messages import Program
-from ..session.session import Session
-from .merged import push_coded, push_plan
+from ..session.layout import LABEL, hear_layout
+from ..session.replacing import LABEL as REPLACING
+from ..session.replacing import Recompressing, copy_weights
+from ..session.session import Heard, Session
 from .messages import ANSWERS, check_fields, nonsense, read_message, receive_body, send_body
-from .protocol import Apply, Ledger, Measure, Release, Request
-from .records import Array, Record, pack, unpack
+from .protocol import ALL, Apply, Ledger, Measure, Release, Request
+from .records import Record, pack, unpack
+from .relaying import Lay, Leaving, Relay
 from .shard import Build, Shard
 from .traffic import Model, Traffic
 from .ways import traffic_of
@@ -73,13 +74,13 @@ class Owner:
     """
 
     def __init__(self, session: Session, shard: Shard, moves: Moves) -> None:
-        self._shard, self._moves = shard, moves
+        self.shard, self._moves = shard, moves
         self.ledger = Ledger(session.group.workers, session.strategy.sync_mode())
         self.version = 0
 
     def handle(self, request: Request) -> None:
         """Take a worker's message; raises MismatchError for one that is not its next, or differs from the others'."""
-        moves, optimizer = self._moves, self._shard.optimizer
+        moves, optimizer = self._moves, self.shard.optimizer
         for action in self.ledger.handle(request):
             if isinstance(action, Measure):
                 moves.settle(action.worker)
@@ -94,10 +95,13 @@ class Owner:
 
 
 class Server:
-    """Serves a shard to workers that send requests; ``traffic`` is how their gradients and its weights travel."""
+    """Serves a shard to workers that send requests; ``traffic`` is how their gradients and its weights travel.
 
-    def __init__(self, session: Session, shard: Shard, traffic: Traffic) -> None:
-        self._session, self._shard, self._traffic = session, shard, traffic
+    ``relay`` is how its model is laid out anew; without one the layout stays as it is.
+    """
+
+    def __init__(self, session: Session, shard: Shard, traffic: Traffic, relay: Relay | None = None) -> None:
+        self._session, self._shard, self._traffic, self._relay = session, shard, traffic, relay
         self._exchanges = traffic.exchanges()
         self._owner = Owner(session, shard, self)
         self._merges = session.strategy.sync_mode().merges
@@ -105,18 +109,24 @@ class Server:
         self._gone: set[int] = set()  # those that have said that they leave
         self._messages: dict[int, dict[str, Any]] = {}  # that have come, from the workers that have not left
         self._requests = {worker: self._listen(worker) for worker in range(session.group.workers)}
+        self._heard = None if relay is None else session.listen(LABEL)
         session.engine.expects = self._expects
 
     def serve(self) -> None:
         """Return when every worker has left; raises the fault when there is one."""
         engine, workers = self._session.engine, range(self._session.group.workers)
         while not self._all_left():
-            engine.wait_any([self._next(worker) for worker in self._requests], until=self._somebody_is_missed)
+            coming = [self._next(worker) for worker in self._requests]
+            if self._heard is not None:
+                coming.append(self._heard.work)
+            engine.wait_any(coming, until=self._somebody_is_missed)
             if missed := self._missed():
                 self._give_up(missed)
             for worker in workers:
                 if worker in self._requests and self._next(worker).done:
                     self._take(worker)
+            if self._heard is not None and self._relay is not None and self._heard.work.done:
+                self._replace(self._heard, self._relay)
 
     def _take(self, worker: int) -> None:
         """Do what a worker has asked for, and listen for more."""
@@ -245,6 +255,27 @@ class Server:
         body = receive_body(self._session, worker, message["size"], f"the body of a {message['kind']}")
         return unpack(body, self._session.name(worker), worker)
 
+    def _replace(self, heard: Heard, relay: Relay) -> None:
+        """As ``session.replacing`` has it: the workers have been answered all that they have asked."""
+        session, model = self._session, relay.model
+        layout, passed = hear_layout(session, model.layout.layers, heard)
+        self._exchanges.rest()
+        compression, leaving = (
+            Recompressing(session, model.compression),
+            Leaving(session, self._shard, self._traffic.keeps),
+        )
+        session.meet_everyone(REPLACING)
+        if not layout.travels_like(model.layout):
+            self._exchanges.settle(ALL)
+            gradients, weights = relay.lay(layout.buckets)
+            copy_weights(session, weights)
+            coded = compression.on(layout.buckets, gradients, passed)
+            self._relay = Relay(Model(layout, gradients, weights, coded, model.first_key), relay.lay)
+            self._traffic = traffic_of(session, self._relay.model)
+            self._shard = self._owner.shard = leaving.arrive(self._traffic.holdings() or [])
+            self._exchanges = self._traffic.exchanges()
+        self._heard = session.listen(LABEL)
+
     def _listen(self, worker: int) -> Work:
         return self._session.recv(worker, f"a request of rank {worker}", REQUEST_BYTES, tolerant=True)
 
@@ -252,12 +283,15 @@ class Server:
         self._session.send(worker, json.dumps(message).encode(), f"an answer to rank {worker}", ANSWERS)
 
 
-def serve(session: Session, model: Model, build: Build, learnt: Sequence[Record]) -> None:
-    """Own a part of that model's weights, with what the optimizer has ``learnt`` before, until the workers leave."""
+def serve(session: Session, model: Model, build: Build, learnt: Sequence[Record], lay: Lay | None = None) -> None:
+    """Own a part of that model's weights, with what the optimizer has ``learnt`` before, until the workers leave.
+
+    ``lay`` lays the model's memory out anew; without it the layout stays as it is.
+    """
     traffic = traffic_of(session, model)
     holdings = traffic.holdings()
     if holdings is not None:
-        Server(session, Shard(holdings, build, learnt), traffic).serve()
+        Server(session, Shard(holdings, build, learnt), traffic, lay and Relay(model, lay)).serve()
 
 
 def serve_beside(session: Session, shard: Shard, traffic: Traffic) -> Work:
@@ -276,12 +310,3 @@ def serve_beside(session: Session, shard: Shard, traffic: Traffic) -> Work:
 
     threading.Thread(target=run, name="syncline-owner", daemon=True).start()
     return over
-
-
-def serve_plan(session: Session, program: Program, gradients: Sequence[Array], compression: Compression | None) -> None:
-    """Take part in the workers' allreduce as a server that only sums, until they leave."""
-    left = session.ending.workers_left
-    while not left():
-        works = push_plan(session, program, gradients) if compression is None else push_coded(session, compression)
-        for work in works:
-            session.engine.wait_any([work], until=left)

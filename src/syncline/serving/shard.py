@@ -69,7 +69,7 @@ class Shard:
 
     def __init__(self, holdings: Sequence[Holding], build: Build, learnt: Iterable[Record]) -> None:
         self.slices = tuple(held.slice for held in holdings)
-        self._holdings = tuple(holdings)
+        self._holdings, self.build = tuple(holdings), build
         self.optimizer = build(self._holdings)
         self.load(learnt)
 

@@ -42,7 +42,7 @@ class Single:
 
     def __init__(self, session: Session, model: Model) -> None:
         self._session, self._model = session, model
-        workers, buckets = session.group.workers, len(model.buckets)
+        workers, buckets = session.group.workers, len(model.layout.buckets)
         if workers * buckets >= MODEL_KEYS:
             raise UsageError(
                 f"{buckets} buckets, pushed by each of {workers} workers by itself, are more than the {MODEL_KEYS - 1}"
@@ -74,7 +74,7 @@ class Single:
 
     def key(self, worker: int, number: int) -> int:
         """That of a worker's pushes of a bucket."""
-        return self._model.first_key + worker * len(self._model.buckets) + number
+        return self._model.first_key + worker * len(self._model.layout.buckets) + number
 
     def exchanges(self) -> _Owned:
         """One for each worker."""
@@ -99,7 +99,9 @@ class _Owned:
     def __init__(self, session: Session, model: Model, traffic: Single, chunk: int) -> None:
         self._session, self._model, self._traffic = session, model, traffic
         self._workers = [worker for worker in range(session.group.workers) if worker != session.index]
-        edges = [chunk_edges(bucket.elements, len(traffic.programs[0][0].plan.owners)) for bucket in model.buckets]
+        edges = [
+            chunk_edges(bucket.elements, len(traffic.programs[0][0].plan.owners)) for bucket in model.layout.buckets
+        ]
         self._mine = [slice(one[chunk], one[chunk + 1]) for one in edges]
         self.gradients, self.weights = list(model.gradients), list(model.weights)
         if session.is_worker:  # these are the worker's own
@@ -113,7 +115,7 @@ class _Owned:
     def holdings(self) -> list[Holding]:
         """What is owned, tensor by tensor."""
         plan = self._traffic.plans[0][0]
-        return planned(self._model.buckets, self.gradients, self.weights, plan, self._session.index)
+        return planned(self._model.layout.buckets, self.gradients, self.weights, plan, self._session.index)
 
     def begin(self) -> None:
         """Post this owner's part in the first push of every worker."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ..compression.compression import Compression
 from ..engine.work import Work
-from ..nouns import Bucket
+from ..session.layout import Layout
 from .records import Array, Record
 from .shard import Holding
 
@@ -23,7 +23,7 @@ class Model:
     ``first_key`` begins the keys that tell its exchanges from those of others.
     """
 
-    buckets: Sequence[Bucket]
+    layout: Layout
     gradients: Sequence[Array]
     weights: Sequence[Array]
     compression: Compression | None

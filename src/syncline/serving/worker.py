@@ -18,12 +18,14 @@ from typing import Any, Protocol
 
 from ..engine.work import Work
 from ..errors import UsageError
+from ..session.replacing import copy_weights
 from ..session.session import Session
 from ..session.tickets import COMMIT, NORM
 from .messages import ANSWERS, read_message, receive_body, send_body
 from .owner import REPLY_BYTES, REQUEST_BYTES, Owner, serve_beside
 from .protocol import Kind, Request
 from .records import Record, pack, unpack
+from .relaying import Leaving
 from .shard import Build, Groups, Shard
 from .traffic import Model, Traffic
 from .ways import traffic_of
@@ -72,6 +74,17 @@ class Owners(Protocol):
 
     def resume(self, step: int, weights: list[Record]) -> None:
         """Go on from that step with these weights, as far as there are any; all workers call it."""
+        ...
+
+    def move_out(self, keeps: bool) -> None:
+        """The model's memory is about to be laid out anew: take what this process owns out of it.
+
+        ``keeps``: the owners' weights may say more than those that all know.
+        """
+        ...
+
+    def move_in(self, traffic: Traffic) -> None:
+        """It has been, and this process owns other slices; all workers call it."""
         ...
 
 
@@ -138,6 +151,16 @@ class Worker:
         """Have the owners go on from that step with their own weights, where there are any; all workers call it."""
         self.owners.resume(step, weights)
 
+    def move_out(self) -> None:
+        """The model's memory is about to be laid out anew."""
+        self.owners.move_out(self.keeps)
+
+    def move_in(self, model: Model) -> None:
+        """Go on with the model as it is laid out now, after ``move_out``; all workers call it."""
+        copy_weights(self._session, model.weights)
+        self._traffic = traffic_of(self._session, model)
+        self.owners.move_in(self._traffic)
+
 
 def attach(session: Session, model: Model, build: Build, learnt: list[Record]) -> Worker:
     """A worker of that model, which owns a part of the weights where the strategy says so.
@@ -173,6 +196,7 @@ class LocalOwners:
         self._session, self._shard = session, shard
         self._owner = None if shard is None else Owner(session, shard, self)
         self._squared = 0.0
+        self._leaving: Leaving | None = None
         roles = session.strategy.roles
         assert roles is not None
         self.count = roles.owners
@@ -235,6 +259,16 @@ class LocalOwners:
         """Every owner keeps what it owns."""
         self.replace(weights)
 
+    def move_out(self, keeps: bool) -> None:
+        """Its slices are on their way from now on."""
+        self._leaving = None if self._shard is None else Leaving(self._session, self._shard, keeps)
+
+    def move_in(self, traffic: Traffic) -> None:
+        """From the other owners."""
+        if self._leaving is not None and self._owner is not None:
+            self._shard = self._owner.shard = self._leaving.arrive(traffic.holdings() or [])
+            self._leaving = None
+
     def _gathered(self, records: list[Record]) -> list[Record]:
         parts = self._session.gather(pack(records))
         return [record for rank, part in enumerate(parts) for record in unpack(part, self._session.name(rank), rank)]
@@ -290,6 +324,12 @@ class RemoteOwners:
         if self._session.rank == 0:
             self._put({"kind": "resume", "step": step}, weights)
         self._session.barrier()
+
+    def move_out(self, keeps: bool) -> None:
+        """Nothing is here."""
+
+    def move_in(self, traffic: Traffic) -> None:
+        """The servers know."""
 
     def _fetch(self, kind: str) -> list[Record]:
         found: list[Record] = []

@@ -3,18 +3,22 @@
 The schedule makes the buckets, on rank 0, which tells all others, servers too: a schedule of somebody else's may go by
 the order of a set, a clock, or times that each rank has measured, and ranks whose buckets differ would add up what does
 not belong together. What it has made is checked before it is told.
+
+A layout may take the place of another between two steps: when layers have been timed, or as a checkpoint says. Workers
+come to that together (``replacing``), and servers have posted that they hear of it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from ..errors import UsageError
+from ..errors import ProtocolError, UsageError
 from ..nouns import Bucket, Layer, Slice, Spec
 from ..schedules import Cost
-from .session import MODEL_KEYS, Session
+from .session import MODEL_KEYS, Heard, Session
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,23 @@ class Layout:
     layers: tuple[Layer, ...]
     buckets: tuple[Bucket, ...]
     priorities: tuple[float, ...]
+
+    def travels_like(self, other: Layout) -> bool:
+        """Whether tensors travel alike, whatever times have been measured."""
+        return (self.buckets, self.priorities) == (other.buckets, other.priorities)
+
+    def plain(self) -> dict[str, Any]:
+        """What ``read_layout`` makes it of, beside the tensors' names and shapes: plain values, as JSON has them."""
+        rows = [[bucket.dtype, [list(map(int, _range(part))) for part in bucket.slices]] for bucket in self.buckets]
+        times_s = [[layer.forward_s, layer.backward_s] for layer in self.layers]
+        return {"buckets": rows, "priorities": list(self.priorities), "times_s": times_s}
+
+
+class Passed(NamedTuple):
+    """What servers cannot count: the exchanges of the present layout, and the codec's steps."""
+
+    exchanges: int = 0
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,34 +80,79 @@ def place_bucket(bucket: Bucket, tensors: Sequence[Placed]) -> int:
     return first
 
 
-def decide_layout(session: Session, layers: Sequence[Layer], cost: Cost | None = None) -> Layout:
-    """The layout that rank 0's schedule makes of ``layers``, on all processes, which call it together.
+def decide_layout(
+    session: Session,
+    layers: Sequence[Layer],
+    cost: Cost | None = None,
+    *,
+    chosen: Layout | None = None,
+    passed: Passed = Passed(),  # noqa: B008 - a frozen value
+) -> Layout:
+    """The layout that rank 0's schedule makes of ``layers``, or has chosen before, on all processes, which all call it.
 
-    ``cost`` and the layers' times count on rank 0. Raises UsageError on all of them where a schedule has made something
-    else than every element of every tensor in one bucket of its type, or failed.
+    ``cost``, the layers' times and ``chosen`` count on rank 0; ``passed`` is for servers. Raises UsageError on all of
+    them where a schedule has made something else than every element of every tensor in one bucket of its type, or
+    failed.
     """
-    told = json.loads(session.tell_everyone(_decide(session, layers, cost), "telling the buckets"))
-    if "fault" in told:
-        raise UsageError(told["fault"])
+    told = _decide(session, layers, cost, chosen) | {"passed": passed} if session.index == 0 else {}
+    return _said(session, layers, session.tell_everyone(json.dumps(told).encode(), LABEL))[0]
+
+
+def hear_layout(session: Session, layers: Sequence[Layer], heard: Heard) -> tuple[Layout, Passed]:
+    """On a server that has been listening: what workers have decided, and what has passed."""
+    return _said(session, layers, session.hear(heard))
+
+
+LABEL = "telling the buckets"
+
+
+def _said(session: Session, layers: Sequence[Layer], data: bytes) -> tuple[Layout, Passed]:
+    """What rank 0 has told."""
+    fault = ""
+    try:
+        told = json.loads(data)
+        fault = str(told.get("fault", ""))
+        if not fault:
+            return read_layout(layers, told), Passed(*map(int, told["passed"]))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ProtocolError(
+            f"{LABEL}: what {session.name(0)} tells makes no sense ({error}); do all processes run the same version on"
+            " sound machines?",
+            rank=0,
+        ) from error
+    raise UsageError(fault)
+
+
+def read_layout(layers: Sequence[Layer], told: Mapping[str, Any]) -> Layout:
+    """A layout of these layers of what ``plain`` gave, with its times.
+
+    Raises UsageError for one of other layers; ValueError, TypeError or KeyError for what no layout has given.
+    """
     buckets = tuple(Bucket(tuple(Slice(*part) for part in slices), dtype) for dtype, slices in told["buckets"])
     check_buckets(layers, buckets)
-    return Layout(tuple(layers), buckets, tuple(told["priorities"]))
+    timed = [
+        replace(layer, forward_s=float(forward_s), backward_s=float(backward_s))
+        for layer, (forward_s, backward_s) in zip(layers, told["times_s"], strict=True)
+    ]
+    priorities = tuple(map(float, told["priorities"]))
+    if len(priorities) != len(buckets):
+        raise ValueError(f"{len(priorities)} priorities of {len(buckets)} buckets")
+    return Layout(tuple(timed), buckets, priorities)
 
 
-def _decide(session: Session, layers: Sequence[Layer], cost: Cost | None) -> bytes:
+def _decide(session: Session, layers: Sequence[Layer], cost: Cost | None, chosen: Layout | None) -> dict[str, Any]:
     """What rank 0 tells; whatever a schedule does, the others must not wait for it in vain."""
-    if session.index > 0:
-        return b""
     try:
-        schedule = session.strategy.schedule_object()
-        buckets = list(schedule.buckets(layers, cost))
-        check_buckets(layers, buckets)
-        rows = [[bucket.dtype, [list(map(int, _range(part))) for part in bucket.slices]] for bucket in buckets]
-        priorities = [float(schedule.priority(bucket)) for bucket in buckets]
-        return json.dumps({"buckets": rows, "priorities": priorities}, allow_nan=False).encode()
+        if chosen is None:
+            schedule = session.strategy.schedule_object()
+            buckets = tuple(schedule.buckets(layers, cost))
+            check_buckets(layers, buckets)
+            chosen = Layout(tuple(layers), buckets, tuple(float(schedule.priority(bucket)) for bucket in buckets))
+        json.dumps(found := chosen.plain(), allow_nan=False)
+        return found
     except Exception as error:
         said = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-        return json.dumps({"fault": f"schedule={session.strategy.schedule.name}: {said}"}).encode()
+        return {"fault": f"schedule={session.strategy.schedule.name}: {said}"}
 
 
 def _range(part: Slice) -> tuple[int, int, int]:

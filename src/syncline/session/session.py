@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from ..compression.reducers import Participant
 from ..compression.updates import Updates
 from ..engine.engine import LIMIT_S
 from ..engine.work import Work
-from ..errors import MismatchError, UsageError
+from ..errors import MismatchError, ProtocolError, UsageError
 from ..nouns import Bucket, Group, Layer
 from ..plans.messages import Program
 from ..plans.plan import Plan
@@ -31,7 +31,7 @@ from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
 from ..transports import Transport
 from ..wire.member import Roll
-from .communicator import BUCKET_KEYS, Array, Communicator, broadcast_plan, compiled, planned
+from .communicator import BUCKET_KEYS, Array, Communicator, among, broadcast_plan, compiled, planned
 from .ending import Ending
 from .member import Member
 from .stats import Stats
@@ -39,10 +39,18 @@ from .tickets import TABLE
 
 MODEL_KEYS = 1 << 16
 """Keys of one model among those of buckets: several models may be in flight at once."""
-_TOLD_KEY = BUCKET_KEYS
+_TOLD_KEY, _SHARE_KEY = BUCKET_KEYS, BUCKET_KEYS + 1
+_MOST_TOLD_BYTES = 1 << 32
 _MESSAGE_TAGS = 1 << 63
 _TOPIC_BITS = 32
 """Below them, in the tag of a message, who sends it."""
+
+
+class Heard(NamedTuple):
+    """That worker 0 tells something, and how many bytes, once the work is done."""
+
+    work: Work
+    size: Array
 
 
 class Session(Communicator):
@@ -132,6 +140,10 @@ class Session(Communicator):
         if self.choice is not None:
             return planned(self.choice.at(nbytes), self.group)
         return self.strategy.plan(self.group)
+
+    def push_program(self, nbytes: int) -> Program:  # noqa: ARG002 - whatever the size
+        """This process's part in the push of a bucket to the owners of the weights, by all workers at once."""
+        return compiled(self.strategy.halves(self.group)[0], self.index)
 
     def compression(
         self, layers: Sequence[Layer], buckets: Sequence[Bucket], arrays: Sequence[Array]
@@ -241,24 +253,59 @@ class Session(Communicator):
         """The models that were entered and still exist."""
         return [model for known in self._models if (model := known()) is not None]
 
-    def broadcast_to_all(self, array: Array, key: int, label: str) -> Work:
+    def broadcast_to_all(self, array: Array, key: int, label: str, tolerant: bool = False) -> Work:
         """Start a broadcast from worker 0 to all processes, servers included; every process calls it."""
         program = compiled(broadcast_plan(self.group.processes, 0), self.index)
-        return self.engine.exchange(program, array, key, label)
+        return self.engine.exchange(program, array, key, label, tolerant=tolerant)
 
     def tell_everyone(self, data: bytes, label: str) -> bytes:
         """The bytes of worker 0 on all processes, servers included; what others give does not count."""
         try:
             size = np.array([len(data)], np.int64)
             self.engine.wait(self.broadcast_to_all(size, _TOLD_KEY, label))
-            told = np.zeros(int(size[0]), np.uint8)
-            if self.index == 0:
-                told[:] = np.frombuffer(data, np.uint8)
-            self.engine.wait(self.broadcast_to_all(told, _TOLD_KEY, label))
-            return told.tobytes()
+            return self._told(size, data, label)
         except BaseException as error:
             self.member.interrupted(error)
             raise
+
+    def listen(self, label: str) -> Heard:
+        """Post a server's part in the next ``tell_everyone``; it never ends when the workers leave."""
+        size = np.zeros(1, np.int64)
+        return Heard(self.broadcast_to_all(size, _TOLD_KEY, label, tolerant=True), size)
+
+    def hear(self, heard: Heard) -> bytes:
+        """What worker 0 has begun to tell, once the work of ``listen`` is done."""
+        return self._told(heard.size, b"", heard.work.label)
+
+    def _told(self, size: Array, data: bytes, label: str) -> bytes:
+        if not 0 <= size[0] <= _MOST_TOLD_BYTES:
+            raise ProtocolError(f"{label}: {self.name(0)} tells {size[0]} bytes, which makes no sense", rank=0)
+        told = np.zeros(int(size[0]), np.uint8)
+        if self.index == 0:
+            told[:] = np.frombuffer(data, np.uint8)
+        self.engine.wait(self.broadcast_to_all(told, _TOLD_KEY, label))
+        return told.tobytes()
+
+    def meet_everyone(self, label: str) -> None:
+        """Wait until all processes, servers included, have come here."""
+        program = compiled(planned("direct_all_gather", Group(self.group.processes)), self.index)
+        self.engine.run(program, np.zeros(self.group.processes, np.uint8), _TOLD_KEY, label)
+
+    def share(self, processes: Sequence[int], data: bytes, label: str) -> Iterator[bytes]:
+        """What each of these processes gives, one after the other, on all of them; they are the same at every call."""
+        ranks, here = tuple(processes), processes.index(self.index)
+        if len(ranks) == 1:
+            yield data
+            return
+        sizes = np.zeros(len(ranks), np.int64)
+        sizes[here] = len(data)
+        gather = compiled(among(planned("direct_all_gather", Group(len(ranks))), ranks), self.index)
+        self.engine.run(gather, sizes, _SHARE_KEY, label)
+        for place, size in enumerate(sizes):
+            body = np.frombuffer(data, np.uint8).copy() if place == here else np.zeros(int(size), np.uint8)
+            program = compiled(among(broadcast_plan(len(ranks), place), ranks), self.index)
+            self.engine.run(program, body, _SHARE_KEY, label)
+            yield body.tobytes()
 
     # Messages between workers and servers.
 

@@ -20,7 +20,7 @@ _TICKET = struct.Struct("<QQQdQ")
 TICKET_BYTES = _TICKET.size
 _STEPS = (1 << 40) - 1
 
-STEP, ALLREDUCE, BROADCAST, BARRIER, GATHER, NORM, COMMIT, JOINED, TABLE, SPLIT = range(1, 11)
+STEP, ALLREDUCE, BROADCAST, BARRIER, GATHER, NORM, COMMIT, JOINED, TABLE, SPLIT, LAYOUT = range(1, 12)
 CALLS = {
     STEP: "a training step",
     ALLREDUCE: "allreduce",
@@ -32,6 +32,7 @@ CALLS = {
     JOINED: "the end of its batches (join)",
     TABLE: "load_state_dict with measured algorithms",
     SPLIT: "making a smaller group",
+    LAYOUT: "replacing the buckets",
 }
 
 

@@ -175,6 +175,9 @@ def _engines_do_what_the_schedule_says(given: Combination) -> Fault | None:
     in_flight = getattr(schedule, "in_flight", None)
     if not isinstance(in_flight, int) or in_flight < 1:
         return f"schedule={name} lets {in_flight!r} buckets be under way at once: it has to be 1 or more", remedies
+    measures = getattr(schedule, "measures", None)
+    if not isinstance(measures, int) or measures < 0:
+        return f"schedule={name} measures {measures!r} steps: it has to be 0 or more", remedies
     for what in ("buckets", "priority"):
         if not callable(getattr(schedule, what, None)):
             return f"schedule={name} has no {what}()", remedies
@@ -254,6 +257,18 @@ def _pushes_by_themselves_travel_as_they_are(given: Combination) -> Fault | None
     return reason, [{"codec": NONE}, {"sync": BSP}]
 
 
+def _other_buckets_need_all_workers(given: Combination) -> Fault | None:
+    if given.schedule == AUTO or build("sync", given.sync).merges:
+        return None
+    if not build("schedules", given.schedule).measures:
+        return None
+    reason = (
+        f"schedule={given.schedule.name} makes its buckets anew between two steps, which all workers do together, and"
+        f" under sync={given.sync.name} they never come together"
+    )
+    return reason, [{"schedule": AUTO}, {"sync": BSP}]
+
+
 def _servers_that_sum_count_no_steps(given: Combination) -> Fault | None:
     if given.codec == AUTO or not given.servers or given.server_holds_weights:
         return None
@@ -290,6 +305,7 @@ RULES: tuple[Callable[[Combination], Fault | None], ...] = (
     _engines_do_what_the_sync_mode_says,
     _pushes_by_themselves_need_owners,
     _pushes_by_themselves_travel_as_they_are,
+    _other_buckets_need_all_workers,
     _servers_that_sum_count_no_steps,
     _feedback_needs_a_contraction,
 )

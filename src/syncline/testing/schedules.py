@@ -87,6 +87,7 @@ def what_it_asks_for_is_done_by_engines(case: Case) -> None:
         value = getattr(case.schedule, name)
         require(value in get_args(known), f"{name} is {value!r}, and can be one of {', '.join(get_args(known))}")
     require(case.schedule.in_flight >= 1, f"in_flight is {case.schedule.in_flight}: nothing would ever go")
+    require(case.schedule.measures >= 0, f"measures is {case.schedule.measures}: it counts steps")
     for number, bucket in enumerate(case.buckets()):
         priority = case.schedule.priority(bucket)
         require(math.isfinite(priority), f"the priority of bucket {number} is {priority}")

@@ -33,6 +33,7 @@ class Sliced:
     apply: Literal["step", "layer", "next_step"] = "step"
     release: Literal["ready", "backward_end"] = "ready"
     in_flight: int = 1
+    measures: int = 0
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
         """Three elements each, or an eighth of a large tensor, from the last layer to the first."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from ...plans.messages import compile_program
-from ...serving.owner import serve, serve_plan
+from ...nouns import Bucket
+from ...serving.owner import serve
 from ...serving.records import pack, unpack
+from ...serving.summing import Summing
 from ...serving.traffic import Model
 from ...serving.worker import attach as attach_to_owners
 from ...session.layout import decide_layout
@@ -24,7 +27,7 @@ from .replica import Replica
 from .served import Client
 from .shard import SlicedOptimizer, probe, records_of, whole_state
 from .staging import Copier
-from .storage import Storage, layers_of
+from .storage import Array, Storage, layers_of
 from .supported import (
     check_by_itself,
     check_held_once,
@@ -68,7 +71,7 @@ def prepare(
     On a server this serves until the workers have left and returns None. ``copier`` stands in for what copies between
     the model's device and the host. A model that was prepared before is let go of first.
     """
-    check_schedule(session.strategy, "PyTorch")
+    check_schedule(session.strategy, "PyTorch", times_layers=True)
     check_only_ours(model)
     selection = Selection(model, options)
     check_normalisation(model, options)
@@ -131,9 +134,11 @@ def _attach_served(session: Session, optimizer: torch.optim.Optimizer, keeps_sta
     _move_into(weights, parameters)
     replica.guard.forms = Forms(replica.named)  # those of views with gaps are others now
     replica.on_local_step = partial(_refuse_local_step, replica)
-    arrays = Model(weights.buckets, replica.storage.arrays, weights.arrays, replica.compression, replica.first_key)
+    arrays = Model(replica.layout, replica.storage.arrays, weights.arrays, replica.compression, replica.first_key)
+    plain = copy.copy(optimizer)  # of the user's class also when that is another
+    vars(plain).update(vars(optimizer))
     learnt = records_of(optimizer, parameters) if session.rank == 0 or not session.group.servers else []
-    worker = attach_to_owners(session, arrays, partial(SlicedOptimizer, optimizer, parameters), learnt)
+    worker = attach_to_owners(session, arrays, partial(SlicedOptimizer, plain, parameters), learnt)
     replica.push = worker.push
     client = Client(replica, weights, worker, keeps_state=keeps_state)
     take_over(optimizer, client)
@@ -152,14 +157,20 @@ def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer | No
     gradients = Storage(named, layout.buckets, session.engine.allocate)
     compression = session.compression(layout.layers, layout.buckets, gradients.arrays)
     if optimizer is None or not session.strategy.server_holds_weights:
-        program = compile_program(session.strategy.plan(session.group), session.index)
-        serve_plan(session, program, gradients.arrays, compression)
+        Summing(session, layout, gradients.arrays, compression, partial(_lay_out, gradients)).serve()
         return
     weights = Storage(named, layout.buckets, session.engine.allocate)
     parameters = [parameter for _, parameter in named]
     _move_into(weights, parameters)
-    arrays = Model(layout.buckets, gradients.arrays, weights.arrays, compression)
-    serve(session, arrays, partial(SlicedOptimizer, optimizer, parameters), records_of(optimizer, parameters))
+    arrays = Model(layout, gradients.arrays, weights.arrays, compression)
+    build, learnt = partial(SlicedOptimizer, optimizer, parameters), records_of(optimizer, parameters)
+    serve(session, arrays, build, learnt, lambda buckets: (_lay_out(gradients, buckets), _lay_out(weights, buckets)))
+
+
+def _lay_out(storage: Storage, buckets: Sequence[Bucket]) -> Sequence[Array]:
+    """On a server, whose parameters lie elsewhere."""
+    storage.lay(buckets)
+    return storage.arrays
 
 
 def _copy_optimizer(

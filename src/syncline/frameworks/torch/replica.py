@@ -38,7 +38,8 @@ from ...engine.work import Lane, Work
 from ...errors import GradientError
 from ...kernels import cpu
 from ...plans.messages import Program
-from ...session.layout import decide_layout
+from ...session.layout import Layout, Passed, decide_layout
+from ...session.replacing import Recompressing, agree_on_layout, push_nothing
 from ...session.session import MODEL_KEYS, Session
 from ...session.tickets import JOINED, STEP, Meeting, step_argument
 from .agreement import copy_from_worker, pack_bytes, unpack_bytes
@@ -51,6 +52,10 @@ from .options import Options, Selection
 from .samples import Counting, Fixed, Samples
 from .staging import Copier, device_of, staging_for
 from .storage import Pair, Storage, layers_of
+from .timing import LayerTimes, clock_of
+
+_MEASURED = 1
+"""Flag of rank 0's ticket: other buckets take the place of these after the step."""
 
 
 class Replica:
@@ -79,6 +84,16 @@ class Replica:
         self.compression: Compression | None = None
         self.compress()
         self.first_key = first_key
+        self._exchanges = 0  # in this layout
+        self._measuring = schedule.measures > 0
+        self._times: LayerTimes | None = None  # which rank 0 measures
+        self.measured: Layout | None = None
+        """What has taken the place of the first layout, which belongs in a checkpoint."""
+        if self._measuring and session.rank == 0:
+            clock = clock_of(device_of(self.named))
+            self._times = LayerTimes(model, self.named, schedule.measures, clock)
+        self.replaces = False
+        """Whether another layout has to take the place of this one before the next exchange."""
         self.exchanged = False  # True between the end of an exchange and the next backward
         self._unused = options.unused
         self._backward = Backward(self._end_backward, self._given_up)
@@ -138,6 +153,8 @@ class Replica:
     def shadow_until_all_joined(self) -> None:
         """Take part in the others' steps with weight 0 until every rank has run out of batches."""
         while True:
+            if self.replaces:
+                self.replace_layout()
             meeting = self.session.meet(JOINED, flags=self.steps)
             if meeting.work is None:
                 return
@@ -151,6 +168,8 @@ class Replica:
                 array[...] = 0
                 self._works.append(self._exchange(number, meeting, meeting.work, self.layout.priorities[number]))
             self._wait()
+            self._exchanges += 1
+            self._heed(meeting)
             self._reset()
         steps = [ticket.flags for ticket in tickets]
         longest = steps.index(max(steps))
@@ -162,8 +181,48 @@ class Replica:
                 self.on_joined(longest)
         self.steps = max(steps)
 
+    def replace_layout(self, chosen: Layout | None = None) -> None:
+        """Go on with other buckets: those that the schedule makes of measured times, or that a run before had chosen.
+
+        Between steps; all workers call it together, and rank 0's count.
+        """
+        before, session = self.layout, self.session
+        layers = before.layers if self._times is None else self._times.of(before.layers)
+        self._measure_no_more()
+        lay_out = None if self.on_replacing is None else self.on_replacing()
+        passed = Passed(self._exchanges, 0 if self.compression is None else self.compression.step)
+        layout = agree_on_layout(session, layers, self.first_key, chosen=chosen, passed=passed)
+        self.layout = self.measured = layout
+        if layout.travels_like(before):
+            return
+        compression = Recompressing(session, self.compression)
+        self.staging.synchronize()  # the last step's copies may still read what is now moved
+        program = session.bucket_program if self.push is None else session.push_program
+        push_nothing(session, program, before.buckets, self.compression, self.first_key)
+        present = [_lies_at(item.grad, place) for (_, item), place in zip(self.named, self.storage.places, strict=True)]
+        for tensor in self.storage.lay(layout.buckets):
+            if present[tensor]:
+                self.named[tensor][1].grad = self.storage.views[tensor]
+        self.compression = compression.on(layout.buckets, self.storage.arrays, passed)
+        if lay_out is not None:
+            lay_out()
+        self._exchanges = 0
+        self.steps = self._steps  # the state machine goes by the buckets
+
+    def _measure_no_more(self) -> None:
+        if self._times is not None:
+            self._times.detach()
+        self._times, self._measuring, self.replaces = None, False, False
+
+    def _heed(self, meeting: Meeting) -> None:
+        """Rank 0 may have told in a step that it has measured enough."""
+        if self._measuring:
+            first = meeting.tickets()[0]
+            self.replaces = first.kind == STEP and first.flags == _MEASURED
+
     def detach(self) -> None:
         """Remove the hooks; gradients keep their values."""
+        self._measure_no_more()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -217,6 +276,10 @@ class Replica:
         self._touched = True
         if not self._synchronises or parameter.grad is None:  # an autograd function may give None
             return
+        if self.replaces and self.on_replacing is None:  # whoever moves weights too cannot do so in a backward pass
+            self.replace_layout()
+        if self._times is not None:
+            self._times.produced(index)
         if self._fired[index] and not self._held:
             raise self.fault(
                 f"the gradient of {self.named[index][0]!r} was produced again after it had been sent: this backward"
@@ -273,6 +336,8 @@ class Replica:
             )
         self._step.abandon()
         self._counting.drop()
+        if self._times is not None:
+            self._times.forget()
         self._forget()
 
     def _reset(self) -> None:
@@ -325,7 +390,8 @@ class Replica:
                 "nothing says how much this rank counts: backward came through no output of the model's forward()"
                 " (another method was called?). Give syncline.prepare() a number as weight="
             )
-        meeting = self.session.meet(STEP, step_argument(self.first_key, step), weight=weight)
+        flags = _MEASURED if self._times is not None and self._times.enough else 0
+        meeting = self.session.meet(STEP, step_argument(self.first_key, step), weight=weight, flags=flags)
         self._start_buffers(meeting)
         return meeting
 
@@ -343,6 +409,9 @@ class Replica:
 
     on_local_step: Callable[[], None] | None = None
     """Called when a step is each rank's own; a parameter server refuses that."""
+
+    on_replacing: Callable[[], Callable[[], None]] | None = None
+    """Called when other buckets are about to take the place of these; what it gives is called when they have."""
 
     on_loaded: Callable[[], None] | None = None
     """Called when the script has loaded a state into the model."""
@@ -387,6 +456,8 @@ class Replica:
         """At the end of backward: nothing may be missing, everything has to arrive."""
         held, self._held = self._held, self._backward.nested
         if not (self._touched and self._synchronises):
+            if self._times is not None:
+                self._times.forget()
             if self._touched:
                 self._counting.keep()
             else:
@@ -413,6 +484,12 @@ class Replica:
             self._reset()
             raise
         self._steps += 1
+        if due:
+            self._exchanges += 1
+            if self._meeting is not None:
+                self._heed(self._meeting)
+        if self._times is not None:
+            self._times.end_step()
         self._local |= not due
         self.exchanged = True
         self._reset()
@@ -488,6 +565,10 @@ class Replica:
         error = GradientError(f"{self.session.name(self.session.index)}: {text}")
         self.session.fail(error)
         return error
+
+
+def _lies_at(gradient: torch.Tensor | None, place: int) -> bool:
+    return gradient is not None and gradient.data_ptr() == place
 
 
 def _put_first(key: int, hooks: dict[int, Any]) -> None:

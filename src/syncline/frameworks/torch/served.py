@@ -13,7 +13,7 @@ changed after they had been sent, and a second exchange before the step. Clippin
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -21,6 +21,7 @@ from ...errors import GradientError, UsageError
 from ...nouns import Slice
 from ...serving.records import Record
 from ...serving.shard import WEIGHTS, Groups
+from ...serving.traffic import Model
 from ...serving.worker import Worker
 from .intact import Contents
 from .replica import Replica
@@ -45,6 +46,7 @@ class Client:
         replica.on_second_backward = self._refuse_second_backward
         replica.on_exchanged = self._remember
         replica.on_loaded = self._note_loaded
+        replica.on_replacing = self._prepare_to_lay_out
 
     def clip(self, max_norm: float) -> float:
         """Have the next update's gradients clipped to a norm of ``max_norm``; their norm."""
@@ -67,6 +69,8 @@ class Client:
         self._staging.join()
         self._remember_weights()
         self.replica.exchanged = False
+        if self.replica.replaces:
+            self.replica.replace_layout()
 
     @property
     def keeps(self) -> bool:
@@ -94,6 +98,26 @@ class Client:
                 raise UsageError(f"the owners' weights in this state do not have {name!r} as this model has it")
             records.append(_whole(index, in_memory_order(found, parameter)))
         self.worker.resume(step, records)
+
+    def _prepare_to_lay_out(self) -> Callable[[], None]:
+        """Other buckets are about to take the place of these: the servers shall know what was changed before."""
+        if self.replica.exchanged:
+            raise self.replica.fault(
+                "load_state_dict() between backward() and step(): the parameter server has gradients of this step; load"
+                " it between two steps"
+            )
+        self._tell_changed()
+        return self._lay_out
+
+    def _lay_out(self) -> None:
+        replica, weights = self.replica, self._weights
+        self.worker.move_out()
+        for tensor in weights.lay(replica.layout.buckets):
+            self.parameters[tensor].data = weights.views[tensor]
+        self._pushed, self._pulled = Contents(replica.storage), Contents(weights)
+        gradients, key = replica.storage.arrays, replica.first_key
+        self.worker.move_in(Model(replica.layout, gradients, weights.arrays, replica.compression, key))
+        self._remember_weights()
 
     def _remember(self) -> None:
         self._versions = [view._version for view in self.replica.storage.views]

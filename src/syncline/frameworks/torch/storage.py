@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...nouns import Bucket, Layer, Spec, numpy_dtype
-from ...session.layout import place_bucket, place_tensors
+from ...session.layout import Placed, place_bucket, place_tensors
 
 Array = NDArray[Any]
 Allocate = Callable[[int, "np.dtype[Any]"], Array]
@@ -108,8 +108,8 @@ class Storage:
         allocate: Allocate,
         device: torch.device | None = None,
     ) -> None:
-        self.buckets = tuple(buckets)
-        self.placed = place_tensors([tensor.numel() for _, tensor in parameters], buckets)
+        self._forms = [tensor for _, tensor in parameters]
+        self.placed = self._place(buckets)
         sizes: dict[str, int] = {}
         for placed in self.placed:
             sizes[placed.dtype] = max(sizes.get(placed.dtype, 0), placed.stop)
@@ -126,14 +126,42 @@ class Storage:
             else {dtype: torch.zeros_like(flat, device=device) for dtype, flat in self.flat.items()}
         )
         self._addresses = {dtype: flat.data_ptr() for dtype, flat in self.flat.items()}
+        self.views = [self._view(tensor) for tensor in range(len(self.placed))]
+        self.places = tuple(view.data_ptr() for view in self.views)
+        self._cut(buckets)
+
+    def _place(self, buckets: Sequence[Bucket]) -> tuple[Placed, ...]:
+        return place_tensors([tensor.numel() for tensor in self._forms], buckets)
+
+    def _cut(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = tuple(buckets)
         self.starts = tuple(place_bucket(bucket, self.placed) for bucket in buckets)
         self.arrays: tuple[Array, ...] = tuple(
             self._blocks[bucket.dtype][start : start + bucket.elements]
             for bucket, start in zip(buckets, self.starts, strict=True)
         )
-        self._forms = [tensor for _, tensor in parameters]
-        self.views = [self._view(tensor) for tensor in range(len(self.placed))]
+
+    def lay(self, buckets: Sequence[Bucket]) -> list[int]:
+        """Lay the same tensors, with what they hold, out for other buckets, in the same memory; those that have moved.
+
+        Their views are others then; who has kept one keeps its values.
+        """
+        before, self.placed = self.placed, self._place(buckets)
+        moved = [tensor for tensor, placed in enumerate(before) if self.placed[tensor] != placed]
+        for tensor in moved:
+            self._let_go(tensor)
+        with torch.no_grad():
+            for flat in {id(flat): flat for blocks in (self.flat, self.resident) for flat in blocks.values()}.values():
+                held = flat.clone() if moved else flat
+                for tensor in moved:
+                    old, new = before[tensor], self.placed[tensor]
+                    if flat.dtype == getattr(torch, old.dtype):
+                        flat[new.start : new.stop] = held[old.start : old.stop]
+        for tensor in moved:
+            self.views[tensor] = self._view(tensor)
         self.places = tuple(view.data_ptr() for view in self.views)
+        self._cut(buckets)
+        return moved
 
     def fresh(self, tensor: int) -> torch.Tensor:
         """The view of tensor ``tensor``, to be written anew; who has kept the one from before keeps its values.
@@ -141,12 +169,16 @@ class Storage:
         A gradient that a script holds on to is the view itself: it gets memory of its own then, and another view takes
         its place. Views of it, and what ``detach`` or ``data`` made of it, go on seeing the storage.
         """
-        if _holders(self.views, tensor) > _NOBODY_ELSE:
-            held = self.views[tensor]
-            held.data = held.clone()
+        self._let_go(tensor)
         if self.views[tensor].data_ptr() != self.places[tensor]:
             self.views[tensor] = self._view(tensor)
         return self.views[tensor]
+
+    def _let_go(self, tensor: int) -> None:
+        """Give the view of a tensor memory of its own where somebody else holds it."""
+        if _holders(self.views, tensor) > _NOBODY_ELSE:
+            held = self.views[tensor]
+            held.data = held.clone()
 
     def _view(self, tensor: int) -> torch.Tensor:
         placed = self.placed[tensor]

@@ -1,0 +1,95 @@
+"""A layout takes the place of another between two steps, on workers and servers together.
+
+    1. workers show tickets: all have come for it; rank 0 tells everyone the layout (``decide_layout``)
+    2. all processes meet: behind this nobody begins anything in the old layout
+    3. servers, which had posted the pushes of a next step, get one that is none, in the old layout; nobody looks at it
+    4. every process lays its memory out anew
+    5. servers that hold weights get those that the workers have: each knew its own slices only
+    6. owners give each other what they hold, since elements have other owners then
+
+Costs a push and a broadcast where there are servers, and each owner's memory once to every other owner: for a few times
+in a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..collectives import Collective
+from ..compression.compression import Compression, Saved, as_bytes, from_bytes
+from ..engine.work import Work
+from ..nouns import Bucket, Layer, numpy_dtype
+from ..plans.messages import Program
+from ..schedules import Cost
+from .communicator import BUCKET_KEYS, Array
+from .layout import Layout, Passed, decide_layout
+from .session import Session
+from .tickets import CALLS, LAYOUT
+
+LABEL = CALLS[LAYOUT]
+
+
+def agree_on_layout(
+    session: Session,
+    layers: Sequence[Layer],
+    first_key: int,
+    cost: Cost | None = None,
+    chosen: Layout | None = None,
+    *,
+    passed: Passed,
+) -> Layout:
+    """The workers' part up to the point where everyone knows the layout; arguments as for ``decide_layout``."""
+    session.agree(LAYOUT, first_key)
+    layout = decide_layout(session, layers, cost, chosen=chosen, passed=passed)
+    session.meet_everyone(LABEL)
+    return layout
+
+
+def push_nothing(
+    session: Session,
+    program: Callable[[int], Program | Collective],
+    buckets: Sequence[Bucket],
+    compression: Compression | None,
+    first_key: int,
+) -> None:
+    """A worker's part in what servers had posted in the old layout: zeros, which they forget."""
+    if not session.group.servers:
+        return
+    zeros = [np.zeros(bucket.elements, numpy_dtype(bucket.dtype)) for bucket in buckets]
+    empty = None if compression is None else compression.fresh(buckets, zeros)
+    works: list[Work] = []
+    for number, array in enumerate(zeros):
+        key, label = first_key + number, f"{LABEL}, bucket {number}"
+        if empty is None:
+            works.append(session.engine.exchange(program(array.nbytes), array, key, label))
+        else:
+            works.append(session.reduce(empty, number, key, label))
+    session.engine.wait(*works)
+
+
+class Recompressing:
+    """What a codec remembers on its way from buckets to others; made before anything travels in the old ones."""
+
+    def __init__(self, session: Session, compression: Compression | None) -> None:
+        self._session, self._compression = session, compression
+        self._kept: Saved | None = None
+        if compression is not None and compression.owners_keep:
+            self._kept = compression.kept_by_owner()
+
+    def on(self, buckets: Sequence[Bucket], arrays: Sequence[Array], passed: Passed) -> Compression | None:
+        """The codec of the new buckets; all owners call it together."""
+        if self._compression is None:
+            return None
+        made, owners = self._compression.on(buckets, arrays, passed.steps), self._compression.participant.owners
+        if self._kept is not None and made.participant.owner >= 0:
+            for data in self._session.share(owners, as_bytes(self._kept), LABEL):
+                made.take_over(from_bytes(data))
+        return made
+
+
+def copy_weights(session: Session, arrays: Sequence[Array]) -> None:
+    """Let servers have the weights of rank 0, by bucket; all processes call it."""
+    for number, array in enumerate(arrays if session.group.servers else ()):
+        session.engine.wait(session.broadcast_to_all(array, BUCKET_KEYS, f"{LABEL}, weights of bucket {number}"))

@@ -1,0 +1,198 @@
+"""Buckets that take the place of others between two steps: training goes on as if they had always been these."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from toy import STAGED, Here, adam, alone, batch, close, loss_of, on_group, sgd, weights
+
+from remade import Remade
+from syncline import checkpoint, registry
+from syncline.errors import GradientError
+from syncline.frameworks.torch import Prepared
+from syncline.nouns import Bucket, Layer
+from syncline.schedules import Cost
+
+PLACES = [
+    "ring",
+    "ps(servers=2, update=worker)",
+    "ps(servers=2)",
+    "ps(servers=2, on=workers)",
+    "ring" + STAGED,
+    "ps(servers=2)" + STAGED,
+]
+
+
+@pytest.fixture(autouse=True)
+def remade(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Layer]]:
+    """Schedules that make other buckets once they know times; the layers that they were given with these."""
+    registry.names("schedules")
+    monkeypatch.setitem(registry._entries, "schedules", dict(registry._entries["schedules"]))
+    given: list[Sequence[Layer]] = []
+
+    @registry.register("schedules", "remade")
+    @dataclass(frozen=True)
+    class Noted(Remade):
+        def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:
+            if any(layer.backward_s for layer in layers):
+                given.append(layers)
+            return super().buckets(layers, cost)
+
+    return given
+
+
+def with_schedule(place: str, schedule: str, codec: str = "none") -> str:
+    staged = STAGED if place.endswith(STAGED) else ""
+    return f"{place.removesuffix(STAGED)} codec={codec} schedule={schedule}{staged}"
+
+
+def train(here: Here, steps: range = range(6)) -> dict[str, torch.Tensor]:
+    for step in steps:
+        here.optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss_of(here.model(here.share(batch(step)))).backward()
+        here.optimizer.step()
+    return weights(here.model)
+
+
+@pytest.mark.parametrize(("place", "make"), [*((place, adam) for place in PLACES), ("ps(servers=2)", sgd)])
+def test_training_goes_on_as_on_one_worker(group: Any, remade: list[Sequence[Layer]], place: str, make: Any) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        found = train(here)
+        assert here.replica is None or len(here.replica.layout.buckets) == 4
+        return found
+
+    wanted = alone(make, train)
+    for found in on_group(group, with_schedule(place, "remade(halves=on)"), 3, make, body):
+        close(found, wanted)
+    assert len(remade) == 1
+    assert all(layer.backward_s >= 0 for layer in remade[0])
+    assert any(layer.forward_s > 0 for layer in remade[0])
+
+
+@pytest.mark.parametrize(
+    ("place", "codec"),
+    [(place, codec) for place in PLACES[:4] for codec in ("int8", "topk(ratio=0.4)")] + [("ring", "powersgd(rank=1)")],
+)
+def test_a_codec_forgets_nothing(group: Any, place: str, codec: str) -> None:
+    """What workers and owners have kept back counts in other buckets too; sums have another order in other places."""
+    plain, again = (
+        on_group(group, with_schedule(place, schedule, codec), 3, sgd, train) for schedule in ("wait_free", "remade")
+    )
+    for found, wanted in zip(again, plain, strict=True):
+        close(found, wanted, 1e-6 if codec.startswith("powersgd") else 0.0)
+
+
+@pytest.mark.parametrize("place", ["ring", "ps(servers=2, update=worker)"])
+@pytest.mark.parametrize("counts", [[2, 5, 3], [5, 2, 2], [2, 2, 2]])
+def test_ranks_without_batches_follow(group: Any, place: str, counts: list[int]) -> None:
+    """Those that have run out take part; where nobody has a batch left, nothing is replaced before the next epoch."""
+
+    def part(step: int, rank: int) -> torch.Tensor:
+        return batch(10 * step + rank, 4)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        assert here.replica is not None
+        for epoch in (0, 10):
+            for step in range(epoch, epoch + counts[here.rank]):
+                here.optimizer.zero_grad()
+                loss_of(here.model(part(step, here.rank))).backward()
+                here.optimizer.step()
+            here.replica.shadow_until_all_joined()
+        assert len(here.replica.layout.buckets) == 2
+        return weights(here.model)
+
+    def union(here: Here) -> dict[str, torch.Tensor]:
+        for epoch in (0, 10):
+            for step in range(epoch, epoch + max(counts)):
+                here.optimizer.zero_grad()
+                parts = [part(step, rank) for rank, count in enumerate(counts) if step - epoch < count]
+                loss_of(here.model(torch.cat(parts))).backward()
+                here.optimizer.step()
+        return weights(here.model)
+
+    wanted = alone(sgd, union)
+    for found in on_group(group, with_schedule(place, "remade"), 3, sgd, body):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("place", ["ring", "ps(servers=1)"])
+def test_gradients_that_wait_and_those_that_somebody_keeps(group: Any, place: str) -> None:
+    """Accumulated ones move with their tensors; a gradient that a script holds on to keeps its values."""
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(5):
+            here.optimizer.zero_grad(set_to_none=False)
+            kept = [parameter.grad for parameter in here.model.parameters()]
+            before = [None if gradient is None else gradient.clone() for gradient in kept]
+            with here.no_sync():
+                loss_of(here.model(here.share(batch(step)))).backward()
+            if step == 3 and here.replica is not None:
+                before = [gradient.clone() for gradient in kept]  # type: ignore[union-attr]
+            loss_of(here.model(here.share(batch(step)))).backward()
+            if step == 3 and here.replica is not None:
+                assert len(here.replica.layout.buckets) == 2
+                moved = [one for one, now in zip(kept, before, strict=True) if torch.equal(one, now)]  # type: ignore[arg-type]
+                assert moved
+            here.optimizer.step()
+        return weights(here.model)
+
+    wanted = alone(sgd, body)
+    for found in on_group(group, with_schedule(place, "remade"), 2, sgd, body):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("place", "codec"),
+    [("ring", "int8"), ("ps(servers=2)", "topk(ratio=0.4)"), ("ps(servers=2, update=worker)", "none")],
+)
+def test_a_checkpoint_says_which_buckets_there_were(
+    group: Any, remade: list[Sequence[Layer]], place: str, codec: str
+) -> None:
+    """A run that is resumed goes on with them from its first step, and measures no more."""
+    strategy, kept = with_schedule(place, "remade", codec), dict[int, Any]()
+
+    def first(here: Here) -> dict[str, torch.Tensor]:
+        train(here, range(4))
+        kept[here.rank] = copied(here, "save")
+        return train(here, range(4, 6))
+
+    def resumed(here: Here) -> dict[str, torch.Tensor]:
+        copied(here, "load", kept[here.rank])
+        assert here.replica is not None
+        assert len(here.replica.layout.buckets) == 2
+        return train(here, range(4, 6))
+
+    wanted = on_group(group, strategy, 3, sgd, first)
+    for found, known in zip(on_group(group, strategy, 3, sgd, resumed), wanted, strict=True):
+        close(found, known, 0.0)
+    assert len(remade) == 1
+
+
+def test_between_backward_and_step_nothing_is_loaded_into_served_models(group: Any) -> None:
+    def body(here: Here) -> None:
+        train(here, range(4))
+        kept = copied(here, "save")
+        loss_of(here.model(here.share(batch(4)))).backward()
+        copied(here, "load", kept)
+
+    with pytest.raises(GradientError, match=r"load_state_dict\(\) between backward\(\) and step\(\)"):
+        on_group(group, "ps(servers=1) schedule=remade", 2, sgd, body)
+
+
+def copied(here: Here, what: str, state: Any = None) -> Any:
+    """Everything of a run that a script saves, or loads."""
+    assert here.session is not None
+    assert here.replica is not None
+    prepared = [Prepared(here.model, here.optimizer, here.replica, here.client)]
+    if what == "save":
+        model = {name: tensor.clone() for name, tensor in here.model.state_dict().items()}
+        return copy.deepcopy([model, here.optimizer.state_dict(), checkpoint.save(here.session, prepared)])
+    here.model.load_state_dict(state[0])
+    here.optimizer.load_state_dict(state[1])
+    checkpoint.load(here.session, prepared, state[2])
+    return None
