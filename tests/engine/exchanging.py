@@ -17,6 +17,7 @@ from syncline.nouns import Group, numpy_dtype
 from syncline.plans.messages import compile_program
 from syncline.plans.plan import Plan
 from syncline.transports import Handle
+from syncline.transports._operations import Receive
 from syncline.transports.inproc import Hub, InProc
 
 ALGORITHMS = {entry.name: entry.target for entry in registry.entries("algorithms")}
@@ -29,12 +30,13 @@ class Copying(InProc):
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
         return False
 
-    def _deliver(self, handle: Handle, into: Any, message: Any) -> None:
-        if into is None:
-            super()._deliver(handle, np.empty(handle.nbytes, np.uint8), message)
+    def _deliver(self, receive: Receive, message: Any) -> None:
+        handle = receive.handle
+        if receive.into is None:
+            super()._deliver(Receive(handle, np.empty(handle.nbytes, np.uint8)), message)
             handle.payload = message.data.copy()
         else:
-            super()._deliver(handle, into, message)
+            super()._deliver(receive, message)
 
     def release(self, handle: Handle) -> None:
         handle.payload = None

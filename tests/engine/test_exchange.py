@@ -237,7 +237,7 @@ class Adding(InProc):
     def allreduce(self, key: int, array: NDArray[Any], owner: Any = None) -> Handle:
         handle = Handle("allreduce", -1, key, array.nbytes, owner)
         array *= self.world
-        self._finish(handle, self.failure)
+        self._operations.finish(handle, self.failure)
         return handle
 
 

@@ -72,7 +72,7 @@ def test_a_fault_in_the_progress_thread_names_rank_bucket_and_operation(
     def send(self: InProc, dst: int, tag: int, data: Any, priority: float = 0.0, owner: Any = None) -> Any:
         if self.rank == 1 and isinstance(owner, tuple) and owner[0].run.label.startswith("bucket"):
             handle = Handle("send", dst, tag, data.nbytes, owner)
-            self._finish(handle, PeerLost(f"the cable to rank {dst} is cut", rank=dst))
+            self._operations.finish(handle, PeerLost(f"the cable to rank {dst} is cut", rank=dst))
             return handle
         return plain(self, dst, tag, data, priority, owner)
 
