@@ -12,6 +12,7 @@ from ends import network
 from numpy.typing import NDArray
 
 from syncline import registry
+from syncline.engine.engine import LIMIT_S
 from syncline.nouns import Bucket, Group, Layer, Slice, Spec
 from syncline.serving.owner import serve
 from syncline.serving.records import State
@@ -80,17 +81,18 @@ class Training:
     """A model of three tensors in two buckets on one process of a run; the first is ``longer`` by so much."""
 
     def __init__(self, session: Session, longer: int = 0) -> None:
-        self.session = session
-        parts = [Slice(number, 0, size) for number, size in enumerate((SIZES[0] + longer, *SIZES[1:]))]
+        self.session, sizes = session, (SIZES[0] + longer, *SIZES[1:])
+        layers = [Layer(Spec(f"tensor {number}", (size,), "float64")) for number, size in enumerate(sizes)]
+        parts = [Slice(number, 0, size) for number, size in enumerate(sizes)]
         buckets = [Bucket((parts[0], parts[1]), "float64"), Bucket((parts[2],), "float64")]
         self.gradients, self.weights = (
             [session.engine.allocate(bucket.nbytes, np.dtype(np.float64)) for bucket in buckets] for _ in range(2)
         )
         for array in self.weights:
             array[:] = 1
-        specs = [Spec(f"tensor {part.tensor}", (part.elements,), "float64") for part in parts]
-        layout = Layout(tuple(map(Layer, specs)), tuple(buckets), (0.0,) * len(buckets))
-        self.model = Model(layout, self.gradients, self.weights, None)
+        compression = session.compression(layers, buckets, self.gradients)
+        layout = Layout(tuple(layers), tuple(buckets), (0.0,) * len(buckets))
+        self.model = Model(layout, self.gradients, self.weights, compression)
         self.owner: Sgd | None = None
         self.applied: Callable[[int], None] = lambda _: None
 
@@ -135,19 +137,21 @@ def joined(parts: Sequence[Array]) -> Array:
 
 
 @contextmanager
-def sessions_over(kind: str, strategy: str, workers: int) -> Iterator[list[Session]]:
+def sessions_over(kind: str, strategy: str, workers: int, limit_s: float = LIMIT_S) -> Iterator[list[Session]]:
     """The sessions of a group over a transport, all in this process."""
     chosen = Strategy.parse(strategy).resolve(Group(workers), inproc=True)
     group = Group(workers, chosen.servers)
     with network(kind, group.processes) as net:
-        sessions = [Session(chosen, group, index, end) for index, end in enumerate(net.ends)]
+        sessions = [Session(chosen, group, index, end, limit_s=limit_s) for index, end in enumerate(net.ends)]
         for session in sessions:
             session.ending.neighbours = [other.ending for other in sessions if other is not session]
         yield sessions
 
 
-def on_group(run_on: Callable[..., list[Any]], kind: str, strategy: str, workers: int, body: Any) -> list[Any]:
+def on_group(
+    run_on: Callable[..., list[Any]], kind: str, strategy: str, workers: int, body: Any, **options: Any
+) -> list[Any]:
     """Run ``body`` on every process of such a group."""
-    with sessions_over(kind, strategy, workers) as sessions:
+    with sessions_over(kind, strategy, workers, **options) as sessions:
         found: list[Any] = run_on(sessions, body)
         return found

@@ -127,6 +127,25 @@ def test_messages_carry_their_bytes() -> None:
     assert [work.result for work in received] == [b"first", b""]
 
 
+def test_messages_to_itself_keep_their_order_whoever_comes_first() -> None:
+    """By tag, as between two; also while nobody else waits for anything."""
+    with engines() as both:
+        early = both[0].recv(0, 8, 100, "a request of rank 0", tolerant=True)
+        for tag, body in ((7, b"first"), (7, b""), (8, b"other")):
+            both[0].send(0, tag, body, "a request")
+        late = [both[0].recv(0, 7, 100, "a request of rank 0") for _ in range(2)]
+        both[0].wait(early, *late, timeout=LIMIT_S)
+    assert [work.result for work in (early, *late)] == [b"other", b"first", b""]
+
+
+def test_a_message_to_itself_that_is_too_long_is_a_fault_with_its_label() -> None:
+    with engines() as both:
+        work = both[0].recv(0, 7, 3, "a request of rank 0")
+        both[0].send(0, 7, b"long", "a message")
+        with pytest.raises(SynclineError, match=r"a request of rank 0: .*4 bytes does not fit a receive of 3"):
+            both[0].wait(work, timeout=LIMIT_S)
+
+
 def test_a_message_too_long_is_a_fault_with_its_label() -> None:
     with engines() as both:
         work = both[1].recv(0, 7, 3, "a request of rank 0")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toy import STAGED, Here, adam, batch, fill, loss_of, making, on_group, same_as_alone, sgd, weights
+from toy import STAGED, Here, adam, alone, batch, close, fill, loss_of, making, on_group, same_as_alone, sgd, weights
 from toy import train as steps
 
 from syncline import registry
@@ -46,6 +46,14 @@ def train(here: Here) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("strategy", SINGLE)
 def test_with_no_staleness_plain_descent_is_that_of_all_together(group: Any, strategy: str) -> None:
     same_as_alone(group, under(strategy, "bound"), WORKERS, making("sgd"), train, weight=1)
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=2)", "ps(servers=2, on=workers)", "ps(servers=1)" + STAGED])
+def test_a_codec_that_loses_nothing_changes_nothing(group: Any, strategy: str) -> None:
+    """But that it is of float32."""
+    wanted, text = alone(making("sgd"), train), under(strategy, "bound codec=topk(ratio=1)")
+    for found in on_group(group, text, WORKERS, making("sgd"), train, weight=1):
+        close(found, wanted, 2e-6)
 
 
 @pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=2) schedule=wait_free", "ps(servers=1)" + STAGED])

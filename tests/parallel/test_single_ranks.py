@@ -12,13 +12,14 @@ from pool import Pool
 LIMIT_S = 10.0
 WORKERS = 2
 PLACES = [("ps(servers=2)", 2), ("ps(servers=2, on=workers)", 0)]
+CARRIED = ["transport=shm", "transport=tcp", "transport=shm codec=topk(ratio=1)"]
 
 
 @pytest.mark.parametrize(("place", "servers"), PLACES)
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_every_push_counts_once(pool: Pool, address: str, place: str, servers: int, transport: str) -> None:
+@pytest.mark.parametrize("carried", CARRIED)
+def test_every_push_counts_once(pool: Pool, address: str, place: str, servers: int, carried: str) -> None:
     processes = WORKERS + servers
-    case = [[[index, processes, address], f"{place} sync=free transport={transport}"] for index in range(processes)]
+    case = [[[index, processes, address], f"{place} sync=free {carried}"] for index in range(processes)]
     with pool.start(bodies.add_up, case) as group:
         found = group.results()[:WORKERS]
     pushed = [bodies.gradient_of(rank, step) for rank in range(WORKERS) for step in range(bodies.STEPS + 5 * rank)]

@@ -30,7 +30,7 @@ from ..codecs.dense import Uncompressed
 from ..errors import UsageError
 from ..nouns import Bucket, Layer
 from .reducers import Operand, Participant, Reducer
-from .reducers.owners import collecting, share_out
+from .reducers.owners import collecting, pushing, share_out
 from .reducers.ways import pieces, way_of
 
 log = logging.getLogger("syncline")
@@ -57,8 +57,9 @@ class Compression:
     """The codec of one model's buckets. ``arrays`` are the buckets' gradients; ``name`` is how messages call this rank.
 
     ``served`` says that all gradients go through the owners, whatever the codec: they are servers; ``held`` that these
-    hold the weights, so that their sums of gradients are for themselves. Raises UsageError for gradients that the codec
-    cannot take and for buckets that cut what it must see whole.
+    hold the weights, so that their sums of gradients are for themselves; ``alone`` that nothing is summed, since each
+    worker pushes by itself. Raises UsageError for gradients that the codec cannot take and for buckets that cut what it
+    must see whole.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Compression:
         *,
         served: bool,
         held: bool = False,
+        alone: bool = False,
         name: str,
     ) -> None:
         self._codec, self._layers = codec, layers
@@ -79,7 +81,7 @@ class Compression:
         self._not_finite: list[str] = []
         self._warned: set[str] = set()
         self.participant = replace(me, report=self._not_finite.append)
-        self._served, self._held, self._name = served, held, name
+        self._served, self._held, self._alone, self._name = served, held, alone, name
         self._clock = [0] * len(buckets)
         self._converted: dict[int, Floats] = {}
         self._pieces: dict[int, _Divided] = {}  # made with the first exchange
@@ -143,7 +145,8 @@ class Compression:
 
     def _divided(self, parts: list[Operand], warming: int) -> _Divided:
         if self._held:
-            return _Divided(parts, collecting(parts, self.participant), warming)
+            first_half = pushing if self._alone else collecting
+            return _Divided(parts, first_half(parts, self.participant), warming)
         return _Divided(parts, pieces(parts, self.participant, served=self._served), warming)
 
     def tell_step(self, number: int, parts: Sequence[Operand]) -> None:
@@ -187,7 +190,7 @@ class Compression:
 
     def fresh(self, buckets: Sequence[Bucket], arrays: Sequence[Array]) -> Compression:
         """The same codec at the same step on other buckets, or arrays, with nothing kept back."""
-        options: dict[str, Any] = {"served": self._served, "held": self._held, "name": self._name}
+        options: dict[str, Any] = {"served": self._served, "held": self._held, "alone": self._alone, "name": self._name}
         made = Compression(self._codec, self._layers, buckets, arrays, self.participant, **options)
         made.resume_at(self.step)
         return made
@@ -274,6 +277,11 @@ class Compression:
             found.append(Operand(name, codec_at(one, step), here, *states, part.start))
             at += part.elements
         return found
+
+    def parts_of(self, worker: int, number: int, array: Array) -> list[Operand]:
+        """The parts of a bucket that a worker pushes by itself, over an array of its size, to be decoded at owners."""
+        world = self.participant.workers
+        return [replace(part, state=State(part.state.spec, worker, world=world)) for part in self.parts(number, array)]
 
     def keeps_rest(self, tensor: int) -> bool:
         """Whether an owner of weights keeps what a payload does not say of an update: not where that would grow.

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from ..collectives import Collective
 from ..compression.reducers import Reducer, Room
-from ..errors import ClosedError, PeerTimeout, ProtocolError, UsageError
+from ..errors import ClosedError, PeerTimeout, ProtocolError, SynclineError, UsageError
 from ..plans.messages import Program
 from ..transports import Bytes, Handle, Transport
 from ..wire.culprit import ANEW, Answer, Found, Waits, find_culprit
@@ -254,6 +254,8 @@ class Engine:
         into: Bytes = np.empty(nbytes, np.uint8)
 
         def came(data: bytes) -> None:
+            if len(data) > nbytes:
+                raise SynclineError(f"{label}: a message of {len(data)} bytes does not fit a receive of {nbytes}")
             work.result = data
             self._finish(work, None)
 

@@ -218,7 +218,10 @@ class Server:
 
     def _expects(self) -> dict[int, str]:
         """The workers that others wait for here; asked from any thread."""
-        return {worker: f"step {step} of the optimizer" for worker, step in self._owner.ledger.awaited.items()}
+        late = {worker: f"step {step} of the optimizer" for worker, step in self._owner.ledger.awaited.items()}
+        if self._session.index in self._gone:
+            late |= dict.fromkeys(tuple(self._requests), "its last step")
+        return late
 
     def _answer(self, worker: int, message: dict[str, Any]) -> None:
         kind = message["kind"]

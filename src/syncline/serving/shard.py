@@ -102,13 +102,19 @@ def planned(
     for bucket, gradient, weight in zip(buckets, gradients, weights, strict=True):
         edges = chunk_edges(bucket.elements, push.chunks)
         for chunk, owner in enumerate(push.owners):
-            if owner != index:
-                continue
-            for at, part in placed(bucket):
-                low, high = max(edges[chunk], at), min(edges[chunk + 1], at + part.elements)
-                if low < high:
-                    mine = Slice(part.tensor, part.start + low - at, part.start + high - at)
-                    found.append(Holding(mine, weight[low:high], gradient[low:high]))
+            if owner == index:
+                found += held(bucket, gradient, weight, edges[chunk], edges[chunk + 1])
+    return found
+
+
+def held(bucket: Bucket, gradient: Array, weight: Array, start: int, stop: int) -> list[Holding]:
+    """Elements ``start`` to ``stop`` of a bucket, tensor by tensor."""
+    found = []
+    for at, part in placed(bucket):
+        low, high = max(start, at), min(stop, at + part.elements)
+        if low < high:
+            mine = Slice(part.tensor, part.start + low - at, part.start + high - at)
+            found.append(Holding(mine, weight[low:high], gradient[low:high]))
     return found
 
 

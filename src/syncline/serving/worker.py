@@ -343,7 +343,8 @@ class RemoteOwners:
         for server in self._servers:
             self._send(server, {"kind": "leave"})
         if over is not None:
-            self._session.engine.wait(over)
+            engine = self._session.engine
+            engine.wait(engine.then("the others' last steps", [over]))  # by the limit of progress
 
     def _put(self, request: Mapping[str, Any], records: list[Record]) -> None:
         body, label = pack(records), f"the body of a {request['kind']}"

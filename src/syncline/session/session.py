@@ -152,8 +152,9 @@ class Session(Communicator):
         if self.strategy.codec == NONE:
             return None
         served, held = self.strategy.roles is not None, self.strategy.server_holds_weights
+        how = {"served": served, "held": held, "alone": not self.strategy.sync_mode().merges}
         codec, name = self.strategy.codec_object(), self.member.name(self.index)
-        return Compression(codec, layers, buckets, arrays, self._participant(), served=served, held=held, name=name)
+        return Compression(codec, layers, buckets, arrays, self._participant(), **how, name=name)
 
     def reduce(self, compression: Compression, number: int, key: int, label: str, **options: Any) -> Work:
         """Start the reduction of a compressed bucket; ``options`` are those of ``Engine.reduce``."""

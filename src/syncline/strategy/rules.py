@@ -247,14 +247,17 @@ def _pushes_by_themselves_need_owners(given: Combination) -> Fault | None:
     return reason, [*others, {"architecture": Part("ps")}, {"sync": BSP}]
 
 
-def _pushes_by_themselves_travel_as_they_are(given: Combination) -> Fault | None:
+def _pushes_by_themselves_can_be_decoded(given: Combination) -> Fault | None:
     if build("sync", given.sync).merges or given.codec == NONE:
         return None
-    reason = (
-        f"under sync={given.sync.name} every worker's push is an update by itself, and no engine takes codec="
-        f"{given.codec.name}'s payloads of one worker"
-    )
-    return reason, [{"codec": NONE}, {"sync": BSP}]
+    where = f"under sync={given.sync.name} every worker's push is an update by itself"
+    if given.codec == AUTO:
+        reason = f"{where}, and what codec=auto measures are payloads that are summed"
+        return reason, [{"codec": NONE}, {"sync": BSP}]
+    if warmup_of(_codec_of(given)):
+        reason = f"{where}, and its owners do not know whether a worker that resumes still warms up"
+        return reason, [{"codec": _with(given.codec, warmup=0)}, {"sync": BSP}]
+    return None
 
 
 def _other_buckets_need_all_workers(given: Combination) -> Fault | None:
@@ -304,7 +307,7 @@ RULES: tuple[Callable[[Combination], Fault | None], ...] = (
     _urgent_buckets_can_overtake,
     _engines_do_what_the_sync_mode_says,
     _pushes_by_themselves_need_owners,
-    _pushes_by_themselves_travel_as_they_are,
+    _pushes_by_themselves_can_be_decoded,
     _other_buckets_need_all_workers,
     _servers_that_sum_count_no_steps,
     _feedback_needs_a_contraction,

@@ -66,6 +66,16 @@ def collecting(parts: Sequence[Operand], me: Participant) -> list[Callable[[], R
     return [partial(collect, piece, me) for piece in divide(share_out(parts, len(me.owners)))]
 
 
+def pushing(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
+    """As ``collecting``, of one worker by itself: its own half."""
+    return [partial(push, piece, me) for piece in divide(share_out(parts, len(me.owners)))]
+
+
+def taking(parts: Sequence[Operand], me: Participant, worker: int) -> list[Callable[[], Reducer]]:
+    """The owner's half of what ``worker`` pushes by itself, whose payloads' parts these are."""
+    return [partial(take, piece, me, worker) for piece in divide(share_out(parts, len(me.owners)))]
+
+
 def traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:
     """Of every piece, the workers' messages to the owners and the owners' to the workers."""
     divided = divide(share_out(parts, len(owners)))
@@ -194,6 +204,34 @@ def collect(piece: OwnedPiece, me: Participant) -> Reducer:
         for worker in range(me.workers):
             letters[mine].read(posts[worker], sums, states, name_of(worker, me), add=worker > 0)
         _free(posts)
+
+
+def push(piece: OwnedPiece, me: Participant) -> Reducer:
+    """A worker's half of ``collect`` by itself: what it owns is replaced by what its payload says of it."""
+    posted = _written(piece.letters, piece.shares, me)
+    own = posted.pop(me.owner, None)
+    yield Round([Message(me.owners[owner], post.data) for owner, post in posted.items()], [])
+    _free(posted)
+    if own is not None:
+        share = piece.shares[me.owner]
+        arrays, states = [part.array for part in share], [part.state for part in share]
+        piece.letters[me.owner].read(own, arrays, states, name_of(me.index, me), add=False)
+        own.free()
+
+
+def take(piece: OwnedPiece, me: Participant, worker: int) -> Reducer:
+    """An owner's half, of one worker: its arrays are replaced by what the payload says."""
+    owned, letter = piece.shares[me.owner], piece.letters[me.owner]
+    if not owned:
+        return
+    came, sender = letter.room(me.room), name_of(worker, me)
+    (came.nbytes,) = yield Round([], [Message(worker, came.data)])
+    arrays, states = [part.array for part in owned], [part.state for part in owned]
+    step = letter.step_of(came, sender)
+    for state in states:
+        state.step = step  # each worker counts its own
+    letter.read(came, arrays, states, sender, add=False)
+    came.free()
 
 
 def answer(

@@ -1,0 +1,211 @@
+"""What moves one worker's pushes and pulls: ``Plans`` as they are, ``Payloads`` under a codec.
+
+Owns their keys, and the memory in which an owner receives and out of which it sends. What one worker pushes is encoded
+as it is where all are summed, and decoded by itself; the weights that it pulls travel as they are under a codec too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from ..compression.compression import Compression
+from ..compression.reducers import Message, Reducer, Round
+from ..compression.reducers.owners import share_out, taking
+from ..engine.messages import chunk_edges
+from ..engine.work import Work
+from ..errors import ProtocolError, UsageError
+from ..session.communicator import WEIGHT_KEYS, compiled
+from ..session.session import MODEL_KEYS, Session
+from .records import Array
+from .traffic import Model
+
+_ALIGNED_BYTES = 64
+"""Arrays of several types share a block of memory."""
+
+
+class _Keys:
+    """The keys of every worker's buckets of one model; raises UsageError for more of them than there are."""
+
+    def __init__(self, model: Model, workers: int) -> None:
+        self._first, self._buckets = model.first_key, len(model.layout.buckets)
+        if workers * self._buckets >= MODEL_KEYS:
+            raise UsageError(
+                f"{self._buckets} buckets, pushed by each of {workers} workers by itself, are more than the"
+                f" {MODEL_KEYS - 1} that a model can have: use larger ones, as with schedule=fixed(bucket=100MiB)"
+            )
+
+    def push(self, worker: int, number: int) -> int:
+        """Of a worker's pushes of a bucket."""
+        return self._first + worker * self._buckets + number
+
+    def pull(self, worker: int, number: int) -> int:
+        """Of its pulls."""
+        return WEIGHT_KEYS + self.push(worker, number)
+
+
+class Plans:
+    """Gradients and weights as they are, by plans between one worker and the owners, each of which has a chunk."""
+
+    def __init__(self, session: Session, model: Model) -> None:
+        self._session, self._model = session, model
+        self._keys = _Keys(model, session.group.workers)
+        roles = session.strategy.roles
+        assert roles is not None
+        self._places = roles.places(session.group.workers)
+        wanted = range(session.group.workers) if session.index in self._places else [session.index]
+        plans = {worker: roles.halves_of(session.group, worker) for worker in wanted}
+        self._programs = {
+            worker: tuple(compiled(half, session.index) for half in halves) for worker, halves in plans.items()
+        }
+        self._rooms: dict[int, list[Array]] = {}
+
+    @property
+    def mine(self) -> list[slice] | None:
+        """One chunk of each."""
+        if self._session.index not in self._places:
+            return None
+        chunk = self._places.index(self._session.index)
+        edges = [chunk_edges(bucket.elements, len(self._places)) for bucket in self._model.layout.buckets]
+        return [slice(one[chunk], one[chunk + 1]) for one in edges]
+
+    def push(self, number: int, label: str, **options: Any) -> Work:
+        """One exchange with the owners."""
+        me, array = self._session.index, self._model.gradients[number]
+        program, key = self._programs[me][0], self._keys.push(me, number)
+        return self._session.engine.exchange(program, array, key, label, **options)
+
+    def pull(self, number: int, label: str) -> Work:
+        """One exchange with the owners."""
+        me, array = self._session.index, self._model.weights[number]
+        program, key = self._programs[me][1], self._keys.pull(me, number)
+        return self._session.engine.exchange(program, array, key, label)
+
+    def begin(self, workers: Sequence[int]) -> None:
+        """One array for both: a worker pushes when it has pulled."""
+        found = rooms(self._session, self._model.gradients, len(workers))
+        self._rooms = dict(zip(workers, found, strict=True))
+
+    def expect(self, worker: int, number: int, label: str, gate: Work | None) -> Work:
+        """The other end of ``push``."""
+        program, array, key = self._programs[worker][0], self._rooms[worker][number], self._keys.push(worker, number)
+        return self._session.engine.exchange(program, array, key, label, gate=gate, tolerant=True)
+
+    def pushed(self, worker: int, number: int) -> Array:
+        """The array, or the own worker's gradients."""
+        return self._rooms.get(worker, self._model.gradients)[number]
+
+    def send(self, worker: int, number: int, label: str) -> Work:
+        """The other end of ``pull``."""
+        program, array, key = self._programs[worker][1], self._rooms[worker][number], self._keys.pull(worker, number)
+        return self._session.engine.exchange(program, array, key, label)
+
+    def room(self, worker: int, number: int) -> Array:
+        """The array, or the own worker's weights."""
+        return self._rooms.get(worker, self._model.weights)[number]
+
+
+class Payloads:
+    """Gradients as a codec's payloads, weights as they are; owners have whole blocks of the codec."""
+
+    def __init__(self, session: Session, model: Model, compression: Compression) -> None:
+        self._session, self._model, self._compression = session, model, compression
+        self._keys = _Keys(model, session.group.workers)
+        self._owners = compression.participant.owners
+        self._edges = [self._edges_of(number) for number in range(len(model.layout.buckets))]
+        self._pushed: dict[int, list[Array]] = {}
+        self._rooms: dict[int, list[Array]] = {}
+        self._takes: dict[tuple[int, int], list[Callable[[], Reducer]]] = {}
+
+    def _edges_of(self, number: int) -> list[int]:
+        """Where the parts of a bucket's owners begin and end: they are consecutive."""
+        shares = share_out(self._compression.parts(number, self._model.weights[number]), len(self._owners))
+        return [0, *accumulate(sum(part.array.size for part in share) for share in shares)]
+
+    @property
+    def mine(self) -> list[slice] | None:
+        """What goes to this owner when a bucket is reduced to owners."""
+        owner = self._compression.participant.owner
+        return None if owner < 0 else [slice(edges[owner], edges[owner + 1]) for edges in self._edges]
+
+    def push(self, number: int, label: str, **options: Any) -> Work:
+        """The worker's half of a reduction to owners."""
+        return self._session.reduce(
+            self._compression, number, self._keys.push(self._session.index, number), label, **options
+        )
+
+    def pull(self, number: int, label: str) -> Work:
+        """A message from each owner."""
+        me, array = self._session.index, self._model.weights[number]
+        return self._reduce([partial(self._receive, number, array)], self._keys.pull(me, number), label)
+
+    def begin(self, workers: Sequence[int]) -> None:
+        """Codecs decode to float32; of weights there is a copy."""
+        found = rooms(self._session, self._model.weights, len(workers))
+        self._rooms = dict(zip(workers, found, strict=True))
+        for worker in workers:
+            self._pushed[worker] = [np.zeros(array.size, np.float32) for array in self._model.weights]
+            for number, array in enumerate(self._pushed[worker]):
+                parts = self._compression.parts_of(worker, number, array)
+                self._takes[worker, number] = taking(parts, self._compression.participant, worker)
+
+    def expect(self, worker: int, number: int, label: str, gate: Work | None) -> Work:
+        """The owner's half of a reduction of one worker's payloads."""
+        key = self._keys.push(worker, number)
+        return self._reduce(self._takes[worker, number], key, label, gate=gate, tolerant=True)
+
+    def pushed(self, worker: int, number: int) -> Array:
+        """The array, or the own worker's gradients, which are what its payload says."""
+        return self._pushed.get(worker, self._model.gradients)[number]
+
+    def send(self, worker: int, number: int, label: str) -> Work:
+        """A message of what is owned."""
+        array, owner = self._rooms[worker][number], self._compression.participant.owner
+        said = _bytes(array, self._edges[number], owner)
+        sends = [Message(worker, said)] if said.size else []
+        return self._reduce([partial(_sending, sends)], self._keys.pull(worker, number), label)
+
+    def room(self, worker: int, number: int) -> Array:
+        """The array, or the own worker's weights."""
+        return self._rooms.get(worker, self._model.weights)[number]
+
+    def _reduce(self, pieces: Sequence[Callable[[], Reducer]], key: int, label: str, **options: Any) -> Work:
+        return self._session.engine.reduce(lambda: pieces, self._session.bucket_program, key, label, **options)
+
+    def _receive(self, number: int, array: Array) -> Reducer:
+        """What the owners send of a bucket's weights, into its array."""
+        wanted = {}
+        for owner, place in enumerate(self._owners):
+            part = _bytes(array, self._edges[number], owner)
+            if place != self._session.index and part.size:
+                wanted[place] = part
+        lengths = yield Round([], [Message(place, part) for place, part in wanted.items()])
+        for (place, part), length in zip(wanted.items(), lengths, strict=True):
+            if length != part.size:
+                why = f"{length} bytes of weights came from {self._session.name(place)} in place of {part.size}"
+                raise ProtocolError(f"{why}; do all ranks run the same version with the same model?", rank=place)
+
+
+def _sending(sends: Sequence[Message]) -> Reducer:
+    yield Round(sends, [])
+
+
+def _bytes(array: Array, edges: Sequence[int], owner: int) -> Array:
+    return array[edges[owner] : edges[owner + 1]].view(np.uint8)
+
+
+def rooms(session: Session, like: Sequence[Array], count: int) -> list[list[Array]]:
+    """So many times arrays like these, in one block of the transport's memory."""
+    sizes = [-(-array.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for array in like]
+    block = session.engine.allocate(max(1, count * sum(sizes)), np.dtype(np.uint8))
+    found, at = list[list[Array]](), 0
+    for _ in range(count):
+        found.append([])
+        for array, size in zip(like, sizes, strict=True):
+            found[-1].append(block[at : at + array.nbytes].view(array.dtype))
+            at += size
+    return found

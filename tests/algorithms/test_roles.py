@@ -1,0 +1,38 @@
+"""The plans of one worker's push and pull, whoever the owners are: proved, and no concern of other workers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from syncline.nouns import Group
+from syncline.plans.check import check
+from syncline.strategy.strategy import Strategy
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+@pytest.mark.parametrize("owners", [1, 2, 5])
+@pytest.mark.parametrize("on", ["ranks", "workers"])
+def test_a_push_and_a_pull_are_between_one_worker_and_the_owners(workers: int, owners: int, on: str) -> None:
+    strategy = Strategy.parse(f"ps(servers={owners}, on={on})")
+    roles = strategy.roles
+    assert roles is not None
+    places = roles.places(workers)
+    for worker in range(workers if on == "ranks" or owners <= workers else 0):
+        push, pull = roles.halves_of(Group(workers, strategy.servers), worker)
+        for plan in (push, pull):
+            check(plan)
+            assert plan.owners == places
+            assert plan.members == (worker,)
+            assert plan.steps <= 1
+        others = sorted(place for place in places if place != worker)
+        assert set(push.src.tolist()) | set(pull.dst.tolist()) <= {worker}
+        assert sorted(push.dst.tolist()) == sorted(pull.src.tolist()) == others
+        np.testing.assert_allclose(push.bytes_sent(owners)[worker], len(others))
+
+
+def test_workers_turn_to_the_owners_after_their_own_number_first() -> None:
+    roles = Strategy.parse("ps(servers=3)").roles
+    assert roles is not None
+    first = [roles.halves_of(Group(3, 3), worker)[0].dst[0] for worker in range(3)]
+    assert first == [3, 4, 5]
