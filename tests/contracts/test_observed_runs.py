@@ -12,7 +12,8 @@ from ends import KINDS, network
 
 from mpi_launch import LIBRARIES
 from syncline import registry
-from syncline.engine.messages import Exchange, Run, chunk_edges
+from syncline.engine.messages import Exchange
+from syncline.engine.runs import Run, chunk_edges
 from syncline.engine.trace import Recorder, Span
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program

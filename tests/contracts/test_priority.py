@@ -14,7 +14,8 @@ from ends import KINDS, network
 
 from mpi_launch import LIBRARIES
 from syncline import registry
-from syncline.engine.messages import Exchange, Run
+from syncline.engine.messages import Exchange
+from syncline.engine.runs import Run
 from syncline.engine.trace import Recorder
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from syncline import registry
-from syncline.engine.messages import Exchange, Run
+from syncline.engine.messages import Exchange
+from syncline.engine.runs import Run
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program
 from syncline.plans.plan import Plan

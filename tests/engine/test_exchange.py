@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from syncline import registry
 from syncline.algorithms.ps import push_and_pull
 from syncline.collectives import Collective
-from syncline.engine.messages import Exchange, Run, _tag, chunk_edges
+from syncline.engine.messages import Exchange
+from syncline.engine.runs import Run, chunk_edges, tag_of
 from syncline.errors import PeerLost, SynclineError, UsageError
 from syncline.nouns import Group, numpy_dtype
 from syncline.plans.messages import compile_program
@@ -134,7 +135,7 @@ def test_as_many_segments_as_tags_can_number_and_one_more() -> None:
 
 def test_the_tags_of_the_last_key_segment_and_action_are_their_own() -> None:
     """Below those of single messages and of reducers, which have the highest bit."""
-    last = _tag(Mock(run=Mock(key=(1 << 23) - 1), number=(1 << 20) - 1), Mock(index=(1 << 20) - 1))
+    last = tag_of(Mock(run=Mock(key=(1 << 23) - 1), number=(1 << 20) - 1), Mock(index=(1 << 20) - 1))
     assert last == (1 << 63) - 1
 
 

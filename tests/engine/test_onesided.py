@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mapped import Array, anyone, machine, placed, plan_of, run_of, turn
 
-from syncline.engine import memory as onesided
 from syncline.engine import messages as exchange_module
+from syncline.engine import scripts
 from syncline.engine.messages import Exchange
 from syncline.errors import PeerLost, ProtocolError, SynclineError
 from syncline.kernels import board
@@ -105,7 +105,7 @@ def test_a_rank_that_has_started_everything_does_not_hold_up_one_that_begins_wit
                 assert (early[key].array == 2).all()
         used = exchanges[0]._onesided
         assert used is not None
-        assert sum(len(table.users) for table in used._tables) <= max(SLOTS, 8 * count)
+        assert sum(len(table.users) for table in used._slots.tables) <= max(SLOTS, 8 * count)
 
 
 def test_runs_are_found_in_whichever_table_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +320,7 @@ def test_arrays_of_foreign_byte_order_are_summed_as_numbers() -> None:
 
 def test_memory_does_not_grow_with_the_number_of_runs_or_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Staging and scratch are used again; of sizes only the last ones are remembered."""
-    monkeypatch.setattr(onesided, "_LAYOUTS", 8)
+    monkeypatch.setattr(scripts, "MOST", 8)
     plan = plan_of("recursive_doubling", 2)
     with machine(2) as ends:
         exchanges = [Exchange(end) for end in ends]
@@ -334,7 +334,7 @@ def test_memory_does_not_grow_with_the_number_of_runs_or_of_sizes(monkeypatch: p
             assert len(end._segments.fds) == 2  # the board and one for staging
             assert exchange.scratch.allocated_bytes == 4096
             assert exchange._onesided is not None
-            assert len(exchange._onesided._layouts) == 8
+            assert len(exchange._onesided._scripts._known) == 8
 
 
 def test_gathered_tables_of_any_size_leave_little_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:

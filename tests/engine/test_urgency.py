@@ -18,7 +18,8 @@ from mapped import anyone, machine, plan_of, run_of, turn
 
 from syncline import registry
 from syncline.engine.memory import OneSided
-from syncline.engine.messages import Exchange, Run
+from syncline.engine.messages import Exchange
+from syncline.engine.runs import Run
 from syncline.engine.trace import Recorder
 from syncline.engine.work import Lane, Work
 from syncline.nouns import Group
@@ -99,7 +100,7 @@ def test_between_two_segments_it_is_seen_whether_something_was_handed_over() -> 
         assert np.array_equal(*arrays)
         here = exchanges[0]._onesided
         assert isinstance(here, OneSided)
-        operations = len(next(iter(here._layouts.values())).script.operations)
+        operations = len(next(iter(here._scripts._known.values())).script.operations)
     starts = [(span.segment * operations + span.step) for span in one.spans("advance")]
     assert all(after - before <= operations for before, after in pairwise(starts))
 

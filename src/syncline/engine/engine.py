@@ -35,8 +35,9 @@ from ..plans.messages import Program
 from ..transports import Bytes, Handle, Transport
 from ..wire.culprit import ANEW, Answer, Found, Waits, find_culprit
 from .loopback import Loopback
-from .messages import SPINS, Array, Exchange, Run, labelled
+from .messages import SPINS, Exchange, labelled
 from .reducing import Reducing
+from .runs import Array, Run
 from .stall import LOOKS, Stall
 from .trace import Observer, Span, begin
 from .work import Lane, Work

@@ -1,8 +1,8 @@
 """Runs plans over a transport: a dataflow over (rank, chunk), several runs in flight, large arrays cut into segments.
 
-Each segment of an array executes the whole plan on its own elements; a few segments flow one behind the other, so that
-sending, receiving and reducing overlap. Within a segment an action starts as soon as what it waits for has finished: a
-slow peer holds up only what needs it.
+Each segment of an array executes the whole plan on its own elements (``runs``); a few segments flow one behind the
+other, so that sending, receiving and reducing overlap. Within a segment an action starts as soon as what it waits for
+has finished: a slow peer holds up only what needs it.
 
 Receives that reduce are posted when their segment opens, straight from the transport's memory (a peer's own memory
 over shm, scratch over tcp); receives that copy go straight into the array. Reductions into one chunk keep plan order,
@@ -22,24 +22,33 @@ Pure apart from the transport it is given: no threads, no clocks, no knowledge o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..collectives import Collective
 from ..errors import PeerError, ProtocolError, SynclineError, UsageError
 from ..kernels.cpu import add_all_into
-from ..plans.messages import Action, Program
+from ..plans.messages import Action
 from ..transports import Adds, Handle, HasAllreduce, Transport
 from ..wire.link import CONTROL
 from ..wire.scratch import Scratch
-from .memory import OneSided, Window
+from .memory import OneSided
+from .runs import (
+    KEYS,
+    MOST_ACTIONS,
+    MOST_SEGMENTS,
+    Array,
+    Kept,
+    Run,
+    Segment,
+    borrows,
+    has_begun,
+    segments_of,
+    tag_of,
+)
 from .trace import Kind, Observer, Span, begin
-
-Array = NDArray[Any]
+from .window import Window
 
 SEGMENT_BYTES = 32 * 1024 * 1024
 WINDOW = 2
@@ -50,94 +59,6 @@ SPINS = 20
 
 PATIENCE_MS = 2
 """How long it then sleeps without an ear for its connections."""
-
-_INDEX_BITS = 20
-_SEGMENT_BITS = 20
-_KEYS = 1 << 23
-"""Keys a run may have; tags with the highest bit set are left to single messages."""
-
-
-@dataclass(eq=False)
-class Run:
-    """One plan under way over one array.
-
-    ``key`` is the same on all ranks and tells this run's messages from those of others in flight. A ``tolerant`` run
-    does not mind peers that have left: it then never finishes (a server waiting for a next step that does not come).
-    ``span`` is what it is to be observed within, and itself once it has begun.
-    """
-
-    program: Program
-    array: Array
-    key: int
-    label: str
-    priority: float = 0.0
-    on_done: Callable[[], None] | None = None
-    tolerant: bool = False
-    span: Span | None = None
-    per_segment: int = 0
-    segments: int = 0
-    opened: int = 0
-    left: int = 0
-    open_segments: list[Any] = field(default_factory=list)
-    bytes_view: NDArray[np.uint8] = field(init=False, repr=False)
-
-    @property
-    def done(self) -> bool:
-        """True when every segment has finished."""
-        return self.left == 0
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A received part in scratch memory of the exchange."""
-
-    buffer: NDArray[np.uint8]
-    nbytes: int
-
-    @property
-    def payload(self) -> NDArray[np.uint8]:
-        return self.buffer[: self.nbytes]
-
-
-class _Segment:
-    """The state of one segment: which actions still wait, and what has arrived too early to be applied.
-
-    A plan whose chunks belong to ranks (reduce-scatter, all-gather) is cut inside each chunk, so that a rank's chunk of
-    the whole array stays in one piece; others are cut into contiguous segments, which are kinder to the cache.
-    """
-
-    __slots__ = ("arrived", "left", "number", "posted", "run", "span", "spans", "starts", "stops", "waits")
-
-    def __init__(self, run: Run, number: int) -> None:
-        self.run = run
-        self.number = number
-        size, per, chunks = run.array.size, run.per_segment, run.program.plan.chunks
-        if _owned(run.program):
-            edges = chunk_edges(size, chunks)
-            self.starts = [min(edges[chunk] + number * per, edges[chunk + 1]) for chunk in range(chunks)]
-            self.stops = [min(edges[chunk] + (number + 1) * per, edges[chunk + 1]) for chunk in range(chunks)]
-        else:
-            first = number * per
-            length = min(size - first, per)
-            edges = [first + edge for edge in chunk_edges(length, chunks)]
-            self.starts, self.stops = edges[:-1], edges[1:]
-        self.waits = list(run.program.waits)
-        self.left = len(run.program.actions)
-        self.posted: set[int] = set()  # actions handed to the transport and not done
-        self.arrived: dict[int, Handle | _Kept] = {}
-        self.span: Span | None = None
-        self.spans: dict[int, Span]  # of what is posted; where somebody observes it
-
-    def bounds(self, action: Action) -> tuple[int, int]:
-        """The elements of an action; those of several chunks are contiguous (see ``_cut``)."""
-        return self.starts[action.lo], self.stops[action.hi - 1]
-
-    def first_waiting(self, i: int) -> int:
-        """The first reduction that waits to be applied in one pass with reduction ``i``, or ``i`` itself."""
-        precedes = self.run.program.precedes
-        while precedes[i] in self.arrived:
-            i = precedes[i]
-        return i
 
 
 class Exchange:
@@ -178,14 +99,14 @@ class Exchange:
         """Begin a run; its ``on_done`` is called from a later ``progress``, or at once when there is nothing to do."""
         if run.key in self._under_way:
             raise UsageError(f"{run.label}: key {run.key} is in use by {self._under_way[run.key].label}")
-        if not 0 <= run.key < _KEYS:
+        if not 0 <= run.key < KEYS:
             raise UsageError(f"{run.label}: key {run.key} is out of range")
         if run.priority != 0.0:
             self.regard(run.priority)
         array = run.array
         if array.ndim != 1 or not array.flags.c_contiguous:
             raise UsageError(f"{run.label}: an exchange needs a one-dimensional contiguous array")
-        if len(run.program.actions) > 1 << _INDEX_BITS:
+        if len(run.program.actions) > MOST_ACTIONS:
             raise UsageError(f"{run.label}: a rank has {len(run.program.actions)} transfers, which is too many to run")
         if self._onesided is not None and self._onesided.takes(run.program.plan, array):
             on_done = partial(self._left_shared, run)
@@ -198,8 +119,8 @@ class Exchange:
             )
             return
         run.bytes_view = array.view(np.uint8)
-        run.per_segment, run.segments = self._cut(run)
-        if run.segments > 1 << _SEGMENT_BITS:
+        run.per_segment, run.segments = segments_of(run, self._segment_bytes)
+        if run.segments > MOST_SEGMENTS:
             raise UsageError(f"{run.label}: an array of {array.nbytes} bytes has more segments than tags can number")
         run.left = run.segments
         run.opened = 0
@@ -292,7 +213,7 @@ class Exchange:
         return shared | {
             segment.run.program.actions[i].peer: run.label
             for run in self._runs()
-            if not run.tolerant or _has_begun(run)
+            if not run.tolerant or has_begun(run)
             for segment in tuple(run.open_segments)
             for i in tuple(segment.posted)
         }
@@ -305,22 +226,8 @@ class Exchange:
     def _runs(self) -> list[Run]:
         return list(self._under_way.values())
 
-    def _cut(self, run: Run) -> tuple[int, int]:
-        """Elements per segment (per chunk, where chunks belong to ranks), and the number of segments."""
-        size, program = run.array.size, run.program
-        if size == 0 or not program.actions:
-            return 1, 0
-        per = max(1, self._segment_bytes // run.array.itemsize)
-        if not _owned(program):
-            return per, -(-size // per)
-        widest = -(-size // program.plan.chunks)
-        if any(action.hi - action.lo > 1 for action in program.actions):
-            return widest, 1  # several chunks in one message have to lie side by side
-        per = max(1, per // program.plan.chunks)
-        return per, -(-widest // per)
-
     def _open(self, run: Run) -> None:
-        segment = _Segment(run, run.opened)
+        segment = Segment(run, run.opened)
         if self._observer is not None:
             segment.spans = {}
             segment.span = begin(self._observer, "segment", run.label, run.span, segment=segment.number)
@@ -328,12 +235,12 @@ class Exchange:
         run.opened += 1
         ready = []
         for i, action in enumerate(run.program.actions):
-            if _borrows(action):
+            if borrows(action):
                 start, stop = segment.bounds(action)
                 if start < stop:
                     nbytes = (stop - start) * run.array.itemsize
                     segment.posted.add(i)
-                    tag = _tag(segment, action)
+                    tag = tag_of(segment, action)
                     if self._observer is not None:
                         segment.spans[i] = self._tell("receive", segment, action)
                     if self._adder is not None and self._adds(segment, i):
@@ -346,13 +253,13 @@ class Exchange:
         for i in ready:
             self._act(segment, i)
 
-    def _adds(self, segment: _Segment, i: int) -> bool:
+    def _adds(self, segment: Segment, i: int) -> bool:
         """Whether the transport may do a reduction: one that waits for nothing, so that plan order is kept."""
         action = segment.run.program.actions[i]
         alone = segment.waits[i] == 0 and action.kind == "reduce" and not action.swaps
         return alone and self._adder is not None and self._adder.adds_from(action.peer, segment.run.array.dtype)
 
-    def _act(self, segment: _Segment, i: int) -> None:
+    def _act(self, segment: Segment, i: int) -> None:
         """Action ``i`` has nothing to wait for any more; do it, and what it unlocks when there is nothing to move."""
         todo = [i]
         while todo:
@@ -361,12 +268,12 @@ class Exchange:
             start, stop = segment.bounds(action)
             if start == stop:
                 todo.extend(self._finished(segment, i))
-            elif _borrows(action):
+            elif borrows(action):
                 todo.extend(self._reduce_what_came(segment, i))
             else:
                 item = run.array.itemsize
                 part = run.bytes_view[start * item : stop * item]
-                tag = _tag(segment, action)
+                tag = tag_of(segment, action)
                 segment.posted.add(i)
                 if self._observer is not None:
                     kind: Kind = "send" if action.kind == "send" else "receive"
@@ -376,7 +283,7 @@ class Exchange:
                 else:
                     self.transport.recv(action.peer, tag, part, owner=(segment, i))
 
-    def _completed(self, handle: Handle, segment: _Segment, i: int) -> None:
+    def _completed(self, handle: Handle, segment: Segment, i: int) -> None:
         action = segment.run.program.actions[i]
         segment.posted.discard(i)
         if handle.error is not None:
@@ -392,7 +299,7 @@ class Exchange:
             segment.spans.pop(i).end()
         if handle.kind == "add":
             unlocked = self._finished(segment, i)
-        elif _borrows(action):
+        elif borrows(action):
             lent = self.transport.lends_from(action.peer)
             segment.arrived[i] = self._keep(handle) if action.swaps and lent else handle
             unlocked = self._reduce_what_came(segment, segment.first_waiting(i))
@@ -401,15 +308,15 @@ class Exchange:
         for other in unlocked:
             self._act(segment, other)
 
-    def _keep(self, handle: Handle) -> _Kept:
+    def _keep(self, handle: Handle) -> Kept:
         """Copy what was lent, so that its owner can go on."""
         assert handle.payload is not None
         buffer = self.scratch.take(handle.nbytes)
         buffer[: handle.nbytes] = handle.payload
         self.transport.release(handle)
-        return _Kept(buffer, handle.nbytes)
+        return Kept(buffer, handle.nbytes)
 
-    def _reduce_what_came(self, segment: _Segment, i: int) -> list[int]:
+    def _reduce_what_came(self, segment: Segment, i: int) -> list[int]:
         """Apply reduction ``i`` if it may and has come, and those that follow it in the same pass."""
         if segment.waits[i] or i not in segment.arrived:
             return []
@@ -437,14 +344,14 @@ class Exchange:
             for span in spans:
                 span.end()
         for item in came:
-            if isinstance(item, _Kept):
+            if isinstance(item, Kept):
                 self.scratch.give(item.buffer)
             else:
                 self.transport.release(item)
         unlocked = [other for index in ready for other in self._finished(segment, index)]
         return [other for other in unlocked if other not in ready]
 
-    def _finished(self, segment: _Segment, i: int) -> list[int]:
+    def _finished(self, segment: Segment, i: int) -> list[int]:
         """Note that action ``i`` is done; the actions that may act now."""
         run = segment.run
         segment.left -= 1
@@ -480,7 +387,7 @@ class Exchange:
         what = {"key": run.key, "phase": run.program.plan.goal, "nbytes": run.array.nbytes}
         run.span = begin(observer, "run", run.label, run.span, priority=run.priority, **what)
 
-    def _tell(self, kind: Kind, segment: _Segment, action: Action) -> Span:
+    def _tell(self, kind: Kind, segment: Segment, action: Action) -> Span:
         """Tell the observer, which there is, that something of a segment begins."""
         assert self._observer is not None
         run, (start, stop) = segment.run, segment.bounds(action)
@@ -488,25 +395,20 @@ class Exchange:
         nbytes = (stop - start) * run.array.itemsize
         return begin(self._observer, kind, run.label, segment.span, priority=run.priority, nbytes=nbytes, **what)
 
-    def _where(self, segment: _Segment, action: Action) -> str:
+    def _where(self, segment: Segment, action: Action) -> str:
         verb = {"send": "sending to", "copy": "receiving from", "reduce": "reducing from"}[action.kind]
         return (
             f"{segment.run.label}: {verb} rank {action.peer} ({segment.run.program.plan.name}, step {action.step},"
             f" segment {segment.number + 1} of {segment.run.segments})"
         )
 
-    def _explain(self, error: Exception, segment: _Segment, action: Action) -> Exception:
+    def _explain(self, error: Exception, segment: Segment, action: Action) -> Exception:
         """What befell an action; a message of another length is the fault of whoever sent it."""
         explained = labelled(self._where(segment, action), error)
         if isinstance(error, UsageError) and action.kind != "send":
             advice = "do all ranks run the same version with the same model?"
             return ProtocolError(f"{explained}; {advice}", rank=action.peer)
         return explained
-
-
-def chunk_edges(size: int, chunks: int) -> list[int]:
-    """Where the chunks of an array of ``size`` elements begin and end: ``chunks + 1`` indices."""
-    return [size * chunk // chunks for chunk in range(chunks + 1)]
 
 
 def labelled(label: str, error: Exception) -> Exception:
@@ -522,23 +424,3 @@ def _urgency(handle: Handle) -> float:
         priority: float = owner[0].run.priority
         return priority
     return getattr(owner, "priority", CONTROL)
-
-
-def _has_begun(run: Run) -> bool:
-    """Whether something of a run has come or has been done."""
-    actions = len(run.program.actions)
-    segments = tuple(run.open_segments)
-    return run.left < run.segments or any(segment.arrived or segment.left < actions for segment in segments)
-
-
-def _borrows(action: Action) -> bool:
-    """Whether what arrives cannot go straight to its place."""
-    return action.kind == "reduce" or (action.kind == "copy" and action.swaps)
-
-
-def _owned(program: Program) -> bool:
-    return program.plan.goal in ("reduce_scatter", "all_gather")
-
-
-def _tag(segment: _Segment, action: Action) -> int:
-    return (segment.run.key << _INDEX_BITS + _SEGMENT_BITS) | (segment.number << _INDEX_BITS) | action.index

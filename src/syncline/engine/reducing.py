@@ -13,7 +13,8 @@ from ..compression.reducers import Lengths, Message, Reducer, Round, Sum
 from ..errors import SynclineError, UsageError
 from ..plans.messages import Program
 from ..transports import Handle
-from .messages import Array, Exchange, Run, labelled
+from .messages import Exchange, labelled
+from .runs import Array, Run
 from .trace import Kind, Observer, Span, begin
 
 OPEN = 4

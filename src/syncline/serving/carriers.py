@@ -16,7 +16,7 @@ import numpy as np
 from ..compression.compression import Compression
 from ..compression.reducers import Message, Reducer, Round
 from ..compression.reducers.owners import share_out, taking
-from ..engine.messages import chunk_edges
+from ..engine.runs import chunk_edges
 from ..engine.work import Work
 from ..errors import ProtocolError, UsageError
 from ..session.communicator import WEIGHT_KEYS, compiled

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..compression.updates import Updates
-from ..engine.messages import chunk_edges
+from ..engine.runs import chunk_edges
 from ..nouns import Bucket, Slice
 from ..plans.plan import Plan
 from .records import Array, Elements, Record, State, states_of, write_into

@@ -164,7 +164,7 @@ class Shm(Looped):
 
     @property
     def window(self) -> Shm:
-        """The memory that all processes have mapped, and its boards (``engine.memory.Window``)."""
+        """The memory that all processes have mapped, and its boards (``engine.window``)."""
         return self
 
     def words_of(self, peer: int, segment: int) -> Words:
