@@ -39,8 +39,8 @@ def ps(
     """Parameter server: workers push gradients to servers of their own ranks, or to workers that serve, and pull back.
 
     Cost: max(nb, Nnb/S) + latencies with push and pull overlapped, twice that when pull follows push; one server:
-    2N(a + nb) (Li et al. 2014). One worker alone has nothing to exchange and gets an empty plan. Raises UsageError for
-    fewer than one server, more serving workers than workers, and a group with other servers than those asked for.
+    2N(a + nb) (Li et al. 2014). Raises UsageError for fewer than one server, more serving workers than workers, and a
+    group with other servers than those asked for.
     """
     pushes, pulls, _ = _transfers(group, servers, on)
     return Plan.of("ps", group, servers, pushes + pulls if group.workers > 1 else [])

@@ -50,7 +50,6 @@ class Auto:
             self._epoll.register(member.fileno(), select.EPOLLIN)
 
     def lends_from(self, src: int) -> bool:
-        """Whether the peer's own transport lends."""
         return self._member(src).lends_from(src)
 
     def allocate(self, nbytes: int) -> Bytes:
@@ -58,34 +57,28 @@ class Auto:
         return self._members[0].allocate(nbytes)
 
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
-        """Send by the peer's transport."""
         return self._member(dst).send(dst, tag, data, priority, owner)
 
     def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
-        """Receive by the peer's transport."""
         return self._member(src).recv(src, tag, into, owner)
 
     def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
-        """Borrow by the peer's transport."""
         return self._member(src).borrow(src, tag, nbytes, owner)
 
     def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:
-        """Whether the peer's own transport adds."""
         member = self._member(src)
         return isinstance(member, Adds) and member.adds_from(src, dtype)
 
     def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:
-        """Add by the peer's transport."""
         member = self._member(src)
         assert isinstance(member, Adds)
         return member.add(src, tag, into, owner)
 
     def release(self, handle: Handle) -> None:
-        """Give it back to the transport it came by."""
         self._member(handle.peer).release(handle)
 
     def poll(self, timeout: float) -> list[Handle]:
-        """Wait for whichever member has something first; the completions of all."""
+        """Waits for whichever member has something first."""
         if self._closed:
             raise ClosedError("this transport is closed")
         at_once = [member.settle() for member in self._members]
@@ -94,15 +87,14 @@ class Auto:
 
     @property
     def idle(self) -> bool:
-        """True when all members are."""
         return all(member.idle for member in self._members)
 
     def wake(self) -> None:
-        """Wake one member: that ends the common wait."""
+        """One member is enough: that ends the common wait."""
         self._members[0].wake()
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """The members' counts, in the order of peers."""
+        """In the order of peers."""
         sent: dict[int, int] = {}
         received: dict[int, int] = {}
         for member in self._members:
@@ -112,7 +104,6 @@ class Auto:
         return dict(sorted(sent.items())), dict(sorted(received.items()))
 
     def close(self) -> None:
-        """Close all members."""
         if not self._closed:
             self._closed = True
             self._epoll.close()

@@ -120,15 +120,15 @@ class Enveloped(ABC):
     # The transport protocol.
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
-        """No: the library has copied what arrives."""
+        """Never: the library has copied what arrives."""
         return False
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Plain zeroed memory; the libraries read and write any."""
+        """Plain memory: the libraries read and write any."""
         return np.zeros(nbytes, np.uint8)
 
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
-        """Send in one frame, from a copy, or announce the body."""
+        """A copy goes in one frame, or the body is announced."""
         handle = Handle("send", dst, tag, data.nbytes, owner)
         if not self._operations.admit(handle):
             return handle
@@ -173,20 +173,16 @@ class Enveloped(ABC):
         return None
 
     def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
-        """Receive a body straight into ``into``; what came in a frame is copied."""
         return self._post(Receive(Handle("recv", src, tag, into.nbytes, owner), into))
 
     def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
-        """Receive into scratch memory."""
         return self._post(Receive(Handle("borrow", src, tag, nbytes, owner)))
 
     def release(self, handle: Handle) -> None:
-        """Put the scratch memory back."""
         self.scratch.give(handle.note)
         handle.payload = handle.note = None
 
     def allreduce(self, key: int, array: NDArray[Any], owner: Any = None) -> Handle:
-        """Sum ``array`` over all ranks by the library's own collective; see ``HasAllreduce``."""
         handle = Handle("allreduce", -1, key, array.nbytes, owner)
         operations = self._operations
         operations.check_open()
@@ -204,7 +200,6 @@ class Enveloped(ABC):
         return handle
 
     def poll(self, timeout: float) -> list[Handle]:
-        """Let the library move data; the handles that have completed."""
         self._operations.check_open()
         self._move(0.0 if self._operations.completed else timeout)
         return self._operations.take()
@@ -216,7 +211,6 @@ class Enveloped(ABC):
         return not any(self._sending[peer] or self._outbox.holds(peer) for peer in left)
 
     def wake(self) -> None:
-        """Ring the bell."""
         self.bell.ring()
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
@@ -224,7 +218,7 @@ class Enveloped(ABC):
         return dict(self._sent), dict(self._received)
 
     def close(self) -> None:
-        """Say that this rank ends, and free everything."""
+        """The others are told that this rank ends."""
         if self._operations.closed:
             return
         self._operations.closed = True

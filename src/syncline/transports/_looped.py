@@ -31,26 +31,21 @@ class Looped(ABC):
         """Begin a receive, or end it at once with a message that is there."""
 
     def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
-        """Bytes go straight into the caller's memory."""
         return self._post(Receive(Handle("recv", src, tag, into.nbytes, owner), into))
 
     def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
-        """Bytes stay where they have come, or are read into scratch memory when the first of them is there."""
         return self._post(Receive(Handle("borrow", src, tag, nbytes, owner)))
 
     def poll(self, timeout: float) -> list[Handle]:
-        """Turn the event loop once."""
         self._operations.check_open()
         self._loop.write()
         self._loop.turn(0.0 if self._operations.completed else timeout)
         return self._operations.take()
 
     def fileno(self) -> int:
-        """A descriptor that is readable whenever ``poll`` would find something to do, a ``wake`` included."""
         return self._loop.fileno()
 
     def settle(self) -> bool:
-        """Get ready for a wait: write what has gathered. True when something has completed already."""
         self._loop.write()
         return bool(self._operations.completed)
 
@@ -60,5 +55,4 @@ class Looped(ABC):
         return self._loop.idle
 
     def wake(self) -> None:
-        """Ring the loop's bell."""
         self._loop.wake()

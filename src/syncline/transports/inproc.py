@@ -113,15 +113,14 @@ class InProc:
         self._received = dict(self._sent)
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
-        """Every peer does: messages are references."""
+        """Always: messages are references."""
         return True
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Plain zeroed memory."""
         return np.zeros(nbytes, np.uint8)
 
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
-        """Pass a reference to the peer; done when it has copied the data."""
+        """A reference goes to the peer; done when it has copied the data."""
         handle = Handle("send", dst, tag, data.nbytes, owner)
         if not self._operations.admit(handle):
             return handle
@@ -130,21 +129,18 @@ class InProc:
         return handle
 
     def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
-        """Copy the message into ``into`` when it is there."""
         return self._post(Receive(Handle("recv", src, tag, into.nbytes, owner), into))
 
     def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
-        """Look at the sender's buffer itself until released."""
+        """The payload is the sender's buffer itself."""
         return self._post(Receive(Handle("borrow", src, tag, nbytes, owner)))
 
     def release(self, handle: Handle) -> None:
-        """Tell the sender that its buffer is free again."""
         message: _Message = handle.note
         handle.payload = handle.note = None
         self._consume(message)
 
     def poll(self, timeout: float) -> list[Handle]:
-        """Handle what lies in the inbox."""
         self._operations.check_open()
         for message in self._hub.inboxes[self.rank].take(0.0 if self._operations.completed else timeout):
             self._handle(message)
@@ -156,7 +152,6 @@ class InProc:
         return True
 
     def wake(self) -> None:
-        """Ring the own bell."""
         inbox = self._hub.inboxes[self.rank]
         with inbox.bell:
             inbox.woken = True
@@ -167,7 +162,7 @@ class InProc:
         return dict(self._sent), dict(self._received)
 
     def close(self) -> None:
-        """Leave the hub; whoever still waits for this rank learns that it is gone."""
+        """Whoever still waits for this rank learns that it is gone."""
         if not self._operations.closed:
             self._operations.closed = True
             self._hub.kill(self.rank)

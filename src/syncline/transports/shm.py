@@ -98,11 +98,11 @@ class Shm(Looped):
             self._loop.write_soon(link)
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
-        """Every peer does: what arrives is looked at in its memory."""
+        """Always: what arrives is looked at in its memory."""
         return True
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Zeroed shared memory that every peer can read and write in place."""
+        """A segment that every peer maps, to read and write it in place."""
         self._operations.check_open()
         number, fd, memory = self._segments.create(nbytes)
         for peer, link in self._links.items():
@@ -112,7 +112,7 @@ class Shm(Looped):
         return memory
 
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
-        """Send a reference; done when the peer has consumed it (small messages: when the kernel has them)."""
+        """A reference goes; done when the peer has consumed it (small messages: when the kernel has them)."""
         handle = Handle("send", dst, tag, data.nbytes, owner)
         if not self._operations.admit(handle):
             return handle
@@ -135,19 +135,17 @@ class Shm(Looped):
         return handle
 
     def release(self, handle: Handle) -> None:
-        """Tell the sender that its buffer is free again."""
         message: _Message = handle.note
         handle.payload = handle.note = None
         self._consumed(message)
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """Bytes over the connections, and bytes read in place from shared memory."""
+        """What goes over the connections, and what is read in place."""
         out, into = self._in_place.tolist()
         sent = {peer: link.sent_bytes + out[peer] for peer, link in self._links.items()}
         return sent, {peer: link.received_bytes + into[peer] for peer, link in self._links.items()}
 
     def close(self) -> None:
-        """Close the connections and let go of the memory."""
         if not self._operations.closed:
             self._operations.closed = True
             self._loop.close()
@@ -168,27 +166,23 @@ class Shm(Looped):
         return self
 
     def words_of(self, peer: int, segment: int) -> Words:
-        """A segment of a peer, empty while unknown and after the end; may be asked from any thread."""
         memory = self._mapped.get((peer, segment))
         return np.empty(0, np.int64) if memory is None else memory[: memory.nbytes // 8 * 8].view(np.int64)
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """Segment number and offset of memory of this process, or None when it is not shared."""
         return self._segments.find(address, nbytes)
 
     def staging(self, nbytes: int) -> Bytes:
-        """Shared memory of at least that size, until ``free``."""
         found = self._segments.staging(nbytes)
         if found is None:
             found = self._segments.cut(self.allocate(self._segments.segment_for(nbytes)), nbytes)
         return found
 
     def free(self, staging: Bytes) -> None:
-        """Keep staging memory for the next one of its size."""
+        """It is kept for the next one of its size."""
         self._segments.free(staging)
 
     def count(self, sent: Words, received: Words) -> None:
-        """Add what was read and written in place to the traffic: bytes per process."""
         self._in_place[0] += sent
         self._in_place[1] += received
 

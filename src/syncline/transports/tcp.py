@@ -94,15 +94,15 @@ class Tcp(Looped):
         self._wanted: dict[tuple[int, int], int] = {}  # large receives posted and not filled
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
-        """Nobody does: what arrives lies in scratch memory."""
+        """Never: what arrives lies in scratch memory."""
         return False
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Plain zeroed memory; the kernel copies from and to any."""
+        """Plain memory: the kernel copies from and to any."""
         return np.zeros(nbytes, np.uint8)
 
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
-        """Send at once when small or already asked for; done when the kernel has all of it."""
+        """At once when small or already asked for; done when the kernel has all of it."""
         handle = Handle("send", dst, tag, data.nbytes, owner)
         if not self._operations.admit(handle):
             return handle
@@ -118,25 +118,22 @@ class Tcp(Looped):
         return handle
 
     def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:
-        """Add the message to ``into`` while it comes in."""
         return self._post(Receive(Handle("add", src, tag, into.nbytes, owner), adds=into))
 
     def release(self, handle: Handle) -> None:
-        """Put the scratch memory back."""
         self.scratch.give(handle.note)
         handle.payload = handle.note = None
 
     def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:  # noqa: ARG002
-        """Whether the compiled code knows the type."""
+        """Where the compiled code knows the type."""
         return can_add(dtype)
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """Bytes written to and read from the sockets, headers and credits included."""
+        """As written to and read from the sockets: credits are in it."""
         sent = {peer: link.sent_bytes for peer, link in self._links.items()}
         return sent, {peer: link.received_bytes for peer, link in self._links.items()}
 
     def close(self) -> None:
-        """Close the connections."""
         if not self._operations.closed:
             self._operations.closed = True
             self._loop.close()
