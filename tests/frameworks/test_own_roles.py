@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from toy import Here, adam, batch, loss_of, on_group, weights
+from toy import Here, adam, batch, loss_of, making, on_group, same_as_alone, weights
+from toy import train as steps
 
 from syncline import registry
 from syncline.algorithms import Roles
@@ -22,6 +23,7 @@ from syncline.nouns import Group
 from syncline.plans.plan import Plan
 from syncline.registry import register
 from syncline.strategy.strategy import Strategy
+from syncline.testing.training import Bound
 from syncline.tuning import candidates
 
 WORKERS = 3
@@ -74,6 +76,19 @@ def test_it_trains_as_a_parameter_server_does(group: Any, ours: str, theirs: str
     for one, other in zip(wanted, found, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("text", ["aggregator(count=2)", "aggregator(count=2, beside=off)"])
+def test_its_owners_take_every_workers_push_by_itself(group: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.names("sync")
+    monkeypatch.setitem(registry._entries, "sync", dict(registry._entries["sync"]))
+    register("sync", "bound")(Bound)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        steps(here, range(3))
+        return weights(here.model)
+
+    same_as_alone(group, f"{text} sync=bound", WORKERS, making("sgd"), body, weight=1)
 
 
 def test_what_the_workers_reduce_among_themselves_goes_by_the_algorithm_that_is_named(group: Any) -> None:

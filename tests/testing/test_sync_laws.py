@@ -101,3 +101,14 @@ def test_training_that_exchanges_when_nothing_is_due_is_found(monkeypatch: pytes
     with pytest.raises(BrokenLaw, match="is submitted in a step that is not due") as caught:
         check_sync(Mode())
     assert caught.value.law == "training keeps its promises"
+
+
+def test_training_that_agrees_on_pushes_that_are_not_merged_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Meeting(training.Steps):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments[:-1], Mode())
+
+    monkeypatch.setattr(training, "Steps", Meeting)
+    with pytest.raises(BrokenLaw, match=r"are agreed on in place of \[\]") as caught:
+        check_sync(Mode(merges=False))
+    assert caught.value.law == "training keeps its promises"

@@ -87,7 +87,7 @@ class Plans:
 
     def begin(self, workers: Sequence[int]) -> None:
         """One array for both: a worker pushes when it has pulled."""
-        found = rooms(self._session, self._model.gradients, len(workers))
+        found = rooms(self._session, self._model.gradients, self.mine or (), len(workers))
         self._rooms = dict(zip(workers, found, strict=True))
 
     def expect(self, worker: int, number: int, label: str, gate: Work | None) -> Work:
@@ -145,7 +145,7 @@ class Payloads:
 
     def begin(self, workers: Sequence[int]) -> None:
         """Codecs decode to float32; of weights there is a copy."""
-        found = rooms(self._session, self._model.weights, len(workers))
+        found = rooms(self._session, self._model.weights, self.mine or (), len(workers))
         self._rooms = dict(zip(workers, found, strict=True))
         for worker in workers:
             self._pushed[worker] = [np.zeros(array.size, np.float32) for array in self._model.weights]
@@ -198,14 +198,23 @@ def _bytes(array: Array, edges: Sequence[int], owner: int) -> Array:
     return array[edges[owner] : edges[owner + 1]].view(np.uint8)
 
 
-def rooms(session: Session, like: Sequence[Array], count: int) -> list[list[Array]]:
-    """So many times arrays like these, in one block of the transport's memory."""
-    sizes = [-(-array.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for array in like]
-    block = session.engine.allocate(max(1, count * sum(sizes)), np.dtype(np.uint8))
-    found, at = list[list[Array]](), 0
-    for _ in range(count):
-        found.append([])
-        for array, size in zip(like, sizes, strict=True):
-            found[-1].append(block[at : at + array.nbytes].view(array.dtype))
-            at += size
-    return found
+def rooms(session: Session, like: Sequence[Array], mine: Sequence[slice], count: int) -> list[list[Array]]:
+    """So many times arrays like these, in one block of the transport's memory, which may commit all of it.
+
+    Nobody touches more of them than ``mine``, so they lie over each other, and only these parts side by side.
+    """
+    strides = [_aligned(array[part].nbytes) for array, part in zip(like, mine, strict=True)]
+    sizes = [_aligned(array.nbytes) + count * stride for array, stride in zip(like, strides, strict=True)]
+    block = session.engine.allocate(max(1, sum(sizes)), np.dtype(np.uint8))
+    starts = [0, *accumulate(sizes)]
+    return [
+        [
+            block[start + turn * stride : start + turn * stride + array.nbytes].view(array.dtype)
+            for array, start, stride in zip(like, starts, strides, strict=False)
+        ]
+        for turn in range(count)
+    ]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES

@@ -8,7 +8,7 @@ too and then sent, so that the next update need not wait until the worker has it
 beside those of its model, which stay as they were pulled until it pulls again; between the two, what it owns itself is
 copied and not sent.
 
-Memory at an owner: its part of the model once for every worker; of pages that nobody touches there is none.
+Memory at an owner: its part of the model once for every worker, and the model once.
 
 Theory: Dean et al., "Large Scale Distributed Deep Networks" (DistBelief), NeurIPS 2012.
 """
@@ -107,8 +107,8 @@ class _Owned:
         self._workers = [worker for worker in range(session.group.workers) if worker != session.index]
         self._gradients, self._weights = list(model.gradients), list(model.weights)
         if session.is_worker:  # these are the worker's own
-            self._gradients = [np.zeros_like(array) for array in model.gradients]
-            self._weights = [np.zeros_like(array) for array in model.weights]
+            self._gradients = [np.zeros(array.size, array.dtype) for array in model.gradients]
+            self._weights = [np.zeros(array.size, array.dtype) for array in model.weights]
             for own, array, part in zip(self._weights, model.weights, mine, strict=True):
                 own[part] = array[part]
         self._pushes: dict[int, list[Work]] = {}

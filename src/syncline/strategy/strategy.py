@@ -167,6 +167,9 @@ class Strategy(Combination):
     def exchange(self) -> str:
         """How gradients become one average, in words; for a resolved strategy."""
         name = self.architecture.name
+        if not self.sync_mode().merges:
+            what = "gradients" if self.codec == NONE else "payloads"
+            return f"each worker's {what} go to owners of the weights by themselves, and their weights come back"
         if self.codec == NONE:
             return f"allreduce by {name}"
         if self.server_holds_weights:
