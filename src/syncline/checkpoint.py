@@ -30,10 +30,10 @@ def save(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
         "world_size": session.world_size,
         "steps": [made.replica.steps for made in prepared],
     }
-    layouts = [made.replica.measured and made.replica.measured.plain() for made in prepared]
+    layouts = [made.replica.gradients.measured and made.replica.gradients.measured.plain() for made in prepared]
     if any(layouts):
         found["layouts"] = layouts
-    kept = [made.replica.compression for made in prepared]
+    kept = [made.replica.gradients.compression for made in prepared]
     if any(one is not None and one.keeps for one in kept):
         import torch
 
@@ -55,7 +55,7 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
     """
     if state["strategy"] != str(session.strategy) and session.resume_codec(state["strategy"]):
         for made in prepared:
-            made.replica.compress()
+            made.replica.gradients.compress()
     if state["strategy"] != str(session.strategy):
         raise UsageError(f"this state is of a run with {state['strategy']!r}, this run has {str(session.strategy)!r}")
     if len(state["steps"]) != len(prepared):
@@ -66,7 +66,7 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
     kept, weights = state.get("codec") or nothing, state.get("weights") or nothing
     for made, step, saved, owned in zip(prepared, state["steps"], kept, weights, strict=True):
         made.replica.steps = step
-        compression, client = made.replica.compression, made.client
+        compression, client = made.replica.gradients.compression, made.client
         if compression is None:
             continue
         compression.resume_at(step)
@@ -96,7 +96,7 @@ def _resume_layouts(prepared: Sequence[Prepared], layouts: Sequence[Mapping[str,
     for made, saved in zip(prepared, layouts, strict=True):
         if saved is not None:
             try:
-                chosen = read_layout(made.replica.layout.layers, saved)
+                chosen = read_layout(made.replica.gradients.layout.layers, saved)
             except (UsageError, ValueError, TypeError, KeyError) as error:
                 raise UsageError(f"the buckets in this state are of another model: {error}") from error
             made.replica.replace_layout(chosen)

@@ -63,7 +63,7 @@ def train(here: Here, steps: range = range(6)) -> dict[str, torch.Tensor]:
 def test_training_goes_on_as_on_one_worker(group: Any, remade: list[Sequence[Layer]], place: str, make: Any) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         found = train(here)
-        assert here.replica is None or len(here.replica.layout.buckets) == 4
+        assert here.replica is None or len(here.replica.gradients.layout.buckets) == 4
         return found
 
     wanted = alone(make, train)
@@ -103,7 +103,7 @@ def test_ranks_without_batches_follow(group: Any, place: str, counts: list[int])
                 loss_of(here.model(part(step, here.rank))).backward()
                 here.optimizer.step()
             here.replica.shadow_until_all_joined()
-        assert len(here.replica.layout.buckets) == 2
+        assert len(here.replica.gradients.layout.buckets) == 2
         return weights(here.model)
 
     def union(here: Here) -> dict[str, torch.Tensor]:
@@ -135,7 +135,7 @@ def test_gradients_that_wait_and_those_that_somebody_keeps(group: Any, place: st
                 before = [gradient.clone() for gradient in kept]  # type: ignore[union-attr]
             loss_of(here.model(here.share(batch(step)))).backward()
             if step == 3 and here.replica is not None:
-                assert len(here.replica.layout.buckets) == 2
+                assert len(here.replica.gradients.layout.buckets) == 2
                 moved = [one for one, now in zip(kept, before, strict=True) if torch.equal(one, now)]  # type: ignore[arg-type]
                 assert moved
             here.optimizer.step()
@@ -164,7 +164,7 @@ def test_a_checkpoint_says_which_buckets_there_were(
     def resumed(here: Here) -> dict[str, torch.Tensor]:
         copied(here, "load", kept[here.rank])
         assert here.replica is not None
-        assert len(here.replica.layout.buckets) == 2
+        assert len(here.replica.gradients.layout.buckets) == 2
         return train(here, range(4, 6))
 
     wanted = on_group(group, strategy, 3, sgd, first)

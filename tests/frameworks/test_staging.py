@@ -206,7 +206,7 @@ def test_a_model_on_the_cpu_needs_no_copies(group: Any) -> None:
         made = prepare(session, *sgd())
         assert made is not None
         storage = made.replica.storage
-        assert isinstance(made.replica.staging, InPlace)
+        assert isinstance(made.replica.gradients.staging, InPlace)
         return storage.pair(0).device.data_ptr() == storage.pair(0).host.data_ptr() == storage.arrays[0].ctypes.data
 
     assert group("ring", 2, body) == [True, True]
@@ -324,7 +324,7 @@ def test_ranks_on_a_gpu_end_equal_and_as_on_the_cpu(group: Any, strategy: str) -
         here = on_gpu(session)
         if here.replica is None:
             return {}
-        assert isinstance(here.replica.staging, Staged)
+        assert isinstance(here.replica.gradients.staging, Staged)
         for step in range(4):
             here.optimizer.zero_grad()
             loss_of(here.model(batch(step).cuda())).backward()

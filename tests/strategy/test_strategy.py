@@ -25,6 +25,7 @@ from syncline.strategy.grammar import Part, read_part, read_value, write_value
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import PLANNED, WORDS, kind_of, vocabulary
 from syncline.sync.bsp import Bsp
+from syncline.testing.training import Free
 
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(10**12), 10**12),
@@ -470,6 +471,15 @@ def test_a_schedule_with_urgent_buckets_needs_parts_that_let_them_overtake(text:
     with pytest.raises(StrategyError, match=f"schedule=urgent lets urgent buckets overtake.*{says}") as refused:
         Strategy.parse(text)
     assert f"the nearest that works is {works!r}" in str(refused.value)
+
+
+@pytest.mark.usefixtures("later_parts")
+def test_buckets_of_measured_times_need_workers_that_come_together() -> None:
+    registry.register("schedules", "timed")(own(Fixed, measures=3))
+    registry.register("sync", "free")(Free)
+    assert str(Strategy.parse("ring schedule=timed")) == "ring schedule=timed"
+    with pytest.raises(StrategyError, match=r"schedule=timed makes its .* under sync=free they never come together"):
+        Strategy.parse("ps(servers=1) sync=free schedule=timed")
 
 
 @pytest.mark.usefixtures("later_parts")

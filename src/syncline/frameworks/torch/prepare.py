@@ -24,7 +24,7 @@ from .intact import Forms
 from .optimizer import give_back, put_together, take_over
 from .options import Named, Options, Selection
 from .replica import Replica
-from .served import Client
+from .served import Client, model_of
 from .shard import SlicedOptimizer, probe, records_of, whole_state
 from .staging import Copier
 from .storage import Array, Storage, layers_of
@@ -128,18 +128,18 @@ def _check_all_prepared(replica: Replica, optimizer: torch.optim.Optimizer) -> N
 
 def _attach_served(session: Session, optimizer: torch.optim.Optimizer, keeps_state: bool, replica: Replica) -> Prepared:
     """Others update the weights: the parameters move into storage that is pulled into, the optimizer asks for it."""
-    staging = replica.staging
+    staging = replica.gradients.staging
     weights = Storage(replica.named, replica.storage.buckets, staging.allocate, staging.device)
     parameters = [parameter for _, parameter in replica.named]
     _move_into(weights, parameters)
     replica.guard.forms = Forms(replica.named)  # those of views with gaps are others now
     replica.on_local_step = partial(_refuse_local_step, replica)
-    arrays = Model(replica.layout, replica.storage.arrays, weights.arrays, replica.compression, replica.first_key)
     plain = copy.copy(optimizer)  # of the user's class also when that is another
     vars(plain).update(vars(optimizer))
     learnt = records_of(optimizer, parameters) if session.rank == 0 or not session.group.servers else []
-    worker = attach_to_owners(session, arrays, partial(SlicedOptimizer, plain, parameters), learnt)
-    replica.push = worker.push
+    build = partial(SlicedOptimizer, plain, parameters)
+    worker = attach_to_owners(session, model_of(replica.gradients, weights), build, learnt)
+    replica.gradients.push = worker.push
     client = Client(replica, weights, worker, keeps_state=keeps_state)
     take_over(optimizer, client)
     return Prepared(replica.model, optimizer, replica, client)

@@ -17,9 +17,7 @@ pass ends. So is every later one if there were some.
 
 A backward pass that makes no gradients of parameters (``torch.autograd.grad``) is none of ours.
 
-Where the model lives on a GPU, buckets are staged through pinned memory of the transport on their way (``staging``).
-
-Buffers (batch statistics) of rank 0 are copied to all ranks with every exchange.
+How gradients lie in buckets and how these travel is ``gradients``' affair, that of batch statistics ``buffers``'.
 """
 
 from __future__ import annotations
@@ -29,33 +27,25 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from ...compression.compression import Compression
 from ...engine.step import Action, Agree, Steps, Submit
-from ...engine.work import Lane, Work
+from ...engine.work import Work
 from ...errors import GradientError
-from ...kernels import cpu
-from ...plans.messages import Program
-from ...session.layout import Layout, Passed, decide_layout
-from ...session.replacing import Recompressing, agree_on_layout, push_nothing
-from ...session.session import MODEL_KEYS, Session
+from ...session.layout import Layout
+from ...session.session import Session
 from ...session.tickets import JOINED, STEP, Meeting, step_argument
-from .agreement import copy_from_worker, pack_bytes, unpack_bytes
+from .agreement import copy_from_worker
 from .backward import Backward
 from .batch_norm import SyncBatchNorm, synchronise
+from .buffers import Buffers
 from .copies import PlainCopies
 from .eager import eager
+from .gradients import Gradients
 from .guard import Guard
 from .options import Options, Selection
 from .samples import Counting, Fixed, Samples
-from .staging import Copier, device_of, staging_for
-from .storage import Pair, Storage, layers_of
-from .timing import LayerTimes, clock_of
-
-_MEASURED = 1
-"""Flag of rank 0's ticket: other buckets take the place of these after the step."""
+from .staging import Copier
 
 
 class Replica:
@@ -77,23 +67,10 @@ class Replica:
         self.selection = Selection(model, options)
         self.named = self.selection.trained()
         schedule, self._mode = session.strategy.schedule_object(), session.strategy.sync_mode()
-        self.layout = decide_layout(session, layers_of(self.named))
-        self.staging = staging_for(device_of(self.named), session.engine, session.fail, copier)
-        self.storage = Storage(self.named, self.layout.buckets, self.staging.allocate, self.staging.device)
+        self.gradients = Gradients(session, model, self.named, schedule, first_key=first_key, copier=copier)
+        self.storage = self.gradients.storage
         self.guard = Guard(model, self.named, self.selection, self.storage, self.fault)
-        self.compression: Compression | None = None
-        self.compress()
         self.first_key = first_key
-        self._exchanges = 0  # in this layout
-        self._measuring = schedule.measures > 0
-        self._times: LayerTimes | None = None  # which rank 0 measures
-        self.measured: Layout | None = None
-        """What has taken the place of the first layout, which belongs in a checkpoint."""
-        if self._measuring and session.rank == 0:
-            clock = clock_of(device_of(self.named))
-            self._times = LayerTimes(model, self.named, schedule.measures, clock)
-        self.replaces = False
-        """Whether another layout has to take the place of this one before the next exchange."""
         self.exchanged = False  # True between the end of an exchange and the next backward
         self._unused = options.unused
         self._backward = Backward(self._end_backward, self._given_up)
@@ -104,14 +81,9 @@ class Replica:
         else:
             self._counting = self._samples = Samples(options.weight, self._came_through_output)
         self._schedule = schedule
-        self._lane = Lane(schedule.in_flight)
         self.steps = 0
         self._local = False  # steps have been made that were not exchanged
-        self._buffers = list(self.selection.buffers().values())
-        size = sum(buffer().nbytes for buffer in self._buffers)
-        self._packed = self.staging.allocate(size, np.dtype(np.uint8))
-        packed, device = torch.from_numpy(self._packed), self.staging.device
-        self._packed_pair = Pair(packed if device is None else torch.zeros_like(packed, device=device), packed)
+        self._buffers = Buffers(session, self.selection, self.gradients.staging, first_key, self.fault)
         self._share = 1.0 / session.world_size
         self._synchronising = True
         self._held = True  # nothing of a backward pass is sent before it ends
@@ -135,7 +107,7 @@ class Replica:
     @steps.setter
     def steps(self, value: int) -> None:
         self._steps = value
-        self._step = Steps(len(self.named), self.layout, self._schedule, self._mode, begun=value)
+        self._step = Steps(len(self.named), self.gradients.layout, self._schedule, self._mode, begun=value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -146,14 +118,10 @@ class Replica:
         finally:
             self._synchronising = before
 
-    def compress(self) -> None:
-        """Compress as the session's strategy says, with a memory that is empty; between steps."""
-        self.compression = self.session.compression(self.layout.layers, self.layout.buckets, self.storage.arrays)
-
     def shadow_until_all_joined(self) -> None:
         """Take part in the others' steps with weight 0 until every rank has run out of batches."""
         while True:
-            if self.replaces:
+            if self.gradients.replaces:
                 self.replace_layout()
             meeting = self.session.meet(JOINED, flags=self.steps)
             if meeting.work is None:
@@ -162,14 +130,9 @@ class Replica:
             tickets = meeting.tickets()
             if all(ticket.kind == JOINED for ticket in tickets):
                 break
-            self._start_buffers(meeting)
-            self.staging.synchronize()  # the last step's copies may still read what is now overwritten
-            for number, array in enumerate(self.storage.arrays):
-                array[...] = 0
-                self._works.append(self._exchange(number, meeting, meeting.work, self.layout.priorities[number]))
+            self._works = [*self._buffers.start(meeting), *self.gradients.start_zeros(meeting)]
             self._wait()
-            self._exchanges += 1
-            self._heed(meeting)
+            self.gradients.exchanged(meeting)
             self._reset()
         steps = [ticket.flags for ticket in tickets]
         longest = steps.index(max(steps))
@@ -182,51 +145,16 @@ class Replica:
         self.steps = max(steps)
 
     def replace_layout(self, chosen: Layout | None = None) -> None:
-        """Go on with other buckets: those that the schedule makes of measured times, or that a run before had chosen.
-
-        Between steps; all workers call it together, and rank 0's count.
-        """
-        before, session = self.layout, self.session
-        layers = before.layers if self._times is None else self._times.of(before.layers)
-        self._measure_no_more()
-        lay_out = None if self.on_replacing is None else self.on_replacing()
-        passed = Passed(self._exchanges, 0 if self.compression is None else self.compression.step)
-        layout = agree_on_layout(session, layers, self.first_key, chosen=chosen, passed=passed)
-        self.layout = self.measured = layout
-        if layout.travels_like(before):
-            return
-        compression = Recompressing(session, self.compression)
-        self.staging.synchronize()  # the last step's copies may still read what is now moved
-        program = session.bucket_program if self.push is None else session.push_program
-        push_nothing(session, program, before.buckets, self.compression, self.first_key)
-        present = [_lies_at(item.grad, place) for (_, item), place in zip(self.named, self.storage.places, strict=True)]
-        for tensor in self.storage.lay(layout.buckets):
-            if present[tensor]:
-                self.named[tensor][1].grad = self.storage.views[tensor]
-        self.compression = compression.on(layout.buckets, self.storage.arrays, passed)
-        if lay_out is not None:
-            lay_out()
-        self._exchanges = 0
+        """As ``Gradients.replace_layout``."""
+        self.gradients.replace_layout(chosen)
         self.steps = self._steps  # the state machine goes by the buckets
-
-    def _measure_no_more(self) -> None:
-        if self._times is not None:
-            self._times.detach()
-        self._times, self._measuring, self.replaces = None, False, False
-
-    def _heed(self, meeting: Meeting) -> None:
-        """Rank 0 may have told in a step that it has measured enough."""
-        if self._measuring:
-            first = meeting.tickets()[0]
-            self.replaces = first.kind == STEP and first.flags == _MEASURED
 
     def detach(self) -> None:
         """Remove the hooks; gradients keep their values."""
-        self._measure_no_more()
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.staging.close()
+        self.gradients.close()
 
     # Hooks.
 
@@ -276,10 +204,11 @@ class Replica:
         self._touched = True
         if not self._synchronises or parameter.grad is None:  # an autograd function may give None
             return
-        if self.replaces and self.on_replacing is None:  # whoever moves weights too cannot do so in a backward pass
+        gradients = self.gradients
+        if gradients.replaces and gradients.on_replacing is None:  # weights, too, cannot move in a backward pass
             self.replace_layout()
-        if self._times is not None:
-            self._times.produced(index)
+        if gradients.times is not None:
+            gradients.times.produced(index)
         if self._fired[index] and not self._held:
             raise self.fault(
                 f"the gradient of {self.named[index][0]!r} was produced again after it had been sent: this backward"
@@ -336,8 +265,8 @@ class Replica:
             )
         self._step.abandon()
         self._counting.drop()
-        if self._times is not None:
-            self._times.forget()
+        if self.gradients.times is not None:
+            self.gradients.times.forget()
         self._forget()
 
     def _reset(self) -> None:
@@ -390,13 +319,10 @@ class Replica:
                 "nothing says how much this rank counts: backward came through no output of the model's forward()"
                 " (another method was called?). Give syncline.prepare() a number as weight="
             )
-        flags = _MEASURED if self._times is not None and self._times.enough else 0
-        meeting = self.session.meet(STEP, step_argument(self.first_key, step), weight=weight, flags=flags)
-        self._start_buffers(meeting)
+        argument, flags = step_argument(self.first_key, step), self.gradients.flags
+        meeting = self.session.meet(STEP, argument, weight=weight, flags=flags)
+        self._works += self._buffers.start(meeting)
         return meeting
-
-    push: Callable[..., Work] | None = None
-    """Starts the push of a bucket by its number and label, where others own the weights."""
 
     on_second_backward: Callable[[], None] | None = None
     """Called when a second exchange begins before the step of the first; a parameter server refuses that."""
@@ -410,9 +336,6 @@ class Replica:
     on_local_step: Callable[[], None] | None = None
     """Called when a step is each rank's own; a parameter server refuses that."""
 
-    on_replacing: Callable[[], Callable[[], None]] | None = None
-    """Called when other buckets are about to take the place of these; what it gives is called when they have."""
-
     on_loaded: Callable[[], None] | None = None
     """Called when the script has loaded a state into the model."""
 
@@ -420,44 +343,18 @@ class Replica:
     """Called when ranks with different numbers of batches have joined, with the one that trained longest."""
 
     def _submit(self, submit: Submit) -> None:
-        """A bucket is complete: copy it down where it lives elsewhere, exchange it, copy it up."""
+        """A bucket is complete."""
         meeting, number = self._meeting, submit.operation.bucket
         if meeting is None and not self._works:  # nothing is agreed on where pushes are not merged
             self._check_start()
-        pair, label = self.storage.pair(number), f"bucket {number}"
-        gate = self.staging.down(pair, None if meeting is None else meeting.work, label)
-        self._works.append(self.staging.up(pair, self._exchange(number, meeting, gate, submit.priority), label))
-
-    def _exchange(self, number: int, meeting: Meeting | None, gate: Work | None, priority: float) -> Work:
-        bucket = self.storage.buckets[number]
-        array = self.storage.arrays[number]
-        key, label = self.first_key + number, f"bucket {number} ({bucket.describe(self.layout.layers)})"
-        options: dict[str, Any] = {"lane": self._lane, "gate": gate, "priority": priority}
-        if meeting is not None:
-            options["before"] = partial(self._correct, array, meeting)
-        if self.push is not None:
-            return self.push(number, label, **options)
-        if self.compression is not None:
-            return self.session.reduce(self.compression, number, key, label, **options)
-        program = self.session.bucket_program(array.nbytes)
-        return self.session.engine.exchange(program, array, key, label, **options)
-
-    def _correct(self, array: np.ndarray, meeting: Meeting) -> None:
-        """In the progress thread: weigh this rank's gradient by its share of the samples."""
-        tickets = meeting.tickets()
-        mine, total = tickets[self.session.rank], sum(ticket.weight for ticket in tickets)
-        if mine.kind == STEP and total > 0:
-            if mine.weight > 0:
-                cpu.scale(array, mine.weight * len(tickets) / total)
-            else:
-                array[...] = 0  # the mean over an empty batch is not a number, and does not count
+        self._works.append(self.gradients.start(number, meeting, submit.priority))
 
     def _end_backward(self) -> None:
         """At the end of backward: nothing may be missing, everything has to arrive."""
         held, self._held = self._held, self._backward.nested
         if not (self._touched and self._synchronises):
-            if self._times is not None:
-                self._times.forget()
+            if self.gradients.times is not None:
+                self.gradients.times.forget()
             if self._touched:
                 self._counting.keep()
             else:
@@ -485,11 +382,9 @@ class Replica:
             raise
         self._steps += 1
         if due:
-            self._exchanges += 1
-            if self._meeting is not None:
-                self._heed(self._meeting)
-        if self._times is not None:
-            self._times.end_step()
+            self.gradients.exchanged(self._meeting)
+        if self.gradients.times is not None:
+            self.gradients.times.end_step()
         self._local |= not due
         self.exchanged = True
         self._reset()
@@ -537,38 +432,14 @@ class Replica:
 
     def _wait(self) -> None:
         self.session.engine.wait(*self._works)
-        self.staging.join()
-        if self._buffers and self.session.world_size > 1:
-            unpack_bytes(self._packed_pair.device, [buffer() for buffer in self._buffers])
-
-    def _start_buffers(self, meeting: Meeting) -> None:
-        """Copy the buffers of the first rank that takes part in this step to all ranks."""
-        if not self._buffers or meeting.work is None:
-            return
-        buffers = [buffer() for buffer in self._buffers]
-        if sum(buffer.nbytes for buffer in buffers) != self._packed.nbytes:
-            raise self.fault("a buffer of the model has another size than at syncline.prepare(): prepare it again")
-        pair = self._packed_pair
-        pack_bytes(buffers, pair.device)
-
-        def program() -> Program:
-            kinds = [ticket.kind for ticket in meeting.tickets()]
-            return self.session.broadcast_program(kinds.index(STEP))
-
-        engine, key = self.session.engine, self.first_key + MODEL_KEYS - 1
-        gate = self.staging.down(pair, meeting.work, "buffers")
-        exchange = engine.exchange(program, self._packed, key, "buffers", gate=gate)
-        self._works.append(self.staging.up(pair, exchange, "buffers"))
+        self.gradients.staging.join()
+        self._buffers.finish()
 
     def fault(self, text: str) -> GradientError:
         """An error of this rank that ends the run for all."""
         error = GradientError(f"{self.session.name(self.session.index)}: {text}")
         self.session.fail(error)
         return error
-
-
-def _lies_at(gradient: torch.Tensor | None, place: int) -> bool:
-    return gradient is not None and gradient.data_ptr() == place
 
 
 def _put_first(key: int, hooks: dict[int, Any]) -> None:

@@ -23,6 +23,7 @@ from ...serving.records import Record
 from ...serving.shard import WEIGHTS, Groups
 from ...serving.traffic import Model
 from ...serving.worker import Worker
+from .gradients import Gradients
 from .intact import Contents
 from .replica import Replica
 from .shard import as_elements, in_memory_order, whole_state
@@ -37,7 +38,7 @@ class Client:
         self.keeps_state = keeps_state  # whether the optimizer has any
         self.parameters = [parameter for _, parameter in replica.named]
         self._weights = weights
-        self._staging = replica.staging
+        self._staging = replica.gradients.staging
         self._versions: list[int] = []
         self._pushed, self._pulled = Contents(replica.storage), Contents(weights)
         self._weight_versions: list[int] = []
@@ -46,7 +47,7 @@ class Client:
         replica.on_second_backward = self._refuse_second_backward
         replica.on_exchanged = self._remember
         replica.on_loaded = self._note_loaded
-        replica.on_replacing = self._prepare_to_lay_out
+        replica.gradients.on_replacing = self._prepare_to_lay_out
 
     def clip(self, max_norm: float) -> float:
         """Have the next update's gradients clipped to a norm of ``max_norm``; their norm."""
@@ -69,7 +70,7 @@ class Client:
         self._staging.join()
         self._remember_weights()
         self.replica.exchanged = False
-        if self.replica.replaces:
+        if self.replica.gradients.replaces:
             self.replica.replace_layout()
 
     @property
@@ -112,11 +113,10 @@ class Client:
     def _lay_out(self) -> None:
         replica, weights = self.replica, self._weights
         self.worker.move_out()
-        for tensor in weights.lay(replica.layout.buckets):
+        for tensor in weights.lay(replica.gradients.layout.buckets):
             self.parameters[tensor].data = weights.views[tensor]
         self._pushed, self._pulled = Contents(replica.storage), Contents(weights)
-        gradients, key = replica.storage.arrays, replica.first_key
-        self.worker.move_in(Model(replica.layout, gradients, weights.arrays, replica.compression, key))
+        self.worker.move_in(model_of(replica.gradients, weights))
         self._remember_weights()
 
     def _remember(self) -> None:
@@ -204,6 +204,12 @@ class Client:
             "a second backward() before step(): the parameter server has the first one's gradients already; wrap all"
             " but the last in `with syncline.no_sync():`, or set model.require_backward_grad_sync = False for them"
         )
+
+
+def model_of(gradients: Gradients, weights: Storage) -> Model:
+    """A model as its owners see it, the way it is laid out now."""
+    arrays = gradients.storage.arrays, weights.arrays
+    return Model(gradients.layout, *arrays, gradients.compression, gradients.first_key)
 
 
 def _whole(index: int, values: torch.Tensor) -> Record:

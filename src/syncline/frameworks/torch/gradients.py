@@ -1,0 +1,180 @@
+"""The gradients of one model in buckets, and the exchange of these.
+
+How tensors travel is a layout: buckets, the storage that is cut into them, and the codec's memory of them. Another one
+may take its place between two steps (``session.replacing``): the storage stays and tensors move within it, and views
+that are ``param.grad`` with them. It does so after steps in which rank 0 has timed the layers, which its ticket says,
+or as a checkpoint has it.
+
+Where the model lives on a GPU, buckets are staged through pinned memory of the transport on their way (``staging``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...compression.compression import Compression
+from ...engine.work import Lane, Work
+from ...kernels import cpu
+from ...schedules import Schedule
+from ...session.layout import Layout, Passed, decide_layout
+from ...session.replacing import Recompressing, agree_on_layout, push_nothing
+from ...session.session import Session
+from ...session.tickets import STEP, Meeting
+from .options import Named
+from .staging import Copier, device_of, staging_for
+from .storage import Storage, layers_of
+from .timing import LayerTimes, clock_of
+
+_MEASURED = 1
+"""Flag of rank 0's ticket: another layout takes the place of this one after the step."""
+
+
+class Gradients:
+    """The buckets of ``named``, the trained parameters of a model; ``first_key`` begins the range of their keys.
+
+    All processes make it together.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        model: torch.nn.Module,
+        named: Named,
+        schedule: Schedule,
+        *,
+        first_key: int = 0,
+        copier: Copier | None = None,
+    ) -> None:
+        self.session, self.named, self.first_key = session, named, first_key
+        self.layout = decide_layout(session, layers_of(named))
+        device = device_of(named)
+        self.staging = staging_for(device, session.engine, session.fail, copier)
+        self.storage = Storage(named, self.layout.buckets, self.staging.allocate, self.staging.device)
+        self.compression: Compression | None = None
+        self.compress()
+        self._lane = Lane(schedule.in_flight)
+        self._exchanges = 0  # in this layout
+        self.measured: Layout | None = None
+        """What has taken the place of the first layout, which belongs in a checkpoint."""
+        self.replaces = False
+        """Whether another layout has to take the place of this one before the next exchange."""
+        self._measuring = schedule.measures > 0
+        self.times: LayerTimes | None = None
+        """What measures the layers, on rank 0 while it does."""
+        if self._measuring and session.rank == 0:
+            self.times = LayerTimes(model, named, schedule.measures, clock_of(device))
+
+    push: Callable[..., Work] | None = None
+    """Starts the push of a bucket by its number and label, where others own the weights."""
+
+    on_replacing: Callable[[], Callable[[], None]] | None = None
+    """Called when another layout is about to take the place of this one; what it gives is called when it has."""
+
+    def compress(self) -> None:
+        """Compress as the session's strategy says, with a memory that is empty; between steps."""
+        self.compression = self.session.compression(self.layout.layers, self.layout.buckets, self.storage.arrays)
+
+    def close(self) -> None:
+        """Gradients keep their values."""
+        self._measure_no_more()
+        self.staging.close()
+
+    # Exchange.
+
+    def start(self, number: int, meeting: Meeting | None, priority: float) -> Work:
+        """A bucket is complete: copy it down where it lives elsewhere, exchange it, copy it up.
+
+        Without a meeting there is nothing to agree on in the step.
+        """
+        pair, label = self.storage.pair(number), f"bucket {number}"
+        gate = self.staging.down(pair, None if meeting is None else meeting.work, label)
+        return self.staging.up(pair, self._exchange(number, meeting, gate, priority), label)
+
+    def start_zeros(self, meeting: Meeting) -> list[Work]:
+        """Take part in a step of the others."""
+        self.staging.synchronize()  # the last step's copies may still read what is now overwritten
+        works = []
+        for number, array in enumerate(self.storage.arrays):
+            array[...] = 0
+            works.append(self._exchange(number, meeting, meeting.work, self.layout.priorities[number]))
+        return works
+
+    def _exchange(self, number: int, meeting: Meeting | None, gate: Work | None, priority: float) -> Work:
+        bucket = self.storage.buckets[number]
+        array = self.storage.arrays[number]
+        key, label = self.first_key + number, f"bucket {number} ({bucket.describe(self.layout.layers)})"
+        options: dict[str, Any] = {"lane": self._lane, "gate": gate, "priority": priority}
+        if meeting is not None:
+            options["before"] = partial(self._correct, array, meeting)
+        if self.push is not None:
+            return self.push(number, label, **options)
+        if self.compression is not None:
+            return self.session.reduce(self.compression, number, key, label, **options)
+        program = self.session.bucket_program(array.nbytes)
+        return self.session.engine.exchange(program, array, key, label, **options)
+
+    def _correct(self, array: np.ndarray, meeting: Meeting) -> None:
+        """In the progress thread: weigh this rank's gradient by its share of the samples."""
+        tickets = meeting.tickets()
+        mine, total = tickets[self.session.rank], sum(ticket.weight for ticket in tickets)
+        if mine.kind == STEP and total > 0:
+            if mine.weight > 0:
+                cpu.scale(array, mine.weight * len(tickets) / total)
+            else:
+                array[...] = 0  # the mean over an empty batch is not a number, and does not count
+
+    # Another layout.
+
+    @property
+    def flags(self) -> int:
+        """What this rank's ticket says of the layout."""
+        return _MEASURED if self.times is not None and self.times.enough else 0
+
+    def exchanged(self, meeting: Meeting | None) -> None:
+        """A step is over, in which rank 0 may have told that it has measured enough."""
+        self._exchanges += 1
+        if self._measuring and meeting is not None:
+            first = meeting.tickets()[0]
+            self.replaces = first.kind == STEP and first.flags == _MEASURED
+
+    def replace_layout(self, chosen: Layout | None = None) -> None:
+        """Go on with other buckets: those that the schedule makes of measured times, or that a run before had chosen.
+
+        Between steps; all workers call it together, and rank 0's count.
+        """
+        before, session = self.layout, self.session
+        layers = before.layers if self.times is None else self.times.of(before.layers)
+        self._measure_no_more()
+        lay_out = None if self.on_replacing is None else self.on_replacing()
+        passed = Passed(self._exchanges, 0 if self.compression is None else self.compression.step)
+        layout = agree_on_layout(session, layers, self.first_key, chosen=chosen, passed=passed)
+        self.layout = self.measured = layout
+        if layout.travels_like(before):
+            return
+        compression = Recompressing(session, self.compression)
+        program = session.bucket_program if self.push is None else session.push_program
+        push_nothing(session, program, before.buckets, self.compression, self.first_key)
+        self._lay(layout)
+        self.compression = compression.on(layout.buckets, self.storage.arrays, passed)
+        self._exchanges = 0
+        if lay_out is not None:
+            lay_out()
+
+    def _lay(self, layout: Layout) -> None:
+        """Let gradients lie as the layout has it, and those of parameters be the views of them again."""
+        self.staging.synchronize()  # the last step's copies may still read what is now moved
+        places = zip(self.named, self.storage.places, strict=True)
+        present = [item.grad is not None and item.grad.data_ptr() == place for (_, item), place in places]
+        for tensor in self.storage.lay(layout.buckets):
+            if present[tensor]:
+                self.named[tensor][1].grad = self.storage.views[tensor]
+
+    def _measure_no_more(self) -> None:
+        if self.times is not None:
+            self.times.detach()
+        self.times, self._measuring, self.replaces = None, False, False
