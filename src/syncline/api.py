@@ -11,8 +11,6 @@ import contextlib
 import logging
 import os
 import sys
-import traceback
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -27,11 +25,12 @@ from .launch.guard import end_with_launcher
 from .launch.meeting import MeetingPoint, secret_bytes
 from .launch.places import Variables
 from .nouns import Group
+from .session.printing import watch_exceptions
 from .session.session import Session
 from .session.stats import Stats
 from .strategy.strategy import Strategy
-from .wire.saying import first_time, say
-from .wire.watch import FAILED, FAILED_STATUS, LIVENESS_S
+from .wire.saying import say
+from .wire.watch import FAILED_STATUS, LIVENESS_S
 
 if TYPE_CHECKING:
     import torch
@@ -414,7 +413,7 @@ def _end_at_exit() -> None:
         os._exit(FAILED_STATUS)
 
 
-def _flat(tensor: Any) -> tuple[np.ndarray[Any, Any], Any]:
+def _flat(tensor: Any) -> tuple[np.ndarray[Any, Any], Callable[[], object]]:
     """A one-dimensional numpy array over the tensor's memory, or over a copy, and what writes the copy back."""
     if isinstance(tensor, np.ndarray):
         if not tensor.flags.writeable:
@@ -423,28 +422,9 @@ def _flat(tensor: Any) -> tuple[np.ndarray[Any, Any], Any]:
             return tensor.reshape(-1), lambda: None
         copy = np.ascontiguousarray(tensor)
         return copy.reshape(-1), lambda: np.copyto(tensor, copy)
-    import torch
+    from .frameworks.torch.storage import flat_view
 
-    from .frameworks.torch.storage import as_bytes, dtype_name
-    from .nouns import numpy_dtype
-
-    if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"expected a torch tensor or a numpy array, got {type(tensor).__name__}")
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        raise NotBuiltError("only dense tensors with memory of their own can be exchanged so far")
-    if torch._debug_has_internal_overlap(tensor) == 1:
-        raise UsageError("this tensor is expanded, several of its elements are one in memory: give its .clone()")
-    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    array = as_bytes(dense).numpy().view(numpy_dtype(dtype_name(tensor.dtype)))
-
-    def write_back() -> None:
-        if tensor.device != dense.device or dense.data_ptr() != tensor.data_ptr():
-            with torch.no_grad():
-                tensor.copy_(dense)
-        else:  # autograd has to know of the write as of any in-place operation: a graph may have kept the old values
-            torch.autograd.graph.increment_version(tensor)
-
-    return array, write_back
+    return flat_view(tensor)
 
 
 def _watch_the_end(environment: Environment) -> None:
@@ -462,49 +442,9 @@ def _watch_the_end(environment: Environment) -> None:
 def _watch_exceptions() -> None:
     """Print an exception that ends the script so that it can be read among those of other ranks, and tell them."""
     global _hooked
-    if _hooked:
-        return
-    _hooked = True
-    previous = sys.excepthook
-
-    def on_exception(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        try:
-            _print_exception(kind, error, trace, previous)
-        finally:
-            if _session is not None and not _session.forked:
-                _session.fail(error if isinstance(error, Exception) else RuntimeError(kind.__name__))
-
-    sys.excepthook = on_exception
-
-
-def _print_exception(
-    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None, previous: Callable[..., object]
-) -> None:
-    """Print what ends the script, unless another process has said it; ``previous`` is the hook that was there."""
-    if isinstance(error, PeerError):
-        # Another process failed: its own message says why, and every rank's stack would bury it.
-        say(f"syncline: ended: {_shortened(error)}\n")
-    elif isinstance(error, SynclineError) and not first_time(f"traceback of {kind.__name__}: {error}"):
-        me = f"process {os.getpid()}" if _session is None else _session.name(_session.index)
-        say(f"syncline: ended: {me}: the same {kind.__name__}, see above\n")
-    elif _session is None or _session.forked:
-        previous(kind, error, trace)
-    elif isinstance(error, KeyboardInterrupt):
-        say(f"syncline: {_session.name(_session.index)}: interrupted\n")
-    elif previous is sys.__excepthook__:
-        first_time(f"{kind.__name__}: {error}")  # nobody needs to repeat what stands at the end of this
-        say("".join(traceback.format_exception(kind, error, trace)))
-    else:
-        previous(kind, error, trace)
-
-
-def _shortened(error: PeerError) -> str:
-    """The error of another process without what that process, or somebody else of the run, has said already."""
-    text = str(error)
-    before, failed, said = text.partition(f" {FAILED}")
-    if not failed or first_time(said):
-        return text
-    return f"{before} {FAILED}{said.partition(':')[0]}, see above"
+    if not _hooked:
+        _hooked = True
+        watch_exceptions(lambda: _session)
 
 
 def _forget() -> None:

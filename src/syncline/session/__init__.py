@@ -2,5 +2,5 @@
 
 ``member`` is the process; ``communicator`` a group with its collectives; ``session`` the group of all workers, with the
 strategy and the models; ``tickets`` what ranks show each other at every call; ``ending`` what is said and heard of the
-end; ``stats`` the totals.
+end, ``printing`` what is printed of it; ``stats`` the totals.
 """

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...errors import NotBuiltError, UsageError
 from ...nouns import Bucket, Layer, Spec, numpy_dtype
 from ...session.layout import Placed, place_bucket, place_tensors
 
@@ -35,6 +36,30 @@ def layers_of(parameters: Sequence[tuple[str, torch.Tensor]]) -> tuple[Layer, ..
         Layer(Spec(name, tuple(tensor.shape), dtype_name(tensor.dtype)))  #
         for name, tensor in parameters
     )
+
+
+def flat_view(tensor: Any) -> tuple[Array, Callable[[], object]]:
+    """A one-dimensional array over a tensor's memory, or over a copy, and what has to be done when it was written to.
+
+    Raises UsageError or NotBuiltError for what is no tensor with elements of its own.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"expected a torch tensor or a numpy array, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise NotBuiltError("only dense tensors with memory of their own can be exchanged so far")
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise UsageError("this tensor is expanded, several of its elements are one in memory: give its .clone()")
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    array = as_bytes(dense).numpy().view(numpy_dtype(dtype_name(tensor.dtype)))
+
+    def write_back() -> None:
+        if tensor.device != dense.device or dense.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(dense)
+        else:  # autograd has to know of the write as of any in-place operation: a graph may have kept the old values
+            torch.autograd.graph.increment_version(tensor)
+
+    return array, write_back
 
 
 def as_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:

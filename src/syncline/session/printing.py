@@ -1,0 +1,66 @@
+"""An exception that ends the script: printed so that it can be read among those of other ranks, and told to them.
+
+What one rank has said no other repeats (``wire.saying``).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable
+
+from ..errors import PeerError, SynclineError
+from ..wire.saying import first_time, say
+from ..wire.watch import FAILED
+from .session import Session
+
+
+def watch_exceptions(current: Callable[[], Session | None]) -> None:
+    """From now on print what ends the script, and have the session that is ``current`` then fail with it."""
+    previous = sys.excepthook
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        session = current()
+        try:
+            _print(session, kind, error, trace, previous)
+        finally:
+            if session is not None and not session.forked:
+                session.fail(error if isinstance(error, Exception) else RuntimeError(kind.__name__))
+
+    sys.excepthook = on_exception
+
+
+def _print(
+    session: Session | None,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: types.TracebackType | None,
+    previous: Callable[..., object],
+) -> None:
+    """Print what ends the script, unless another process has said it; ``previous`` is the hook that was there."""
+    if isinstance(error, PeerError):
+        # Another process failed: its own message says why, and every rank's stack would bury it.
+        say(f"syncline: ended: {_shortened(error)}\n")
+    elif isinstance(error, SynclineError) and not first_time(f"traceback of {kind.__name__}: {error}"):
+        me = f"process {os.getpid()}" if session is None else session.name(session.index)
+        say(f"syncline: ended: {me}: the same {kind.__name__}, see above\n")
+    elif session is None or session.forked:
+        previous(kind, error, trace)
+    elif isinstance(error, KeyboardInterrupt):
+        say(f"syncline: {session.name(session.index)}: interrupted\n")
+    elif previous is sys.__excepthook__:
+        first_time(f"{kind.__name__}: {error}")  # nobody needs to repeat what stands at the end of this
+        say("".join(traceback.format_exception(kind, error, trace)))
+    else:
+        previous(kind, error, trace)
+
+
+def _shortened(error: PeerError) -> str:
+    """The error of another process without what that process, or somebody else of the run, has said already."""
+    text = str(error)
+    before, failed, said = text.partition(f" {FAILED}")
+    if not failed or first_time(said):
+        return text
+    return f"{before} {FAILED}{said.partition(':')[0]}, see above"
