@@ -25,7 +25,7 @@ from syncline.strategy.grammar import Part, read_part, read_value, write_value
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import PLANNED, WORDS, kind_of, vocabulary
 from syncline.sync.bsp import Bsp
-from syncline.testing.training import Free
+from syncline.testing.training import Bound, Free
 
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(10**12), 10**12),
@@ -448,6 +448,13 @@ def test_what_a_part_asks_for_is_done_or_refused(kind: str, properties: dict[str
     registry.register(kind, "own")(own(base, **properties))
     with pytest.raises(StrategyError, match=f"{word}=own.*{says}.*the nearest that works is 'ring'"):
         Strategy.parse(f"ring {word}=own")
+
+
+@pytest.mark.usefixtures("later_parts")
+def test_a_mode_whose_pushes_are_not_merged_pushes_in_every_step() -> None:
+    registry.register("sync", "own")(own(Bound, due=lambda _, step: step % 2 == 1))
+    with pytest.raises(StrategyError, match=r"which owners of the weights miss; .* works is 'ps\(servers=1\)'"):
+        Strategy.parse("ps sync=own")
 
 
 @pytest.mark.usefixtures("later_parts")

@@ -247,6 +247,14 @@ def _pushes_by_themselves_need_owners(given: Combination) -> Fault | None:
     return reason, [*others, {"architecture": Part("ps")}, {"sync": BSP}]
 
 
+def _owners_are_told_every_push(given: Combination) -> Fault | None:
+    mode = build("sync", given.sync)
+    if mode.merges or all(mode.due(step) for step in range(_CLOCKS)):
+        return None
+    reason = f"sync={given.sync.name} lets workers update by themselves in some steps, which owners of the weights miss"
+    return reason, [{"sync": BSP}]
+
+
 def _pushes_by_themselves_can_be_decoded(given: Combination) -> Fault | None:
     if build("sync", given.sync).merges or given.codec == NONE:
         return None
@@ -307,6 +315,7 @@ RULES: tuple[Callable[[Combination], Fault | None], ...] = (
     _urgent_buckets_can_overtake,
     _engines_do_what_the_sync_mode_says,
     _pushes_by_themselves_need_owners,
+    _owners_are_told_every_push,
     _pushes_by_themselves_can_be_decoded,
     _other_buckets_need_all_workers,
     _servers_that_sum_count_no_steps,
