@@ -18,6 +18,8 @@ from syncline.frameworks.torch import Prepared
 from syncline.nouns import Bucket, Layer
 from syncline.schedules import Cost
 
+Asked = list[tuple[Sequence[Layer], Cost | None]]
+
 PLACES = [
     "ring",
     "ps(servers=2, update=worker)",
@@ -29,18 +31,18 @@ PLACES = [
 
 
 @pytest.fixture(autouse=True)
-def remade(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Layer]]:
-    """Schedules that make other buckets once they know times; the layers that they were given with these."""
+def remade(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """Schedules that make other buckets once they know times; the layers and costs that they were given with these."""
     registry.names("schedules")
     monkeypatch.setitem(registry._entries, "schedules", dict(registry._entries["schedules"]))
-    given: list[Sequence[Layer]] = []
+    given: Asked = []
 
     @registry.register("schedules", "remade")
     @dataclass(frozen=True)
     class Noted(Remade):
         def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:
             if any(layer.backward_s for layer in layers):
-                given.append(layers)
+                given.append((layers, cost))
             return super().buckets(layers, cost)
 
     return given
@@ -60,7 +62,7 @@ def train(here: Here, steps: range = range(6)) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("place", "make"), [*((place, adam) for place in PLACES), ("ps(servers=2)", sgd)])
-def test_training_goes_on_as_on_one_worker(group: Any, remade: list[Sequence[Layer]], place: str, make: Any) -> None:
+def test_training_goes_on_as_on_one_worker(group: Any, remade: Asked, place: str, make: Any) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         found = train(here)
         assert here.replica is None or len(here.replica.gradients.layout.buckets) == 4
@@ -69,9 +71,26 @@ def test_training_goes_on_as_on_one_worker(group: Any, remade: list[Sequence[Lay
     wanted = alone(make, train)
     for found in on_group(group, with_schedule(place, "remade(halves=on)"), 3, make, body):
         close(found, wanted)
-    assert len(remade) == 1
-    assert all(layer.backward_s >= 0 for layer in remade[0])
-    assert any(layer.forward_s > 0 for layer in remade[0])
+    ((layers, cost),) = remade
+    assert all(layer.backward_s >= 0 for layer in layers)
+    assert any(layer.forward_s > 0 for layer in layers)
+    assert cost is not None
+    assert 0 < cost(1000) <= cost(1_000_000)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ring", "ring codec=int8", "ps(servers=1)", "ps(servers=2, on=workers) codec=int8"]
+)
+def test_merged_buckets_train_as_those_of_other_schedules(group: Any, strategy: str) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        found = train(here, range(9))
+        assert here.replica is not None
+        assert here.replica.gradients.measured is not None
+        return found
+
+    found = on_group(group, f"{strategy} schedule=merged", 2, sgd, body)
+    for one, wanted in zip(found, on_group(group, strategy, 2, sgd, lambda here: train(here, range(9))), strict=True):
+        close(one, wanted, 0.0 if "int8" in strategy else 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +169,7 @@ def test_gradients_that_wait_and_those_that_somebody_keeps(group: Any, place: st
     ("place", "codec"),
     [("ring", "int8"), ("ps(servers=2)", "topk(ratio=0.4)"), ("ps(servers=2, update=worker)", "none")],
 )
-def test_a_checkpoint_says_which_buckets_there_were(
-    group: Any, remade: list[Sequence[Layer]], place: str, codec: str
-) -> None:
+def test_a_checkpoint_says_which_buckets_there_were(group: Any, remade: Asked, place: str, codec: str) -> None:
     """A run that is resumed goes on with them from its first step, and measures no more."""
     strategy, kept = with_schedule(place, "remade", codec), dict[int, Any]()
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from syncline.frameworks.torch.storage import layers_of
-from syncline.frameworks.torch.timing import Clock, HostClock, LayerTimes, clock_of
+from syncline.frameworks.torch.timing import BucketTimes, Clock, HostClock, LayerTimes, clock_of
+from syncline.nouns import Bucket, Slice
 
 
 class Inner(torch.nn.Module):
@@ -108,6 +109,19 @@ def test_the_host_clock_goes_on() -> None:
     clock: Clock = clock_of(torch.device("cpu"))
     assert isinstance(clock, HostClock)
     assert clock.between_s(clock.now(), clock.now()) >= 0
+
+
+def test_the_shortest_exchange_counts_which_waited_for_nobody() -> None:
+    moments = iter([0.0, 5.0, 10.0, 13.0, 20.0, 24.0, 30.0, 36.0])
+    times = BucketTimes(lambda: next(moments))
+    buckets = [Bucket((Slice(0, 0, size),), "float32") for size in (250, 1000, 7)]
+    assert times.cost(buckets) is None
+    for number in (0, 0, 1, 1):
+        times.begin(number)
+        times.end(number)
+    cost = times.cost(buckets)
+    assert cost is not None
+    assert [cost(1000), cost(4000)] == pytest.approx([3.0, 4.0])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

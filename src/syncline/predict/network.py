@@ -1,6 +1,6 @@
 """The alpha-beta-gamma cost of a plan: seconds on a network that three numbers describe.
 
-Owns the model of a network, the time of a plan on it, and the fit of the three numbers to measured times. Pure
+Owns the model of a network, the time of a plan on it, and fits of the numbers to measured times. Pure
 arithmetic: knows no transports, and no clock but the one that is handed in as numbers.
 
 Theory. A message of n bytes occupies a port for a + n b seconds, a rank that adds n bytes to its own needs n g more.
@@ -15,6 +15,7 @@ host. The model therefore ranks candidates; what is chosen among them is measure
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,36 @@ class Network:
     alpha_s: float
     beta_s_per_byte: float
     gamma_s_per_byte: float = 0.0
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """Seconds of an exchange by its bytes: A + B n."""
+
+    base_s: float
+    per_byte_s: float
+
+    def __call__(self, nbytes: float) -> float:
+        """The seconds of an exchange of that size."""
+        return self.base_s + self.per_byte_s * nbytes
+
+
+def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> LinearCost | None:
+    """The line that is nearest to measured times of sizes in bytes, by relative distance; None where none shows.
+
+    Neither number is negative: where noise would make one so, the other alone says most.
+    """
+    x, y = np.array(sizes, float), np.array(seconds, float)
+    x, y = x[y > 0], y[y > 0]
+    if not len(y):
+        return None
+    rows = np.stack([1 / y, x / y], axis=1)
+    base, slope = (float(number) for number in np.linalg.lstsq(rows, np.ones(len(y)), rcond=None)[0])
+    if base >= 0 and slope >= 0:
+        return LinearCost(base, slope)
+    column = rows[:, 0] if slope < 0 else rows[:, 1]
+    alone = float(column.sum() / (column @ column)) if column.any() else 0.0
+    return LinearCost(alone, 0.0) if slope < 0 else LinearCost(0.0, alone)
 
 
 def plan_s(plan: Plan, nbytes: float, network: Network) -> float:

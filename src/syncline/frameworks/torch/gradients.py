@@ -28,7 +28,7 @@ from ...session.tickets import STEP, Meeting
 from .options import Named
 from .staging import Copier, device_of, staging_for
 from .storage import Storage, layers_of
-from .timing import LayerTimes, clock_of
+from .timing import BucketTimes, LayerTimes, clock_of
 
 _MEASURED = 1
 """Flag of rank 0's ticket: another layout takes the place of this one after the step."""
@@ -57,17 +57,20 @@ class Gradients:
         self.storage = Storage(named, self.layout.buckets, self.staging.allocate, self.staging.device)
         self.compression: Compression | None = None
         self.compress()
-        self._lane = Lane(schedule.in_flight)
         self._exchanges = 0  # in this layout
         self.measured: Layout | None = None
         """What has taken the place of the first layout, which belongs in a checkpoint."""
         self.replaces = False
         """Whether another layout has to take the place of this one before the next exchange."""
         self._measuring = schedule.measures > 0
+        self._in_flight = schedule.in_flight
+        self._lane = Lane(1 if self._measuring else self._in_flight)  # to be measured one after the other
         self.times: LayerTimes | None = None
         """What measures the layers, on rank 0 while it does."""
+        self._costs: BucketTimes | None = None
         if self._measuring and session.rank == 0:
             self.times = LayerTimes(model, named, schedule.measures, clock_of(device))
+            self._costs = BucketTimes()
 
     push: Callable[..., Work] | None = None
     """Starts the push of a bucket by its number and label, where others own the weights."""
@@ -105,12 +108,29 @@ class Gradients:
         return works
 
     def _exchange(self, number: int, meeting: Meeting | None, gate: Work | None, priority: float) -> Work:
-        bucket = self.storage.buckets[number]
-        array = self.storage.arrays[number]
-        key, label = self.first_key + number, f"bucket {number} ({bucket.describe(self.layout.layers)})"
         options: dict[str, Any] = {"lane": self._lane, "gate": gate, "priority": priority}
+        array = self.storage.arrays[number]
         if meeting is not None:
             options["before"] = partial(self._correct, array, meeting)
+        if self._costs is not None:
+            return self._timed(self._costs, number, options)
+        return self._begin(number, options)
+
+    def _timed(self, costs: BucketTimes, number: int, options: dict[str, Any]) -> Work:
+        """Measure the exchange, without what comes before."""
+        before = options.get("before")
+
+        def begin() -> None:
+            if before is not None:
+                before()
+            costs.begin(number)
+
+        work = self._begin(number, options | {"before": begin})
+        return self.session.engine.then(work.label, [work], partial(costs.end, number))
+
+    def _begin(self, number: int, options: dict[str, Any]) -> Work:
+        bucket, array = self.storage.buckets[number], self.storage.arrays[number]
+        key, label = self.first_key + number, f"bucket {number} ({bucket.describe(self.layout.layers)})"
         if self.push is not None:
             return self.push(number, label, **options)
         if self.compression is not None:
@@ -149,10 +169,11 @@ class Gradients:
         """
         before, session = self.layout, self.session
         layers = before.layers if self.times is None else self.times.of(before.layers)
+        cost = None if self._costs is None else self._costs.cost(before.buckets)
         self._measure_no_more()
         lay_out = None if self.on_replacing is None else self.on_replacing()
         passed = Passed(self._exchanges, 0 if self.compression is None else self.compression.step)
-        layout = agree_on_layout(session, layers, self.first_key, chosen=chosen, passed=passed)
+        layout = agree_on_layout(session, layers, self.first_key, cost, chosen, passed=passed)
         self.layout = self.measured = layout
         if layout.travels_like(before):
             return
@@ -177,4 +198,6 @@ class Gradients:
     def _measure_no_more(self) -> None:
         if self.times is not None:
             self.times.detach()
-        self.times, self._measuring, self.replaces = None, False, False
+        if self._measuring:
+            self._lane = Lane(self._in_flight)
+        self.times, self._costs, self._measuring, self.replaces = None, None, False, False

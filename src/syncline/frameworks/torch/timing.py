@@ -1,9 +1,11 @@
-"""How long the layers of a model compute: measured in training steps, for schedules that go by it.
+"""How long the layers of a model compute, and buckets travel: measured in training steps, for schedules that go by it.
 
 A tensor's backward time is what passes from the gradient before it to its own, the first one's from where the backward
 pass enters the model's output; its forward time is that of the module which has it, without the modules inside, and
 counts for the module's first tensor. Medians over the steps. Times are 0 where nothing shows them: inside a compiled
 model no module is called, and a gradient that comes with others costs nothing more.
+
+An exchange takes from where it begins here to its end. The shortest of the steps counts: in it nobody was waited for.
 
 On a GPU, which computes behind the script, points of time are events on its stream, and are read when the steps are
 over.
@@ -12,14 +14,15 @@ over.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, Protocol
 
 import torch
 
-from ...nouns import Layer
+from ...nouns import Bucket, Layer
+from ...predict.network import LinearCost, fit_line
 from .eager import eager
 from .options import Named
 from .samples import tensors_in
@@ -169,3 +172,26 @@ class LayerTimes:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+class BucketTimes:
+    """Measures the exchanges of buckets; called in the thread that drives."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._begun: dict[int, float] = {}
+        self._shortest_s: dict[int, float] = {}
+
+    def begin(self, number: int) -> None:
+        """The exchange of a bucket begins."""
+        self._begun[number] = self._clock()
+
+    def end(self, number: int) -> None:
+        """It is over."""
+        spent_s = self._clock() - self._begun.pop(number)
+        self._shortest_s[number] = min(spent_s, self._shortest_s.get(number, spent_s))
+
+    def cost(self, buckets: Sequence[Bucket]) -> LinearCost | None:
+        """What an exchange takes by its bytes, as far as these buckets show; None where none was measured."""
+        measured = sorted(self._shortest_s.items())
+        return fit_line([buckets[number].nbytes for number, _ in measured], [seconds for _, seconds in measured])
