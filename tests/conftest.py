@@ -47,10 +47,16 @@ KERNELS = ("selection", "onesided", "cast", "stochastic", "low_rank", "signs", "
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before several processes begin: have kernels compiled on a new machine, or many tests would wait for that."""
+    """Before several processes begin: have kernels compiled on a new machine, or many tests would wait for that.
+
+    Who runs tests has its own children begin with ``children/sitecustomize.py``.
+    """
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             list(threads.map(compile_kernels, KERNELS))
+    else:
+        path = [str(Path(__file__).with_name("children")), os.environ.get("PYTHONPATH")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
 
 
 def compile_kernels(module: str) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,6 @@ FIELDS = {
     "points_below_dense", "workload", "workers", "seeds", "error", "strategy", "chosen", "scatter_points",
     "within_scatter",
 }  # fmt: skip
-
-
-QUICK = (
-    "import sys; sys.path.append(sys.argv.pop(1)); from quick_torch import without_compiler; without_compiler();"
-    "from syncline.bench.train import main; main(sys.argv[1])"
-)
-"""``bench.train`` without torch's compiler, which takes two seconds of every process."""
 
 
 REAL_IMAGES = Path(__file__).parents[3] / "shared" / "data" / "cifar10-part"
@@ -99,9 +91,7 @@ def run_of(codec: str, seed: int, accuracy: float | None, feedback: bool = False
 
 
 @pytest.mark.slow
-def test_real_processes_fill_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = ("-c", QUICK, str(Path(__file__).parents[1] / "parallel"))
-    monkeypatch.setattr(accuracy, "measure", partial(accuracy.measure, script=script))
+def test_real_processes_fill_a_table(tmp_path: Path) -> None:
     paths = {"--json": tmp_path / "r.json", "--markdown": tmp_path / "r.md"}
     files = [part for pair in paths.items() for part in pair]
     done = command("--workers", "2", "--seeds", "3", "--codecs", "feedback(int8)", "--epochs", "1", *files)

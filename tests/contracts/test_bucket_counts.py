@@ -20,7 +20,6 @@ from syncline.session.session import Session
 from syncline.strategy.strategy import Strategy
 
 STEPS = 3
-COUNTS = [SLOTS, SLOTS + 1, 200]
 STRATEGIES = ["ps(servers=1)", "ps(servers=2, on=workers)", "ps(servers=2, update=worker)", "ring", "direct", "tree"]
 CODECS = [
     "ps(servers=1) codec=fp16",
@@ -104,22 +103,23 @@ def check(trained: Callable[..., list[Any]]) -> Check:
     return equal
 
 
-@pytest.mark.parametrize("layers", COUNTS)
-@pytest.mark.parametrize("strategy", STRATEGIES[:3])
-def test_over_shared_memory(check: Check, strategy: str, layers: int) -> None:
-    check("shm", strategy, 2, layers)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES[3:])
-def test_without_servers_too(check: Check, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_over_shared_memory(check: Check, strategy: str) -> None:
     check("shm", strategy, 2, SLOTS + 1)
 
 
-@pytest.mark.parametrize("workers", [1, 3, 5])
-@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+@pytest.mark.parametrize("layers", [SLOTS, 200])
+def test_as_many_as_there_is_room_for_and_far_more(check: Check, layers: int) -> None:
+    check("shm", "ps(servers=1)", 2, layers)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [("ps(servers=1)", 1), ("ps(servers=2, update=worker)", 1), ("ps(servers=1)", 5), ("ps(servers=2, on=workers)", 5)],
+)
 def test_at_other_world_sizes(check: Check, strategy: str, workers: int) -> None:
-    if "on=workers" not in strategy or workers > 1:
-        check("shm", strategy, workers, SLOTS + 1)
+    """Three workers are below."""
+    check("shm", strategy, workers, SLOTS + 1)
 
 
 @pytest.mark.parametrize("kind", ["inproc", "tcp", "auto-near", "auto-far", "torch"])

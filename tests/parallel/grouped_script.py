@@ -6,11 +6,9 @@ import os
 
 import torch
 import torch.distributed as dist
-from quick_torch import without_compiler
 
 import syncline
 
-without_compiler()
 syncline.init("ps(servers=1)")
 model = torch.nn.Linear(2, 1)
 syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

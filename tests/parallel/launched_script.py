@@ -10,14 +10,12 @@ import signal
 import sys
 
 import torch
-from quick_torch import without_compiler
 
 import syncline
 
 
 def main(how: str, liveness: float) -> None:
     torch.set_num_threads(1)
-    without_compiler()
     syncline.init(liveness=liveness)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(100, 100) for _ in range(4)))

@@ -14,7 +14,6 @@ from typing import Any
 
 import rank_bodies
 import torch
-from quick_torch import without_compiler
 
 import syncline
 from syncline.launch.environment import recognise
@@ -31,7 +30,6 @@ class Line:
 
 def main(folder: str, parts: list[list[Any]]) -> None:
     torch.set_num_threads(1)
-    without_compiler()
     found = recognise()
     init = syncline.init
     rank_bodies.syncline.init = lambda strategy, **_: init(strategy)  # type: ignore[assignment]

@@ -200,11 +200,9 @@ def serve(line: socket.socket, modules: Sequence[str]) -> list[Any] | None:
     What ranks need is loaded once, here.
     """
     import torch
-    from quick_torch import without_compiler
 
     from syncline import registry
 
-    without_compiler()
     for kind in registry.KINDS:
         registry.names(kind)
     for kernels in (

@@ -157,15 +157,15 @@ def collectives(line: Connection, place: Place, strategy: str) -> None:
 
 def reduce_and_broadcast(size: int, dtype: np.dtype[Any], rank: int, world: int) -> None:
     """The numbers are small integers, so that sums are exact in every type."""
-    mine = [(np.arange(size) % 5 + other).astype(dtype) for other in range(world)]
-    total = np.sum([part.astype(np.int64) for part in mine], axis=0).astype(dtype)
-    found = syncline.allreduce(mine[rank].copy(), op="sum")
-    np.testing.assert_array_equal(found, total)
+    pattern = np.resize(np.arange(5), size)
+    mine = (pattern + rank).astype(dtype)
+    total = (world * pattern + sum(range(world))).astype(dtype)
+    assert np.array_equal(syncline.allreduce(mine.copy(), op="sum"), total), (size, dtype)
     if dtype.kind not in "iu":
-        found = syncline.allreduce(mine[rank].copy())
-        np.testing.assert_array_equal(found, total / dtype.type(world))
+        assert np.array_equal(syncline.allreduce(mine.copy()), total / dtype.type(world)), (size, dtype)
     for root in range(world):
-        np.testing.assert_array_equal(syncline.broadcast(mine[rank].copy(), root), mine[root])
+        found = syncline.broadcast(mine.copy(), root)
+        assert np.array_equal(found, (pattern + root).astype(dtype)), (size, dtype, root)
 
 
 def torch_tensors(rank: int, world: int) -> None:

@@ -35,10 +35,17 @@ def test_a_resumed_run_goes_on_with_the_same_bits(pool: Pool, address: str, work
                 assert warned == kept == (text in KEEPING), text
 
 
-@pytest.mark.parametrize("place", ["ps(servers=1)", "ps(servers=2)", "ps(servers=2, on=workers)"])
-def test_a_run_on_servers_is_resumed_with_the_same_bits(pool: Pool, address: str, place: str) -> None:
+SERVED = ["int8", "fp16", "topk(ratio=0.1)", "threshold(ratio=0.1, momentum=0.9)", "randomk(ratio=0.1)", "qsgd"]
+
+
+@pytest.mark.parametrize(
+    ("place", "keeping"),
+    [("ps(servers=1)", SERVED[:1]), ("ps(servers=2)", SERVED), ("ps(servers=2, on=workers)", SERVED[2:4])],
+)
+def test_a_run_on_servers_is_resumed_with_the_same_bits(
+    pool: Pool, address: str, place: str, keeping: list[str]
+) -> None:
     """What the owners know beyond the workers is in the checkpoint too; without it there is a warning."""
-    keeping = ["int8", "fp16", "topk(ratio=0.1)", "threshold(ratio=0.1, momentum=0.9)", "randomk(ratio=0.1)", "qsgd"]
     case: list[Any] = [[f"{place} codec={text} transport=shm" for text in (*keeping, "qsgd(levels=7)")]]
     processes = 2 if "workers" in place else 2 + int(place[11])
     with pool.start(

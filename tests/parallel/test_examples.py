@@ -19,7 +19,7 @@ def test_training_script() -> None:
     """By the launcher, with all of torch; without a strategy it runs in the tests of launchers, under torchrun."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     environment.pop("SYNCLINE_STRATEGY", None)
-    options = ["-n", "2", "--strategy", "ps(servers=1) transport=tcp"]
+    options = ["-n", "2", "--strategy", "ps(servers=1, on=workers) transport=tcp"]
     done = subprocess.run(
         [sys.executable, "-m", "syncline", "run", *options, str(EXAMPLES / "train.py")],
         capture_output=True,
@@ -32,7 +32,7 @@ def test_training_script() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     strategy, _, right = done.stdout.strip().partition(": ")
-    assert strategy.startswith("ps(servers=1)")
+    assert strategy.startswith("ps(servers=1, on=workers)")
     assert float(right.partition("%")[0]) > 80
 
 

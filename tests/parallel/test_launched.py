@@ -100,8 +100,7 @@ def test_torchrun() -> None:
     if torchrun is None:
         pytest.skip("there is no torchrun")
     pytest.importorskip("sklearn")
-    script = [str(HERE / "quick_torch.py"), str(EXAMPLES / "train.py")]
-    status, text = whole([torchrun, "--nproc-per-node", "2", "--standalone", *script])
+    status, text = whole([torchrun, "--nproc-per-node", "2", "--standalone", str(EXAMPLES / "train.py")])
     assert status == 0, text
     right = re.search(r"direct .*: ([\d.]+) *% of the test images right", text)
     assert right is not None, text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -48,15 +49,14 @@ FORMULAS: dict[str, tuple[list[int], Callable[[int], Cost]]] = {
 NETWORKS = [Network(1e-5, 1e-9, 3e-10), Network(1e-4, 0.0), Network(0.0, 1e-9), Network(0.0, 0.0, 1e-9)]
 
 
-@pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize(("name", "workers"), [(name, n) for name, (sizes, _) in FORMULAS.items() for n in sizes])
-@pytest.mark.parametrize("nbytes", [1, 1000, 60_970_000])
-def test_closed_formulas(name: str, workers: int, nbytes: int, network: Network) -> None:
+def test_closed_formulas(name: str, workers: int) -> None:
     messages, moved, reduced = FORMULAS[name][1](workers)
-    closed = messages * network.alpha_s + nbytes * (
-        moved * network.beta_s_per_byte + reduced * network.gamma_s_per_byte
-    )
-    assert plan_s(make(name, workers), nbytes, network) == pytest.approx(closed)
+    for network, nbytes in itertools.product(NETWORKS, [1, 1000, 60_970_000]):
+        closed = messages * network.alpha_s + nbytes * (
+            moved * network.beta_s_per_byte + reduced * network.gamma_s_per_byte
+        )
+        assert plan_s(make(name, workers), nbytes, network) == pytest.approx(closed), (network, nbytes)
 
 
 @pytest.mark.parametrize("workers", [3, 5, 6, 12, 63])
@@ -68,10 +68,11 @@ def test_recursive_doubling_takes_a_step_before_and_one_after_between_powers_of_
     assert plan_s(make("recursive_doubling", workers), 1e6, network) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("entry", registry.entries("algorithms"), ids=lambda entry: str(entry.name))
+WITHOUT_SERVERS = [entry for entry in registry.entries("algorithms") if entry.name != "ps"]
+
+
+@pytest.mark.parametrize("entry", WITHOUT_SERVERS, ids=lambda entry: str(entry.name))
 def test_no_plan_is_faster_than_its_bytes_and_more_bytes_take_longer(entry: registry.Entry) -> None:
-    if entry.name == "ps":
-        return  # needs servers
     plan, network = entry.target(Group(6)), Network(1e-6, 1e-9, 1e-10)
     times = [plan_s(plan, nbytes, network) for nbytes in (0, 1_000, 1_000_000, 2_000_000)]
     assert times == sorted(times)

@@ -192,7 +192,7 @@ def drawings(few: Result) -> int:
     return read(page.render(few)).tags["svg"]
 
 
-BAD = (float("inf"), -float("inf"), float("nan"), 1e308, -1e308, 5e-324, 1e30)
+BAD = (float("inf"), -float("inf"), float("nan"), 1e308, 5e-324)
 
 
 @pytest.mark.parametrize("bad", BAD, ids=str)

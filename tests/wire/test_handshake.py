@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from syncline.errors import HandshakeError
@@ -49,8 +49,7 @@ def test_every_message_has_its_one_size() -> None:
 @given(st.binary(), st.binary())
 def test_another_secret_is_refused_by_both_ends(one: bytes, other: bytes) -> None:
     # HMAC pads short keys with zero bytes: such keys are one key.
-    if one.rstrip(b"\0") == other.rstrip(b"\0"):
-        return
+    assume(one.rstrip(b"\0") != other.rstrip(b"\0"))
     said = hello(RUN, 1, 0, "data")
     with pytest.raises(HandshakeError, match="secret"):
         check_answer(one, said, answer(other, said))

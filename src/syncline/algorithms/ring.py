@@ -70,12 +70,14 @@ def all_gather_rows(ranks: Sequence[int], parts: Parts, first_step: int) -> Colu
 def _rows(ranks: Sequence[int], parts: Parts, first_step: int, op: int, behind: int) -> Column:
     """In step s the i-th rank sends part i - s - ``behind`` to the next rank."""
     size = len(ranks)
-    place = np.asarray(ranks)
-    ranges = np.asarray(parts)
-    step, i = np.mgrid[0 : size - 1, 0:size]
-    part = ranges[(i - step - behind) % size]
-    columns = (first_step + step, place[i], place[(i + 1) % size], part[..., 0], part[..., 1], np.full_like(i, op))
-    return np.stack(columns, axis=-1).reshape(-1, 6).astype(np.int32)
+    place = np.asarray(ranks, np.int32)
+    step, i = np.arange(size - 1)[:, None], np.arange(size)
+    rows = np.empty((size - 1, size, 6), np.int32)
+    rows[..., 0] = first_step + step
+    rows[..., 1], rows[..., 2] = place, np.roll(place, -1)
+    rows[..., 3:5] = np.asarray(parts, np.int32)[(i - step - behind) % size]
+    rows[..., 5] = op
+    return rows.reshape(-1, 6)
 
 
 def _whole_ring(group: Group) -> tuple[range, Parts]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -46,8 +46,13 @@ class Case:
     group: Group
     root: int | None = None
 
+    @cached_property
     def plan(self) -> Plan:
-        """The plan, made anew."""
+        """Its plan."""
+        return self.anew()
+
+    def anew(self) -> Plan:
+        """The plan, made once more."""
         return self.subject.plan(self.group, **({} if self.root is None else {"root": self.root}))
 
     def __str__(self) -> str:
@@ -110,7 +115,7 @@ def different(subject: Subject, seed: int, count: int) -> Iterator[Case]:
     """One group for each plan that the algorithm makes: equal plans need to be tried once."""
     seen = set()
     for case in groups(subject, seed, count):
-        plan = case.plan()
+        plan = case.plan
         key = plan.digest, plan.world, plan.members, plan.goal, plan.owners, plan.root
         if key not in seen:
             seen.add(key)
@@ -128,7 +133,7 @@ def small(subject: Subject, seed: int, count: int) -> Iterator[Case]:
 @LAWS.law(groups)
 def the_same_group_gets_the_same_plan(case: Case) -> None:
     """For the goal that is declared, among all workers: every rank makes its plan by itself."""
-    plan, again, goal = case.plan(), case.plan(), case.subject.goal
+    plan, again, goal = case.plan, case.anew(), case.subject.goal
     require(plan.digest == again.digest, "made twice, the plan has other transfers, or has them in another order")
     require(plan.goal == goal, f"the plan is for {plan.goal}, and declared is {goal}")
     everyone = tuple(range(case.group.workers))
@@ -140,20 +145,20 @@ def the_same_group_gets_the_same_plan(case: Case) -> None:
 @LAWS.law(different)
 def every_plan_is_proved(case: Case) -> None:
     """Everyone ends with all contributions, each of them once, and nothing travels in vain (``plans.check``)."""
-    check(case.plan())
+    check(case.plan)
 
 
 @LAWS.law(groups, lambda case: case.group.workers == 1)
 def one_worker_has_nothing_to_send(case: Case) -> None:
     """Its plan is empty."""
-    transfers = len(case.plan())
+    transfers = len(case.plan)
     require(transfers == 0, f"the plan of one worker has {transfers} transfers")
 
 
 @LAWS.law(small)
 def numbers_come_out_right_and_alike(case: Case) -> None:
     """Run step by step on numbers: sums are exact where they can be, and the same bits on all ranks where not."""
-    plan = case.plan()
+    plan = case.plan
     draw = np.random.default_rng(case.group.workers)
     exact = draw.integers(-99, 99, (plan.world, plan.chunks, 3)).astype(np.float64)
     held = executed(plan, exact)
@@ -166,10 +171,10 @@ def numbers_come_out_right_and_alike(case: Case) -> None:
             same(there(replicas, rank, chunk), first, f"chunk {chunk} of rank {rank}, beside rank {holders[0]}")
 
 
-@LAWS.law(small, lambda case: case.subject.goal == "allreduce" and case.group.workers > 1 and splits(case.plan()))
+@LAWS.law(small, lambda case: case.subject.goal == "allreduce" and case.group.workers > 1 and splits(case.plan))
 def halves_add_up_to_the_whole(case: Case) -> None:
     """Where an allreduce is a reduce-scatter and an all-gather, these send what it sends."""
-    plan = case.plan()
+    plan = case.plan
     halves = phases(plan)
     sent = sum((half.bytes_sent(1.0) for half in halves), np.zeros(plan.world))
     require(bool(np.allclose(sent, plan.bytes_sent(1.0))), "the two halves send other bytes than the whole")
