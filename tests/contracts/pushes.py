@@ -12,7 +12,7 @@ from ends import network
 from numpy.typing import NDArray
 
 from syncline import registry
-from syncline.engine.engine import LIMIT_S
+from syncline.engine.driver import LIMIT_S
 from syncline.nouns import Bucket, Group, Layer, Slice, Spec
 from syncline.serving.owner import serve
 from syncline.serving.records import State

@@ -14,7 +14,7 @@ import pytest
 from mapped import make
 
 from syncline import registry
-from syncline.engine import engine as engine_module
+from syncline.engine import driver
 from syncline.engine import messages as exchange_module
 from syncline.engine.engine import Engine
 from syncline.errors import ClosedError, PeerTimeout, SynclineError, UsageError
@@ -159,7 +159,7 @@ def test_a_wait_ends_though_the_transport_has_more_to_write() -> None:
 def test_a_run_that_the_end_cuts_short_does_not_return_as_if_it_were_done(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "_FLUSH_S", 0.05)
+    monkeypatch.setattr(driver, "_FLUSH_S", 0.05)
     one, two = (Engine(end) for end in ends(kind, 2))
     with thread(lambda: one.run(program(0), np.ones(3), 0, "sum")) as faults:
         while not one._under_way:

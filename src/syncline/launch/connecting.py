@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from .. import registry, tuning
-from ..engine.engine import LIMIT_S
+from ..engine.driver import LIMIT_S
 from ..errors import UsageError
 from ..nouns import Group
 from ..session.session import Session

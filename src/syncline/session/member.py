@@ -11,7 +11,8 @@ import os
 import threading
 from collections.abc import Callable
 
-from ..engine.engine import LIMIT_S, Engine
+from ..engine.driver import LIMIT_S
+from ..engine.engine import Engine
 from ..errors import ClosedError, PeerError, SynclineError
 from ..nouns import Group
 from ..transports import Transport

@@ -20,7 +20,7 @@ from ..collectives import Collective
 from ..compression.compression import Compression
 from ..compression.reducers import Participant
 from ..compression.updates import Updates
-from ..engine.engine import LIMIT_S
+from ..engine.driver import LIMIT_S
 from ..engine.work import Work
 from ..errors import MismatchError, ProtocolError, UsageError
 from ..nouns import Bucket, Group, Layer
