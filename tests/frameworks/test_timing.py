@@ -1,4 +1,4 @@
-"""Times of layers: from one gradient to the next, of modules without those inside, and nothing of other passes."""
+"""Times of layers: from one gradient, or one module with parameters, to the next, and nothing of other passes."""
 
 from __future__ import annotations
 
@@ -45,6 +45,8 @@ class Ticks:
 def parts(steps: int) -> tuple[Ticks, torch.nn.Module, LayerTimes]:
     clock = Ticks()
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), Inner(clock))
+    model.register_forward_pre_hook(lambda *_: clock.pass_s(0.5))
+    model[0].register_forward_hook(lambda *_: clock.pass_s(1))
     model[1].layer.register_forward_hook(lambda *_: clock.pass_s(2))  # type: ignore[union-attr]
     times = LayerTimes(model, list(model.named_parameters()), steps, clock)
     return clock, model, times
@@ -61,12 +63,12 @@ def backward(clock: Ticks, times: LayerTimes, model: torch.nn.Module, spent: dic
     times.end_step()
 
 
-def test_a_module_counts_for_its_first_tensor_without_those_inside() -> None:
+def test_a_module_counts_for_its_first_tensor_until_the_next_is_called() -> None:
     clock, model, times = parts(1)
     backward(clock, times, model, {4: 1.0})
     found = times.of(layers_of(list(model.named_parameters())))
     assert [layer.spec.name for layer in found] == ["0.weight", "0.bias", "1.scale", "1.layer.weight", "1.layer.bias"]
-    assert [layer.forward_s for layer in found] == [0, 0, 12, 2, 0]
+    assert [layer.forward_s for layer in found] == [1, 0, 5, 9, 0]
 
 
 def test_a_gradient_takes_from_the_one_before_to_itself_and_medians_count() -> None:
@@ -91,7 +93,7 @@ def test_what_is_no_step_does_not_count() -> None:
     backward(clock, times, model, {4: 1.0, 3: 1.0})
     found = times.of(layers_of(list(model.named_parameters())))
     assert [layer.backward_s for layer in found] == [0, 0, 0, 1, 1]
-    assert [layer.forward_s for layer in found] == [0, 0, 12, 2, 0]
+    assert [layer.forward_s for layer in found] == [1, 0, 5, 9, 0]
 
 
 def test_after_the_measurement_the_model_is_as_it_was() -> None:
@@ -99,8 +101,8 @@ def test_after_the_measurement_the_model_is_as_it_was() -> None:
     before = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
     times.detach()
     after = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    assert sum(before) == 1 + 2 * 3 + 1
-    assert sum(after) == 1
+    assert sum(before) == 3 + 2 + 3
+    assert sum(after) == 3
     backward(clock, times, model, {4: 1.0})
     assert all(layer.forward_s == 0 for layer in times.of(layers_of(list(model.named_parameters()))))
 

@@ -1,9 +1,11 @@
 """How long the layers of a model compute, and buckets travel: measured in training steps, for schedules that go by it.
 
 A tensor's backward time is what passes from the gradient before it to its own, the first one's from where the backward
-pass enters the model's output; its forward time is that of the module which has it, without the modules inside, and
-counts for the module's first tensor. Medians over the steps. Times are 0 where nothing shows them: inside a compiled
-model no module is called, and a gradient that comes with others costs nothing more.
+pass enters the model's output. Its forward time is what passes from the call of the module which has it to that of the
+next one that has some, the first one's from the model's, the last one's to its end; it counts for the module's first
+tensor. What lies between layers, such as an activation, is thereby part of one. Medians over the steps. Times are 0
+where nothing shows them: inside a compiled model no module is called, and a gradient that comes with others costs
+nothing more.
 
 An exchange takes from where it begins here to its end. The shortest of the steps counts: in it nobody was waited for.
 
@@ -16,6 +18,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any, Protocol
 
@@ -26,6 +30,8 @@ from ...predict.network import LinearCost, fit_line
 from .eager import eager
 from .options import Named
 from .samples import tensors_in
+
+_BEGIN, _END = -1, -2
 
 Moment = Any
 """A point of time, as a clock knows it."""
@@ -86,48 +92,36 @@ class LayerTimes:
         self._wanted, self._clock = steps, clock
         self._forward: list[list[float]] = [[] for _ in named]
         self._backward: list[list[float]] = [[] for _ in named]
-        self._entered: list[tuple[int, Moment, list[tuple[Moment, Moment]]]] = []  # modules that run, and those inside
-        self._ran: list[tuple[int, Moment, Moment, list[tuple[Moment, Moment]]]] = []
-        self._came: list[tuple[int, Moment]] = []
-        self._begun: Moment | None = None
+        self._called: list[tuple[int, Moment]] = []  # modules by their first tensors, or _BEGIN and _END of the model
+        self._came: list[tuple[int, Moment]] = []  # gradients, or _BEGIN of a backward pass
         self._task = -1  # the backward pass that has begun
         self._steps = 0
         number = {id(parameter): index for index, (_, parameter) in enumerate(named)}
-        self._handles: list[Any] = []
+        self._handles: list[Any] = [model.register_forward_pre_hook(eager(lambda _, __: self._call(_BEGIN)))]
         for module in model.modules():
             mine = [number[id(one)] for one in module.parameters(recurse=False) if id(one) in number]
             if mine:
-                self._watch(module, min(mine))
+                call = partial(self._call, min(mine))
+                self._handles.append(module.register_forward_pre_hook(eager(lambda _, __, call=call: call())))
         self._handles.append(model.register_forward_hook(eager(lambda _, __, output: self._end_forward(output))))
-
-    def _watch(self, module: torch.nn.Module, tensor: int) -> None:
-        before = eager(lambda _, __: self._enter(tensor))
-        after = eager(lambda _, __, ___: self._leave())
-        self._handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     # What happens to the model.
 
-    def _enter(self, tensor: int) -> None:
+    def _call(self, tensor: int) -> None:
         if torch.is_grad_enabled():
-            self._entered.append((tensor, self._clock.now(), []))
-
-    def _leave(self) -> None:
-        if self._entered:
-            tensor, start, inside = self._entered.pop()
-            stop = self._clock.now()
-            self._ran.append((tensor, start, stop, inside))
-            if self._entered:
-                self._entered[-1][2].append((start, stop))
+            self._called.append((tensor, self._clock.now()))
 
     def _end_forward(self, output: Any) -> None:
+        self._call(_END)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
 
     def _begin_backward(self, _: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()
-        if task != self._task and not self._came:
-            self._task, self._begun = task, self._clock.now()
+        if task != self._task:
+            self._task = task
+            self._came.append((_BEGIN, self._clock.now()))
 
     def produced(self, tensor: int) -> None:
         """A gradient is complete."""
@@ -135,21 +129,20 @@ class LayerTimes:
 
     def forget(self) -> None:
         """What has come since the last step is none."""
-        self._entered, self._ran, self._came, self._begun = [], [], [], None
+        self._called, self._came = [], []
 
     def end_step(self) -> None:
         """All gradients of a step have come."""
-        spent: dict[int, float] = {}
-        for tensor, start, stop, inside in self._ran:
-            own = self._clock.between_s(start, stop) - sum(self._clock.between_s(*one) for one in inside)
-            spent[tensor] = spent.get(tensor, 0.0) + max(0.0, own)
-        for tensor, seconds in spent.items():
+        spent_s: dict[int, float] = {}
+        for (tensor, start), (following, stop) in pairwise(self._called):
+            of = following if tensor == _BEGIN else tensor
+            if of >= 0:
+                spent_s[of] = spent_s.get(of, 0.0) + self._clock.between_s(start, stop)
+        for tensor, seconds in spent_s.items():
             self._forward[tensor].append(seconds)
-        last = self._begun
-        for tensor, moment in self._came:
-            if last is not None:
-                self._backward[tensor].append(max(0.0, self._clock.between_s(last, moment)))
-            last = moment
+        for (_, before), (tensor, moment) in pairwise(self._came):
+            if tensor != _BEGIN:
+                self._backward[tensor].append(max(0.0, self._clock.between_s(before, moment)))
         self._steps += 1
         self.forget()
 
