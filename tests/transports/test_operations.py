@@ -1,0 +1,101 @@
+"""What becomes of operations: told once, failed when their peer is gone, refused after the end; and turns of sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from syncline.errors import ClosedError, PeerLost, UsageError
+from syncline.transports import Handle
+from syncline.transports._operations import Operations, Receive
+from syncline.transports._turns import Turns
+from syncline.wire.matching import Matcher
+
+
+def receive(peer: int, nbytes: int = 8) -> Receive:
+    return Receive(Handle("recv", peer, 5, nbytes, None), np.zeros(nbytes, np.uint8))
+
+
+@pytest.fixture
+def operations() -> Operations:
+    return Operations(0, [1, 2], "rank {} has left")
+
+
+def test_an_operation_ends_once_and_is_taken_once(operations: Operations) -> None:
+    handle = receive(1).handle
+    assert operations.admit(handle)
+    operations.finish(handle)
+    operations.finish(handle, UsageError("too late"))
+    assert operations.take() == [handle]
+    assert operations.take() == []
+    assert handle.done
+    assert handle.error is None
+
+
+def test_what_waits_for_a_peer_that_goes_fails_and_what_begins_later_too(operations: Operations) -> None:
+    matcher: Matcher[Receive, str] = Matcher()
+    waits, other, late = receive(1), receive(2), receive(1)
+    assert operations.post(waits, matcher) is None
+    assert operations.post(other, matcher) is None
+    operations.lose(1)
+    assert operations.post(late, matcher) is None
+    assert operations.take() == [waits.handle, late.handle]
+    for handle in (waits.handle, late.handle):
+        with pytest.raises(PeerLost, match="rank 1 has left") as lost:
+            raise handle.error or AssertionError
+        assert lost.value.rank == 1
+    assert not other.handle.done
+
+
+def test_a_message_that_is_there_is_had_from_a_peer_that_is_gone(operations: Operations) -> None:
+    matcher: Matcher[Receive, str] = Matcher()
+    matcher.arrive(1, 5, "hello")
+    operations.lose(1)
+    assert operations.post(receive(1), matcher) == "hello"
+    assert operations.take() == []
+
+
+def test_strangers_and_work_after_the_end_are_refused(operations: Operations) -> None:
+    with pytest.raises(UsageError, match="rank 0 cannot exchange messages with 3 in a world of 3"):
+        operations.admit(receive(3).handle)
+    operations.refuse(receive(2).handle, 90)
+    assert "a message of 90 bytes from rank 2 does not fit a receive of 8" in str(operations.take()[0].error)
+    operations.closed = True
+    with pytest.raises(ClosedError):
+        operations.admit(receive(1).handle)
+
+
+def come(turns: Turns, key: int) -> Any:
+    handle = Handle("allreduce", -1, key, 4, None)
+    turns.come(key, handle, np.zeros(1, np.float32))
+    return handle
+
+
+def test_collectives_run_in_the_order_of_rank_0() -> None:
+    turns = Turns(1)
+    handles = {key: come(turns, key) for key in (7, 3)}
+    with pytest.raises(UsageError, match="rank 1 has an allreduce with key 7 under way already"):
+        turns.check_new(7)
+    assert turns.take() is None  # rank 0 has said nothing
+    for key in (3, 9, 7):
+        turns.add(key)
+    first = turns.take()
+    assert first is not None
+    assert first[0] is handles[3]
+    assert turns.take() is None  # this rank has not come to 9
+    late = come(turns, 9)
+    assert [turn and turn[0] for turn in (turns.take(), turns.take())] == [late, handles[7]]
+    assert turns.begun == 3
+    turns.ended(handles[3])
+    assert turns.left_out(1) == [late, handles[7]]
+    assert turns.left_out(0) == [late, handles[7]]
+
+
+def test_what_will_never_begin_is_given_up() -> None:
+    turns = Turns(0)
+    handle = come(turns, 4)
+    assert turns.give_up() == [handle]
+    turns.add(4)
+    assert turns.take() is None
