@@ -65,11 +65,11 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
         _resume_layouts(prepared, state.get("layouts") or nothing)
     kept, weights = state.get("codec") or nothing, state.get("weights") or nothing
     for made, step, saved, owned in zip(prepared, state["steps"], kept, weights, strict=True):
+        made.replica.gradients.begin_at(step)
         made.replica.steps = step
         compression, client = made.replica.gradients.compression, made.client
         if compression is None:
             continue
-        compression.resume_at(step)
         if saved is not None:
             compression.load([{key: np.asarray(array) for key, array in rank.items()} for rank in saved])
         if client is not None:

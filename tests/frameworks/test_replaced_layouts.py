@@ -190,6 +190,26 @@ def test_a_checkpoint_says_which_buckets_there_were(group: Any, remade: Asked, p
     assert len(remade) == 1
 
 
+@pytest.mark.parametrize("codec", ["topk(ratio=0.4)", "feedback(onebit, warmup=3)"])
+@pytest.mark.parametrize("place", ["ring", "ps(servers=1)", "ps(servers=2, on=workers)"])
+def test_a_run_is_resumed_whose_model_was_loaded_after_prepare(group: Any, place: str, codec: str) -> None:
+    """Owners have their own weights again and not those that were loaded; payloads are those of the step."""
+    kept = dict[int, Any]()
+
+    def first(here: Here) -> dict[str, torch.Tensor]:
+        train(here, range(5))
+        kept[here.rank] = copied(here, "save")
+        return train(here, range(5, 8))
+
+    def resumed(here: Here) -> dict[str, torch.Tensor]:
+        copied(here, "load", kept[here.rank])
+        return train(here, range(5, 8))
+
+    wanted = on_group(group, f"{place} codec={codec}", 2, sgd, first)
+    for found, known in zip(on_group(group, f"{place} codec={codec}", 2, sgd, resumed), wanted, strict=True):
+        close(found, known, 0.0)
+
+
 def test_between_backward_and_step_nothing_is_loaded_into_served_models(group: Any) -> None:
     def body(here: Here) -> None:
         train(here, range(4))

@@ -107,6 +107,11 @@ class Compression:
         return drawn or any(one.feedback for one in self._codecs) or any(state.memory for state in self._states)
 
     @property
+    def warms_up(self) -> bool:
+        """True when the first steps have other payloads, so that servers have to know which one it is."""
+        return self._warmup > 0
+
+    @property
     def forgets(self) -> bool:
         """True when servers that only sum keep residuals: they take part in no checkpoint."""
         elsewhere = self._served and not self._held and max(self.participant.owners) >= self.participant.workers

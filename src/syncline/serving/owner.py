@@ -268,7 +268,7 @@ class Server:
             Leaving(session, self._shard, self._traffic.keeps),
         )
         session.meet_everyone(REPLACING)
-        if not layout.travels_like(model.layout):
+        if passed.anew or not layout.travels_like(model.layout):
             self._exchanges.settle(ALL)
             gradients, weights = relay.lay(layout.buckets)
             copy_weights(session, weights)

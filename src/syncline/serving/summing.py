@@ -70,7 +70,7 @@ class Summing:
             self._post()
         compression = Recompressing(session, self._compression)
         session.meet_everyone(REPLACING)
-        if not layout.travels_like(self._layout):
+        if passed.anew or not layout.travels_like(self._layout):
             engine.wait(*self._posted)
             self._gradients = lay(layout.buckets)
             self._compression = compression.on(layout.buckets, self._gradients, passed)

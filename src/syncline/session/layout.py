@@ -41,10 +41,14 @@ class Layout:
 
 
 class Passed(NamedTuple):
-    """What servers cannot count: the exchanges of the present layout, and the codec's steps."""
+    """What servers cannot count: the exchanges of the present layout, and the codec's steps.
+
+    ``anew`` says that all begin anew even where tensors travel as before: steps do not follow those that were counted.
+    """
 
     exchanges: int = 0
     steps: int = 0
+    anew: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ def _said(session: Session, layers: Sequence[Layer], data: bytes) -> tuple[Layou
         told = json.loads(data)
         fault = str(told.get("fault", ""))
         if not fault:
-            return read_layout(layers, told), Passed(*map(int, told["passed"]))
+            return read_layout(layers, told), _passed(*told["passed"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ProtocolError(
             f"{LABEL}: what {session.name(0)} tells makes no sense ({error}); do all processes run the same version on"
@@ -121,6 +125,10 @@ def _said(session: Session, layers: Sequence[Layer], data: bytes) -> tuple[Layou
             rank=0,
         ) from error
     raise UsageError(fault)
+
+
+def _passed(exchanges: Any, steps: Any, anew: Any) -> Passed:
+    return Passed(int(exchanges), int(steps), bool(anew))
 
 
 def read_layout(layers: Sequence[Layer], told: Mapping[str, Any]) -> Layout:

@@ -10,7 +10,7 @@ Where the model lives on a GPU, buckets are staged through pinned memory of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch
 from ...compression.compression import Compression
 from ...engine.work import Lane, Work
 from ...kernels import cpu
-from ...schedules import Schedule
+from ...nouns import Layer
+from ...schedules import Cost, Schedule
 from ...session.layout import Layout, Passed, decide_layout
 from ...session.replacing import Recompressing, agree_on_layout, push_nothing
 from ...session.session import Session
@@ -167,21 +168,40 @@ class Gradients:
 
         Between steps; all workers call it together, and rank 0's count.
         """
-        before, session = self.layout, self.session
+        before = self.layout
         layers = before.layers if self.times is None else self.times.of(before.layers)
         cost = None if self._costs is None else self._costs.cost(before.buckets)
         self._measure_no_more()
+        self._replace(Passed(self._exchanges, self._codec_step), layers, cost, chosen)
+        self.measured = self.layout
+
+    def begin_at(self, step: int) -> None:
+        """A run that is resumed goes on from that step, counted from 0; all workers call it together.
+
+        Servers have posted what the first step of all begins with: where its payloads are others, all begin anew.
+        """
+        if self.compression is not None and self.compression.warms_up and self.session.group.servers:
+            self._replace(Passed(self._exchanges, step, anew=True), self.layout.layers, chosen=self.layout)
+        elif self.compression is not None:
+            self.compression.resume_at(step)
+
+    @property
+    def _codec_step(self) -> int:
+        return 0 if self.compression is None else self.compression.step
+
+    def _replace(
+        self, passed: Passed, layers: Sequence[Layer], cost: Cost | None = None, chosen: Layout | None = None
+    ) -> None:
+        before, session = self.layout, self.session
         lay_out = None if self.on_replacing is None else self.on_replacing()
-        passed = Passed(self._exchanges, 0 if self.compression is None else self.compression.step)
-        layout = agree_on_layout(session, layers, self.first_key, cost, chosen, passed=passed)
-        self.layout = self.measured = layout
-        if layout.travels_like(before):
+        self.layout = agree_on_layout(session, layers, self.first_key, cost, chosen, passed=passed)
+        if self.layout.travels_like(before) and not passed.anew:
             return
         compression = Recompressing(session, self.compression)
         program = session.bucket_program if self.push is None else session.push_program
         push_nothing(session, program, before.buckets, self.compression, self.first_key)
-        self._lay(layout)
-        self.compression = compression.on(layout.buckets, self.storage.arrays, passed)
+        self._lay(self.layout)
+        self.compression = compression.on(self.layout.buckets, self.storage.arrays, passed)
         self._exchanges = 0
         if lay_out is not None:
             lay_out()

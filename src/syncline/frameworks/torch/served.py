@@ -92,6 +92,7 @@ class Client:
 
         Raises UsageError for those of another model.
         """
+        self._tell_changed()  # weights that were loaded now; what the owners know beside them comes after
         records = []
         for index, (name, parameter) in enumerate(self.replica.named if weights else ()):
             found = weights.get(name)
