@@ -147,15 +147,20 @@ FORMS: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("moment", ["before", "between"])
-@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)", "ps(servers=1, on=workers)"])
+@pytest.mark.parametrize(
+    ("strategy", "form", "moment"),
+    [
+        (strategy, form, moment)
+        for strategy in ("ring", "ps(servers=1)", "ps(servers=1, on=workers)")
+        for form in FORMS
+        for moment in ("before", "between")
+        if (strategy, form, moment) != ("ring", "shape", "between")  # torch's own step() refuses such a gradient
+    ],
+)
 def test_a_model_that_gets_another_form_is_refused_naming_the_parameter(
     group: Any, strategy: str, form: str, moment: str
 ) -> None:
     change, named = FORMS[form]
-    if (strategy, form, moment) == ("ring", "shape", "between"):
-        pytest.skip("torch's own step() refuses a gradient of another shape")
 
     def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
         model = fill(torch.nn.Sequential(torch.nn.Conv2d(3, 5, 2), torch.nn.Flatten()).double())

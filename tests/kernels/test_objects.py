@@ -42,10 +42,21 @@ print(small_kernels.total(np.arange(5)), *({"numba", "llvmlite"} & set(sys.modul
 NAME = "small_kernels"
 
 
+def with_syncline_kept(root: Path) -> None:
+    """A cache in which Syncline's own kernels are: to compile them takes half a minute, and is not what is tried."""
+    importlib.import_module("syncline.kernels.arrays")
+    kept = places.place_for(f"kernels-{objects.digest(objects.__name__)[:16]}-{objects.processor()[:16]}")
+    if kept is not None:
+        assert (kept.path / "syncline.kernels.arrays.json").exists()
+        (root / "cache" / "syncline").mkdir(mode=0o700, parents=True)
+        shutil.copytree(kept.path, root / "cache" / "syncline" / kept.path.name)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A module of kernels, ``small_kernels``, and the cache after two processes that needed it at once."""
     root = tmp_path_factory.mktemp("made")
+    with_syncline_kept(root)
     (root / f"{NAME}.py").write_text(KERNEL)
     for process in [start(root), start(root)]:
         assert ended(process) == ["10"]
@@ -293,6 +304,7 @@ def test_a_compiler_obeys_neither_its_folder_nor_settings_of_numba(made: Path, t
     """What it makes is run by every later process."""
     for name in ("hashlib.py", "numba.py", ".numba_config.yaml"):
         (tmp_path / name).write_text("raise SystemExit(f'{__file__} was run')")
+    with_syncline_kept(tmp_path)
     script = f"import os, sys, hashlib\nos.chdir({str(tmp_path)!r})\n{SUM_UP}"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_DISABLE_JIT": "1", "NUMBA_OPT": "0"}
     environment["PYTHONPATH"] = os.pathsep.join([str(made), *filter(None, sys.path)])
