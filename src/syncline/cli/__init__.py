@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from . import accuracy, bench, bench_codecs, bench_gradients, compare, lab, run, show, strategies
+from . import accuracy, bench, bench_codecs, bench_gradients, compare, lab, record, run, show, strategies
 
 INTERRUPTED = 130
 
@@ -56,6 +56,7 @@ for verb in (
     bench_codecs.bench_codecs,
     bench_gradients.bench_gradients,
     lab.lab,
+    record.record,
     show.show,
     strategies.strategies,
 ):

@@ -149,6 +149,11 @@ class LayerTimes:
     # What follows from it.
 
     @property
+    def under_way(self) -> bool:
+        """Whether gradients have come since the last step."""
+        return any(tensor != _BEGIN for tensor, _ in self._came)
+
+    @property
     def enough(self) -> bool:
         """Whether so many steps have been measured."""
         return self._steps >= self._wanted
