@@ -103,7 +103,7 @@ def mpirun(library: str, ranks: int, script: list[str], environ: dict[str, str])
 
 def run_bodies(library: str, ranks: int, folder: Path, *parts: list[Any]) -> list[list[Any]]:
     """What each part has sent, by rank."""
-    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     script = [str(HERE / "mpi_bodies.py"), str(folder), json.dumps(parts)]
     done = mpirun(library, ranks, script, {"PYTHONPATH": path})
     assert done.returncode == 0, done.stdout
