@@ -172,6 +172,33 @@ def test_waiting_is_counted_and_what_is_done_costs_nothing() -> None:
         assert both[0].blocked_s == blocked
 
 
+def test_every_thread_is_counted_by_itself_unless_it_asked_not_to_be() -> None:
+    with engines() as both:
+        promises = [both[0].promise(f"what thread {number} waits for") for number in range(3)]
+        waiting = threading.Barrier(4)
+
+        def wait(number: int) -> None:
+            with both[0].uncounted() if number == 2 else contextlib.nullcontext():
+                waiting.wait(LIMIT_S)
+                both[0].wait(promises[number], timeout=LIMIT_S)
+
+        threads = [threading.Thread(target=wait, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        waiting.wait(LIMIT_S)
+        for promise in promises:
+            both[0].fulfil(promise)
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert len(both[0]._blocked_s) <= 2
+        assert both[0].blocked_s == sum(both[0]._blocked_s.values())
+        idle = both[1].promise("what is done at once")
+        both[1].fulfil(idle)
+        with both[1].uncounted():
+            both[1].wait(idle, timeout=LIMIT_S)
+        assert both[1].blocked_s == 0
+
+
 def test_a_fault_in_the_progress_thread_reaches_present_and_later_waiters() -> None:
     """As the very exception that ``explain`` made of it, whatever they wait for."""
     explained = SynclineError("explained")

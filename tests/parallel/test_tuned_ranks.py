@@ -145,7 +145,8 @@ def test_a_rank_that_dies_while_all_measure_is_named(pool: Pool, address: str, e
         assert statuses[1] == -9
         for rank in (group.ranks[0], group.ranks[2]):
             assert rank.status == 1
-            assert re.search(r"during tuning: rank 1 .* died", rank.printed())
+            # Rank 0 tells how often each size is run: others may not have left that when the victim has.
+            assert re.search(r"during (tuning|broadcast): rank 1 .* died", rank.printed())
 
 
 def test_ranks_with_another_setting_are_told(pool: Pool, address: str, environ: Environ) -> None:

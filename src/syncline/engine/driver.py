@@ -2,8 +2,8 @@
 
 One thread at a time *drives*: it owns the transport, turns the exchange and calls back. That is the progress thread
 while there is work that nobody waits for; a thread that would have to wait anyway drives itself when nobody else does,
-which saves two hand-overs between threads. The time the training thread spends blocked here is counted: it is the
-exposed communication.
+which saves two hand-overs between threads. The time that threads spend blocked here is counted, each by itself: it is
+the exposed communication.
 
 A fault while driving reaches every thread that waits, now or later, as the same exception. So does an interrupt
 (Ctrl-C, an exception out of a signal handler) in a thread that drives or waits: a script that catches it and goes on
@@ -21,7 +21,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 from ..compression.reducers import Room
 from ..errors import ClosedError, PeerTimeout, ProtocolError, UsageError
@@ -46,7 +46,7 @@ _DRAIN_POLL_S = 0.01
 
 
 class Driver(ABC):
-    """Drives an exchange over a transport; ``error`` is the first fault, ``blocked_s`` how long threads have waited.
+    """Drives an exchange over a transport; ``error`` is the first fault.
 
     ``explain`` turns a fault into what the user shall see; ``on_raise`` is called when it is about to reach a user's
     thread; ``find_culprit`` searches who is to blame when nothing moves. The progress thread starts at once.
@@ -62,7 +62,8 @@ class Driver(ABC):
         observer: Observer | None,
     ) -> None:
         self.transport: Transport = exchange.transport
-        self.blocked_s = 0.0
+        self._blocked_s: dict[int, float] = {}  # by thread
+        self._uncounted: set[int] = set()  # threads that have asked not to be
         self.error: Exception | None = None
         self._observer = observer
         self._exchange = exchange
@@ -91,6 +92,27 @@ class Driver(ABC):
 
     # For the threads that wait.
 
+    @property
+    def blocked_s(self) -> float:
+        """Seconds for which threads have been blocked here, added up."""
+        return sum(list(self._blocked_s.values()))
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What this thread waits for inside is no communication of the training."""
+        thread = threading.get_ident()
+        self._uncounted.add(thread)
+        try:
+            yield
+        finally:
+            self._uncounted.discard(thread)
+
+    def _count(self, begun: float) -> None:
+        """This thread was blocked since then."""
+        thread = threading.get_ident()
+        if thread not in self._uncounted:
+            self._blocked_s[thread] = self._blocked_s.get(thread, 0.0) + time.perf_counter() - begun
+
     def wait(self, *works: Work, timeout: float | None = None) -> None:
         """Block until all are done; raises the engine's fault, or PeerTimeout after ``timeout`` seconds."""
         if self.error is None and all(work.done for work in works):
@@ -108,7 +130,7 @@ class Driver(ABC):
             self._left(error)
             raise
         finally:
-            self.blocked_s += time.perf_counter() - begun
+            self._count(begun)
             if blocked is not None:
                 blocked.end()
         if self.error is not None:

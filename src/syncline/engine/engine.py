@@ -150,7 +150,7 @@ class Engine(Driver):
             self._left(error)
             raise
         finally:
-            self.blocked_s += time.perf_counter() - begun
+            self._count(begun)
             if blocked is not None:
                 blocked.end()
         if self.error is not None:

@@ -304,7 +304,8 @@ def serve_beside(session: Session, shard: Shard, traffic: Traffic) -> Work:
     def run() -> None:
         engine = session.engine
         try:
-            server.serve()
+            with engine.uncounted():
+                server.serve()
         except Exception as error:
             if engine.error is None:
                 engine.fail(session.ending.explain(error))

@@ -57,14 +57,13 @@ def tune(session: Session) -> None:
 
     Takes a few small collectives when rank 0 has the table of an earlier run, else about a second.
     """
-    blocked_s = session.engine.blocked_s
-    plans = _common(session, _plans(session.strategy, session.group))
-    kept = _kept(session, plans) if session.rank == 0 and mode() != "fresh" else None
-    table = json.loads(session.tell_all(json.dumps([] if kept is None else kept.table).encode()))
-    choice = Choice.read(table) if table else _measure(session, plans)
+    with session.engine.uncounted():  # starting is no communication of the training
+        plans = _common(session, _plans(session.strategy, session.group))
+        kept = _kept(session, plans) if session.rank == 0 and mode() != "fresh" else None
+        table = json.loads(session.tell_all(json.dumps([] if kept is None else kept.table).encode()))
+        choice = Choice.read(table) if table else _measure(session, plans)
     session.run_by(choice)
     log.info("rank %d: architecture=auto runs %s", session.rank, choice)
-    session.engine.blocked_s = blocked_s  # starting is no communication of the training
 
 
 _ONE_PASS_BYTES = 1 << 20

@@ -48,7 +48,11 @@ def choose_codec(session: Session, asked: Strategy) -> None:
 
     ``session.reason`` says why, in words.
     """
-    blocked_s = session.engine.blocked_s
+    with session.engine.uncounted():  # starting is no communication of the training
+        _choose(session, asked)
+
+
+def _choose(session: Session, asked: Strategy) -> None:
     dense, choice = session.strategy, session.choice
     session.chose_codec = True
     if dense.transport != AUTO and registry.get("transports", dense.transport.name).capabilities.get("one_host"):
@@ -68,7 +72,6 @@ def choose_codec(session: Session, asked: Strategy) -> None:
     size = write_value(Size(array.nbytes), Size)
     session.reason = session.tell_all(f"codec={chosen}, measured for {size}: {shown}".encode()).decode()
     log.info("rank %d: codec=auto: %s", session.rank, session.reason)
-    session.engine.blocked_s = blocked_s  # starting is no communication of the training
 
 
 def _elements(seconds: float) -> int:
