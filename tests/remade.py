@@ -1,4 +1,4 @@
-"""A schedule for tests that makes other buckets once layers have been timed: in another order, and cut if told so."""
+"""A schedule for tests that makes other buckets once layers have been timed: pairs of tensors, or of parts of them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from syncline.schedules.fixed import WaitFree
 
 @dataclass(frozen=True)
 class Remade(WaitFree):
-    """First a tensor each, then those with an even number before the others, two or two parts in a bucket."""
+    """First a tensor each, then two in a bucket; with ``cut`` the end of one and the beginning of the next.
+
+    Parts begin at multiples of it.
+    """
 
     measures: ClassVar[int] = 2
-    halves: bool = False
+    cut: int = 0
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:
         if not any(layer.backward_s for layer in layers):
             return super().buckets(layers, cost)
         parts = list(self.parts(layers))
-        pairs = [parts[at : at + 2] for at in range(0, len(parts), 2)]
+        first = 1 if self.cut else 2
+        pairs = [parts[:first], *(parts[at : at + 2] for at in range(first, len(parts), 2))]
         return [Bucket(tuple(pair), layers[0].spec.dtype) for pair in pairs]
 
     def parts(self, layers: Sequence[Layer]) -> Iterator[Slice]:
-        for tensor in [*range(0, len(layers), 2), *range(1, len(layers), 2)]:
+        for tensor in reversed(range(len(layers))):
             elements = layers[tensor].spec.elements
-            edges = [0, elements // 3, elements] if self.halves else [0, elements]
+            edges = [0, elements // 3 // self.cut * self.cut, elements] if self.cut else [0, elements]
             yield from (Slice(tensor, start, stop) for start, stop in pairwise(edges))

@@ -30,9 +30,10 @@ def save(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
         "world_size": session.world_size,
         "steps": [made.replica.steps for made in prepared],
     }
-    layouts = [made.replica.gradients.measured and made.replica.gradients.measured.plain() for made in prepared]
-    if any(layouts):
-        found["layouts"] = layouts
+    if session.strategy.schedule_object().measures:
+        found["layouts"] = [
+            made.replica.gradients.layout.plain() | {"measured": made.replica.gradients.measured} for made in prepared
+        ]
     kept = [made.replica.gradients.compression for made in prepared]
     if any(one is not None and one.keeps for one in kept):
         import torch
@@ -92,14 +93,14 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
 
 
 def _resume_layouts(prepared: Sequence[Prepared], layouts: Sequence[Mapping[str, Any] | None]) -> None:
-    """Go on with the buckets that a run before had made of measured times, so that sums round as before."""
+    """Go on with the buckets that there were, so that sums round as before; measure where that was not over."""
     for made, saved in zip(prepared, layouts, strict=True):
         if saved is not None:
             try:
                 chosen = read_layout(made.replica.gradients.layout.layers, saved)
-            except (UsageError, ValueError, TypeError, KeyError) as error:
+                made.replica.resume_with(chosen, bool(saved["measured"]))
+            except (ValueError, TypeError, KeyError, OverflowError) as error:
                 raise UsageError(f"the buckets in this state are of another model: {error}") from error
-            made.replica.replace_layout(chosen)
 
 
 def _gathered(session: Session, compression: Compression) -> list[Saved]:

@@ -48,7 +48,7 @@ def parts(steps: int) -> tuple[Ticks, torch.nn.Module, LayerTimes]:
     model.register_forward_pre_hook(lambda *_: clock.pass_s(0.5))
     model[0].register_forward_hook(lambda *_: clock.pass_s(1))
     model[1].layer.register_forward_hook(lambda *_: clock.pass_s(2))  # type: ignore[union-attr]
-    times = LayerTimes(model, list(model.named_parameters()), steps, clock)
+    times = LayerTimes(model, list(model.named_parameters()), steps, clock, forward=True)
     return clock, model, times
 
 
@@ -130,7 +130,7 @@ def test_the_shortest_exchange_counts_which_waited_for_nobody() -> None:
 def test_a_gpu_says_how_long_it_computed() -> None:
     device = torch.device("cuda")
     model = torch.nn.Sequential(torch.nn.Linear(2048, 2048), torch.nn.Linear(2048, 2048)).to(device)
-    times = LayerTimes(model, list(model.named_parameters()), 1, clock_of(device))
+    times = LayerTimes(model, list(model.named_parameters()), 1, clock_of(device), forward=True)
     for index, parameter in enumerate(model.parameters()):
         parameter.register_post_accumulate_grad_hook(lambda _, index=index: times.produced(index))  # type: ignore[misc]
     model(torch.ones(2048, 2048, device=device)).sum().backward()

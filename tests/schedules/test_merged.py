@@ -115,7 +115,11 @@ def test_cuts_that_cannot_pay_are_not_looked_at() -> None:
     assert asked < 20 * len(layers)
 
 
-@given(st.floats(0, 1e-2), st.floats(0, 1e-6), st.lists(st.integers(1, 10**8), min_size=2, max_size=9, unique=True))
+@given(
+    st.just(0.0) | st.floats(1e-9, 1e-2),
+    st.just(0.0) | st.floats(1e-11, 1e-6),
+    st.lists(st.integers(1, 10**8), min_size=2, max_size=9, unique=True),
+)
 def test_a_line_is_found_again(base_s: float, per_byte_s: float, sizes: list[int]) -> None:
     """None of its numbers is negative, whatever noise there is."""
     known = LinearCost(base_s, per_byte_s)

@@ -132,11 +132,35 @@ def test_numbers_of_numpy_and_generators_are_buckets_too(group: Any, monkeypatch
     assert len(found[0].buckets) == len(LAYERS)
 
 
-@pytest.mark.parametrize(
-    "told",
-    [b"", b"[]", b"{}", b"[" * 100_000, b'{"buckets": 1}', b'{"buckets": [], "priorities": [], "times_s": []}'],
-    ids=lambda told: repr(told[:20]),
-)
+def said(**changes: Any) -> bytes:
+    """What rank 0 tells of a layout, but for these."""
+    plain = Layout(LAYERS, tuple(WHOLE), (0.0, 0.0)).plain() | {"passed": [0, 0, False]}
+    return json.dumps(plain | changes).encode()
+
+
+NONSENSE = [
+    b"",
+    b"[]",
+    b"{}",
+    b"[" * 100_000,
+    b'{"buckets": 1}',
+    b'{"buckets": [], "priorities": [], "times_s": []}',
+    said(priorities=[1.0]),
+    said(priorities=["nan", 0]),
+    said(priorities=[1e400, 0]),
+    said(times_s=[]),
+    said(times_s=[[0, 10**400]] * 4),
+    said(times_s=[["nan", 0]] * 4),
+    said(passed=[0, 0]),
+    said(passed=[-1, 0, 0]),
+    said(passed=[1e9, 0, 0]),
+    said(passed=[1 << 70, 0, 0]),
+    said(buckets=[["float64", [[2, 0.0, 5.0]]], ["float32", [[3, 0, 0], [1, 0, 6], [0, 0, 4]]]]),
+    said(buckets=[["float64", [[2, False, 5]]], ["float32", [[3, 0, 0], [1, 0, 6], [0, 0, 4]]]]),
+]
+
+
+@pytest.mark.parametrize("told", NONSENSE, ids=lambda told: repr(told[:20]))
 @pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)"])
 def test_what_a_broken_rank_0_tells_is_named(group: Any, told: bytes, strategy: str) -> None:
     def body(session: Session) -> None:

@@ -344,3 +344,16 @@ def test_a_size_that_nobody_tells_is_named(group: Any) -> None:
             session.tell_everyone(b"", "a test")
 
     group("ring", 2, body)
+
+
+def test_a_size_that_nobody_has_to_share_names_who_says_so(group: Any) -> None:
+    class Endless(bytes):
+        def __len__(self) -> int:
+            return 1 << 50
+
+    def body(session: Session) -> None:
+        with pytest.raises(ProtocolError, match=rf"a test: rank 1.* tells {1 << 50} bytes") as caught:
+            list(session.share([0, 1], Endless() if session.rank == 1 else b"", "a test"))
+        assert caught.value.rank == 1
+
+    group("ring", 2, body)

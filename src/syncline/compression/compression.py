@@ -16,6 +16,7 @@ Where owners hold the weights, gradients stay with them, and what they encode ag
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,14 +98,18 @@ class Compression:
         for index, (one, feedback, _) in enumerate(self._codecs):
             self._states.append(self._state(one, index, me.index, feedback))
             self._again.append(self._state(relay_of(one), index, AGAIN, feedback and not held))
-        for bucket in buckets:
-            self._check_cuts(bucket)
+        self.check_cuts(buckets)
 
     @property
     def keeps(self) -> bool:
         """True when a resumed run would not go on with the same bits if it knew nothing of the steps before."""
         drawn = any(isinstance(one.codec, Stochastic) and one.codec.stochastic for one in self._codecs)
         return drawn or any(one.feedback for one in self._codecs) or any(state.memory for state in self._states)
+
+    @property
+    def owns(self) -> bool:
+        """Whether any part of the model is this process's to encode again."""
+        return next(self._owned(), None) is not None
 
     @property
     def warms_up(self) -> bool:
@@ -279,6 +284,8 @@ class Compression:
             name, one = self._specs[part.tensor].name, self._codecs[part.tensor]
             here = array[at : at + part.elements]
             states = self._states[part.tensor], self._again[part.tensor]
+            if part.elements < self._specs[part.tensor].elements:  # buckets of one tensor may be at different steps
+                states = copy.copy(states[0]), copy.copy(states[1])
             found.append(Operand(name, codec_at(one, step), here, *states, part.start))
             at += part.elements
         return found
@@ -305,8 +312,9 @@ class Compression:
             wanted = [part for part in parts if self._served or way_of(part.codec).again]
             yield from share_out(wanted, len(self.participant.owners))[self.participant.owner]
 
-    def _check_cuts(self, bucket: Bucket) -> None:
-        for part in bucket.slices:
+    def check_cuts(self, buckets: Sequence[Bucket]) -> None:
+        """Raise UsageError for buckets that cut what a codec must see whole."""
+        for part in [part for bucket in buckets for part in bucket.slices]:
             codec, spec = self._codecs[part.tensor].codec, self._specs[part.tensor]
             whole = part.start == 0 and part.stop == spec.elements
             unit = codec.block
@@ -336,7 +344,7 @@ def _join(whole: Array, kept: Mapping[str, Array], prefix: str, start: int, stop
     for key, piece in kept.items():
         if key.startswith(prefix):
             first = int(key.removeprefix(prefix))
-            if first + piece.size > whole.size:
+            if not 0 <= first <= first + piece.size <= whole.size:
                 raise UsageError(f"the codec's part of this state has {key!r} beyond {whole.size} elements")
             low, high = max(start, first), min(stop, first + piece.size)
             if low < high:

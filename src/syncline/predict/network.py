@@ -32,6 +32,10 @@ class Network:
     gamma_s_per_byte: float = 0.0
 
 
+_SHORTEST_S = 1e-12
+"""What no clock tells from nothing."""
+
+
 @dataclass(frozen=True)
 class LinearCost:
     """Seconds of an exchange by its bytes: A + B n."""
@@ -50,7 +54,7 @@ def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> LinearCost | Non
     Neither number is negative: where noise would make one so, the other alone says most.
     """
     x, y = np.array(sizes, float), np.array(seconds, float)
-    x, y = x[y > 0], y[y > 0]
+    x, y = x[y > _SHORTEST_S], y[y > _SHORTEST_S]
     if not len(y):
         return None
     rows = np.stack([1 / y, x / y], axis=1)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ..engine.work import Work
 from ..errors import PeerLeft
-from ..session.layout import LABEL, hear_layout
+from ..session.layout import LABEL, Layout, Passed, hear_layout
 from ..session.replacing import LABEL as REPLACING
 from ..session.replacing import Recompressing, copy_weights
 from ..session.session import Heard, Session
@@ -263,21 +263,25 @@ class Server:
         session, model = self._session, relay.model
         layout, passed = hear_layout(session, model.layout.layers, heard)
         self._exchanges.rest()
-        compression, leaving = (
-            Recompressing(session, model.compression),
-            Leaving(session, self._shard, self._traffic.keeps),
-        )
-        session.meet_everyone(REPLACING)
-        if passed.anew or not layout.travels_like(model.layout):
-            self._exchanges.settle(ALL)
-            gradients, weights = relay.lay(layout.buckets)
-            copy_weights(session, weights)
-            coded = compression.on(layout.buckets, gradients, passed)
-            self._relay = Relay(Model(layout, gradients, weights, coded, model.first_key), relay.lay)
-            self._traffic = traffic_of(session, self._relay.model)
-            self._shard = self._owner.shard = leaving.arrive(self._traffic.holdings() or [])
-            self._exchanges = self._traffic.exchanges()
+        if not passed.anew and layout.travels_like(model.layout):
+            session.meet_everyone(REPLACING)
+        else:
+            self._begin_anew(layout, passed, relay)
         self._heard = session.listen(LABEL)
+
+    def _begin_anew(self, layout: Layout, passed: Passed, relay: Relay) -> None:
+        session, model = self._session, relay.model
+        compression = Recompressing(session, model.compression)
+        leaving = Leaving(session, self._shard, self._traffic.keeps)
+        session.meet_everyone(REPLACING)
+        self._exchanges.settle(ALL)
+        gradients, weights = relay.lay(layout.buckets)
+        copy_weights(session, weights)
+        coded = compression.on(layout.buckets, gradients, passed)
+        self._relay = Relay(Model(layout, gradients, weights, coded, model.first_key), relay.lay)
+        self._traffic = traffic_of(session, self._relay.model)
+        self._shard = self._owner.shard = leaving.arrive(self._traffic.holdings() or [])
+        self._exchanges = self._traffic.exchanges()
 
     def _listen(self, worker: int) -> Work:
         return self._session.recv(worker, f"a request of rank {worker}", REQUEST_BYTES, tolerant=True)

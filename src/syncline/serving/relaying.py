@@ -17,11 +17,11 @@ from .shard import Holding, Shard
 from .traffic import Model
 
 Lay = Callable[[Sequence[Bucket]], tuple[Sequence[Array], Sequence[Array]]]
-"""Lays a model's memory out for other buckets, with what it holds: their gradients and their weights."""
+"""Cuts a model's memory into other buckets: their gradients and their weights."""
 
 
 class Relay(NamedTuple):
-    """A model, and how its memory is laid out anew."""
+    """A model, and how its memory is cut anew."""
 
     model: Model
     lay: Lay

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ..compression.compression import Compression
 from ..engine.work import Work
+from ..errors import ProtocolError
 from ..nouns import Bucket
 from ..plans.messages import Program
 from ..session.communicator import compiled
@@ -17,13 +18,13 @@ from .merged import push_coded, push_plan
 from .records import Array
 
 Lay = Callable[[Sequence[Bucket]], Sequence[Array]]
-"""Lays the memory of gradients out for other buckets."""
+"""Cuts the memory of gradients into other buckets."""
 
 
 class Summing:
     """The server's part in the exchanges of one model.
 
-    ``lay`` lays the memory of the ``gradients`` out anew; without it the layout stays as it is.
+    ``lay`` cuts the memory of the ``gradients`` anew; without it the layout stays as it is.
     """
 
     def __init__(
@@ -46,13 +47,18 @@ class Summing:
         """Return when every worker has left; raises the fault when there is one."""
         engine, left = self._session.engine, self._session.ending.workers_left
         while not left():
-            late = next((work for work in self._posted if not work.done), None)
-            if late is None:
+            coming = [work for work in self._posted if not work.done][:1]
+            if not coming and self._owns:
                 self._post()
                 continue
-            engine.wait_any([late] if self._heard is None else [late, self._heard.work], until=left)
+            engine.wait_any(coming if self._heard is None else [*coming, self._heard.work], until=left)
             if self._heard is not None and self._lay is not None and self._heard.work.done:
                 self._replace(self._heard, self._lay)
+
+    @property
+    def _owns(self) -> bool:
+        """False where a codec leaves nothing of the model to this server: what it posts is done at once."""
+        return self._compression is None or self._compression.owns
 
     def _post(self) -> None:
         session, self._exchanges = self._session, self._exchanges + 1
@@ -65,12 +71,15 @@ class Summing:
         """As ``session.replacing`` has it."""
         session, engine = self._session, self._session.engine
         layout, passed = hear_layout(session, self._layout.layers, heard)
-        while self._exchanges <= passed.exchanges:  # the workers have these behind them
+        if passed.exchanges > self._exchanges and self._owns:
+            raise ProtocolError(f"{LABEL}: {session.name(0)} tells of {passed.exchanges} exchanges", rank=0)
+        if passed.exchanges == self._exchanges and self._owns:  # the workers have this one behind them
             engine.wait(*self._posted)
             self._post()
-        compression = Recompressing(session, self._compression)
+        anew = passed.anew or not layout.travels_like(self._layout)
+        compression = Recompressing(session, self._compression if anew else None)
         session.meet_everyone(REPLACING)
-        if passed.anew or not layout.travels_like(self._layout):
+        if anew:
             engine.wait(*self._posted)
             self._gradients = lay(layout.buckets)
             self._compression = compression.on(layout.buckets, self._gradients, passed)

@@ -25,7 +25,7 @@ from ..nouns import Group
 from ..plans.messages import Program, compile_program
 from ..plans.plan import Plan
 from .member import Member
-from .tickets import ALLREDUCE, BARRIER, BROADCAST, CALLS, GATHER, SPLIT, STEP, Meeting, Ticket, ticket_table
+from .tickets import ALLREDUCE, BARRIER, BROADCAST, CALLS, GATHER, LAYOUT, SPLIT, STEP, Meeting, Ticket, ticket_table
 
 Array = NDArray[Any]
 Planner = Callable[[Group, int], Plan | Collective]
@@ -251,6 +251,8 @@ class Communicator:
         hint = "check that every rank makes the same calls in the same order with the same sizes"
         if STEP in (theirs.kind, ours.kind) and theirs.kind != ours.kind:
             hint = "do all ranks have the same number of batches? if not, wrap the loop in `with syncline.join():`"
+        elif LAYOUT in (theirs.kind, ours.kind):
+            hint = "do all ranks load a checkpoint at the same place, and the same one?"
         error = MismatchError(f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}; {hint}")
         self.member.fail(error)
         return error

@@ -5,13 +5,16 @@ the order of a set, a clock, or times that each rank has measured, and ranks who
 not belong together. What it has made is checked before it is told.
 
 A layout may take the place of another between two steps: when layers have been timed, or as a checkpoint says. Workers
-come to that together (``replacing``), and servers have posted that they hear of it.
+come to that together (``replacing``), and servers have posted that they hear of it. Memory stays as it is, since a
+script may hold on to any of it: buckets have to lie in the order of tensors that there is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +22,8 @@ from ..errors import ProtocolError, UsageError
 from ..nouns import Bucket, Layer, Slice, Spec
 from ..schedules import Cost
 from .session import MODEL_KEYS, Heard, Session
+
+log = logging.getLogger("syncline")
 
 
 @dataclass(frozen=True)
@@ -91,14 +96,23 @@ def decide_layout(
     *,
     chosen: Layout | None = None,
     passed: Passed = Passed(),  # noqa: B008 - a frozen value
+    before: Layout | None = None,
+    fits: Callable[[Sequence[Bucket]], None] = lambda _: None,
 ) -> Layout:
     """The layout that rank 0's schedule makes of ``layers``, or has chosen before, on all processes, which all call it.
 
     ``cost``, the layers' times and ``chosen`` count on rank 0; ``passed`` is for servers. Raises UsageError on all of
     them where a schedule has made something else than every element of every tensor in one bucket of its type, or
-    failed.
+    failed. Where a layout is there ``before`` it stays, with a warning, if that happens or if ``fits`` raises
+    UsageError for the buckets: a run that trains well is not ended for better ones.
     """
-    told = _decide(session, layers, cost, chosen) | {"passed": passed} if session.index == 0 else {}
+    told = {}
+    if session.index == 0:
+        told = _decide(session, layers, cost, chosen, fits)
+        if before is not None and "fault" in told:
+            log.warning("%s: %s; buckets stay as they were", session.name(0), told["fault"])
+            told = replace(before, layers=tuple(layers)).plain()
+        told["passed"] = passed
     return _said(session, layers, session.tell_everyone(json.dumps(told).encode(), LABEL))[0]
 
 
@@ -118,7 +132,7 @@ def _said(session: Session, layers: Sequence[Layer], data: bytes) -> tuple[Layou
         fault = str(told.get("fault", ""))
         if not fault:
             return read_layout(layers, told), _passed(*told["passed"])
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ProtocolError(
             f"{LABEL}: what {session.name(0)} tells makes no sense ({error}); do all processes run the same version on"
             " sound machines?",
@@ -128,33 +142,55 @@ def _said(session: Session, layers: Sequence[Layer], data: bytes) -> tuple[Layou
 
 
 def _passed(exchanges: Any, steps: Any, anew: Any) -> Passed:
-    return Passed(int(exchanges), int(steps), bool(anew))
+    return Passed(_count(exchanges), _count(steps), bool(anew))
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
 
 
 def read_layout(layers: Sequence[Layer], told: Mapping[str, Any]) -> Layout:
     """A layout of these layers of what ``plain`` gave, with its times.
 
-    Raises UsageError for one of other layers; ValueError, TypeError or KeyError for what no layout has given.
+    Raises UsageError for one of other layers; ValueError, TypeError, KeyError or OverflowError for what no layout has
+    given.
     """
-    buckets = tuple(Bucket(tuple(Slice(*part) for part in slices), dtype) for dtype, slices in told["buckets"])
+    buckets = tuple(
+        Bucket(tuple(Slice(*map(_count, part)) for part in slices), str(dtype)) for dtype, slices in told["buckets"]
+    )
     check_buckets(layers, buckets)
     timed = [
-        replace(layer, forward_s=float(forward_s), backward_s=float(backward_s))
+        replace(layer, forward_s=_finite(forward_s), backward_s=_finite(backward_s))
         for layer, (forward_s, backward_s) in zip(layers, told["times_s"], strict=True)
     ]
-    priorities = tuple(map(float, told["priorities"]))
+    priorities = tuple(map(_finite, told["priorities"]))
     if len(priorities) != len(buckets):
         raise ValueError(f"{len(priorities)} priorities of {len(buckets)} buckets")
     return Layout(tuple(timed), buckets, priorities)
 
 
-def _decide(session: Session, layers: Sequence[Layer], cost: Cost | None, chosen: Layout | None) -> dict[str, Any]:
+def _finite(value: Any) -> float:
+    if not math.isfinite(found := float(value)):
+        raise ValueError(f"{found} is no number")
+    return found
+
+
+def _decide(
+    session: Session,
+    layers: Sequence[Layer],
+    cost: Cost | None,
+    chosen: Layout | None,
+    fits: Callable[[Sequence[Bucket]], None],
+) -> dict[str, Any]:
     """What rank 0 tells; whatever a schedule does, the others must not wait for it in vain."""
     try:
         if chosen is None:
             schedule = session.strategy.schedule_object()
             buckets = tuple(schedule.buckets(layers, cost))
             check_buckets(layers, buckets)
+            fits(buckets)
             chosen = Layout(tuple(layers), buckets, tuple(float(schedule.priority(bucket)) for bucket in buckets))
         json.dumps(found := chosen.plain(), allow_nan=False)
         return found

@@ -3,7 +3,7 @@
     1. workers show tickets: all have come for it; rank 0 tells everyone the layout (``decide_layout``)
     2. all processes meet: behind this nobody begins anything in the old layout
     3. servers, which had posted the pushes of a next step, get one that is none, in the old layout; nobody looks at it
-    4. every process lays its memory out anew
+    4. every process cuts its memory anew, in which tensors stay where they are
     5. servers that hold weights get those that the workers have: each knew its own slices only
     6. owners give each other what they hold, since elements have other owners then
 
@@ -13,6 +13,9 @@ in a run.
 
 from __future__ import annotations
 
+import json
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -20,6 +23,7 @@ import numpy as np
 from ..collectives import Collective
 from ..compression.compression import Compression, Saved, as_bytes, from_bytes
 from ..engine.work import Work
+from ..errors import ProtocolError
 from ..nouns import Bucket, Layer, numpy_dtype
 from ..plans.messages import Program
 from ..schedules import Cost
@@ -39,10 +43,13 @@ def agree_on_layout(
     chosen: Layout | None = None,
     *,
     passed: Passed,
+    before: Layout,
+    fits: Callable[[Sequence[Bucket]], None],
 ) -> Layout:
     """The workers' part up to the point where everyone knows the layout; arguments as for ``decide_layout``."""
-    session.agree(LAYOUT, first_key)
-    layout = decide_layout(session, layers, cost, chosen=chosen, passed=passed)
+    text = "" if chosen is None else json.dumps(chosen.plain(), sort_keys=True)
+    session.agree(LAYOUT, zlib.crc32(f"{first_key} {text}".encode()))
+    layout = decide_layout(session, layers, cost, chosen=chosen, passed=passed, before=before, fits=fits)
     session.meet_everyone(LABEL)
     return layout
 
@@ -84,9 +91,20 @@ class Recompressing:
             return None
         made, owners = self._compression.on(buckets, arrays, passed.steps), self._compression.participant.owners
         if self._kept is not None and made.participant.owner >= 0:
-            for data in self._session.share(owners, as_bytes(self._kept), LABEL):
-                made.take_over(from_bytes(data))
+            told = self._session.share(owners, as_bytes(self._kept), LABEL)
+            for owner, data in zip(owners, told, strict=True):
+                self._take_over(made, owner, data)
         return made
+
+    def _take_over(self, made: Compression, owner: int, data: bytes) -> None:
+        try:
+            made.take_over(from_bytes(data))
+        except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
+            raise ProtocolError(
+                f"{LABEL}: what {self._session.name(owner)} has kept back makes no sense ({error}); do all processes"
+                " run the same version on sound machines?",
+                rank=owner,
+            ) from error
 
 
 def copy_weights(session: Session, arrays: Sequence[Array]) -> None:

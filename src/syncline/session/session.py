@@ -40,7 +40,7 @@ from .tickets import TABLE
 MODEL_KEYS = 1 << 16
 """Keys of one model among those of buckets: several models may be in flight at once."""
 _TOLD_KEY, _SHARE_KEY = BUCKET_KEYS, BUCKET_KEYS + 1
-_MOST_TOLD_BYTES = 1 << 32
+_MOST_TOLD_BYTES, _MOST_SHARED_BYTES = 1 << 32, 1 << 44
 _MESSAGE_TAGS = 1 << 63
 _TOPIC_BITS = 32
 """Below them, in the tag of a message, who sends it."""
@@ -279,16 +279,21 @@ class Session(Communicator):
         return self._told(heard.size, b"", heard.work.label)
 
     def _told(self, size: Array, data: bytes, label: str) -> bytes:
-        if not 0 <= size[0] <= _MOST_TOLD_BYTES:
-            raise ProtocolError(f"{label}: {self.name(0)} tells {size[0]} bytes, which makes no sense", rank=0)
+        self._check_size(int(size[0]), 0, _MOST_TOLD_BYTES, label)
         told = np.zeros(int(size[0]), np.uint8)
         if self.index == 0:
             told[:] = np.frombuffer(data, np.uint8)
         self.engine.wait(self.broadcast_to_all(told, _TOLD_KEY, label))
         return told.tobytes()
 
+    def _check_size(self, size: int, process: int, most: int, label: str) -> None:
+        if not 0 <= size <= most:
+            raise ProtocolError(f"{label}: {self.name(process)} tells {size} bytes, which makes no sense", rank=process)
+
     def meet_everyone(self, label: str) -> None:
         """Wait until all processes, servers included, have come here."""
+        if self.alone:
+            return
         program = compiled(planned("direct_all_gather", Group(self.group.processes)), self.index)
         self.engine.run(program, np.zeros(self.group.processes, np.uint8), _TOLD_KEY, label)
 
@@ -303,6 +308,7 @@ class Session(Communicator):
         gather = compiled(among(planned("direct_all_gather", Group(len(ranks))), ranks), self.index)
         self.engine.run(gather, sizes, _SHARE_KEY, label)
         for place, size in enumerate(sizes):
+            self._check_size(int(size), ranks[place], _MOST_SHARED_BYTES, label)
             body = np.frombuffer(data, np.uint8).copy() if place == here else np.zeros(int(size), np.uint8)
             program = compiled(among(broadcast_plan(len(ranks), place), ranks), self.index)
             self.engine.run(program, body, _SHARE_KEY, label)

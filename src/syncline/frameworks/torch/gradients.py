@@ -1,9 +1,9 @@
 """The gradients of one model in buckets, and the exchange of these.
 
 How tensors travel is a layout: buckets, the storage that is cut into them, and the codec's memory of them. Another one
-may take its place between two steps (``session.replacing``): the storage stays and tensors move within it, and views
-that are ``param.grad`` with them. It does so after steps in which rank 0 has timed the layers, which its ticket says,
-or as a checkpoint has it.
+may take its place between two steps (``session.replacing``): the storage stays, with tensors where they are in it, and
+is cut into other buckets. That happens after steps in which rank 0 has timed the layers, which its ticket says, or as a
+checkpoint has it.
 
 Where the model lives on a GPU, buckets are staged through pinned memory of the transport on their way (``staging``).
 """
@@ -19,10 +19,11 @@ import torch
 
 from ...compression.compression import Compression
 from ...engine.work import Lane, Work
+from ...errors import UsageError
 from ...kernels import cpu
-from ...nouns import Layer
+from ...nouns import Bucket, Layer
 from ...schedules import Cost, Schedule
-from ...session.layout import Layout, Passed, decide_layout
+from ...session.layout import Layout, Passed, decide_layout, place_tensors
 from ...session.replacing import Recompressing, agree_on_layout, push_nothing
 from ...session.session import Session
 from ...session.tickets import STEP, Meeting
@@ -59,19 +60,17 @@ class Gradients:
         self.compression: Compression | None = None
         self.compress()
         self._exchanges = 0  # in this layout
-        self.measured: Layout | None = None
-        """What has taken the place of the first layout, which belongs in a checkpoint."""
         self.replaces = False
         """Whether another layout has to take the place of this one before the next exchange."""
-        self._measuring = schedule.measures > 0
-        self._in_flight = schedule.in_flight
-        self._lane = Lane(1 if self._measuring else self._in_flight)  # to be measured one after the other
+        self.measured = schedule.measures == 0
+        """Whether the schedule asks for no other layout any more."""
+        self._model, self._schedule = model, schedule
         self.times: LayerTimes | None = None
         """What measures the layers, on rank 0 while it does."""
         self._costs: BucketTimes | None = None
-        if self._measuring and session.rank == 0:
-            self.times = LayerTimes(model, named, schedule.measures, clock_of(device))
-            self._costs = BucketTimes()
+        self._lane = Lane(schedule.in_flight)
+        if not self.measured:
+            self._measure()
 
     push: Callable[..., Work] | None = None
     """Starts the push of a bucket by its number and label, where others own the weights."""
@@ -154,26 +153,37 @@ class Gradients:
     @property
     def flags(self) -> int:
         """What this rank's ticket says of the layout."""
-        return _MEASURED if self.times is not None and self.times.enough else 0
+        return _MEASURED if self.times is not None and self.times.last else 0
 
     def exchanged(self, meeting: Meeting | None) -> None:
         """A step is over, in which rank 0 may have told that it has measured enough."""
         self._exchanges += 1
-        if self._measuring and meeting is not None:
+        if not self.measured and meeting is not None:
             first = meeting.tickets()[0]
             self.replaces = first.kind == STEP and first.flags == _MEASURED
 
-    def replace_layout(self, chosen: Layout | None = None) -> None:
-        """Go on with other buckets: those that the schedule makes of measured times, or that a run before had chosen.
+    def replace_layout(self) -> None:
+        """Go on with the buckets that the schedule makes of measured times.
 
         Between steps; all workers call it together, and rank 0's count.
         """
-        before = self.layout
-        layers = before.layers if self.times is None else self.times.of(before.layers)
-        cost = None if self._costs is None else self._costs.cost(before.buckets)
+        layers = self.layout.layers if self.times is None else self.times.of(self.layout.layers)
+        cost = None if self._costs is None else self._costs.cost(self.layout.buckets)
         self._measure_no_more()
-        self._replace(Passed(self._exchanges, self._codec_step), layers, cost, chosen)
-        self.measured = self.layout
+        self._replace(Passed(self._exchanges, self._codec_step), layers, cost)
+
+    def resume_with(self, layout: Layout, measured: bool) -> None:
+        """Go on with the buckets that a run before had, and measure where that one still did; all workers call it.
+
+        Raises UsageError for those that do not fit.
+        """
+        self._fits(layout.buckets)
+        if not layout.travels_like(self.layout):
+            self._replace(Passed(self._exchanges, self._codec_step), layout.layers, chosen=layout)
+        if measured:
+            self._measure_no_more()
+        elif self.measured:
+            self._measure()
 
     def begin_at(self, step: int) -> None:
         """A run that is resumed goes on from that step, counted from 0; all workers call it together.
@@ -194,30 +204,38 @@ class Gradients:
     ) -> None:
         before, session = self.layout, self.session
         lay_out = None if self.on_replacing is None else self.on_replacing()
-        self.layout = agree_on_layout(session, layers, self.first_key, cost, chosen, passed=passed)
+        self.layout = agree_on_layout(
+            session, layers, self.first_key, cost, chosen, passed=passed, before=before, fits=self._fits
+        )
         if self.layout.travels_like(before) and not passed.anew:
             return
         compression = Recompressing(session, self.compression)
         program = session.bucket_program if self.push is None else session.push_program
         push_nothing(session, program, before.buckets, self.compression, self.first_key)
-        self._lay(self.layout)
+        self.storage.cut(self.layout.buckets)
         self.compression = compression.on(self.layout.buckets, self.storage.arrays, passed)
         self._exchanges = 0
         if lay_out is not None:
             lay_out()
 
-    def _lay(self, layout: Layout) -> None:
-        """Let gradients lie as the layout has it, and those of parameters be the views of them again."""
-        self.staging.synchronize()  # the last step's copies may still read what is now moved
-        places = zip(self.named, self.storage.places, strict=True)
-        present = [item.grad is not None and item.grad.data_ptr() == place for (_, item), place in places]
-        for tensor in self.storage.lay(layout.buckets):
-            if present[tensor]:
-                self.named[tensor][1].grad = self.storage.views[tensor]
+    def _fits(self, buckets: Sequence[Bucket]) -> None:
+        """Raise UsageError for buckets that cannot take the place of these."""
+        if place_tensors([layer.spec.elements for layer in self.layout.layers], buckets) != self.storage.placed:
+            raise UsageError("other buckets list tensors in another order than the first ones, which memory has")
+        if self.compression is not None:
+            self.compression.check_cuts(buckets)
+
+    def _measure(self) -> None:
+        """One exchange after the other, so that each shows what it takes by itself."""
+        self.measured, self._lane = False, Lane(1)
+        if self.session.rank == 0:
+            schedule, clock = self._schedule, clock_of(device_of(self.named))
+            forward = schedule.apply == "layer"  # others do not ask for it
+            self.times = LayerTimes(self._model, self.named, schedule.measures, clock, forward=forward)
+            self._costs = BucketTimes()
 
     def _measure_no_more(self) -> None:
         if self.times is not None:
             self.times.detach()
-        if self._measuring:
-            self._lane = Lane(self._in_flight)
-        self.times, self._costs, self._measuring, self.replaces = None, None, False, False
+        self._lane = Lane(self._schedule.in_flight)
+        self.times, self._costs, self.measured, self.replaces = None, None, True, False

@@ -168,8 +168,7 @@ def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer | No
 
 
 def _lay_out(storage: Storage, buckets: Sequence[Bucket]) -> Sequence[Array]:
-    """On a server, whose parameters lie elsewhere."""
-    storage.lay(buckets)
+    storage.cut(buckets)
     return storage.arrays
 
 

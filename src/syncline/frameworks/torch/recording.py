@@ -104,7 +104,7 @@ class Recording:
     def _attach(self, model: torch.nn.Module) -> None:
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
         self.layers = layers_of(named)
-        self._times = LayerTimes(model, named, self._steps, clock_of(device_of(named)))
+        self._times = LayerTimes(model, named, self._steps, clock_of(device_of(named)), forward=True)
         for index, (_, parameter) in enumerate(named):
             hook = eager(lambda _, index=index: self._produced(index))
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]

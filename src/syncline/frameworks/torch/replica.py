@@ -144,10 +144,15 @@ class Replica:
                 self.on_joined(longest)
         self.steps = max(steps)
 
-    def replace_layout(self, chosen: Layout | None = None) -> None:
+    def replace_layout(self) -> None:
         """As ``Gradients.replace_layout``."""
-        self.gradients.replace_layout(chosen)
+        self.gradients.replace_layout()
         self.steps = self._steps  # the state machine goes by the buckets
+
+    def resume_with(self, layout: Layout, measured: bool) -> None:
+        """As ``Gradients.resume_with``."""
+        self.gradients.resume_with(layout, measured)
+        self.steps = self._steps
 
     def detach(self) -> None:
         """Remove the hooks; gradients keep their values."""
@@ -205,7 +210,7 @@ class Replica:
         if not self._synchronises or parameter.grad is None:  # an autograd function may give None
             return
         gradients = self.gradients
-        if gradients.replaces and gradients.on_replacing is None:  # weights, too, cannot move in a backward pass
+        if gradients.replaces and gradients.on_replacing is None:
             self.replace_layout()
         if gradients.times is not None:
             gradients.times.produced(index)

@@ -114,11 +114,8 @@ class Client:
     def _lay_out(self) -> None:
         replica, weights = self.replica, self._weights
         self.worker.move_out()
-        for tensor in weights.lay(replica.gradients.layout.buckets):
-            self.parameters[tensor].data = weights.views[tensor]
-        self._pushed, self._pulled = Contents(replica.storage), Contents(weights)
+        weights.cut(replica.gradients.layout.buckets)
         self.worker.move_in(model_of(replica.gradients, weights))
-        self._remember_weights()
 
     def _remember(self) -> None:
         self._versions = [view._version for view in self.replica.storage.views]

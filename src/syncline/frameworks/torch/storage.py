@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ...errors import NotBuiltError, UsageError
 from ...nouns import Bucket, Layer, Spec, numpy_dtype
-from ...session.layout import Placed, place_bucket, place_tensors
+from ...session.layout import place_bucket, place_tensors
 
 Array = NDArray[Any]
 Allocate = Callable[[int, "np.dtype[Any]"], Array]
@@ -134,7 +134,7 @@ class Storage:
         device: torch.device | None = None,
     ) -> None:
         self._forms = [tensor for _, tensor in parameters]
-        self.placed = self._place(buckets)
+        self.placed = place_tensors([tensor.numel() for tensor in self._forms], buckets)
         sizes: dict[str, int] = {}
         for placed in self.placed:
             sizes[placed.dtype] = max(sizes.get(placed.dtype, 0), placed.stop)
@@ -153,12 +153,10 @@ class Storage:
         self._addresses = {dtype: flat.data_ptr() for dtype, flat in self.flat.items()}
         self.views = [self._view(tensor) for tensor in range(len(self.placed))]
         self.places = tuple(view.data_ptr() for view in self.views)
-        self._cut(buckets)
+        self.cut(buckets)
 
-    def _place(self, buckets: Sequence[Bucket]) -> tuple[Placed, ...]:
-        return place_tensors([tensor.numel() for tensor in self._forms], buckets)
-
-    def _cut(self, buckets: Sequence[Bucket]) -> None:
+    def cut(self, buckets: Sequence[Bucket]) -> None:
+        """Let ``arrays`` be these buckets of the same tensors; raises UsageError unless they lie together in one."""
         self.buckets = tuple(buckets)
         self.starts = tuple(place_bucket(bucket, self.placed) for bucket in buckets)
         self.arrays: tuple[Array, ...] = tuple(
@@ -166,44 +164,18 @@ class Storage:
             for bucket, start in zip(buckets, self.starts, strict=True)
         )
 
-    def lay(self, buckets: Sequence[Bucket]) -> list[int]:
-        """Lay the same tensors, with what they hold, out for other buckets, in the same memory; those that have moved.
-
-        Their views are others then; who has kept one keeps its values.
-        """
-        before, self.placed = self.placed, self._place(buckets)
-        moved = [tensor for tensor, placed in enumerate(before) if self.placed[tensor] != placed]
-        for tensor in moved:
-            self._let_go(tensor)
-        with torch.no_grad():
-            for flat in {id(flat): flat for blocks in (self.flat, self.resident) for flat in blocks.values()}.values():
-                held = flat.clone() if moved else flat
-                for tensor in moved:
-                    old, new = before[tensor], self.placed[tensor]
-                    if flat.dtype == getattr(torch, old.dtype):
-                        flat[new.start : new.stop] = held[old.start : old.stop]
-        for tensor in moved:
-            self.views[tensor] = self._view(tensor)
-        self.places = tuple(view.data_ptr() for view in self.views)
-        self._cut(buckets)
-        return moved
-
     def fresh(self, tensor: int) -> torch.Tensor:
         """The view of tensor ``tensor``, to be written anew; who has kept the one from before keeps its values.
 
         A gradient that a script holds on to is the view itself: it gets memory of its own then, and another view takes
         its place. Views of it, and what ``detach`` or ``data`` made of it, go on seeing the storage.
         """
-        self._let_go(tensor)
-        if self.views[tensor].data_ptr() != self.places[tensor]:
-            self.views[tensor] = self._view(tensor)
-        return self.views[tensor]
-
-    def _let_go(self, tensor: int) -> None:
-        """Give the view of a tensor memory of its own where somebody else holds it."""
         if _holders(self.views, tensor) > _NOBODY_ELSE:
             held = self.views[tensor]
             held.data = held.clone()
+        if self.views[tensor].data_ptr() != self.places[tensor]:
+            self.views[tensor] = self._view(tensor)
+        return self.views[tensor]
 
     def _view(self, tensor: int) -> torch.Tensor:
         placed = self.placed[tensor]

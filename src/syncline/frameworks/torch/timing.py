@@ -4,8 +4,8 @@ A tensor's backward time is what passes from the gradient before it to its own, 
 pass enters the model's output. Its forward time is what passes from the call of the module which has it to that of the
 next one that has some, the first one's from the model's, the last one's to its end; it counts for the module's first
 tensor. What lies between layers, such as an activation, is thereby part of one. Medians over the steps. Times are 0
-where nothing shows them: inside a compiled model no module is called, and a gradient that comes with others costs
-nothing more.
+where nothing shows them: a gradient that comes with others costs nothing more. Hooks on modules, which break compiled
+models apart, are there only where forward times are asked for.
 
 An exchange takes from where it begins here to its end. The shortest of the steps counts: in it nobody was waited for.
 
@@ -35,6 +35,8 @@ _BEGIN, _END = -1, -2
 
 Moment = Any
 """A point of time, as a clock knows it."""
+
+_Marks = list[tuple[int, Moment]]
 
 
 class Clock(Protocol):
@@ -88,17 +90,15 @@ def clock_of(device: torch.device) -> Clock:
 class LayerTimes:
     """Measures the layers of a model in so many ``steps``; ``named`` are its trained parameters, in forward order."""
 
-    def __init__(self, model: torch.nn.Module, named: Named, steps: int, clock: Clock) -> None:
+    def __init__(self, model: torch.nn.Module, named: Named, steps: int, clock: Clock, *, forward: bool) -> None:
         self._wanted, self._clock = steps, clock
-        self._forward: list[list[float]] = [[] for _ in named]
-        self._backward: list[list[float]] = [[] for _ in named]
-        self._called: list[tuple[int, Moment]] = []  # modules by their first tensors, or _BEGIN and _END of the model
-        self._came: list[tuple[int, Moment]] = []  # gradients, or _BEGIN of a backward pass
+        self._over: list[tuple[_Marks, _Marks]] = []  # what each step left of these:
+        self._called: _Marks = []  # modules by their first tensors, or _BEGIN and _END of the model
+        self._came: _Marks = []  # gradients, or _BEGIN of a backward pass
         self._task = -1  # the backward pass that has begun
-        self._steps = 0
         number = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         self._handles: list[Any] = [model.register_forward_pre_hook(eager(lambda _, __: self._call(_BEGIN)))]
-        for module in model.modules():
+        for module in model.modules() if forward else ():
             mine = [number[id(one)] for one in module.parameters(recurse=False) if id(one) in number]
             if mine:
                 call = partial(self._call, min(mine))
@@ -108,7 +108,8 @@ class LayerTimes:
     # What happens to the model.
 
     def _call(self, tensor: int) -> None:
-        if torch.is_grad_enabled():
+        again = torch._C._current_graph_task_id() != -1  # a checkpoint, in the backward pass
+        if torch.is_grad_enabled() and not again:
             self._called.append((tensor, self._clock.now()))
 
     def _end_forward(self, output: Any) -> None:
@@ -133,17 +134,7 @@ class LayerTimes:
 
     def end_step(self) -> None:
         """All gradients of a step have come."""
-        spent_s: dict[int, float] = {}
-        for (tensor, start), (following, stop) in pairwise(self._called):
-            of = following if tensor == _BEGIN else tensor
-            if of >= 0:
-                spent_s[of] = spent_s.get(of, 0.0) + self._clock.between_s(start, stop)
-        for tensor, seconds in spent_s.items():
-            self._forward[tensor].append(seconds)
-        for (_, before), (tensor, moment) in pairwise(self._came):
-            if tensor != _BEGIN:
-                self._backward[tensor].append(max(0.0, self._clock.between_s(before, moment)))
-        self._steps += 1
+        self._over.append((self._called, self._came))
         self.forget()
 
     # What follows from it.
@@ -156,13 +147,31 @@ class LayerTimes:
     @property
     def enough(self) -> bool:
         """Whether so many steps have been measured."""
-        return self._steps >= self._wanted
+        return len(self._over) >= self._wanted
+
+    @property
+    def last(self) -> bool:
+        """Whether the step that begins is the last one to be measured."""
+        return len(self._over) + 1 >= self._wanted
 
     def of(self, layers: Sequence[Layer]) -> tuple[Layer, ...]:
-        """The layers with their times."""
+        """The layers with their times; waits until they have passed."""
+        forward_s: list[list[float]] = [[] for _ in layers]
+        backward_s: list[list[float]] = [[] for _ in layers]
+        for called, came in self._over:
+            spent_s: dict[int, float] = {}
+            for (tensor, start), (following, stop) in pairwise(called):
+                of = following if tensor == _BEGIN else tensor
+                if of >= 0:
+                    spent_s[of] = spent_s.get(of, 0.0) + self._clock.between_s(start, stop)
+            for tensor, seconds in spent_s.items():
+                forward_s[tensor].append(seconds)
+            for (_, before), (tensor, moment) in pairwise(came):
+                if tensor != _BEGIN:
+                    backward_s[tensor].append(max(0.0, self._clock.between_s(before, moment)))
         return tuple(
             replace(layer, forward_s=median(forward or [0.0]), backward_s=median(backward or [0.0]))
-            for layer, forward, backward in zip(layers, self._forward, self._backward, strict=True)
+            for layer, forward, backward in zip(layers, forward_s, backward_s, strict=True)
         )
 
     def detach(self) -> None:
