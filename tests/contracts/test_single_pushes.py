@@ -257,7 +257,11 @@ def wrong(how: str, session: Session) -> None:
     if worker is not None and session.rank == 1 and how == "clock":
         worker.steps = 3
     for step in range(2 if worker else 0):
-        training.step(worker, step)
+        if session.rank == 1 and how in ("no groups", "no rate"):
+            training.push(worker, step)
+            worker.step([] if how == "no groups" else [{"lr": "none"}])
+        else:
+            training.step(worker, step)
 
 
 @pytest.mark.parametrize("kind", NEAR)
@@ -268,6 +272,8 @@ def wrong(how: str, session: Session) -> None:
         ("longer", ProtocolError, "bucket 0 of rank 1|rank 1's push"),
         ("shorter", ProtocolError, "bucket 0 of rank 1|rank 1's push"),
         ("version", ProtocolError, "a request of rank 1 .*it is of version 7 of the weights, and it was sent 0"),
+        ("no groups", ProtocolError, "the update with the values that .*rank 1.* has pushed fails .IndexError"),
+        ("no rate", ProtocolError, "the update with the values that .*rank 1.* has pushed fails .*Error"),
         ("clock", MismatchError, "rank 1 sent a push for step 4, its next one is step 1"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,7 @@ from toy import STAGED, Here, adam, alone, batch, close, fill, loss_of, making, 
 from toy import train as steps
 
 from syncline import registry
-from syncline.errors import GradientError, UsageError
+from syncline.errors import ClosedError, GradientError, UsageError
 from syncline.frameworks.numpy import adapt
 from syncline.frameworks.torch import Options, prepare
 from syncline.session.session import Session
@@ -180,3 +182,63 @@ def test_models_of_numpy(group: Any, strategy: str, sync: str) -> None:
     for found in group(f"{strategy} sync={sync}", WORKERS, body)[:WORKERS]:
         np.testing.assert_array_equal(found["w"], np.full(9, 1 - 0.25 * pushed))
         np.testing.assert_array_equal(found["b"], np.full((2, 3), -0.25 * STEPS))
+
+
+class Slower:
+    """Descent at a rate that a script sets before every step."""
+
+    def __init__(self) -> None:
+        self.lr = 1.0
+
+    def update(self, weights: Any, gradient: Any, state: Any) -> None:  # noqa: ARG002
+        weights -= self.lr * gradient
+
+
+@pytest.mark.parametrize("place", ["ps(servers=1)", "ps(servers=1, on=workers)", "ps(servers=2, on=workers)"])
+def test_an_owner_leaves_the_scripts_optimizer_alone(group: Any, place: str) -> None:
+    """Every push is applied with its worker's own values, which are those that the script has set."""
+    done = threading.Event()
+
+    def body(session: Session) -> Any:
+        handed = adapt(session, {"w": np.zeros(4)}, Slower(), OPTIONS)
+        if handed is None:
+            return None
+        arrays, optimizer = handed.result
+        seen = []
+        for step in range(4):
+            optimizer.lr *= 0.5
+            if session.rank == 0 and step == 0:
+                done.wait(60)
+            seen.append(optimizer.lr)
+            optimizer.step({"w": np.ones(4)})
+        if session.rank == 1:
+            done.set()
+        session.barrier()
+        optimizer.step({"w": np.zeros(4)})
+        return seen, arrays["w"].tolist()
+
+    for seen, held in group(f"{place} sync=free", 2, body)[:2]:
+        assert seen == [0.5, 0.25, 0.125, 0.0625]
+        assert held == [-0.9375] * 4
+
+
+@pytest.mark.parametrize("sync", ["bound", "bsp"])
+def test_a_step_that_is_left_in_the_middle_is_not_gone_on_from(group: Any, sync: str) -> None:
+    """An interrupt between two buckets that a script catches: every later call says so."""
+
+    def body(here: Here) -> None:
+        assert here.replica is not None
+        real, count = here.replica.gradients.start, itertools.count()
+
+        def start(*arguments: Any) -> Any:
+            if next(count) == 1:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        here.replica.gradients.start = start  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(here.model(batch(0))).backward()
+        loss_of(here.model(batch(1))).backward()
+
+    with pytest.raises(ClosedError, match="an exchange was interrupted by KeyboardInterrupt"):
+        on_group(group, f"ps(servers=1) sync={sync} schedule=wait_free", 1, making("sgd"), body, weight=1)

@@ -205,7 +205,8 @@ class Sliced:
     """A script's optimizer on the slices that this process owns."""
 
     def __init__(self, optimizer: Update, holdings: Sequence[Holding]) -> None:
-        self._optimizer, self._holdings = optimizer, holdings
+        self._optimizer = copy.copy(optimizer)  # the script's own has the values of its next step
+        self._holdings = holdings
         self._states: list[States] = [{} for _ in holdings]
 
     def squared_norm(self) -> float:
@@ -214,7 +215,10 @@ class Sliced:
 
     def apply(self, groups: Groups, scale: float) -> None:
         """With the attributes that the workers' optimizers have."""
-        vars(self._optimizer).update(groups[0])
+        (values,) = groups
+        if values.keys() != vars(self._optimizer).keys():
+            raise ValueError(f"the optimizer has {sorted(vars(self._optimizer))}, told are {sorted(values)}")
+        vars(self._optimizer).update(values)
         for held, state in zip(self._holdings, self._states, strict=True):
             gradient = held.gradient if scale == 1.0 else held.gradient * held.gradient.dtype.type(scale)
             self._optimizer.update(held.weights, gradient, state)

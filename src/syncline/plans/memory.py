@@ -86,7 +86,7 @@ class _Place:
     readers: list[Wait] = field(default_factory=list)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def compile_scripts(plan: Plan) -> tuple[Script, ...]:
     """The scripts of all ranks. Cost: linear in the chunks moved, for all ranks together."""
     return _Compiler(plan).scripts()

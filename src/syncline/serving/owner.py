@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..engine.work import Work
-from ..errors import PeerLeft
+from ..errors import PeerLeft, ProtocolError, SynclineError
 from ..session.layout import LABEL, Layout, Passed, hear_layout
 from ..session.replacing import LABEL as REPLACING
 from ..session.replacing import Recompressing, copy_weights
@@ -24,7 +24,7 @@ from .messages import ANSWERS, check_fields, nonsense, read_message, receive_bod
 from .protocol import ALL, Apply, Ledger, Measure, Release, Request
 from .records import Record, pack, unpack
 from .relaying import Lay, Leaving, Relay
-from .shard import Build, Shard
+from .shard import Build, Optimizer, Shard
 from .traffic import Model, Traffic
 from .ways import traffic_of
 
@@ -74,7 +74,7 @@ class Owner:
     """
 
     def __init__(self, session: Session, shard: Shard, moves: Moves) -> None:
-        self.shard, self._moves = shard, moves
+        self._session, self.shard, self._moves = session, shard, moves
         self.ledger = Ledger(session.group.workers, session.strategy.sync_mode())
         self.version = 0
 
@@ -87,11 +87,25 @@ class Owner:
                 moves.tell_norm(action.workers, optimizer.squared_norm())
             elif isinstance(action, Apply):
                 moves.settle(action.worker)
-                optimizer.apply(action.values["groups"], action.values["scale"])
+                self._apply(optimizer, action)
                 self.version = action.version
                 moves.take_next(action.worker)
             elif isinstance(action, Release):
                 moves.release(action.workers)
+
+    def _apply(self, optimizer: Optimizer, action: Apply) -> None:
+        """One update; raises ProtocolError that names the worker whose values are none of this optimizer's."""
+        try:
+            optimizer.apply(action.values["groups"], action.values["scale"])
+        except SynclineError:
+            raise
+        except Exception as error:
+            who = "all workers have" if action.worker == ALL else f"{self._session.name(action.worker)} has"
+            raise ProtocolError(
+                f"the update with the values that {who} pushed fails ({type(error).__name__}: {error}): do all"
+                " processes have the same optimizer with the same groups?",
+                rank=action.worker,
+            ) from error
 
 
 class Server:
@@ -219,6 +233,9 @@ class Server:
     def _expects(self) -> dict[int, str]:
         """The workers that others wait for here; asked from any thread."""
         late = {worker: f"step {step} of the optimizer" for worker, step in self._owner.ledger.awaited.items()}
+        for worker in list(self._messages):
+            if not all(work.done for work in self._exchanges.coming(worker)):
+                late[worker] = "the gradients that it says it has pushed"
         if self._session.index in self._gone:
             late |= dict.fromkeys(tuple(self._requests), "its last step")
         return late
@@ -236,6 +253,8 @@ class Server:
             send_body(self._session, worker, body, f"the owner's {kind}", ANSWERS)
             return
         records = self._body(worker, message)
+        if kind == "replace" and not self._merges:
+            raise nonsense(self._session, worker, f"a {kind}", "workers change no weights where each pushes by itself")
         if kind == "load":
             self._shard.load(records)
         else:
@@ -298,15 +317,16 @@ def serve(session: Session, model: Model, build: Build, learnt: Sequence[Record]
     traffic = traffic_of(session, model)
     holdings = traffic.holdings()
     if holdings is not None:
-        Server(session, Shard(holdings, build, learnt), traffic, lay and Relay(model, lay)).serve()
+        relay = Relay(model, lay) if lay is not None and session.strategy.sync_mode().merges else None
+        Server(session, Shard(holdings, build, learnt), traffic, relay).serve()
 
 
 def serve_beside(session: Session, shard: Shard, traffic: Traffic) -> Work:
     """Serve in a thread beside this worker's own; the work is done when every worker has left, this one included."""
-    server, over = Server(session, shard, traffic), session.engine.promise("the others' last steps", tolerant=True)
+    engine = session.engine
+    server, over = Server(session, shard, traffic), engine.promise("the others' last steps", tolerant=True)
 
     def run() -> None:
-        engine = session.engine
         try:
             with engine.uncounted():
                 server.serve()

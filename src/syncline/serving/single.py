@@ -8,7 +8,7 @@ too and then sent, so that the next update need not wait until the worker has it
 beside those of its model, which stay as they were pulled until it pulls again; between the two, what it owns itself is
 copied and not sent.
 
-Memory at an owner: its part of the model once for every worker, and the model once.
+Memory at an owner: its part of the model once for every worker, under a codec twice, and the model once.
 
 Theory: Dean et al., "Large Scale Distributed Deep Networks" (DistBelief), NeurIPS 2012.
 """

@@ -116,10 +116,12 @@ class Member:
         """
         if self._closed or self.forked:
             return None
-        unseen = self._take_leave()
-        fault = None if self._engine is None else self._engine.close(before_end=self.ending.say_goodbye)
-        self._closed = True
-        self.ending.close()
+        try:
+            unseen = self._take_leave()
+        finally:
+            fault = None if self._engine is None else self._engine.close(before_end=self.ending.say_goodbye)
+            self._closed = True
+            self.ending.close()
         return unseen or (None if self.ending.known else fault or self.ending.verdict)
 
     def _take_leave(self) -> Exception | None:

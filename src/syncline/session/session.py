@@ -54,7 +54,10 @@ class Heard(NamedTuple):
 
 
 class Session(Communicator):
-    """This process's place in a run. Made in ``launch.connecting``; used by one thread at a time."""
+    """This process's place in a run. Made in ``launch.connecting``.
+
+    Used by one thread at a time; an owner of weights beside the training sends and receives messages of its own.
+    """
 
     def __init__(
         self,

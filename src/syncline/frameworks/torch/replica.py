@@ -380,7 +380,7 @@ class Replica:
                 self._tell()
             self._do(self._step.backward_ended())
         except BaseException as error:
-            if self._meeting is not None:  # the others wait for the rest of this step
+            if self._meeting is not None or self._works:  # the others wait for the rest of this step
                 self.session.member.interrupted(error)
             self.steps = self._steps  # whatever the pass has come to
             self._reset()
