@@ -236,6 +236,9 @@ def test_measuring_leaves_modules_without_hooks(group: Any) -> None:
         train(here, range(1))
         assert here.replica is not None
         assert here.rank > 0 or here.replica.gradients.times is not None
+        assert not here.replica.gradients.replaces
+        train(here, range(1, 2))  # the last one that the schedule asks for
+        assert here.replica.gradients.replaces
         return [len(one._forward_hooks) + len(one._forward_pre_hooks) for one in here.model.children()]
 
     assert on_group(group, "ring schedule=remade", 2, sgd, body) == [[0, 0, 0]] * 2

@@ -210,7 +210,7 @@ class Replica:
         if not self._synchronises or parameter.grad is None:  # an autograd function may give None
             return
         gradients = self.gradients
-        if gradients.replaces and gradients.on_replacing is None:
+        if gradients.replaces and gradients.on_replacing is None:  # with owners, behind the optimizer's step
             self.replace_layout()
         if gradients.times is not None:
             gradients.times.produced(index)
