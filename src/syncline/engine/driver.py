@@ -90,6 +90,11 @@ class Driver(ABC):
         What nobody minds if it never ends waits as soon as somebody has come to it.
         """
 
+    @property
+    def observer(self) -> Observer | None:
+        """Who is told all that begins and ends here, if anybody is."""
+        return self._observer
+
     # For the threads that wait.
 
     @property

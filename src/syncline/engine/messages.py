@@ -341,7 +341,7 @@ class Exchange:
         else:
             add_all_into(into, parts)
         if self._observer is not None:
-            for span in spans:
+            for span in reversed(spans):  # each within the one before
                 span.end()
         for item in came:
             if isinstance(item, Kept):

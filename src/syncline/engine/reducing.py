@@ -100,7 +100,9 @@ class Reducing:
     def _advance(self, number: int, reducer: Reducer, turn: int, lengths: Lengths) -> None:
         """Let a reducer go on until it has to wait."""
         while True:
-            span = None if self._observer is None else self._tell("compute", number)
+            span = None
+            if self._observer is not None:
+                span = self._tell("compute", number, phase="decode" if turn else "encode")
             try:
                 asked = next(reducer) if turn == 0 else reducer.send(lengths)
             except StopIteration:
@@ -127,10 +129,10 @@ class Reducing:
             self._span.end()
         self._on_done()
 
-    def _tell(self, kind: Kind, number: int, peer: int = -1, nbytes: int = -1) -> Span:
+    def _tell(self, kind: Kind, number: int, peer: int = -1, nbytes: int = -1, phase: str = "") -> Span:
         """Tell the observer, which there is, that something of a piece begins."""
         assert self._observer is not None
-        what = {"step": number, "peer": peer, "nbytes": nbytes}
+        what = {"phase": phase, "step": number, "peer": peer, "nbytes": nbytes}
         return begin(self._observer, kind, self._label, self._span, priority=self._priority, **what)
 
     def _sum(self, array: Array, number: int, reducer: Reducer, turn: int) -> None:

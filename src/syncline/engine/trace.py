@@ -14,10 +14,15 @@ before it and ends after it:
           reduce  copy         what has come is added, or takes the place of what was there
         advance      one call of compiled code that carries out a plan in mapped memory
           send  receive  reduce  copy
-        compute      a turn of a reducer: what it encodes before its messages, decodes after them
+        compute      a turn of a reducer: it encodes before its messages, and decodes after them
         send  receive          a reducer's payloads
       send  receive  single messages
-    wait             the training thread is blocked
+    wait             a thread of the script, or of an owner, is blocked
+    forward          the model computes, as far as the framework tells it
+    backward         from where the pass enters the model's output; the waits at its end come after it
+    optimizer        the optimizer's step, with what waits for owners in it
+    update           an owner applies gradients to its weights
+    staging          a bucket is copied down from a device
 
 Compiled loops tell nothing. In mapped memory it is seen before and after each call of ``advance`` how many operations
 of the script are done; those done in between are told at the end of the call, with no time of their own. There the rank
@@ -33,7 +38,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-Kind = Literal["work", "run", "segment", "send", "receive", "reduce", "copy", "advance", "compute", "wait"]
+Kind = Literal[
+    "work", "run", "segment", "send", "receive", "reduce", "copy", "advance", "compute", "wait",
+    "forward", "backward", "optimizer", "update", "staging",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,11 +56,14 @@ class Span:
     key: int = -1
     """Of works and runs: what tells it from others under way."""
     phase: str = ""
-    """Of runs: the plan's goal, or ``reduce`` for reducers."""
+    """Of runs: the plan's goal, or ``reduce`` for reducers; of their turns ``encode`` or ``decode``."""
     priority: float = 0.0
     segment: int = -1
     step: int = -1
-    """The step of the plan, in mapped memory the operation of the script, of reducers the number of the piece."""
+    """The step of the plan, in mapped memory the operation of the script, of reducers the number of the piece.
+
+    Of updates their number.
+    """
     peer: int = -1
     nbytes: int = -1
 
@@ -62,7 +73,7 @@ class Span:
 
 
 class Observer(Protocol):
-    """Who is told. Called from the training thread and from the one that drives; it must not block or raise."""
+    """Who is told. Called from any thread, most from the one that drives; it must not block or raise."""
 
     def begin(self, span: Span) -> None:
         """It begins now."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from .. import registry, tuning
 from ..engine.driver import LIMIT_S
+from ..engine.trace import Observer
 from ..errors import UsageError
 from ..nouns import Group
 from ..session.session import Session
@@ -35,14 +36,20 @@ from .environment import Environment
 from .meeting import CONNECT_S, Joined, MeetingPoint, listen_address
 
 
-def in_process(strategy: str, workers: int) -> list[Session]:
-    """Sessions of a whole group between the threads of this process: workers first, then servers. For tests."""
+def in_process(strategy: str, workers: int, observers: Sequence[Observer | None] = ()) -> list[Session]:
+    """Sessions of a whole group between the threads of this process: workers first, then servers. For tests.
+
+    ``observers`` are those of the first ones.
+    """
     chosen = Strategy.parse(strategy).resolve(Group(workers), inproc=True)
     group = Group(workers, chosen.servers)
+    told = [*observers, *[None] * group.processes][: group.processes]
     if group.processes == 1:
-        return [Session(chosen, group, 0, None)]
+        return [Session(chosen, group, 0, None, observer=told[0])]
     hub = Hub(group.processes)
-    sessions = [Session(chosen, group, index, hub.transport(index)) for index in range(group.processes)]
+    sessions = [
+        Session(chosen, group, index, hub.transport(index), observer=observer) for index, observer in enumerate(told)
+    ]
     for session in sessions:
         session.ending.neighbours = [other.ending for other in sessions if other is not session]
     return sessions

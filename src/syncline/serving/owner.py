@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ..engine.trace import begin
 from ..engine.work import Work
 from ..errors import PeerLeft, ProtocolError, SynclineError
 from ..session.layout import LABEL, Layout, Passed, hear_layout
@@ -87,11 +88,21 @@ class Owner:
                 moves.tell_norm(action.workers, optimizer.squared_norm())
             elif isinstance(action, Apply):
                 moves.settle(action.worker)
-                self._apply(optimizer, action)
+                self._update(optimizer, action)
                 self.version = action.version
                 moves.take_next(action.worker)
             elif isinstance(action, Release):
                 moves.release(action.workers)
+
+    def _update(self, optimizer: Optimizer, action: Apply) -> None:
+        """One update, which is observed."""
+        observer, of = self._session.observer, "" if action.worker == ALL else f" of rank {action.worker}'s push"
+        if observer is None:
+            self._apply(optimizer, action)
+            return
+        span = begin(observer, "update", f"update of the weights{of}", step=action.version, peer=action.worker)
+        self._apply(optimizer, action)
+        span.end()
 
     def _apply(self, optimizer: Optimizer, action: Apply) -> None:
         """One update; raises ProtocolError that names the worker whose values are none of this optimizer's."""

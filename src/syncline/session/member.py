@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from ..engine.driver import LIMIT_S
 from ..engine.engine import Engine
+from ..engine.trace import Observer
 from ..errors import ClosedError, PeerError, SynclineError
 from ..nouns import Group
 from ..transports import Transport
@@ -21,7 +22,10 @@ from .ending import Ending
 
 
 class Member:
-    """Process ``index`` of ``group``, which counts workers first and servers of their own after them."""
+    """Process ``index`` of ``group``, which counts workers first and servers of their own after them.
+
+    An ``observer`` is told all that begins and ends in it.
+    """
 
     def __init__(
         self,
@@ -32,14 +36,17 @@ class Member:
         roll: Roll | None = None,
         local_rank: int = 0,
         limit_s: float = LIMIT_S,
+        observer: Observer | None = None,
     ) -> None:
-        self.group, self.index = group, index
+        self.group, self.index, self.observer = group, index, observer
         self.roll, self.local_rank = roll, local_rank
         self.communicators = 1
         """The least number that no communicator of this process has had; that of all workers is 0."""
         self.splitting = threading.Lock()
         self.before_end: list[Callable[[], None]] = []
         """What this process does for the others before it leaves a run in which nothing went wrong."""
+        self.at_end: Callable[[bool], None] = lambda _: None
+        """Called after the goodbye, while connections still stand; told whether nothing has gone wrong in the run."""
         ending = self.ending = Ending(group, index, self.name)
         self._pid = os.getpid()
         self._closed = False
@@ -52,6 +59,7 @@ class Member:
                 has_left=ending.has_left,
                 on_raise=ending.came_back,
                 find_culprit=ending.find_culprit,
+                observer=observer,
             )
             ending.answer = self._engine.answer
 
@@ -119,10 +127,17 @@ class Member:
         try:
             unseen = self._take_leave()
         finally:
-            fault = None if self._engine is None else self._engine.close(before_end=self.ending.say_goodbye)
+            fault = None if self._engine is None else self._engine.close(before_end=self._part)
+            if self._engine is None:
+                self.at_end(True)
             self._closed = True
             self.ending.close()
         return unseen or (None if self.ending.known else fault or self.ending.verdict)
+
+    def _part(self) -> None:
+        """Say goodbye, and do what is to be done while the others can still be reached."""
+        self.ending.say_goodbye()
+        self.at_end(self._engine is not None and self._engine.error is None)
 
     def _take_leave(self) -> Exception | None:
         """Call what comes before the end; what went wrong in it, which nobody has seen."""

@@ -21,6 +21,7 @@ from ..compression.compression import Compression
 from ..compression.reducers import Participant
 from ..compression.updates import Updates
 from ..engine.driver import LIMIT_S
+from ..engine.trace import Observer
 from ..engine.work import Work
 from ..errors import MismatchError, ProtocolError, UsageError
 from ..nouns import Bucket, Group, Layer
@@ -69,8 +70,9 @@ class Session(Communicator):
         roll: Roll | None = None,
         local_rank: int = 0,
         limit_s: float = LIMIT_S,
+        observer: Observer | None = None,
     ) -> None:
-        member = Member(group, index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s)
+        member = Member(group, index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s, observer=observer)
         super().__init__(member, range(group.workers), self._allreduce_in)
         self.strategy = strategy
         self.group = group
@@ -95,6 +97,11 @@ class Session(Communicator):
     def local_rank(self) -> int:
         """This process's number on its host."""
         return self.member.local_rank
+
+    @property
+    def observer(self) -> Observer | None:
+        """Who is told all that begins and ends here, if anybody is."""
+        return self.member.observer
 
     @property
     def alone(self) -> bool:

@@ -20,6 +20,7 @@ from ...session.session import MODEL_KEYS, Session
 from .._schedules import check_schedule
 from .advice import tell_of_slow_start
 from .agreement import check_same_model, copy_from_worker
+from .computing import steps_of
 from .intact import Forms
 from .optimizer import give_back, put_together, take_over
 from .options import Named, Options, Selection
@@ -103,6 +104,7 @@ def prepare(
         made = _attach_served(session, optimizer, keeps_state, replica)
     if before is not None:
         made.replica.steps = before.replica.steps
+    made.replica.keep(steps_of(session, optimizer))
     session.prepared[first_key] = made
     return made
 

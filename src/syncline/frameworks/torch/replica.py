@@ -22,7 +22,7 @@ How gradients lie in buckets and how these travel is ``gradients``' affair, that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ from .agreement import copy_from_worker
 from .backward import Backward
 from .batch_norm import SyncBatchNorm, synchronise
 from .buffers import Buffers
+from .computing import passes_of
 from .copies import PlainCopies
 from .eager import eager
 from .gradients import Gradients
@@ -154,6 +155,10 @@ class Replica:
         self.gradients.resume_with(layout, measured)
         self.steps = self._steps
 
+    def keep(self, handles: Iterable[Any]) -> None:
+        """Remove these with the hooks."""
+        self._handles += handles
+
     def detach(self) -> None:
         """Remove the hooks; gradients keep their values."""
         for handle in self._handles:
@@ -176,6 +181,7 @@ class Replica:
             handles.append(self.model.register_forward_hook(after))
         loaded = eager(lambda module, _: self._state_loaded(module))
         handles.append(self.model.register_load_state_dict_post_hook(loaded))  # type: ignore[no-untyped-call]
+        handles += passes_of(self.session, self.model)
         return [*handles, PlainCopies(self.model, handles), *synchronise(self.model, self.session)]
 
     def before_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:

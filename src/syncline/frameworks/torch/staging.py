@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from ...engine.engine import Engine
+from ...engine.trace import Span, begin
 from ...engine.work import Work
 from ...errors import NotBuiltError, SynclineError, UsageError
 from .storage import Array, Pair
@@ -156,7 +157,7 @@ class Staged:
         self.device: torch.device | None = copier.device
         self._engine, self._copier, self._fail = engine, copier, fail
         self._pinned: list[torch.Tensor] = []
-        self._descending: queue.SimpleQueue[tuple[Copy, Work] | None] = queue.SimpleQueue()
+        self._descending: queue.SimpleQueue[tuple[Copy, Work, Span | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="syncline-staging", daemon=True)
         self._thread.start()
 
@@ -174,8 +175,10 @@ class Staged:
 
     def down(self, pair: Pair, gate: Work | None, label: str) -> Work | None:
         """Begin at once; a thread waits for the end, so that neither training nor progress does."""
-        landed = self._engine.promise(f"{label}: copying to the host")
-        self._descending.put((self._copier.to_host(pair), landed))
+        landed, observer, span = self._engine.promise(f"{label}: copying to the host"), self._engine.observer, None
+        if observer is not None:
+            span = begin(observer, "staging", landed.label, landed.span, nbytes=pair.host.nbytes)
+        self._descending.put((self._copier.to_host(pair), landed, span))
         return landed if gate is None else self._engine.then(label, [gate, landed])
 
     def up(self, pair: Pair, exchange: Work, label: str) -> Work:
@@ -205,12 +208,14 @@ class Staged:
 
     def _watch(self) -> None:
         while (item := self._descending.get()) is not None:
-            copy, landed = item
+            copy, landed, span = item
             try:
                 copy.synchronize()
             except Exception as error:  # of the device: whoever waits for the exchange has to learn of it
                 self._fail(error)
             else:
+                if span is not None:
+                    span.end()
                 self._engine.fulfil(landed)
 
 
