@@ -68,7 +68,7 @@ class Entry:
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """The arguments a strategy text may give, in order."""
-        return _parameters(self.target)
+        return parameters_of(self.target)
 
     @property
     def own(self) -> bool:
@@ -198,7 +198,8 @@ def _same_source(known: Target, target: Target) -> bool:
     return modules[0] == modules[1] or (files[0] is not None and files[0] == files[1])
 
 
-def _parameters(target: Callable[..., Any]) -> tuple[Parameter, ...]:
+def parameters_of(target: Callable[..., Any]) -> tuple[Parameter, ...]:
+    """The arguments that a text may give to a function or class, registered or not."""
     hints = typing.get_type_hints(target.__init__ if _plain_class(target) else target)
     if dataclasses.is_dataclass(target):
         return tuple(

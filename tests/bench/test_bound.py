@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.bench.bound import bound_s, bounded, link_bytes_per_s
-from syncline.nouns import Spec
+from syncline.nouns import Seconds, Spec
 from syncline.report.rows import Row
+from syncline.workloads import Pipeline
 from syncline.workloads._trace import Trace, TracedLayer
 
 
@@ -21,6 +24,16 @@ def test_compute_or_wire_whichever_takes_longer() -> None:
     goodput = 957e6 / 8
     assert bound_s(trace, 4, goodput) == pytest.approx(0.671, abs=0.001)
     assert bound_s(trace, 4, 10 * goodput) == bound_s(trace, 4, None) == bound_s(trace, 1, goodput) == 0.458
+
+
+def test_loading_and_copies_are_part_of_compute() -> None:
+    trace, goodput = trace_of(13_378_280, 0.4), 957e6 / 8
+    wire_s = bound_s(trace, 4, goodput)
+    slow = Pipeline(loading=Seconds(0.5), h2d=Seconds(0.1))
+    assert bound_s(trace, 4, None, slow) == pytest.approx(1.0)
+    assert bound_s(trace, 4, None, replace(slow, prefetch=2)) == pytest.approx(0.5)
+    assert bound_s(trace, 4, goodput, replace(slow, prefetch=2)) == pytest.approx(wire_s)
+    assert bounded(Row("ring", 2, iteration_s=2.0), trace, None, slow).of_bound == pytest.approx(0.5)
 
 
 def test_a_link_gives_its_goodput_or_the_payload_of_its_rate() -> None:

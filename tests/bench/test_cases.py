@@ -82,6 +82,14 @@ def test_peers_stand_beside_strategies(tmp_path: Path) -> None:
     assert comparison().trace is None
 
 
+def test_the_workload_is_named_in_its_canonical_form() -> None:
+    found = comparison(workload=" digits( prefetch=2, loading=0.005 ) ")
+    assert found.workload == "digits(loading=5ms, prefetch=2)"
+    assert found.pipeline.prefetch == 2
+    with pytest.raises(UsageError, match="cannot be negative"):
+        comparison(workload="digits(loading=-5ms)")
+
+
 def test_a_lab_has_a_rate_and_no_shared_memory() -> None:
     assert comparison(lab="1gbit").lab == 1e9
     assert comparison().lab is None

@@ -65,6 +65,19 @@ def test_two_runs_end_with_the_same_bits_and_another_seed_with_others() -> None:
     assert first == second != other
 
 
+def test_a_pipeline_and_a_layout_change_times_and_no_bit() -> None:
+    plain, ahead, laid_out = (
+        messages_of(job_of(workload=text, batch=700, iterations=4))[-1]
+        for text in ("digits", "digits(loading=1us, h2d=1us, prefetch=2)", "digits(channels_last=on)")
+    )
+    assert plain["sha256"] == ahead["sha256"]
+    assert plain["measures"]["h2d_s"] == 0 < ahead["measures"]["h2d_s"]
+    scores = [[point["iteration"] for point in row["curve"] if point["accuracy"] is not None] for row in (plain, ahead)]
+    assert scores[0] == scores[1] == [3, 4]
+    # Another layout sums in another order.
+    assert laid_out["curve"][-1]["test_loss"] == pytest.approx(plain["curve"][-1]["test_loss"], rel=1e-3)
+
+
 def test_every_epoch_is_evaluated() -> None:
     result = messages_of(job_of(batch=700, iterations=5))[-1]
     scores = [point["iteration"] for point in result["curve"] if point["accuracy"] is not None]

@@ -114,6 +114,21 @@ def test_the_workload_takes_its_name_and_times_from_the_file(tmp_path: Path) -> 
         load("trace")
 
 
+def test_copies_to_the_device_are_a_column_and_the_default_of_h2d(tmp_path: Path) -> None:
+    recorded = written(tmp_path, f"{HEAD},h2d_s\na,4,0.25,0.5,0.003\nb,4,0.1,0.1,0.000000000\nc,4,0.1,0.1,\n")
+    workload = load(f"trace:{recorded}")
+    assert workload.trace is not None
+    assert workload.trace.h2d_s == workload.pipeline.h2d == 0.003
+    assert workload.copied
+    assert workload.name == f"trace:{recorded}"
+    told = load(f"trace:{recorded}(h2d=0)")
+    assert (told.pipeline.h2d, told.copied) == (0.0, False)
+    assert not load(f"trace:{written(tmp_path, HEAD + chr(10) + 'a,4,0.25,0.5' + chr(10))}").copied
+    for wrong, words in (("-1", "h2d_s of layer 'a' must be seconds from 0 up"), ("x", "h2d_s must be a number")):
+        with pytest.raises(DataError, match=words):
+            load(f"trace:{written(tmp_path, f'{HEAD},h2d_s{chr(10)}a,4,0.25,0.5,{wrong}{chr(10)}')}")
+
+
 def test_traces_made_by_programs_are_checked_too() -> None:
     layer = TracedLayer("a", (Spec("weight", (1,)),), 0.0, 0.0)
     with pytest.raises(UsageError, match="no layers"):

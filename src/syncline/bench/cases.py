@@ -18,7 +18,7 @@ from ..nouns import Rate
 from ..report.files import STANDARD_OUTPUT, checked
 from ..report.rows import BASELINE
 from ..strategy.grammar import read_value
-from ..workloads import Trace, Workload, load
+from ..workloads import AT_ONCE, Pipeline, Trace, Workload, load
 from .contenders import Contender, contender_of
 
 
@@ -42,7 +42,8 @@ class Comparison:
     """Everything a comparison will do, checked.
 
     ``lab`` is the rate of the links between the hosts of a lab, None to run on this machine as it is. ``trace`` is that
-    of a replayed workload, from which the rows get their bounds. ``scored`` says that there is a test set.
+    of a replayed workload, from which the rows get their bounds, with ``pipeline``. ``scored`` says that there is a
+    test set.
     """
 
     workload: str
@@ -55,6 +56,7 @@ class Comparison:
     lab: Rate | None = None
     trace: Trace | None = None
     scored: bool = False
+    pipeline: Pipeline = AT_ONCE
 
     @property
     def processes(self) -> int:
@@ -92,9 +94,18 @@ def comparison_of(
         epochs = loaded.epochs
     cases = [_case(loaded, Contender(BASELINE), 1, batch, epochs, iterations)]
     cases += [_case(loaded, contender, workers, batch, epochs, iterations) for contender in contenders]
-    scored = loaded.test is not None
     return Comparison(
-        workload, tuple(cases), seed, epochs, iterations, json_file, report_file, rate, loaded.trace, scored
+        loaded.name,
+        tuple(cases),
+        seed,
+        epochs,
+        iterations,
+        json_file,
+        report_file,
+        rate,
+        loaded.trace,
+        scored=loaded.test is not None,
+        pipeline=loaded.pipeline,
     )
 
 

@@ -72,7 +72,7 @@ def carry_out(comparison: Comparison, limit_s: float, progress: Console, output:
             result = replace(result, lab=site.name, goodput_bytes_per_s=site.goodput_bytes_per_s)
             for case in comparison.cases:
                 row = measure(case, comparison.workload, comparison.seed, limit_s, display, site)
-                row = bounded(scaled(row, result.baseline), comparison.trace, _link(case, site))
+                row = bounded(scaled(row, result.baseline), comparison.trace, _link(case, site), comparison.pipeline)
                 result = result.with_row(row)
                 keep_text(comparison.json_path, result.to_json())
     except KeyboardInterrupt:

@@ -6,8 +6,9 @@ that all others are compared with. Further peers, such as ``ddp``, take Syncline
 the JSON of ``Job``; results go to the pipe that it names for this process. One thread per process, so that rows with
 more processes do not get more of it each.
 
-Stages of an iteration: *loading* takes the next batch from the workload; *h2d* is the copy to the device, which is 0 on
-a CPU, where the batch already is; *forward* includes the loss; *backward* is ``loss.backward()``; *update* is the
+Stages of an iteration: *loading* waits for the next batch of the workload, which takes the time that its pipeline says
+or, prefetched, is there; *h2d* is the copy to the device, which is 0 on a CPU, where the batch already is, unless the
+pipeline says otherwise; *forward* includes the loss; *backward* is ``loss.backward()``; *update* is the
 optimizer's step, the learning-rate schedule's, and ``zero_grad``, which closes the iteration. Each excludes the time
 blocked in Syncline; a peer does not say how long it was blocked. Evaluation, barriers, and the reports are outside of
 iterations. The start is joining the group and preparing the model; loading data and building the model are not.
@@ -19,17 +20,17 @@ import hashlib
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..launch.environment import recognise
 from ..report.rows import BASELINE
 from ..strategy.parts import build
-from ..workloads import Workload, load
+from ..workloads import Feed, Workload, load
 from .contenders import peer_of
 from .measure import IterationClock, Record
 from .messages import Job, Sender
@@ -98,16 +99,19 @@ def main(text: str) -> None:
         try:
             torch.set_num_threads(1)
             begun = time.perf_counter()
-            train(job, _side(job.strategy), sender, time.perf_counter() - begun)
+            train(job, _side(job.strategy), sender, time.perf_counter() - begun, recognise().rank)
         except Exception as error:
             sender.send("error", at=time.monotonic(), text=f"{type(error).__name__}: {error}")
             raise
 
 
-def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0) -> None:
-    """Train to the end of the job and send one result; joining the group took ``joined_s``."""
+def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0, process: int = 0) -> None:
+    """Train to the end of the job and send one result.
+
+    Joining the group took ``joined_s``; ``process`` is which of the run's processes this is.
+    """
     workload = load(job.workload)
-    bare = workload.model(job.seed)
+    bare = workload.computing.placed(workload.model(job.seed), process)
     bare_optimizer = workload.optimizer(bare)
     begun = time.perf_counter()
     model, optimizer = side.prepare(bare, bare_optimizer, weight=workload.weight)
@@ -115,40 +119,68 @@ def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0) -> None:
     rank, world = side.rank(), side.world_size()
     # Replicas start equal; what is random during training (dropout) differs between them, as it would in one big batch.
     torch.manual_seed(job.seed * 65_537 + rank)
-    loop = _Loop(model, optimizer, workload.schedule(optimizer, job.iterations), workload.loss, side)
-    batches = _Batches(workload, rank, world, job)
+    loop = _Loop(model, optimizer, workload, job.iterations, side)
     told = time.monotonic()
     start = side.stats()
     record = Record(job.iterations, counted=start.blocked_s is not None)
     model.train()
-    while record.done < job.iterations:
-        loop.iterate(batches, record)
-        last = record.done == job.iterations
-        if rank == 0 and (last or time.monotonic() - told > _REPORT_EVERY_S):
-            told = time.monotonic()
-            _tell(sender, record, world)
-        if last or batches.epoch_ended:
-            _evaluate(workload, model, bare, side, record)
+    with closing(Feed(_batches(workload, rank, world, job), workload.pipeline)) as feed:
+        while record.done < job.iterations:
+            epoch_ended = loop.iterate(feed, record)
+            last = record.done == job.iterations
+            if rank == 0 and (last or time.monotonic() - told > _REPORT_EVERY_S):
+                told = time.monotonic()
+                _tell(sender, record, world)
+            if last or epoch_ended:
+                _evaluate(workload, model, bare, side, record)
     model.eval()
     sender.send("result", **record.report(), start_s=start_s, **_outcome(bare, start, side.stats(), record.done))
     side.shutdown()
 
 
+class _Batch(NamedTuple):
+    """What one worker computes a gradient of; ``ends_epoch`` says that it is the last one of its epoch."""
+
+    inputs: torch.Tensor
+    target: torch.Tensor
+    ends_epoch: bool
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> _Batch:
+        """The batch with its tensors elsewhere."""
+        return self._replace(inputs=move(self.inputs), target=move(self.target))
+
+
+def _batches(workload: Workload, rank: int, world: int, job: Job) -> Iterator[_Batch]:
+    """This worker's batches of the whole job, one epoch after the other."""
+    steps = workload.steps_per_epoch(job.batch, world)
+    for epoch in range(-(-job.iterations // steps)):
+        batches = workload.batches(rank, world, job.batch, job.seed, epoch)
+        for taken, (inputs, target) in enumerate(batches, start=1):
+            yield _Batch(workload.computing.laid_out(inputs), target, taken == steps)
+
+
 class _Loop:
     """The body of the training loop, with the clock around its stages."""
 
-    def __init__(self, model: Any, optimizer: Any, scheduler: Any, loss: Any, side: Side) -> None:
-        self._model, self._optimizer, self._scheduler, self._loss = model, optimizer, scheduler, loss
+    def __init__(self, model: Any, optimizer: Any, workload: Workload, iterations: int, side: Side) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._loss: Callable[..., Any] = workload.loss
+        self._scheduler = workload.schedule(optimizer, iterations)
+        self._copies, self._computing = workload.copied, workload.computing
         self._stats = side.stats
-        self._clock = IterationClock(time.perf_counter, lambda: side.stats().blocked_s or 0.0)
+        self._clock = IterationClock(workload.computing.now, lambda: side.stats().blocked_s or 0.0)
 
-    def iterate(self, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], record: Record) -> None:
-        """One iteration, entered into the record."""
+    def iterate(self, feed: Feed[_Batch], record: Record) -> bool:
+        """One iteration, entered into the record; returns whether its batch was the last one of an epoch."""
         clock = self._clock
         before = _total(self._stats().bytes_sent)
         clock.begin()
-        inputs, target = next(batches)
+        batch = next(feed)
         clock.lap("loading_s")
+        if self._copies:
+            batch = feed.copied(batch, lambda loaded: loaded.moved(self._computing.moved))
+            clock.lap("h2d_s")
+        inputs, target, ends_epoch = batch
         loss = self._loss(self._model(inputs), target)
         clock.lap("forward_s")
         loss.backward()
@@ -160,32 +192,7 @@ class _Loop:
         clock.lap("update_s")
         sent = _total(self._stats().bytes_sent) - before
         record.add(clock.end(), float(loss.detach()), len(inputs), sent)
-
-
-class _Batches(Iterator[tuple[torch.Tensor, torch.Tensor]]):
-    """This worker's batches without end, one epoch after the other."""
-
-    def __init__(self, workload: Workload, rank: int, world: int, job: Job) -> None:
-        self._workload, self._rank, self._world, self._job = workload, rank, world, job
-        self._steps = workload.steps_per_epoch(job.batch, world)
-        self._epoch, self._taken = 0, 0
-        self._current = self._start()
-
-    @property
-    def epoch_ended(self) -> bool:
-        """True when the batch that was taken last is the last one of its epoch."""
-        return self._taken == self._steps
-
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.epoch_ended:
-            self._epoch, self._taken = self._epoch + 1, 0
-            self._current = self._start()
-        self._taken += 1
-        return next(self._current)
-
-    def _start(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        job = self._job
-        return self._workload.batches(self._rank, self._world, job.batch, job.seed, self._epoch)
+        return ends_epoch
 
 
 def _side(strategy: str) -> Side:

@@ -15,7 +15,7 @@ from ._options import EPOCHS, ITERATIONS, JSON, REPORT, Lists, check_length
     "--workload",
     default="digits",
     show_default=True,
-    help="digits, cifar10:PATH, synthetic:alexnet, replay:googlenet, trace:FILE.csv, ...",
+    help="digits, cifar10:PATH, synthetic:alexnet, replay:googlenet, trace:FILE.csv, replay:alexnet(loading=5ms), ...",
 )
 @click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Workers of every strategy.")
 @click.option(

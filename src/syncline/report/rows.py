@@ -87,8 +87,8 @@ class Row:
     traffic: tuple[tuple[float, ...], ...] = ()
     """Bytes per iteration that each process (row) sent to each process (column); workers first, then servers."""
     bound_s: float | None = None
-    """What no iteration of a replayed workload can be shorter than without compression: the trace's compute, or its
-    gradients over the link; None for other workloads."""
+    """What no iteration of a replayed workload can be shorter than without compression: loading and compute, or the
+    trace's gradients over the link; None for other workloads."""
     of_bound: float | None = None
     """``bound_s`` as a share of the iteration: 1 is perfect, and only compression gets beyond."""
     error: str | None = None

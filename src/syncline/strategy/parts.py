@@ -6,7 +6,7 @@ a strategy (``words``) or what can be combined (``rules``); ``grammar`` has the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import registry
@@ -20,18 +20,20 @@ PLANNED_ARGUMENTS: Mapping[tuple[str, str], tuple[str, ...]] = {
 """Arguments of the whole grammar, by kind and name, that are refused as not built yet while the part lacks them."""
 
 
-def bind(kind: str, part: Part) -> Part:
+def bind(kind: str, part: Part, shared: Sequence[registry.Parameter] = ()) -> Part:
     """The part with all its arguments typed, in order and completed with defaults.
 
-    Raises UsageError for an unknown name or argument, a wrong type, a missing argument or a value out of range.
+    ``shared`` are arguments that parts of the kind take beside their own. Raises UsageError for an unknown name or
+    argument, a wrong type, a missing argument or a value out of range.
     """
     entry = registry.get(kind, part.name)
     wraps = entry.capabilities.get("wraps")
-    given = {_argument_name(entry, name, value): value for name, value in part.args}
+    parameters = (*entry.parameters, *shared)
+    given = {_argument_name(entry, parameters, name, value): value for name, value in part.args}
     if len(given) < len(part.args):
         raise StrategyError(f"{part.name} has an argument that is given twice")
     args: list[tuple[str, Any]] = []
-    for parameter in entry.parameters:
+    for parameter in parameters:
         what = f"{parameter.name} of {part.name}"
         if parameter.name not in given:
             if parameter.required:
@@ -71,12 +73,12 @@ def roles_of(part: Part) -> Roles | None:
     return roles
 
 
-def write(kind: str, part: Part) -> str:
-    """The canonical text of a bound part."""
+def write(kind: str, part: Part, shared: Sequence[registry.Parameter] = ()) -> str:
+    """The canonical text of a part that was bound with the same ``shared`` arguments."""
     entry = registry.get(kind, part.name)
     wraps = entry.capabilities.get("wraps")
     shown: list[str] = []
-    for parameter in entry.parameters:
+    for parameter in (*entry.parameters, *shared):
         value = part[parameter.name]
         if parameter.name == wraps:
             if parameter.required or value != _default(entry, parameter):
@@ -117,9 +119,9 @@ def _default(entry: registry.Entry, parameter: registry.Parameter) -> Any:
     return parameter.default
 
 
-def _argument_name(entry: registry.Entry, name: str, value: Any) -> str:
+def _argument_name(entry: registry.Entry, parameters: Sequence[registry.Parameter], name: str, value: Any) -> str:
     """The parameter that an argument is for; raises StrategyError or NotBuiltError when there is none."""
-    known = [parameter.name for parameter in entry.parameters]
+    known = [parameter.name for parameter in parameters]
     if name in known:
         return name
     if name:

@@ -1,29 +1,65 @@
 """Workloads: what is trained when strategies are compared, a model with its data and its solver.
 
 A workload is named by a text: ``digits``, ``cifar10:PATH``, ``synthetic:resnet50``, ``trace:FILE.csv``; what follows
-the colon is passed to the workload as it stands. Workloads are registered under their names; networks lie in
-``models``. This folder knows torch, but nothing about strategies, groups or transports: a workload sees a rank and a
-world size as two numbers. Neither importing it nor asking the registry for its names imports torch; building a model
-does, and so does deriving the times of ``replay:NETWORK`` from one.
+the colon is passed to the workload as it stands. Arguments in parentheses come last, as in
+``replay:alexnet(loading=100ms, prefetch=2)``: those of ``Pipeline`` for every workload, those of ``Computing`` for
+those that are registered with ``computes=True``, and a workload's own keyword-only parameters. They are written as the
+arguments of strategies are.
+
+Workloads are registered under their names; networks lie in ``models``. This folder knows torch, but nothing about
+strategies, groups or transports: a workload sees a rank and a world size as two numbers. Neither importing it nor
+asking the registry for its names imports torch; building a model does, and so does deriving the times of
+``replay:NETWORK`` from one.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from ..errors import UsageError
-from ..registry import get
+from ..nouns import Seconds
+from ..registry import get, parameters_of
+from ..strategy.grammar import read_part
+from ..strategy.parts import bind, write
+from ._computing import Computing
+from ._feed import AT_ONCE, Feed, Pipeline
 from ._trace import Trace
 from ._workload import Images, Workload, layers
 
-__all__ = ["Images", "Trace", "Workload", "layers", "load"]
+__all__ = ["AT_ONCE", "Computing", "Feed", "Images", "Pipeline", "Trace", "Workload", "layers", "load"]
+
+_ARGUMENTS = re.compile(r"\([^()]*\)$")
 
 
 def load(text: str) -> Workload:
-    """The workload of that text, with its data in memory.
+    """The workload of that text, with its data in memory; its name is the text in its canonical form.
 
     Raises UsageError for an unknown name or argument, DataError for data that cannot be read.
     """
-    name, _, argument = text.strip().partition(":")
-    workload = get("workloads", name).target(argument)
+    name, argument, arguments = _split(text.strip())
+    entry = get("workloads", name)
+    pipeline, computing = parameters_of(Pipeline), parameters_of(Computing)
+    shared = (*pipeline, *(computing if entry.capabilities.get("computes") else ()))
+    part = bind("workloads", read_part(f"{entry.name}{arguments}"), shared)
+    given = part.arguments
+    feed = Pipeline(**{parameter.name: given.pop(parameter.name) for parameter in pipeline})
+    how = Computing(**{parameter.name: given.pop(parameter.name) for parameter in computing if parameter in shared})
+    workload = entry.target(argument, **given)
     if not isinstance(workload, Workload):
-        raise UsageError(f"workload {name!r} returned {type(workload).__name__}: it must return a Workload")
-    return workload
+        raise UsageError(f"workload {entry.name!r} returned {type(workload).__name__}: it must return a Workload")
+    if feed.h2d is None and workload.trace is not None:
+        feed = replace(feed, h2d=Seconds(workload.trace.h2d_s))
+    shown = write("workloads", part, shared).removeprefix(entry.name)
+    return replace(workload, name=workload.name + shown, pipeline=feed, computing=how)
+
+
+def _split(text: str) -> tuple[str, str, str]:
+    """Name, what follows its colon, and the arguments with their parentheses.
+
+    Parentheses without an equals sign belong to a path, as in ``cifar10:data (1)``.
+    """
+    found = _ARGUMENTS.search(text)
+    arguments = found[0] if found is not None and ("=" in found[0] or ":" not in text) else ""
+    name, _, argument = text.removesuffix(arguments).strip().partition(":")
+    return name, argument, arguments

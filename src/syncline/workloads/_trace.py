@@ -1,7 +1,7 @@
 """A trace: what the layers of a network cost, as somebody has measured or derived it, and the file it is read from.
 
 Owns the nouns ``TracedLayer`` and ``Trace`` and the reader of trace files. Knows neither torch nor how a trace is
-played: ``models.replayed`` does that.
+played: ``models.replayed`` does that, and ``_feed`` for the copies to the device.
 
 A trace file is CSV with one line per layer, in forward order, and at least these columns, in any order:
 
@@ -9,7 +9,8 @@ A trace file is CSV with one line per layer, in forward order, and at least thes
 
 ``elements`` counts the layer's parameters, which a replay holds as one float32 tensor; 0 is a layer that only takes
 time, such as a pooling. Times are seconds of one worker's batch: ``backward_s`` is the time from the moment when the
-gradient of the layer's output is there to the moment when those of its input and parameters are.
+gradient of the layer's output is there to the moment when those of its input and parameters are. A further column
+``h2d_s`` has what copying a batch to the device took; the lines' times add up, and it is empty or 0 in all but one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from ..errors import DataError, UsageError
 from ..nouns import Spec
 
 COLUMNS = ("name", "elements", "forward_s", "backward_s")
-"""The columns that a trace file must have; further ones are ignored."""
+"""The columns that a trace file must have; further ones are ignored, but for ``h2d_s``."""
+
+_COPIES = "h2d_s"
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,13 @@ class TracedLayer:
     tensors: tuple[Spec, ...]
     forward_s: float
     backward_s: float
+    h2d_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.name:
             raise UsageError("a layer needs a name")
-        for what, value in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
+        times = {"forward_s": self.forward_s, "backward_s": self.backward_s, "h2d_s": self.h2d_s}
+        for what, value in times.items():
             if not (math.isfinite(value) and value >= 0):
                 raise UsageError(f"{what} of layer {self.name!r} must be seconds from 0 up, got {value!r}")
 
@@ -90,8 +95,13 @@ class Trace:
         return math.fsum(layer.backward_s for layer in self.layers)
 
     @property
+    def h2d_s(self) -> float:
+        """Seconds in which a batch is copied to the device, 0 when nobody measured it."""
+        return math.fsum(layer.h2d_s for layer in self.layers)
+
+    @property
     def total_s(self) -> float:
-        """Seconds of an iteration's compute: what no exchange can make shorter."""
+        """Seconds of an iteration's forward and backward pass: what no exchange can make shorter."""
         return self.forward_s + self.backward_s
 
 
@@ -144,7 +154,11 @@ def _layer(row: Mapping[str | None, str | list[str] | None]) -> TracedLayer:
         values[column] = value.strip()
     elements = _elements(values["elements"])
     tensors = (Spec("weight", (elements,)),) if elements else ()
-    return TracedLayer(values["name"], tensors, _seconds(values, "forward_s"), _seconds(values, "backward_s"))
+    copied = row.get(_COPIES)
+    if isinstance(copied, str) and copied.strip():
+        values[_COPIES] = copied.strip()
+    h2d_s = _seconds(values, _COPIES) if _COPIES in values else 0.0
+    return TracedLayer(values["name"], tensors, _seconds(values, "forward_s"), _seconds(values, "backward_s"), h2d_s)
 
 
 def _elements(text: str) -> int:

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..nouns import Layer, Spec
+from ._computing import PLAIN, Computing
+from ._feed import AT_ONCE, Pipeline
 from ._trace import Trace
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ class Workload:
     returns a learning-rate scheduler that is stepped once after every optimizer step, or None. ``trace`` is what a
     replayed model takes its times from, None for one that computes. ``weight`` is how ranks are weighed, as
     ``syncline.prepare`` takes it: losses here are means over batches, whose sizes may differ by one sample.
+    ``pipeline`` and ``computing`` are what the workload's text says in its parentheses: how batches come, and how the
+    model computes.
     """
 
     name: str
@@ -81,6 +85,13 @@ class Workload:
     schedule: Callable[[Optimizer, int], LRScheduler | None]
     trace: Trace | None = None
     weight: Literal["batch"] = "batch"
+    pipeline: Pipeline = AT_ONCE
+    computing: Computing = PLAIN
+
+    @property
+    def copied(self) -> bool:
+        """Whether batches are copied to a device, or take the time of it."""
+        return self.computing.device != "cpu" or bool(self.pipeline.h2d)
 
     def model(self, seed: int) -> nn.Module:
         """The model on the CPU, the same for the same seed; the caller's random state stays as it was."""

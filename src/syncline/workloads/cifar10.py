@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LEARNING_RATE = 0.001
 
 
-@register("workloads", "cifar10")
+@register("workloads", "cifar10", computes=True)
 def cifar10(argument: str = "") -> Workload:
     """Caffe's Cifar10 quick CNN on CIFAR-10 read from a folder or archive; the global batch is constant."""
     if not argument:

@@ -34,7 +34,7 @@ WARM_UP = 0.1
 """The part of the steps over which the learning rate rises from near zero."""
 
 
-@register("workloads", "digits")
+@register("workloads", "digits", computes=True)
 def digits(argument: str = "") -> Workload:
     """A small CNN on scikit-learn's 1797 handwritten digits; the global batch is constant."""
     if argument:

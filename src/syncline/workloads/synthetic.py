@@ -48,7 +48,7 @@ _NETWORKS = {
 }
 
 
-@register("workloads", "synthetic")
+@register("workloads", "synthetic", computes=True)
 def synthetic(argument: str = "") -> Workload:
     """AlexNet, GoogLeNet (also with auxiliary heads) or ResNet-50 on random images; the batch per worker is fixed."""
     network = _NETWORKS.get(argument)
