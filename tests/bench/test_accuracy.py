@@ -466,6 +466,7 @@ def test_a_training_that_failed_is_listed_and_run_again(
         (["--codecs", "int8", "--strategies", "ring"], "direct codec=int8"),
         (["--strategies", "rong"], "did you mean 'ring'"),
         (["--strategies", "ring", "ring"], "listed twice"),
+        (["--strategies", "mxnet", "tensorflow"], "two of the presets stand for ps(servers=1)"),
         (["--strategies", "ps(servers=0)"], "servers"),
         (["--report", "nowhere/page.html"], "there is no folder"),
         (["--json", "/proc/nowhere/rows.json"], "choose another path"),

@@ -11,6 +11,7 @@ import pytest
 
 from syncline.bench.cases import Comparison, comparison_of
 from syncline.errors import StrategyError, SynclineError, UsageError
+from syncline.strategy.presets import PRESETS
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
 
@@ -53,6 +54,10 @@ def test_every_row_does_the_same_work() -> None:
     ("changes", "words"),
     [
         ({"workers": 0}, "--workers has to be 1 or more"),
+        ({"workers": (2, 0)}, "--workers has to be 1 or more"),
+        ({"workers": (2, 4, 2)}, "--workers takes numbers that differ, got 2, 4, 2"),
+        ({"workers": ()}, "got none"),
+        ({"workers": (1, 2), "strategies": ["ps(servers=2, on=workers)"]}, "servers"),
         ({"iterations": 0}, "--iterations has to be 1 or more"),
         ({"epochs": -1}, "--epochs has to be 1 or more"),
         ({"batch": 0}, "--batch has to be 1 or more"),
@@ -88,6 +93,28 @@ def test_the_workload_is_named_in_its_canonical_form() -> None:
     assert found.pipeline.prefetch == 2
     with pytest.raises(UsageError, match="cannot be negative"):
         comparison(workload="digits(loading=-5ms)")
+
+
+def test_every_strategy_has_a_row_for_each_number_of_workers() -> None:
+    cases = comparison(workers=(4, 1, 2)).cases
+    assert [(case.strategy, case.workers, case.servers) for case in cases] == [
+        ("single", 1, 0),
+        *(
+            (strategy, count, servers)
+            for count in (1, 2, 4)
+            for strategy, servers in (("ring", 0), ("ps(servers=2)", 2))
+        ),
+    ]
+    assert comparison(workers=[2]).cases == comparison(workers=2).cases
+    assert comparison(workers=(1, 2, 4)).processes == 6
+
+
+def test_presets_may_stand_for_the_same_strategy() -> None:
+    _, *cases = comparison(strategies=["caffe-mpi", "mxnet", "tensorflow"]).cases
+    assert [case.strategy for case in cases] == ["ring schedule=wait_free", *[PRESETS["mxnet"].text] * 2]
+    assert [case.preset for case in cases] == [PRESETS[name] for name in ("caffe-mpi", "mxnet", "tensorflow")]
+    with pytest.raises(UsageError, match="mxnet is listed twice"):
+        comparison(strategies=["mxnet", " mxnet "])
 
 
 def test_a_lab_has_a_rate_and_no_shared_memory() -> None:

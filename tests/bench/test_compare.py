@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from syncline.bench import compare
 from syncline.bench.cases import Case, Comparison
 from syncline.errors import UsageError
 from syncline.report.rows import BASELINE, Row
+from syncline.strategy.presets import PRESETS
 
 Measure = Callable[[Case], Row]
 
@@ -55,6 +57,14 @@ def test_a_failing_row_keeps_the_others(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert [row["error"] for row in data["rows"]] == [None, "rank 1: PeerLost", None]
     assert "rank 1: PeerLost" in shown
     assert "rank 1: PeerLost" in (tmp_path / "r.html").read_text()
+
+
+def test_rows_say_what_their_strategy_was_asked_for_as() -> None:
+    case = Case("ring", 2, 0, 64, 10, preset=PRESETS["caffe-mpi"])
+    row = compare._asked(case, finished(case))
+    assert (row.strategy, row.requested, row.note) == ("ring", "caffe-mpi", "the original sums with NCCL")
+    assert row.name == "caffe-mpi: ring"
+    assert compare._asked(replace(case, preset=None), finished(case)) == finished(case)
 
 
 def test_without_the_single_worker_there_is_no_efficiency(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

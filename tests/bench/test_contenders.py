@@ -7,6 +7,7 @@ import pytest
 from syncline.bench.contenders import Contender, contender_of, peer_of, trainers
 from syncline.errors import StrategyError, SynclineError, UsageError
 from syncline.registry import entries
+from syncline.strategy.presets import PRESETS
 
 
 def test_peers_that_train_are_found_and_documented() -> None:
@@ -40,6 +41,14 @@ def test_strategies_bring_their_servers_and_peers_have_none() -> None:
     assert contender_of("ps(servers=2)", 2, one_host=False) == Contender("ps(servers=2)", servers=2)
     assert contender_of("ddp", 2, one_host=False) == Contender("ddp")
     assert peer_of("ring") is None
+
+
+def test_a_preset_is_its_strategy_under_its_name() -> None:
+    found = contender_of("mxnet", 2, one_host=True)
+    assert (found.text, found.servers) == (PRESETS["mxnet"].text, 1)
+    assert (found.name, found.preset) == ("mxnet", PRESETS["mxnet"])
+    named = contender_of(found.text, 2, one_host=True)
+    assert (named.name, named.preset) == (found.text, None)
 
 
 @pytest.mark.parametrize(

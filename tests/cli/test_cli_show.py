@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from calling import call
 
+from syncline.strategy.presets import PRESETS
+
 
 @pytest.mark.parametrize(
     ("name", "says"),
@@ -53,6 +55,16 @@ def test_show_draws_the_plan_for_the_group(
     name = line.split()[1].partition("(")[0].partition(",")[0].replace("-", "_")
     assert result.output.startswith(f"{name} of {group[0] + group[1]} in ")
     assert registry.get("algorithms", name).target(Group(*group)).steps if name != "ps" else True
+
+
+def test_a_preset_is_drawn_as_what_it_stands_for() -> None:
+    assert call("show", "mxnet", "--ranks", "3").output == call("show", "ps(servers=1)", "--ranks", "3").output
+
+
+def test_strategies_lists_the_presets_with_what_they_stand_for() -> None:
+    _, _, listed = call("strategies").output.partition("\npresets\n")
+    for preset in PRESETS.values():
+        assert f"  {preset.name}\n      {preset.text}; {preset.note}\n      {preset.summary} [" in listed
 
 
 def test_strategies_lists_every_word() -> None:

@@ -150,6 +150,10 @@ def request_of(
     comparison = comparison_of(workload, workers, asked, epochs, iterations, None, seeds[0], None, None)
     if not comparison.scored:
         raise UsageError(f"the workload {workload} has no test set, so it has no accuracy: use digits or cifar10:PATH")
+    texts = [case.strategy for case in comparison.cases]
+    twice = next((text for text in texts if texts.count(text) > 1), None)
+    if twice is not None:
+        raise UsageError(f"two of the presets stand for {twice}, which is trained once: leave one of them out")
     alone = any(text.strip() == BASELINE for text in asked)
     cases = comparison.cases[0 if alone else 1 :]
     names = ways or [(None, None)] * len(cases)

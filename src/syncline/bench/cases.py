@@ -18,6 +18,7 @@ from ..nouns import Rate
 from ..report.files import STANDARD_OUTPUT, checked
 from ..report.rows import BASELINE
 from ..strategy.grammar import read_value
+from ..strategy.presets import Preset
 from ..workloads import AT_ONCE, Pipeline, Trace, Workload, load
 from .contenders import Contender, contender_of
 
@@ -26,7 +27,8 @@ from .contenders import Contender, contender_of
 class Case:
     """One row to measure: a strategy or peer on so many workers and servers, ``batch`` being the global one.
 
-    ``rate`` is what the strategy limits itself to, in bits/s, None when it does not.
+    ``rate`` is what the strategy limits itself to, in bits/s, None when it does not. ``preset`` is what it was
+    asked for as.
     """
 
     strategy: str
@@ -35,6 +37,12 @@ class Case:
     batch: int
     iterations: int
     rate: float | None = None
+    preset: Preset | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called while it runs."""
+        return self.strategy if self.preset is None else self.preset.name
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ class Comparison:
 
 def comparison_of(
     workload: str,
-    workers: int,
+    workers: int | Sequence[int],
     strategies: Sequence[str],
     epochs: int | None,
     iterations: int | None,
@@ -76,9 +84,11 @@ def comparison_of(
     report_path: str | Path | None,
     lab: str | None = None,
 ) -> Comparison:
-    """Check the whole comparison and say what it will do; raises UsageError or another error with the remedy."""
-    if workers < 1:
-        raise UsageError(f"--workers has to be 1 or more, got {workers}")
+    """Check the whole comparison and say what it will do; raises UsageError or another error with the remedy.
+
+    With several numbers of ``workers`` every strategy has a row for each.
+    """
+    counts = _counts([workers] if isinstance(workers, int) else workers)
     if epochs is not None and iterations is not None:
         raise UsageError("--epochs and --iterations both set the length of training: give one of them")
     for name, value in (("--epochs", epochs), ("--iterations", iterations), ("--batch", batch)):
@@ -88,12 +98,13 @@ def comparison_of(
         raise UsageError(f"--seed has to be 0 or more, got {seed}")
     json_file, report_file = result_paths({"--json": json_path, "--report": report_path})
     rate = None if lab is None else _rate(lab)
-    contenders = _contenders(strategies, workers, one_host=rate is None)
+    contenders = {count: _contenders(strategies, count, one_host=rate is None) for count in counts}
     loaded = load(workload)
     if iterations is None and epochs is None:
         epochs = loaded.epochs
     cases = [_case(loaded, Contender(BASELINE), 1, batch, epochs, iterations)]
-    cases += [_case(loaded, contender, workers, batch, epochs, iterations) for contender in contenders]
+    for count, found in contenders.items():
+        cases += [_case(loaded, contender, count, batch, epochs, iterations) for contender in found]
     return Comparison(
         loaded.name,
         tuple(cases),
@@ -107,6 +118,16 @@ def comparison_of(
         scored=loaded.test is not None,
         pipeline=loaded.pipeline,
     )
+
+
+def _counts(workers: Sequence[int]) -> list[int]:
+    """The numbers of workers, ascending; raises UsageError for none, a number below 1 or the same one twice."""
+    for count in workers:
+        if count < 1:
+            raise UsageError(f"--workers has to be 1 or more, got {count}")
+    if len(set(workers)) < len(workers) or not workers:
+        raise UsageError(f"--workers takes numbers that differ, got {', '.join(map(str, workers)) or 'none'}")
+    return sorted(workers)
 
 
 def _rate(text: str) -> Rate:
@@ -123,9 +144,9 @@ def _contenders(strategies: Sequence[str], workers: int, *, one_host: bool) -> l
         if text.strip() == BASELINE:
             continue
         contender = contender_of(text, workers, one_host=one_host)
-        if contender.text in found:
-            raise UsageError(f"the strategy {contender.text} is listed twice: leave one of them out")
-        found[contender.text] = contender
+        if contender.name in found:
+            raise UsageError(f"the strategy {contender.name} is listed twice: leave one of them out")
+        found[contender.name] = contender
     return list(found.values())
 
 
@@ -144,7 +165,7 @@ def _case(
         iterations = steps * (workload.epochs if epochs is None else epochs)
     if steps < 1:
         raise UsageError(f"the workload {workload.name} is smaller than one batch of {total}: use a smaller --batch")
-    return Case(contender.text, workers, contender.servers, total, iterations, contender.rate)
+    return Case(contender.text, workers, contender.servers, total, iterations, contender.rate, contender.preset)
 
 
 def result_paths(paths: Mapping[str, str | Path | None]) -> tuple[Path | None, ...]:

@@ -19,7 +19,7 @@ from rich.console import Console
 from ..errors import UsageError
 from ..report import table
 from ..report.files import STANDARD_OUTPUT, keep_text, replace_text
-from ..report.rows import Result
+from ..report.rows import Result, Row
 from .bound import bounded, link_bytes_per_s
 from .cases import Case, Comparison, comparison_of, console_beside
 from .machine import provenance
@@ -34,7 +34,7 @@ INTERRUPTED = 130
 
 def run(
     workload: str,
-    workers: int,
+    workers: int | Sequence[int],
     strategies: Sequence[str],
     epochs: int | None = None,
     iterations: int | None = None,
@@ -49,7 +49,8 @@ def run(
     """Compare the strategies on the workload and return the exit status.
 
     0: every row finished and its replicas agree; 1: not so; 130: interrupted, the rows so far are kept. ``batch``
-    replaces the workload's default and means the same (of all workers, or of each); ``timeout`` is how many seconds a
+    replaces the workload's default and means the same (of all workers, or of each); with several numbers of ``workers``
+    every strategy has a row for each; ``timeout`` is how many seconds a
     row may go without any report before it counts as failed. With ``lab``, a rate such as ``1Gbit``, every process has
     a host of its own behind links of that rate. Raises UsageError before any process starts.
     """
@@ -71,7 +72,7 @@ def carry_out(comparison: Comparison, limit_s: float, progress: Console, output:
         with Display(progress) as display, site_of(comparison.processes, comparison.lab, display.say) as site:
             result = replace(result, lab=site.name, goodput_bytes_per_s=site.goodput_bytes_per_s)
             for case in comparison.cases:
-                row = measure(case, comparison.workload, comparison.seed, limit_s, display, site)
+                row = _asked(case, measure(case, comparison.workload, comparison.seed, limit_s, display, site))
                 row = bounded(scaled(row, result.baseline), comparison.trace, _link(case, site), comparison.pipeline)
                 result = result.with_row(row)
                 keep_text(comparison.json_path, result.to_json())
@@ -96,6 +97,12 @@ def _empty(comparison: Comparison) -> Result:
         epochs=comparison.epochs,
         iterations=comparison.iterations,
     )
+
+
+def _asked(case: Case, row: Row) -> Row:
+    """The row with the preset that its strategy was asked for as."""
+    preset = case.preset
+    return row if preset is None else replace(row, requested=preset.name, note=preset.note or None)
 
 
 def _link(case: Case, site: Site) -> float | None:

@@ -14,16 +14,26 @@ from ..errors import StrategyError
 from ..nouns import Group
 from ..strategy.grammar import Part, read_part, read_words
 from ..strategy.parts import bind, build, write
+from ..strategy.presets import Preset, preset_of
 from ..strategy.strategy import Strategy
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A checked contender: canonical text, server processes, and the rate in bits/s that it limits itself to."""
+    """A checked contender: canonical text, server processes, and the rate in bits/s that it limits itself to.
+
+    ``preset`` is the name that was given for the whole strategy, None where the strategy itself was.
+    """
 
     text: str
     servers: int = 0
     rate: float | None = None
+    preset: Preset | None = None
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others: presets may stand for the same strategy."""
+        return self.text if self.preset is None else self.preset.name
 
 
 def contender_of(text: str, workers: int, *, one_host: bool) -> Contender:
@@ -39,7 +49,8 @@ def contender_of(text: str, workers: int, *, one_host: bool) -> Contender:
     # Some combinations are impossible only for a certain number of workers.
     group = Group(workers, strategy.servers, () if one_host else tuple(range(workers)))
     strategy.resolve(group, hosts=1 if one_host else workers)
-    return Contender(str(strategy), strategy.servers, strategy.transport.arguments.get("rate") or None)
+    rate = strategy.transport.arguments.get("rate") or None
+    return Contender(str(strategy), strategy.servers, rate, preset_of(read_words(text)))
 
 
 def peer_of(text: str) -> Part | None:

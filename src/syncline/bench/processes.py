@@ -54,7 +54,7 @@ def measure(
     processes run; ``script`` is what Python is told to run, with the job as its last argument.
     """
     processes = case.workers + case.servers
-    display.begin(case.strategy, processes, case.iterations)
+    display.begin(case.name, processes, case.iterations)
     with Mailbox(processes) as mailbox:
         fds = tuple(mailbox.fds)
         job = Job(workload, case.strategy, case.batch, case.iterations, seed, fds)

@@ -17,14 +17,22 @@ from ._options import EPOCHS, ITERATIONS, JSON, REPORT, Lists, check_length
     show_default=True,
     help="digits, cifar10:PATH, synthetic:alexnet, replay:googlenet, trace:FILE.csv, replay:alexnet(loading=5ms), ...",
 )
-@click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Workers of every strategy.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(4,),
+    show_default=True,
+    metavar="N...",
+    help="Workers of every strategy; of several numbers every strategy has a row for each.",
+)
 @click.option(
     "--strategies",
     multiple=True,
     default=("ring", "ps(servers=1)"),
     show_default=True,
     metavar="TEXT...",
-    help="Strategies to compare, each quoted (see `syncline strategies`), and peers: ddp, ddp(bucket=5MiB, hook=fp16).",
+    help="Strategies and presets to compare, each quoted (see `syncline strategies`), and peers: ddp, ddp(hook=fp16).",
 )
 @EPOCHS
 @ITERATIONS
@@ -36,7 +44,7 @@ from ._options import EPOCHS, ITERATIONS, JSON, REPORT, Lists, check_length
 @click.option("--lab", metavar="RATE", help="Give every process a host of its own behind links of RATE, such as 1Gbit.")
 def compare(
     workload: str,
-    workers: int,
+    workers: tuple[int, ...],
     strategies: tuple[str, ...],
     epochs: int | None,
     iterations: int | None,

@@ -35,11 +35,13 @@ def _planned(text: str) -> Part:
     from .. import registry
     from ..errors import UsageError
     from ..strategy.grammar import read_words
+    from ..strategy.presets import preset_of
     from ..strategy.strategy import Strategy
     from ..strategy.words import built_names, known_as
 
     words = read_words(text)
-    part = words[0][1] if len(words) == 1 and not words[0][0] else Strategy.parse(text).architecture
+    alone = len(words) == 1 and not words[0][0] and preset_of(words) is None
+    part = words[0][1] if alone else Strategy.parse(text).architecture
     names = ", ".join(name for name in built_names("architecture") if name not in registry.names("collectives"))
     if part.name == "auto":
         raise UsageError(

@@ -1,4 +1,4 @@
-"""``syncline strategies``: every word that a strategy may say."""
+"""``syncline strategies``: every word that a strategy may say, and the presets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import click
 
 @click.command()
 def strategies() -> None:
-    """List every word that a strategy may say."""
+    """List every word that a strategy may say, and names for whole strategies."""
+    from ..strategy.presets import PRESETS
     from ..strategy.words import vocabulary
 
     words = vocabulary()
@@ -19,3 +20,7 @@ def strategies() -> None:
         later = [item.text for item in words if item.word == word and not item.built]
         if later:
             click.echo(f"  not built yet: {', '.join(later)}")
+    click.secho("presets", bold=True)
+    for preset in PRESETS.values():
+        noted = f"; {preset.note}" if preset.note else ""
+        click.echo(f"  {preset.name}\n      {preset.text}{noted}\n      {preset.summary} [{preset.source}]")

@@ -1,7 +1,8 @@
 """A comparison's rows as charts: SVG text to be put into a page, one strategy one colour everywhere.
 
 Owns which charts a comparison has, and its bars and heat maps; knows neither the page nor how rows were measured.
-Figures and colours are those of ``figures``, curves of learning those of ``curves``.
+Figures and colours are those of ``figures``, curves of learning those of ``curves``, curves over the number of workers
+those of ``scaling``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from . import svg, units
 from .curves import Learner, learning
 from .figures import PALETTE, RC, Chart, Key, bars_figure, drawable, label_bar, name_bar, new_figure, strategy_styles
 from .rows import BASELINE, Result, Row
+from .scaling import scaling
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ _REST = Stage("", "rest", "#999999")
 def all_charts(result: Result) -> tuple[Chart, ...]:
     """Every chart that the rows have data for, in reading order."""
     result = replace(result, rows=tuple(drawable(row) for row in result.rows))
-    makers: tuple[Callable[[Result], list[Chart]], ...] = (_curves, _stages, _wire, _traffic)
+    makers: tuple[Callable[[Result], list[Chart]], ...] = (_curves, _stages, scaling, _wire, _traffic)
     with mpl.rc_context(RC):  # type: ignore[arg-type]
         return tuple(chart for make in makers for chart in make(result))
 
@@ -53,8 +55,8 @@ def all_charts(result: Result) -> tuple[Chart, ...]:
 def _curves(result: Result) -> list[Chart]:
     if result.replayed:
         return []  # replayed layers learn nothing
-    pairs = zip(result.rows, strategy_styles([row.strategy for row in result.rows]), strict=True)
-    return learning([Learner(row.strategy, style, (row.curve,)) for row, style in pairs], timed=True)
+    pairs = zip(result.rows, strategy_styles([row.name for row in result.rows]), strict=True)
+    return learning([Learner(result.label(row), style, (row.curve,)) for row, style in pairs], timed=True)
 
 
 def _stages(result: Result) -> list[Chart]:
@@ -72,7 +74,7 @@ def _stages(result: Result) -> list[Chart]:
         total = (row.iteration_s or 0.0) * 1e3
         if total > left:
             axes.barh(place, total - left, left=left, color=_REST.color, height=0.5, edgecolor=svg.PAPER, lw=0.4)
-        name_bar(axes, place, row.strategy)
+        name_bar(axes, place, result.label(row))
         label_bar(axes, max(left, total), place, units.seconds(row.iteration_s))
     axes.set_xlabel("milliseconds per iteration")
     axes.margins(x=0.2)
@@ -93,7 +95,7 @@ def _rest_s(row: Row) -> float:
 
 
 def _wire(result: Result) -> list[Chart]:
-    pairs = zip(result.rows, strategy_styles([row.strategy for row in result.rows]), strict=True)
+    pairs = zip(result.rows, strategy_styles([row.name for row in result.rows]), strict=True)
     shown = [(row, style) for row, style in pairs if row.bytes_sent_per_step is not None and row.strategy != BASELINE]
     if not shown:
         return []
@@ -102,7 +104,7 @@ def _wire(result: Result) -> list[Chart]:
     for place, (row, style) in enumerate(shown):
         value = (row.bytes_sent_per_step or 0.0) / scale
         axes.barh(place, value, color=style.color, height=0.5)
-        name_bar(axes, place, row.strategy)
+        name_bar(axes, place, result.label(row))
         label_bar(axes, value, place, units.size(row.bytes_sent_per_step))
     axes.margins(x=0.22)
     axes.set_xlabel(f"{unit} sent per worker and iteration")
@@ -119,10 +121,10 @@ def _traffic(result: Result) -> list[Chart]:
     top = max((value for row in rows for line in row.traffic for value in line), default=0.0)
     if top <= 0:
         return []
-    return [_heat_map(row, top) for row in rows]
+    return [_heat_map(row, result.label(row), top) for row in rows]
 
 
-def _heat_map(row: Row, top: float) -> Chart:
+def _heat_map(row: Row, label: str, top: float) -> Chart:
     count = len(row.traffic)
     labels = [str(rank) for rank in range(row.workers)] + [f"S{index}" for index in range(count - row.workers)]
     figure, axes = new_figure(3.9)
@@ -147,7 +149,7 @@ def _heat_map(row: Row, top: float) -> Chart:
     bar.locator = MultipleLocator(scale * _tick_step(top / scale))
     bar.set_label(f"{unit} per iteration")
     bar.outline.set_visible(False)
-    title = f"Who talked to whom: {row.strategy}"
+    title = f"Who talked to whom: {label}"
     servers = ", S marks a server" if count > row.workers else ""
     caption = (
         f"Bytes per iteration from the process of each line to the process of each column (numbers are workers{servers}"

@@ -85,10 +85,17 @@ class Chart:
 
 
 def strategy_styles(strategies: Sequence[str]) -> tuple[Style, ...]:
-    """A style for every strategy, in order; later lines are thinner, so that they show on top of equal ones."""
-    others = iter(line_styles(sum(strategy != BASELINE for strategy in strategies)))
-    drawn = (Style(svg.INK, "", 0.0) if strategy == BASELINE else next(others) for strategy in strategies)
-    return tuple(replace(style, width=max(1.0, 2.6 - 0.5 * index)) for index, style in enumerate(drawn))
+    """A style for every strategy, in order, the same one for the same strategy.
+
+    Later lines are thinner, so that they show on top of equal ones.
+    """
+    distinct = dict.fromkeys(strategies)
+    others = iter(line_styles(sum(strategy != BASELINE for strategy in distinct)))
+    drawn = {text: Style(svg.INK, "", 0.0) if text == BASELINE else next(others) for text in distinct}
+    styles = {
+        text: replace(style, width=max(1.0, 2.6 - 0.5 * index)) for index, (text, style) in enumerate(drawn.items())
+    }
+    return tuple(styles[text] for text in strategies)
 
 
 def line_styles(count: int, width: float = 1.6) -> tuple[Style, ...]:

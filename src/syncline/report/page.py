@@ -62,7 +62,7 @@ def render(result: Result) -> str:
 
 
 def _contenders(result: Result) -> str:
-    names = [row.strategy for row in result.rows]
+    names = list(dict.fromkeys(row.requested or row.strategy for row in result.rows))
     if not names:
         return "no rows"
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
@@ -73,7 +73,7 @@ def _summary(result: Result) -> str:
     failed = [row for row in result.rows if row.error is not None]
     if failed:
         return f"{len(failed)} of {len(result.rows)} rows could not be finished; their errors are in the table."
-    differ = [row.strategy for row in result.rows if row.replicas_equal is False]
+    differ = [result.label(row) for row in result.rows if row.replicas_equal is False]
     if differ:
         return f"Every row finished, but the replicas of {', '.join(differ)} differ at the end."
     scores = [row.accuracy for row in result.rows if row.accuracy is not None]
@@ -99,10 +99,10 @@ def _facts(result: Result) -> tuple[tuple[str, str], ...]:
 
 
 def _lines(result: Result) -> tuple[Line, ...]:
-    pairs = zip(result.rows, strategy_styles([row.strategy for row in result.rows]), strict=True)
+    pairs = zip(result.rows, strategy_styles([row.name for row in result.rows]), strict=True)
     return tuple(
         Line(
-            key=Key(row.strategy, svg.css(style.color), style.dash),
+            key=Key(row.name, svg.css(style.color), style.dash),
             place=_place(row),
             cells=_cells(row, row.of_bound if result.replayed else row.accuracy) if row.iteration_s is not None else (),
             error=row.error,

@@ -93,6 +93,15 @@ class Row:
     """``bound_s`` as a share of the iteration: 1 is perfect, and only compression gets beyond."""
     error: str | None = None
     """Why the row could not be finished; None when it was."""
+    requested: str | None = None
+    """The preset that ``strategy`` was asked for as; None where the strategy itself was named."""
+    note: str | None = None
+    """What in ``strategy`` is not as in the framework that the preset is named after."""
+
+    @property
+    def name(self) -> str:
+        """What the row is called where people read: the strategy, behind its preset where there is one."""
+        return self.strategy if self.requested is None else f"{self.requested}: {self.strategy}"
 
     @property
     def finished(self) -> bool:
@@ -131,6 +140,17 @@ class Result(ResultFile):
     def baseline(self) -> Row | None:
         """The finished row of the single worker, if there is one."""
         return next((row for row in self.rows if row.strategy == BASELINE and row.error is None), None)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of workers of the strategies, ascending: one, unless every strategy was measured on several."""
+        return tuple(sorted({row.workers for row in self.rows if row.strategy != BASELINE}))
+
+    def label(self, row: Row) -> str:
+        """The name of a row that no other row has: with its workers where strategies have rows of several numbers."""
+        if len(self.counts) < 2 or row.strategy == BASELINE:
+            return row.name
+        return f"{row.name}, {row.workers} worker" + ("s" if row.workers > 1 else "")
 
     @property
     def replayed(self) -> bool:

@@ -75,7 +75,7 @@ _COLUMNS = (
 def render(result: Result) -> RenderableType:
     """The table of all rows with its legend, then what failed and what to keep in mind."""
     parts: list[RenderableType] = [_Fitted(result)]
-    parts += [Text(f"{row.strategy}: {row.error}", style="red") for row in result.rows if row.error is not None]
+    parts += [Text(f"{result.label(row)}: {row.error}", style="red") for row in result.rows if row.error is not None]
     parts += [Text(line, style="dim") for line in remarks(result)]
     return Group(*parts)
 
@@ -95,7 +95,7 @@ class _Fitted:
         for column in columns:
             table.add_column(column.title, justify="right", no_wrap=True)
         for row in rows:
-            table.add_row(Text(broken(row.strategy, name)), *(_cell(column, row) for column in columns))
+            table.add_row(Text(broken(row.name, name)), *(_cell(column, row) for column in columns))
         yield table
         yield Text(" ".join(column.means for column in columns if column.means), style="dim")
         left_out = ", ".join(column.title for column in every if column not in columns)
@@ -105,7 +105,7 @@ class _Fitted:
 
 def _fitting(columns: Sequence[_Column], rows: Sequence[Row], width: int) -> tuple[list[_Column], int]:
     """The columns that fit, and the width that is left for the strategy."""
-    texts = ["strategy", *(row.strategy for row in rows)]
+    texts = ["strategy", *(row.name for row in rows)]
     least, most = max(min(_NAME_MOST, widest_piece(text)) for text in texts), max(map(len, texts))
 
     def left(columns: Sequence[_Column]) -> int:
@@ -124,9 +124,12 @@ def remarks(result: Result) -> tuple[str, ...]:
         lines.append(f"Every process had a host of its own behind links of {result.lab}{got}.")
     elif result.replayed:
         lines.append(
-            "The bound is the trace's compute, and the link where a strategy limits its rate: nothing else does."
+            "The bound is loading and the trace's compute, and the link where a strategy limits its rate: nothing else"
+            " does."
         )
-    uncounted = [row.strategy for row in result.rows if row.iteration_s is not None and row.exposed_comm_s is None]
+    lines += [f"{requested}: {note}." for requested, note in _noted(result).items()]
+    found = (row.name for row in result.rows if row.iteration_s is not None and row.exposed_comm_s is None)
+    uncounted = list(dict.fromkeys(found))
     if uncounted:
         lines.append(f"{', '.join(uncounted)}: nobody counts waiting and bytes there; backward includes communication.")
     processes = max((row.workers + row.servers for row in result.rows if row.iteration_s is not None), default=0)
@@ -138,6 +141,11 @@ def remarks(result: Result) -> tuple[str, ...]:
     if any(row.replicas_equal is False for row in result.rows):
         lines.append("Replicas that differ at the end are a fault, unless the strategy lets them drift on purpose.")
     return tuple(lines)
+
+
+def _noted(result: Result) -> dict[str, str]:
+    """What is not as in the original, by preset."""
+    return {row.requested: row.note for row in result.rows if row.requested is not None and row.note is not None}
 
 
 def _cell(column: _Column, row: Row) -> Text:

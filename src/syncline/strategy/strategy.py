@@ -7,7 +7,8 @@ what a word may be is in ``words``, what can be combined in ``rules``, the synta
     ps(servers=2) schedule=wait_free transport=tcp
     codec=feedback(topk(ratio=0.01))                 the architecture is left out: auto
 
-``Strategy.parse(str(s)) == s`` for every strategy, and equal strategies have equal texts: arguments are completed with
+``Strategy.parse(str(s)) == s`` for every strategy, and equal strategies have equal texts, whatever name of ``presets``
+they were asked for by: arguments are completed with
 their defaults when a strategy is built, and left out again when it is printed. What a part declares in the registry
 for this file, ``words``, ``rules`` and ``parts``:
 
@@ -36,6 +37,7 @@ from ..errors import StrategyError, UsageError
 from ..nouns import Group
 from .grammar import Part, nearest, read_part, read_words
 from .parts import build, write
+from .presets import preset_of
 from .rules import Combination, fault_of, nearest_that_works
 from .words import AUTO, NONE, WORDS, belongs_to, bind_word, built_names, kind_of
 
@@ -67,10 +69,17 @@ class Strategy(Combination):
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """The strategy that ``text`` describes, an empty one being ``auto``; raises StrategyError or NotBuiltError."""
+        """The strategy that ``text`` describes, an empty one being ``auto``; raises StrategyError or NotBuiltError.
+
+        The name of a preset is the strategy that it stands for.
+        """
+        words = read_words(text)
+        preset = preset_of(words)
+        if preset is not None:
+            words = read_words(preset.text)
         parts: dict[str, Part] = {}
         feedback = ""
-        for position, (key, part) in enumerate(read_words(text)):
+        for position, (key, part) in enumerate(words):
             word = _word(key, part, position)
             if word in parts:
                 raise StrategyError(f"{word} is given twice in {text!r}")

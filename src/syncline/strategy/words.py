@@ -15,6 +15,7 @@ from .. import registry
 from ..errors import NotBuiltError, StrategyError
 from .grammar import Part, nearest
 from .parts import bind, build, signature
+from .presets import PRESETS
 
 WORDS: Mapping[str, str] = {
     "architecture": "algorithms",
@@ -123,7 +124,8 @@ def _require_known(word: str, part: Part) -> None:
                 raise StrategyError(why)
         if part.name in PLANNED[word]:
             raise NotBuiltError(f"{word} {part.name!r} is not built yet; built are {', '.join(built)}")
-        hint = known_as(word, part.name) or nearest(part.name, (*built, *PLANNED[word]))
+        presets = PRESETS if word == "architecture" else ()
+        hint = known_as(word, part.name) or nearest(part.name, (*built, *PLANNED[word], *presets))
         raise StrategyError(f"unknown {word} {part.name!r}{hint or '; there are ' + ', '.join(built)}")
     wraps = registry.get(kind_of(word, part.name), part.name).capabilities.get("wraps")
     for name, value in part.args:

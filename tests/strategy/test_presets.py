@@ -1,0 +1,55 @@
+"""Names for whole strategies: what they stand for, that they stand alone, and what is said to be different."""
+
+from __future__ import annotations
+
+import pytest
+
+from syncline import registry
+from syncline.errors import StrategyError
+from syncline.nouns import Group
+from syncline.registry import Entry
+from syncline.strategy.presets import PRESETS, Preset
+from syncline.strategy.strategy import Strategy
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.name)
+def test_a_preset_is_the_strategy_that_it_stands_for(preset: Preset) -> None:
+    strategy = Strategy.parse(f" {preset.name} ")
+    assert strategy == Strategy.parse(preset.text)
+    assert Strategy.parse(str(strategy)) == strategy
+    assert str(strategy) == preset.text  # rows show the canonical text
+    for workers in (1, 2, 4):
+        strategy.resolve(Group(workers))
+        strategy.resolve(Group(workers), hosts=workers + strategy.servers)
+    assert preset.name not in registry.names("algorithms")
+    assert preset.summary.endswith(".")
+    assert "arXiv 1711.05979" in preset.source
+
+
+def test_the_frameworks_differ_as_their_papers_say() -> None:
+    caffe_mpi, cntk, mxnet, tensorflow = (Strategy.parse(name) for name in PRESETS)
+    assert caffe_mpi.roles is cntk.roles is None
+    assert all(strategy.server_holds_weights for strategy in (mxnet, tensorflow))
+    releases = [strategy.schedule_object().release for strategy in (caffe_mpi, cntk, mxnet, tensorflow)]
+    assert releases[1] not in (releases[0], *releases[2:])  # only CNTK sends nothing while backward goes on
+    assert len({releases[0], *releases[2:]}) == 1
+
+
+def test_a_preset_stands_alone() -> None:
+    for text in ("mxnet codec=int8", "mxnet(servers=2)", "mxnet sync=bsp"):
+        with pytest.raises(StrategyError, match=r"start from 'ps\(servers=1\) schedule=wait_free transport=tcp'"):
+            Strategy.parse(text)
+    with pytest.raises(StrategyError, match="did you mean 'tensorflow'"):
+        Strategy.parse("tensorflw")
+
+
+def test_a_message_library_that_is_not_there_is_replaced_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = Preset("own", "ring", "Carrier Pigeon", "pigeon", "By air.", "RFC 1149")
+    assert (preset.text, preset.note) == ("ring transport=tcp", "tcp in the place of Carrier Pigeon")
+    registry.names("transports")
+    tcp = registry.get("transports", "tcp")
+    pigeon = Entry("transports", "pigeon", tcp.target, tcp.capabilities)
+    monkeypatch.setitem(registry._entries["transports"], "pigeon", pigeon)
+    assert (preset.text, preset.note) == ("ring transport=pigeon", "")
+    assert Strategy.parse(preset.text).transport.name == "pigeon"
+    assert PRESETS["caffe-mpi"].note == "the original sums with NCCL"
