@@ -83,9 +83,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def run_group(strategy: str, workers: int, body: Callable[[Session], Any]) -> list[Any]:
-    """``run_sessions`` on a group over ``inproc``."""
-    return run_sessions(in_process(strategy, workers), body)
+def run_group(strategy: str, workers: int, body: Callable[[Session], Any], nodes: tuple[int, ...] = ()) -> list[Any]:
+    """``run_sessions`` on a group over ``inproc``; ``nodes`` are the workers' hosts, as they are told."""
+    return run_sessions(in_process(strategy, workers, nodes=nodes), body)
 
 
 def run_sessions(sessions: Sequence[Session], body: Callable[[Session], Any]) -> list[Any]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .compression.compression import Compression, Saved, as_bytes, from_bytes
+from .compression.compression import Compression
+from .compression.saved import Saved, as_bytes, from_bytes
 from .errors import UsageError
 from .session.layout import read_layout
 from .session.session import Session

@@ -140,8 +140,16 @@ def alone(make: Make, body: Callable[[Here], Any]) -> Any:
     return body(Here(*make(0)))
 
 
-def on_group(group: Any, strategy: str, workers: int, make: Make, body: Callable[[Here], Any], **options: Any) -> Any:
-    """The body on every worker of a group; results in rank order.
+def on_group(
+    group: Any,
+    strategy: str,
+    workers: int,
+    make: Make,
+    body: Callable[[Here], Any],
+    nodes: tuple[int, ...] = (),
+    **options: Any,
+) -> Any:
+    """The body on every worker of a group, which are on the hosts ``nodes``; results in rank order.
 
     Ranks count by their batches unless ``options`` say otherwise: most laws are about the union of batches.
     """
@@ -159,7 +167,7 @@ def on_group(group: Any, strategy: str, workers: int, make: Make, body: Callable
         finally:
             made.replica.detach()
 
-    return group(strategy.removesuffix(STAGED), workers, run)[:workers]
+    return group(strategy.removesuffix(STAGED), workers, run, nodes)[:workers]
 
 
 def same_as_alone(

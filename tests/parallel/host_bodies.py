@@ -9,8 +9,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import codec_bodies
 import numpy as np
 import rank_bodies as bodies
+import torch
 
 import syncline
 from syncline.launch import connecting
@@ -61,6 +63,31 @@ def what_runs(line: Connection, place: bodies.Place, where: list[Any], strategy:
         stats = syncline.stats()
         sent = {peer: count - before.bytes_sent[peer] for peer, count in stats.bytes_sent.items()}
         line.send([stats.strategy, stats.transport, [sent.get(peer, 0) for peer in range(place[1])]])
+
+
+def resumes(line: Connection, place: bodies.Place, nodes: list[int], strategies: list[str]) -> None:
+    """``codec_bodies.stop_and_resume``, with every process on its node."""
+    pretend(nodes[place[0]])
+    codec_bodies.stop_and_resume(line, place, strategies)
+
+
+def what_is_coded(line: Connection, place: bodies.Place, nodes: list[int], strategy: str, codecs: list[str]) -> None:
+    """A large gradient with each codec: what ran, the bytes to each peer, and the average."""
+    pretend(nodes[place[0]])
+    found = []
+    for codec in codecs:
+        with bodies.joined(place, f"{strategy} codec={codec}"):
+            model = torch.nn.Linear(1024, 512, bias=False)
+            syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            x = torch.randn(1, 1024, generator=torch.Generator().manual_seed(syncline.rank()))
+            syncline.barrier()
+            before = syncline.stats().bytes_sent
+            model(x).sum().backward()
+            stats = syncline.stats()
+            sent = [stats.bytes_sent.get(peer, 0) - before.get(peer, 0) for peer in range(place[1])]
+            assert model.weight.grad is not None
+            found.append([stats.strategy, stats.exchange, sent, model.weight.grad.numpy().tobytes()])
+    line.send(found)
 
 
 def dies(line: Connection, place: bodies.Place, nodes: list[int], victim: int) -> None:

@@ -79,6 +79,32 @@ def test_processes_on_several_hosts_train_as_one(
     check_trained_as_one(results, CASES)
 
 
+def test_payloads_cross_between_hosts_once_for_each_host(pool: Pool, address: str) -> None:
+    """Two hosts of two and of three: inside travels what a dense reduce-scatter and all-gather move."""
+    codecs, nodes, elements = {"int8": 8, "fp16": 16, "topk(ratio=0.01)": 0.48}, [0, 0, 1, 1, 1], 1 << 19
+    case = everyone(5, address, nodes, "hierarchical", list(codecs))
+    with pool.start(host_bodies.what_is_coded, case) as group:
+        rows = list(zip(*group.results(), strict=True))
+    for (codec, bits), found in zip(codecs.items(), rows, strict=True):
+        assert all(one[0].startswith("hierarchical codec=") and codec in one[0] for one in found)
+        assert all(one[1].startswith("gradients are summed inside hosts as they are; between hosts ") for one in found)
+        assert len({one[3] for one in found}) == 1
+        for host in (0, 1):
+            here = [rank for rank in range(5) if nodes[rank] == host]
+            between = sum(found[rank][2][peer] for rank in here for peer in range(5) if nodes[peer] != host)
+            payload = elements * bits / 8  # half for the other host's part and half for the own one's sum
+            assert payload * 0.95 < between < payload * 1.1 + 4000, codec
+            inside = sum(found[rank][2][peer] for rank in here for peer in here)
+            assert inside == pytest.approx(2 * (len(here) - 1) * 4 * elements, rel=0.01)
+
+
+def test_a_run_on_two_levels_is_resumed_with_the_same_bits(pool: Pool, address: str) -> None:
+    strategies = [f"hierarchical codec={text}" for text in ("int8", "topk(ratio=0.1)", "powersgd(rank=1)")]
+    with pool.start(host_bodies.resumes, everyone(4, address, [0, 0, 1, 1], strategies)) as group:
+        for found in group.results():
+            assert found == [[True, True, True]] * len(strategies)
+
+
 @pytest.mark.parametrize("victim", [1, 3])
 def test_who_dies_is_named_on_all_hosts(pool: Pool, address: str, victim: int) -> None:
     with pool.start(host_bodies.dies, everyone(4, address, [0, 0, 1, 1], victim)) as group:

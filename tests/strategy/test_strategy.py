@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -276,6 +276,35 @@ def test_auto_becomes_what_fits_the_group(text: str, hosts: int, resolved: str) 
     strategy = Strategy.parse(text).resolve(Group(4), hosts=hosts)
     assert str(strategy) == resolved
     assert strategy.resolve(Group(4), hosts=hosts) == strategy
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "resolved"),
+    [
+        ("hierarchical codec=int8", (0, 0, 1, 1), "hierarchical codec=feedback(int8)"),
+        ("hierarchical codec=topk(ratio=0.1)", (0, 1, 1), "hierarchical codec=feedback(topk(ratio=0.1))"),
+        ("hierarchical codec=fp16", (0, 0, 1), "hierarchical codec=fp16"),
+        ("auto codec=int8", (0, 0, 1, 1), "hierarchical codec=feedback(int8)"),
+        ("hierarchical codec=int8", (0, 1, 2), "direct codec=feedback(int8)"),
+        ("hierarchical codec=gtopk(ratio=0.1)", (0, 1, 2), "tree codec=feedback(gtopk(ratio=0.1))"),
+        ("hierarchical codec=fp16", (0, 1, 2), "ring codec=fp16"),
+        ("hierarchical", (0, 1, 2), "hierarchical"),
+        ("hierarchical codec=int8", (0, 0, 0), "hierarchical"),
+        ("hierarchical codec=fp16", (0, 0), "hierarchical"),
+        ("auto codec=int8", (0, 0), "direct codec=feedback(int8)"),
+        ("ring codec=int8", (0, 0, 1, 1), "direct codec=feedback(int8)"),
+    ],
+)
+def test_two_levels_compress_between_hosts_that_have_several_ranks(
+    text: str, nodes: tuple[int, ...], resolved: str
+) -> None:
+    group = Group(len(nodes), nodes=nodes)
+    strategy = Strategy.parse(text).resolve(group, hosts=len(set(nodes)))
+    assert str(replace(strategy, schedule=Part("auto"), transport=Part("auto"))) == resolved
+    assert strategy.resolve(group, hosts=len(set(nodes))) == strategy
+    levels = resolved.startswith("hierarchical codec")
+    assert strategy.hosts(group) == (group.members_by_node() if levels else ())
+    assert strategy.exchange.startswith("gradients are summed inside hosts as they are; between") == levels
 
 
 def test_threads_of_one_process_get_inproc() -> None:

@@ -29,7 +29,7 @@ _MOST_CHUNKS = 1024
 """More than that cost more to keep track of than exactly equal parts gain."""
 
 
-@register("algorithms", "hierarchical", goal="allreduce")
+@register("algorithms", "hierarchical", goal="allreduce", two_levels="ring")
 def hierarchical(group: Group) -> Plan:
     """Allreduce over two levels, inside nodes and across them; a ring when there is only one node or one rank in each.
 

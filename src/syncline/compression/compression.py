@@ -5,11 +5,14 @@ engine the reducers of a bucket (``pieces``) and is told when they are done (``f
 buckets of other types are converted on the way in and out.
 
 Checkpoints. ``saved`` is what this process has to keep, as flat arrays by name; residuals of owners are partitioned
-among them, so that together they have one value per element, wherever the owners stand. ``load`` takes what all workers
-had saved. Where the number of workers is another one, the residuals' sum is shared out evenly: nothing is lost by it.
+among them, so that together they have one value per element, wherever the owners stand. So are, on two levels, the
+residuals of a host among its ranks, each of which encodes a part of the host's gradients. ``load`` takes what all
+workers had saved. Where the number of those that encode, workers or hosts, is another one, the residuals' sum is shared
+out evenly: nothing is lost by it.
 
 Buckets that take the place of others between two steps (``on``) find everything as it was; owners give each other what
-they have kept back, since elements have other owners then (``kept_by_owner``, ``take_over``).
+they have kept back, since elements have other owners then (``kept_by_owner``, ``take_over``), and so do the ranks of a
+host (``kept_for_host``, ``take_over_for_host``).
 
 Where owners hold the weights, gradients stay with them, and what they encode again is an update (``updates``).
 """
@@ -17,28 +20,23 @@ Where owners hold the weights, gradients stay with them, and what they encode ag
 from __future__ import annotations
 
 import copy
-import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..codecs import Applied, Codec, Floats, State, Stochastic, codec_of, relay_of
 from ..codecs.dense import Uncompressed
 from ..errors import UsageError
 from ..nouns import Bucket, Layer
-from .reducers import Operand, Participant, Reducer
+from .reducers import Operand, Participant, Reducer, levels
 from .reducers.owners import collecting, pushing, share_out
 from .reducers.ways import pieces, way_of
+from .saved import Array, Saved, arrays_of, by_encoder, join, range_of, whole_array
 
 log = logging.getLogger("syncline")
-
-Array = NDArray[Any]
-Saved = dict[str, Array]
-"""Arrays by ``own/PARAMETER/what`` and ``again/PARAMETER/first element``, and ``clock``."""
 
 AGAIN = -1
 """The rank in the states of owners: what they draw does not depend on who they are."""
@@ -96,7 +94,7 @@ class Compression:
                 )
         self._states, self._again = [], []
         for index, (one, feedback, _) in enumerate(self._codecs):
-            self._states.append(self._state(one, index, me.index, feedback))
+            self._states.append(self._state(one, index, me.encoder if me.works else me.index, feedback))
             self._again.append(self._state(relay_of(one), index, AGAIN, feedback and not held))
         self.check_cuts(buckets)
 
@@ -145,7 +143,7 @@ class Compression:
         step = self._clock[number]
         warming = sum(step < one.warmup for one in self._codecs) if step < self._warmup else 0
         if number not in self._pieces or self._pieces[number].warming != warming:
-            self._pieces[number] = self._divided(self.parts(number, working, step), warming)
+            self._pieces[number] = self._divided(self.parts(number, working, step), working, warming)
         parts, made, _ = self._pieces[number]
         for part in parts:
             part.state.step = step
@@ -153,10 +151,12 @@ class Compression:
             self.tell_step(number, parts)
         return made
 
-    def _divided(self, parts: list[Operand], warming: int) -> _Divided:
+    def _divided(self, parts: list[Operand], array: Floats, warming: int) -> _Divided:
         if self._held:
             first_half = pushing if self._alone else collecting
             return _Divided(parts, first_half(parts, self.participant), warming)
+        if self.participant.hosts:
+            return _Divided(parts, levels.pieces(parts, array, self.participant), warming)
         return _Divided(parts, pieces(parts, self.participant, served=self._served), warming)
 
     def tell_step(self, number: int, parts: Sequence[Operand]) -> None:
@@ -235,28 +235,52 @@ class Compression:
         """Take up what an owner had kept back of other buckets, as far as it is of this process's now."""
         for part in self._owned():
             if part.again.residual is not None:
-                _join(part.again.residual, kept, f"again/{part.name}/", part.start, part.start + part.array.size)
+                join(part.again.residual, kept, f"again/{part.name}/", part.start, part.start + part.array.size)
+
+    @property
+    def ranks_keep(self) -> bool:
+        """Whether the ranks of a host keep something for each other; the same on all processes."""
+        return bool(self.participant.hosts) and any(True for state in self._states for _ in arrays_of(state))
+
+    def kept_for_host(self) -> Saved:
+        """What this process keeps of its host's gradients, in parts."""
+        found: Saved = {}
+        for part in self._encoded():
+            for what, array in arrays_of(part.state):
+                of_part, start = range_of(part, array)
+                found[f"own/{part.name}/{what}/{start}"] = of_part.copy()
+        return found
+
+    def take_over_for_host(self, kept: Mapping[str, Array]) -> None:
+        """Take up what a rank of this host had kept of other buckets, as far as it is of this process's now."""
+        for part in self._encoded():
+            for what, array in arrays_of(part.state):
+                of_part, start = range_of(part, array)
+                join(array.reshape(-1), kept, f"own/{part.name}/{what}/", start, start + of_part.size)
 
     def saved(self) -> Saved:
         """What this process has to keep in a checkpoint."""
         found: Saved = {"clock": np.array(self._clock, np.int64)}
+        if self.participant.hosts:
+            found["host"] = np.array([self.participant.encoder], np.int64)
+            return found | self.kept_for_host() | self.kept_by_owner()
         for state in self._states:
-            for what, array in _arrays_of(state):
+            for what, array in arrays_of(state):
                 found[f"own/{state.spec.name}/{what}"] = array.copy()
         return found | self.kept_by_owner()
 
     def load(self, saved: Sequence[Mapping[str, Array]]) -> None:
         """Take up what all workers of a run had saved; raises UsageError when it is of another model or codec."""
-        workers = self.participant.workers
-        same = len(saved) == workers
+        me = self.participant
         clock = saved[0].get("clock")
-        if clock is None or (same and clock.size != len(self._clock)):
+        if clock is None or (len(saved) == me.workers and clock.size != len(self._clock)):
             raise UsageError("the codec's part of this state is of another model or schedule")
         self._clock = clock.tolist() if clock.size == len(self._clock) else [int(clock.max())] * len(self._clock)
-        for state in self._states if self.participant.works else ():
-            for what, array in _arrays_of(state):
-                found = [_same_size(one, f"own/{state.spec.name}/{what}", array) for one in saved]
-                array[:] = found[self.participant.index] if same else np.sum(found, axis=0) / workers
+        before = by_encoder(saved)
+        for state in self._states if me.works else ():
+            for what, array in arrays_of(state):
+                found = [whole_array(one, f"own/{state.spec.name}/{what}", array) for one in before]
+                array[:] = found[me.encoder] if len(before) == me.encoders else np.sum(found, axis=0) / me.encoders
         for part in self._owned():
             if part.again.residual is not None:
                 part.again.residual[part.start : part.start + part.array.size] = 0  # what nobody had
@@ -274,7 +298,7 @@ class Compression:
 
     def _state(self, codec: Codec, index: int, rank: int, feedback: bool) -> State:
         state = codec.init(self._specs[index], rank, feedback)
-        state.world = self.participant.workers
+        state.world = self.participant.encoders
         return state
 
     def parts(self, number: int, array: Array, step: int | None = None) -> list[Operand]:
@@ -303,12 +327,20 @@ class Compression:
         codec, feedback, _ = self._codecs[tensor]
         return codec.contraction and (feedback or not codec.biased)
 
+    def _encoded(self) -> Iterator[Operand]:
+        """The slices that this process encodes for its host."""
+        for number, bucket in enumerate(self._buckets if self.participant.hosts else ()):
+            yield from levels.encoded(self.parts(number, np.empty(bucket.elements, np.float32)), self.participant)
+
     def _owned(self) -> Iterator[Operand]:
         """The slices that this process encodes again."""
         if self.participant.owner < 0:
             return
         for number in range(len(self._buckets)):
             parts = self.parts(number, np.empty(self._buckets[number].elements, np.float32))
+            if self.participant.hosts:
+                yield from levels.owned(parts, self.participant)
+                continue
             wanted = [part for part in parts if self._served or way_of(part.codec).again]
             yield from share_out(wanted, len(self.participant.owners))[self.participant.owner]
 
@@ -331,41 +363,3 @@ def codec_at(applied: Applied, step: int | None) -> Codec:
     """What a tensor's gradients are encoded with at a step; without one, at most."""
     warming = step is not None and step < applied.warmup
     return Uncompressed(applied.codec.block) if warming else applied.codec
-
-
-def _arrays_of(state: State) -> Iterator[tuple[str, Array]]:
-    if state.residual is not None:
-        yield "residual", state.residual
-    yield from state.memory.items()
-
-
-def _join(whole: Array, kept: Mapping[str, Array], prefix: str, start: int, stop: int) -> None:
-    """Copy to elements ``start`` to ``stop`` of a tensor what an owner's pieces of it have of them."""
-    for key, piece in kept.items():
-        if key.startswith(prefix):
-            first = int(key.removeprefix(prefix))
-            if not 0 <= first <= first + piece.size <= whole.size:
-                raise UsageError(f"the codec's part of this state has {key!r} beyond {whole.size} elements")
-            low, high = max(start, first), min(stop, first + piece.size)
-            if low < high:
-                whole[low:high] = piece[low - first : high - first]
-
-
-def as_bytes(saved: Saved) -> bytes:
-    """Arrays by name as bytes, to be told to another process."""
-    found = io.BytesIO()
-    np.savez(found, **saved)  # type: ignore[arg-type]
-    return found.getvalue()
-
-
-def from_bytes(data: bytes) -> Saved:
-    """The other way round."""
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        return {key: arrays[key] for key in arrays.files}
-
-
-def _same_size(saved: Mapping[str, Array], key: str, like: Array) -> Array:
-    found = saved.get(key)
-    if found is None or found.size != like.size:
-        raise UsageError(f"the codec's part of this state does not have {key!r} with {like.size} elements")
-    return found.reshape(like.shape)

@@ -1,5 +1,8 @@
 """Drives reducers over a transport: their rounds become messages, their sums runs of the architecture's plan.
 
+What others send to be added is looked at in the transport's memory, over shm in theirs, and added in one pass once all
+of it is there: in the order that the reducer says, whatever came first.
+
 A few of a bucket's reducers are open at the same time, so that one computes while another's messages travel. Used from
 the thread that drives the engine, like ``messages``, through which the transport's events come.
 """
@@ -8,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from ..collectives import Collective
-from ..compression.reducers import Lengths, Message, Reducer, Round, Sum
-from ..errors import SynclineError, UsageError
+from ..compression.reducers import Bytes, Lengths, Message, Reducer, Round, Sum, Total
+from ..errors import ProtocolError, SynclineError, UsageError
+from ..kernels.cpu import add_in_order
 from ..plans.messages import Program
 from ..transports import Handle
 from .messages import Exchange, labelled
@@ -116,7 +122,7 @@ class Reducing:
             if isinstance(asked, Sum):
                 self._sum(asked.array, number, reducer, turn)
                 return
-            if asked.sends or asked.receives:
+            if asked.sends or asked.receives or (asked.total is not None and asked.total.peers):
                 self._turns.add(_Turn(self, number, reducer, turn, asked))
                 return
             lengths = []
@@ -155,10 +161,14 @@ class _Turn:
     def __init__(self, of: Reducing, number: int, reducer: Reducer, turn: int, asked: Round) -> None:
         self.of, self.number, self._reducer, self._turn = of, number, reducer, turn
         self._lengths = [0] * len(asked.receives)
-        self.peers = [message.peer for message in (*asked.receives, *asked.sends)]
+        self._total, self._lent = asked.total, dict[int, Handle]()
+        adds = [] if asked.total is None else [Message(peer, _bytes(asked.total)) for peer in asked.total.peers]
+        self.peers = [message.peer for message in (*adds, *asked.receives, *asked.sends)]
         self._messages = len(self.peers)
         tag = _MARK | of._key << _PIECE_BITS | number
         transport = of._transport
+        for message in adds:
+            transport.borrow(message.peer, tag, message.data.nbytes, owner=_Completion(self, "receive", message))
         for index, message in enumerate(asked.receives):
             owner = _Completion(self, "receive", message, index)
             transport.recv(message.peer, tag, message.data, owner=owner)
@@ -180,14 +190,47 @@ class _Turn:
             raise labelled(f"{of._label}: {verb} rank {handle.peer}", handle.error)
         if index >= 0:
             self._lengths[index] = handle.nbytes
+        elif handle.kind == "borrow" and self._total is not None:
+            self._came(handle, self._total)
         self.peers.remove(handle.peer)
         if not self.peers:
             of._turns.discard(self)
             of._advance(self.number, self._reducer, self._turn, self._lengths)
 
+    def _came(self, handle: Handle, total: Total) -> None:
+        """What is to be added is there; with the last of it the sum is made, whether or not all has been sent."""
+        of = self.of
+        if handle.nbytes != total.array.nbytes:
+            raise ProtocolError(
+                f"{of._label}: {handle.nbytes} bytes came from rank {handle.peer} to be added to {total.array.nbytes};"
+                " do all ranks run the same version with the same model?",
+                rank=handle.peer,
+            )
+        self._lent[handle.peer] = handle
+        if len(self._lent) < len(total.peers):
+            return
+        span = None if of._observer is None else of._tell("reduce", self.number, nbytes=total.array.nbytes)
+        before, after = ([self._array(peer, total) for peer in some] for some in (total.before, total.after))
+        add_in_order(total.array, before, after)
+        if span is not None:
+            span.end()
+        for lent in self._lent.values():
+            of._transport.release(lent)
+        self._lent.clear()
+
+    def _array(self, peer: int, total: Total) -> Array:
+        """What a peer sent, as numbers."""
+        payload = self._lent[peer].payload
+        assert payload is not None
+        return payload.view(total.array.dtype)
+
+
+def _bytes(total: Total) -> Bytes:
+    return total.array.view(np.uint8)
+
 
 class _Completion:
-    """Who is told that a message of a round is complete; sent, or number ``index`` of those received."""
+    """Who is told that a message of a round is complete; sent or lent, or number ``index`` of those received."""
 
     __slots__ = ("_index", "_span", "_turn", "priority")
 

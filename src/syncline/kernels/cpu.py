@@ -35,6 +35,22 @@ def add_all_into(into: Array, others: Sequence[Array]) -> None:
             np.add(block, other[start : start + step], out=block)
 
 
+def add_in_order(into: Array, before: Sequence[Array], after: Sequence[Array]) -> None:
+    """``into = before[0] + ... + into + after[0] + ...`` from left to right, each array read in memory once."""
+    if len(before) < 2:  # two numbers have one sum, in whatever order
+        add_all_into(into, (*before, *after))
+        return
+    step = max(1, BLOCK_BYTES // into.itemsize)
+    room = np.empty(min(step, into.size), into.dtype)
+    for start in range(0, into.size, step):
+        block = into[start : start + step]
+        total = room[: block.size]
+        np.copyto(total, before[0][start : start + step])
+        others = [other[start : start + step] for other in (*before[1:], into, *after)]
+        add_all_into(total, others)
+        np.copyto(block, total)
+
+
 def _add_halves(into: Array, others: Sequence[Array]) -> None:
     """The same by compiled code: numpy converts 16-bit numbers one by one."""
     from .passes import CODES, sum_arrays  # loaded by those who need it: that takes a moment

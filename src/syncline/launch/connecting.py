@@ -6,6 +6,7 @@ watcher over the control connections. Between threads there is nothing to prove 
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from ..errors import UsageError
 from ..nouns import Group
 from ..session.session import Session
 from ..strategy.strategy import Strategy
-from ..strategy.words import AUTO
+from ..strategy.words import AUTO, NONE
 from ..transports import Place, Transport
 from ..transports._auto import Auto
 from ..transports.inproc import Hub
@@ -35,14 +36,18 @@ from .descriptors import make_room
 from .environment import Environment
 from .meeting import CONNECT_S, Joined, MeetingPoint, listen_address
 
+log = logging.getLogger("syncline")
 
-def in_process(strategy: str, workers: int, observers: Sequence[Observer | None] = ()) -> list[Session]:
+
+def in_process(
+    strategy: str, workers: int, observers: Sequence[Observer | None] = (), nodes: tuple[int, ...] = ()
+) -> list[Session]:
     """Sessions of a whole group between the threads of this process: workers first, then servers. For tests.
 
-    ``observers`` are those of the first ones.
+    ``observers`` are those of the first ones, ``nodes`` the hosts that the workers are to be on.
     """
-    chosen = Strategy.parse(strategy).resolve(Group(workers), inproc=True)
-    group = Group(workers, chosen.servers)
+    chosen = Strategy.parse(strategy).resolve(Group(workers, nodes=nodes), inproc=True)
+    group = Group(workers, chosen.servers, nodes)
     told = [*observers, *[None] * group.processes][: group.processes]
     if group.processes == 1:
         return [Session(chosen, group, 0, None, observer=told[0])]
@@ -176,6 +181,10 @@ def _begin(
 def _tune(session: Session, asked: Strategy) -> None:
     """Measure what the strategy leaves open; a rank that fails in it ends the session for all."""
     workers = session.group.workers
+    if asked.codec not in (NONE, AUTO) and session.strategy.codec == NONE:
+        session.reason = f"codec={asked.codec.name} compresses between hosts only, and all ranks are on one"
+        if session.index == 0:
+            log.warning("%s: %s", session.name(0), session.reason)
     if workers == 1:
         return
     try:

@@ -5,7 +5,8 @@
     3. servers, which had posted the pushes of a next step, get one that is none, in the old layout; nobody looks at it
     4. every process cuts its memory anew, in which tensors stay where they are
     5. servers that hold weights get those that the workers have: each knew its own slices only
-    6. owners give each other what they hold, since elements have other owners then
+    6. owners give each other what they hold, since elements have other owners then, and the ranks of a host, where
+       these compress for it, what they have kept back
 
 Costs a push and a broadcast where there are servers, and each owner's memory once to every other owner: for a few times
 in a run.
@@ -21,7 +22,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..collectives import Collective
-from ..compression.compression import Compression, Saved, as_bytes, from_bytes
+from ..compression.compression import Compression
+from ..compression.saved import Saved, as_bytes, from_bytes
 from ..engine.work import Work
 from ..errors import ProtocolError
 from ..nouns import Bucket, Layer, numpy_dtype
@@ -82,29 +84,34 @@ class Recompressing:
     def __init__(self, session: Session, compression: Compression | None) -> None:
         self._session, self._compression = session, compression
         self._kept: Saved | None = None
+        self._kept_for_host: Saved | None = None
         if compression is not None and compression.owners_keep:
             self._kept = compression.kept_by_owner()
+        if compression is not None and compression.ranks_keep:
+            self._kept_for_host = compression.kept_for_host()
 
     def on(self, buckets: Sequence[Bucket], arrays: Sequence[Array], passed: Passed) -> Compression | None:
         """The codec of the new buckets; all owners call it together."""
         if self._compression is None:
             return None
         made, owners = self._compression.on(buckets, arrays, passed.steps), self._compression.participant.owners
+        if self._kept_for_host is not None:
+            self._share(made.participant.hosts[made.participant.encoder], self._kept_for_host, made.take_over_for_host)
         if self._kept is not None and made.participant.owner >= 0:
-            told = self._session.share(owners, as_bytes(self._kept), LABEL)
-            for owner, data in zip(owners, told, strict=True):
-                self._take_over(made, owner, data)
+            self._share(owners, self._kept, made.take_over)
         return made
 
-    def _take_over(self, made: Compression, owner: int, data: bytes) -> None:
-        try:
-            made.take_over(from_bytes(data))
-        except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
-            raise ProtocolError(
-                f"{LABEL}: what {self._session.name(owner)} has kept back makes no sense ({error}); do all processes"
-                " run the same version on sound machines?",
-                rank=owner,
-            ) from error
+    def _share(self, ranks: Sequence[int], kept: Saved, take_over: Callable[[Saved], None]) -> None:
+        """Give others what this process has kept back, and take up what each of them has."""
+        for rank, data in zip(ranks, self._session.share(ranks, as_bytes(kept), LABEL), strict=True):
+            try:
+                take_over(from_bytes(data))
+            except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
+                raise ProtocolError(
+                    f"{LABEL}: what {self._session.name(rank)} has kept back makes no sense ({error}); do all processes"
+                    " run the same version on sound machines?",
+                    rank=rank,
+                ) from error
 
 
 def copy_weights(session: Session, arrays: Sequence[Array]) -> None:

@@ -163,8 +163,11 @@ class Session(Communicator):
             return None
         served, held = self.strategy.roles is not None, self.strategy.server_holds_weights
         how = {"served": served, "held": held, "alone": not self.strategy.sync_mode().merges}
-        codec, name = self.strategy.codec_object(), self.member.name(self.index)
-        return Compression(codec, layers, buckets, arrays, self._participant(), **how, name=name)
+        me, name = self._participant(), self.member.name(self.index)
+        if me.hosts and len(me.hosts[me.encoder]) > 1:
+            others = ", ".join(str(rank) for rank in me.hosts[me.encoder] if rank != self.index)
+            name = f"{name}, or rank {others} of its host"
+        return Compression(self.strategy.codec_object(), layers, buckets, arrays, me, **how, name=name)
 
     def reduce(self, compression: Compression, number: int, key: int, label: str, **options: Any) -> Work:
         """Start the reduction of a compressed bucket; ``options`` are those of ``Engine.reduce``."""
@@ -179,7 +182,7 @@ class Session(Communicator):
         """This process among those that reduce what is compressed: owners are the servers, or else all workers."""
         workers, roles = self.group.workers, self.strategy.roles
         owners = tuple(range(workers)) if roles is None else roles.places(workers)
-        return Participant(self.index, workers, owners, self.engine.room)
+        return Participant(self.index, workers, owners, self.engine.room, hosts=self.strategy.hosts(self.group))
 
     def run_by(self, choice: Choice) -> None:
         """From now on choose the algorithm by size: ``architecture=auto``. All workers call it with the same table."""

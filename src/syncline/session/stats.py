@@ -19,7 +19,8 @@ class Stats:
     transport with all headers; ``strategy`` is what really runs, ``transport`` what carries this process's messages
     (``shm+tcp`` where some peers are on its host and others are not). Under ``architecture=auto`` that was measured,
     ``algorithms`` gives what runs from which size in bytes on; it is empty where the strategy names the algorithm.
-    ``exchange`` says in words how gradients become one average, ``reason`` why ``codec=auto`` took its codec.
+    ``exchange`` says in words how gradients become one average, ``reason`` why ``codec=auto`` took its codec, or why
+    nothing is compressed.
     """
 
     strategy: str

@@ -14,6 +14,8 @@ for this file, ``words``, ``rules`` and ``parts``:
 
     goal="allreduce"        (algorithms, collectives) only these are architectures
     roles=callable          (algorithms) takes the arguments and gives the ``Roles`` of an architecture with owners
+    two_levels="ring"       (algorithms) sums inside hosts first: with a codec, payloads travel between hosts only;
+                            the name is what it is where every rank has a host of its own
     always_print=(names)    arguments that are printed even at their default
     wraps="name"            (codecs) the argument that takes another codec, written without its name
     examples=("a(b=1)",)    (codecs) texts that tests and tables try; by default the bare name
@@ -111,8 +113,9 @@ class Strategy(Combination):
         ``group`` may leave the strategy's own servers out. ``hosts`` is the number of machines that the processes are
         on, those of one sharing memory; ``inproc`` says that the ranks are threads of one process. Where some
         processes share a host and others do not, ``transport=auto`` stays: it is shm inside hosts and tcp between
-        them. Raises UsageError when the transport cannot reach all ranks, or the architecture cannot be planned for
-        so many workers or servers.
+        them. With an architecture of two levels a codec compresses nothing on a single host, and goes the way of one
+        level where no host has several ranks. Raises UsageError when the transport cannot reach all ranks, or the
+        architecture cannot be planned for so many workers or servers.
         """
         group = self._with_servers(group)
         transport = self.transport
@@ -132,8 +135,12 @@ class Strategy(Combination):
             architecture = Part({"shm": "direct", "auto": "hierarchical"}.get(transport.name, "ring"))
         codec = NONE if self.codec == AUTO else self.codec
         carrier = way_of(replace(self, codec=codec).codec_object()).carrier
-        if carrier is not None and self.roles is None:
-            architecture = Part(carrier)
+        places = len(group.members_by_node()) if group.nodes else hosts
+        flat = _one_level(architecture) if codec != NONE else None
+        if flat is None or places >= group.workers:
+            architecture = Part(carrier) if carrier and self.roles is None else flat or architecture
+        elif places == 1:
+            codec = NONE  # inside a host nothing is compressed
         schedule = Part("fixed") if self.schedule == AUTO else self.schedule
         resolved = replace(self, architecture=architecture, codec=codec, schedule=schedule, transport=transport)
         if resolved.collective is None:
@@ -157,6 +164,13 @@ class Strategy(Combination):
                 f" {', '.join(built_names('architecture'))} to see, or run, a plan"
             )
         return _planned(registry.get("algorithms", architecture.name).target, architecture.args, group)
+
+    def hosts(self, group: Group) -> tuple[tuple[int, ...], ...]:
+        """The workers of each host, where these sum before a codec compresses; empty where every worker compresses."""
+        if self.codec == NONE or _one_level(self.architecture) is None:
+            return ()
+        nodes = group.members_by_node()
+        return nodes if 1 < len(nodes) < group.workers else ()
 
     def halves(self, group: Group) -> tuple[Plan, Plan]:
         """The plans of push and pull, where servers hold the weights; raises UsageError where nobody owns any."""
@@ -185,11 +199,13 @@ class Strategy(Combination):
             return "payloads are added up at servers, and what their update changes in the weights is encoded for all"
         if self.roles is not None:
             return OWNERS.words.format(owners="servers")
-        codec = self.codec_object()
+        codec, inside = self.codec_object(), ""
+        if _one_level(self.architecture) is not None:
+            name, inside = "owners of their parts", "gradients are summed inside hosts as they are; between hosts "
         words = way_of(codec).words.format(architecture=name, owners="owners")
         if isinstance(codec, Chooses):
-            return f"small tensors are summed by {name}; of others, {words}, or {OWNERS.words.format(owners='owners')}"
-        return words
+            words = f"small tensors are summed by {name}; of others, {words}, or {OWNERS.words.format(owners='owners')}"
+        return inside + words
 
     def schedule_object(self) -> Schedule:
         """The schedule that the engine reads; raises UsageError while it is ``auto``."""
@@ -211,6 +227,14 @@ class Strategy(Combination):
         if part == AUTO:
             raise UsageError(f"the {word} of {str(self)!r} is auto: call resolve() first")
         return part
+
+
+def _one_level(architecture: Part) -> Part | None:
+    """What an architecture of two levels is where every rank has a host of its own; None for others."""
+    if architecture.name not in registry.names("algorithms"):
+        return None
+    name = registry.get("algorithms", architecture.name).capabilities.get("two_levels")
+    return None if name is None else Part(name)
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from ..codecs import Codec
 from ..compression.compression import Compression
-from ..compression.reducers import Bytes, Flows, Participant, Reducer, Round, Sum, Summed, Traffic
+from ..compression.reducers import Bytes, Flows, Participant, Reducer, Round, Sum, Summed, Total, Traffic
+from ..kernels.cpu import add_in_order
 from ..nouns import Bucket, Layer, Slice, Spec, numpy_dtype
 from ..wire.scratch import Scratch
 from .laws import require
@@ -61,8 +62,11 @@ def run(ranks: Sequence[Reducer], alter: Alter = untouched, summed: Callable[[in
                     sent += data.nbytes
                 posted.add(rank)
                 moved = True
-            if all(under_way.get((message.peer, rank)) for message in one.receives):
+            adds = () if one.total is None else one.total.peers
+            if all(under_way.get((peer, rank)) for peer in (*adds, *(message.peer for message in one.receives))):
                 lengths = []
+                if one.total is not None:
+                    _add(one.total, [under_way[peer, rank].popleft() for peer in adds])
                 for message in one.receives:
                     data = under_way[message.peer, rank].popleft()
                     require(data.nbytes <= message.data.nbytes, f"{data.nbytes} bytes for {message.data.nbytes}")
@@ -74,6 +78,15 @@ def run(ranks: Sequence[Reducer], alter: Alter = untouched, summed: Callable[[in
         require(moved, "the ranks wait for each other")
     require(not any(under_way.values()), "a message was sent that nobody received")
     return sent
+
+
+def _add(total: Total, came: Sequence[Bytes]) -> None:
+    require(
+        all(data.nbytes == total.array.nbytes for data in came), f"arrays of others than {total.array.nbytes} bytes"
+    )
+    arrays = [data.view(total.array.dtype) for data in came]
+    first = len(total.before)
+    add_in_order(total.array, arrays[:first], arrays[first:])
 
 
 def _go_on(reducer: Reducer, lengths: list[int]) -> Round | Sum | None:
@@ -115,7 +128,7 @@ class Ranks:
     """The processes of a group that exchange a model's gradients, with states that last over steps.
 
     ``shapes`` are the model's tensors, ``buckets`` slices of them, by default all in one. Owners are the ``servers``,
-    or the workers where there are none.
+    or the workers where there are none. ``hosts`` are the workers of each host, for two levels.
     """
 
     def __init__(
@@ -126,6 +139,7 @@ class Ranks:
         buckets: Sequence[Sequence[Slice]] | None = None,
         servers: int = 0,
         dtype: str = "float32",
+        hosts: Sequence[Sequence[int]] = (),
     ) -> None:
         self.layers = [Layer(Spec(f"p{number}", shape, dtype)) for number, shape in enumerate(shapes)]
         whole = [Slice(number, 0, layer.spec.elements) for number, layer in enumerate(self.layers)]
@@ -135,14 +149,14 @@ class Ranks:
         self.arrays = [
             [np.zeros(bucket.elements, numpy_dtype(dtype)) for bucket in self.buckets] for _ in range(workers + servers)
         ]
-        self.workers, self.codec = workers, codec
+        self.workers, self.codec, places = workers, codec, tuple(tuple(ranks) for ranks in hosts)
         self.ranks = [
             Compression(
                 codec,
                 self.layers,
                 self.buckets,
                 arrays,
-                Participant(index, workers, owners, room),
+                Participant(index, workers, owners, room, hosts=places),
                 served=bool(servers),
                 name=f"rank {index}",
             )
@@ -175,10 +189,11 @@ class Ranks:
         parts = []
         for layer in self.layers:
             total = np.zeros(layer.spec.elements)
+            own = f"own/{layer.spec.name}/residual"
             for one in saved:
-                total += one.get(f"own/{layer.spec.name}/residual", 0.0)
+                total += one.get(own, 0.0)
                 for key, piece in one.items():
-                    if key.startswith(f"again/{layer.spec.name}/"):
+                    if key.startswith((f"again/{layer.spec.name}/", f"{own}/")):
                         start = int(key.rpartition("/")[2])
                         total[start : start + piece.size] += piece
             parts.append(total)

@@ -24,7 +24,7 @@ from ..session.session import Session
 from ..strategy.choice import Choice
 from ..strategy.grammar import read_part, write_value
 from ..strategy.strategy import Strategy
-from ..strategy.words import AUTO
+from ..strategy.words import AUTO, NONE
 
 log = logging.getLogger("syncline")
 
@@ -57,6 +57,10 @@ def _choose(session: Session, asked: Strategy) -> None:
     session.chose_codec = True
     if dense.transport != AUTO and registry.get("transports", dense.transport.name).capabilities.get("one_host"):
         session.reason = "codec=none: shared memory is faster than encoding"
+        return
+    hosts = 1 if session.roll is None else session.roll.hosts
+    if replace(dense, codec=read_part(CANDIDATES[-1])).resolve(session.group, hosts=hosts).codec == NONE:
+        session.reason = "codec=none: all ranks are on one host, inside which two levels compress nothing"
         return
     array = session.engine.allocate(4 * _MOST_ELEMENTS, np.dtype(np.float32))
     array = array[: _elements(_measure(session, array[:_LEAST_ELEMENTS]))]

@@ -12,6 +12,8 @@ test a loop does.
     merged    payloads meet on a binomial tree, two becoming one of the same size; the last one goes back to all
     rounds    the codec itself alternates between computing and sums
 
+These are between workers, or between hosts, in which gradients have been summed before: ``levels``.
+
 What else has to know of a way (its ``Way``) asks it, and no codec's name: whether the strategy's plan carries the
 payloads, whether servers can stand in, what a rank computes, and who sends how many bytes to whom (``Traffic``),
 without any data. ``ways`` has the table.
@@ -47,11 +49,30 @@ class Message:
 
 
 @dataclass(frozen=True)
+class Total:
+    """An array that becomes its sum with those that others send, which are of its size.
+
+    They are added from left to right: those of the processes ``before`` this one, its own, those of the ones ``after``
+    it; so it does not matter which of them adds.
+    """
+
+    array: NDArray[Any]
+    before: Sequence[int]
+    after: Sequence[int]
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Those who send."""
+        return (*self.before, *self.after)
+
+
+@dataclass(frozen=True)
 class Round:
     """Messages that travel at the same time; the answer is the length of each received one, in bytes, in order."""
 
     sends: Sequence[Message]
     receives: Sequence[Message]
+    total: Total | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +138,9 @@ class Room(Protocol):
 class Participant:
     """This process among those that reduce. ``owners`` are the processes that own parts, in the order of parts.
 
-    ``report`` is told the name of a tensor whose gradient here is not finite.
+    ``report`` is told the name of a tensor whose gradient here is not finite. ``hosts`` are the workers of each host,
+    where these sum before anything is encoded (``levels``). ``called`` gives those that reduce their numbers in
+    messages for people, where they are some of all.
     """
 
     index: int
@@ -125,6 +148,8 @@ class Participant:
     owners: tuple[int, ...]
     room: Room
     report: Callable[[str], None] = lambda _: None
+    hosts: tuple[tuple[int, ...], ...] = ()
+    called: tuple[int, ...] = ()
 
     @property
     def works(self) -> bool:
@@ -135,6 +160,18 @@ class Participant:
     def owner(self) -> int:
         """This process's number among the owners, -1 for one that owns nothing."""
         return self.owners.index(self.index) if self.index in self.owners else -1
+
+    @property
+    def encoders(self) -> int:
+        """How many there are whose gradients are encoded: hosts where these sum before, else workers."""
+        return len(self.hosts) or self.workers
+
+    @property
+    def encoder(self) -> int:
+        """The number among these of the one that this process encodes for."""
+        if not self.hosts:
+            return self.index
+        return next(number for number, ranks in enumerate(self.hosts) if self.index in ranks)
 
     def others(self) -> list[int]:
         """The other workers, beginning after this one, so that not all turn to the same one first."""

@@ -164,6 +164,8 @@ class Post:
 
 def name_of(process: int, me: Participant) -> str:
     """How a process is called in messages."""
+    if me.called:
+        return f"rank {me.called[process]}"
     return f"rank {process}" if process < me.workers else f"server rank {process}"
 
 

@@ -163,6 +163,8 @@ def share_out(parts: Sequence[Operand], owners: int) -> list[list[Operand]]:
 def _to_block(part: Operand, at: int, up: bool = False) -> int:
     """The nearest place to ``at`` (or the next one) at which a part may be cut; parts begin at such places."""
     size, block = part.array.size, part.codec.block or part.array.size
+    if at >= size:
+        return size  # the end, which need not be a multiple of a block
     nearest = -(-at // block) * block if up else (at + block // 2) // block * block
     return min(nearest, size)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...codecs import Chooses, Codec, Decays, Floats, Sums, Wraps, codec_of
 from ...codecs.feedback import Feedback
-from ...compression.reducers import ways
+from ...compression.reducers import levels, ways
 from ...compression.traffic import parts_of
 from ...nouns import Slice
 from ..laws import Laws, require, same
@@ -21,16 +21,20 @@ _EDGES = np.cumsum([0, *(int(np.prod(shape)) for shape in SHAPES)])
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A codec as a strategy applies it, and who exchanges: workers, and servers where there are some."""
+    """A codec as a strategy applies it, and who exchanges: workers, and servers where there are some.
+
+    On two levels ``hosts`` are the workers of each host, which sum before they compress.
+    """
 
     codec: Codec
     workers: int
     servers: int
     seed: int
+    hosts: tuple[tuple[int, ...], ...] = ()
 
     def ranks(self, buckets: Sequence[Sequence[Slice]] | None = None) -> Ranks:
         """The processes before their first step."""
-        return Ranks(self.codec, self.workers, buckets=buckets, servers=self.servers)
+        return Ranks(self.codec, self.workers, buckets=buckets, servers=self.servers, hosts=self.hosts)
 
     def gradients(self, step: int) -> list[Floats]:
         """Those of every worker, of all tensors one behind the other."""
@@ -38,11 +42,23 @@ class Exchanged:
         return list(draw.standard_normal((self.workers, _EDGES[-1])).astype(np.float32))
 
     def __str__(self) -> str:
-        return f"{self.workers} workers and {self.servers} servers (seed {self.seed})"
+        on = f" on hosts {self.hosts}" if self.hosts else ""
+        return f"{self.workers} workers{on} and {self.servers} servers (seed {self.seed})"
 
 
-def among(*sizes: tuple[int, int], feedback: bool | None = None) -> Callable[[Codec, int, int], Iterator[Exchanged]]:
-    """Groups of so many workers and servers, with error feedback where a strategy would put it, or where it may."""
+_HOSTS = ((0, 3), (1, 2, 4))
+"""Two hosts of unequal size."""
+
+
+def among(
+    *sizes: tuple[int, int],
+    feedback: bool | None = None,
+    hosts: tuple[tuple[int, ...], ...] = (),
+) -> Callable[[Codec, int, int], Iterator[Exchanged]]:
+    """Groups of so many workers and servers, with error feedback where a strategy would put it, or where it may.
+
+    Where there are ``hosts``, also their workers on two levels.
+    """
 
     def cases(codec: Codec, seed: int, count: int) -> Iterator[Exchanged]:  # noqa: ARG001
         wanted = codec.contraction and (codec.biased or bool(feedback))
@@ -50,6 +66,8 @@ def among(*sizes: tuple[int, int], feedback: bool | None = None) -> Callable[[Co
         for workers, servers in sizes:
             if not servers or ways.way_of(whole).servable:
                 yield Exchanged(whole, workers, servers, seed)
+        if hosts:
+            yield Exchanged(whole, sum(map(len, hosts)), 0, seed, hosts)
 
     return cases
 
@@ -57,7 +75,7 @@ def among(*sizes: tuple[int, int], feedback: bool | None = None) -> Callable[[Co
 LAWS: Laws[Codec, Exchanged] = Laws()
 
 
-@LAWS.law(among((1, 1), (2, 0), (2, 2), (3, 0), (3, 1), (5, 0), (5, 2)))
+@LAWS.law(among((1, 1), (2, 0), (2, 2), (3, 0), (3, 1), (5, 0), (5, 2), hosts=_HOSTS))
 def all_workers_get_the_same_bits(case: Exchanged) -> None:
     """Whoever the owners are; and memory that was taken for the way is given back."""
     ranks = case.ranks()
@@ -70,7 +88,7 @@ def all_workers_get_the_same_bits(case: Exchanged) -> None:
             same(other.view(np.uint32), first.view(np.uint32), f"the bits of worker {worker} beside worker 0")
 
 
-@LAWS.law(among((1, 1), (3, 2), (5, 0)))
+@LAWS.law(among((1, 1), (3, 2), (5, 0), hosts=_HOSTS))
 def what_travels_is_foreseen(case: Exchanged) -> None:
     """Who sends how many bytes to whom is known without any gradients, from ``wire_bytes`` or ``rounds``."""
     ranks = case.ranks()
@@ -82,12 +100,14 @@ def what_travels_is_foreseen(case: Exchanged) -> None:
             arrays[0][:] = gradients
         parts = parts_of(case.codec, ranks.layers, ranks.buckets[0], step)
         foreseen = ways.traffic(parts, case.workers, at, served=bool(case.servers))
+        if case.hosts:
+            foreseen = levels.traffic(parts, case.hosts)
         as_foreseen([rank.pieces(0) for rank in ranks.ranks], foreseen)
         for rank in ranks.ranks:
             rank.finish(0)
 
 
-@LAWS.law(among((3, 0)))
+@LAWS.law(among((3, 0), hosts=_HOSTS))
 def the_result_does_not_depend_on_the_buckets(case: Exchanged) -> None:
     """One bucket or one for each tensor: the same bits, also in later steps, which begin with what was kept."""
     whole = case.ranks()
@@ -106,7 +126,7 @@ def keeps_all(case: Exchanged) -> bool:
     return case.codec.contraction and not (isinstance(inner, Decays) and inner.decay != 1)
 
 
-@LAWS.law(among((1, 0), (2, 0), (4, 0), feedback=True), keeps_all)
+@LAWS.law(among((1, 0), (2, 0), (4, 0), feedback=True, hosts=_HOSTS), keeps_all)
 def with_feedback_nothing_is_lost_among_ranks(case: Exchanged) -> None:
     """What was given, over all steps, is what came out and what is still held back."""
     ranks = case.ranks()

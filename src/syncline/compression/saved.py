@@ -1,0 +1,82 @@
+"""What a codec keeps between steps as arrays by name: for checkpoints, and for buckets that take the place of others.
+
+Knows the names and the parts; who keeps what is ``compression``'s.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..codecs import State
+from ..errors import UsageError
+from .reducers import Operand
+
+Array = NDArray[Any]
+Saved = dict[str, Array]
+"""Arrays by ``own/PARAMETER/what`` and ``again/PARAMETER/first element``, and ``clock``.
+
+On two levels the first are in parts, ``own/PARAMETER/what/first element``, and ``host`` says of which host.
+"""
+
+
+def arrays_of(state: State) -> Iterator[tuple[str, Array]]:
+    """What a codec remembers of a tensor, by name."""
+    if state.residual is not None:
+        yield "residual", state.residual
+    yield from state.memory.items()
+
+
+def range_of(part: Operand, array: Array) -> tuple[Array, int]:
+    """What of an array of a tensor's state is a part's, and where it begins; all where it has no value per element."""
+    if array.size != part.state.spec.elements:
+        return array.reshape(-1), 0
+    return array.reshape(-1)[part.start : part.start + part.array.size], part.start
+
+
+def by_encoder(saved: Sequence[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
+    """What each of those that encode had saved: workers, or hosts, whose ranks have parts."""
+    found: dict[int, dict[str, Array]] = {}
+    for number, one in enumerate(saved):
+        found.setdefault(int(one["host"][0]) if "host" in one else number, {}).update(one)
+    return [found[number] for number in sorted(found)]
+
+
+def join(whole: Array, kept: Mapping[str, Array], prefix: str, start: int, stop: int) -> None:
+    """Copy to elements ``start`` to ``stop`` of a tensor what an owner's pieces of it have of them."""
+    for key, piece in kept.items():
+        if key.startswith(prefix):
+            first = int(key.removeprefix(prefix))
+            if not 0 <= first <= first + piece.size <= whole.size:
+                raise UsageError(f"the codec's part of this state has {key!r} beyond {whole.size} elements")
+            low, high = max(start, first), min(stop, first + piece.size)
+            if low < high:
+                whole[low:high] = piece[low - first : high - first]
+
+
+def as_bytes(saved: Saved) -> bytes:
+    """Arrays by name as bytes, to be told to another process."""
+    found = io.BytesIO()
+    np.savez(found, **saved)  # type: ignore[arg-type]
+    return found.getvalue()
+
+
+def from_bytes(data: bytes) -> Saved:
+    """The other way round."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        return {key: arrays[key] for key in arrays.files}
+
+
+def whole_array(saved: Mapping[str, Array], key: str, like: Array) -> Array:
+    """An array of a checkpoint, put together where it is in parts; UsageError unless it is of the size of ``like``."""
+    found = saved.get(key)
+    if found is None and any(part.startswith(f"{key}/") for part in saved):
+        found = np.zeros(like.size, like.dtype)
+        join(found, saved, f"{key}/", 0, like.size)
+    if found is None or found.size != like.size:
+        raise UsageError(f"the codec's part of this state does not have {key!r} with {like.size} elements")
+    return found.reshape(like.shape)

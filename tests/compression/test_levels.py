@@ -1,0 +1,194 @@
+"""Two levels, for every codec of the registry: a host counts as one worker, whoever of it does what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from reducing import ELEMENTS, TEXTS, codec, gradients
+
+from syncline.compression.reducers import levels
+from syncline.compression.traffic import moved_bytes, parts_of
+from syncline.nouns import Slice, numpy_dtype
+from syncline.testing.reducing import Ranks, as_foreseen
+
+Hosts = list[tuple[int, ...]]
+
+PLACES: list[Hosts] = [[(0, 1), (2, 3)], [(0,), (1, 2, 3)], [(0, 2, 4), (1, 3), (5, 6, 7)]]
+TWO_BY_TWO = PLACES[0]
+ONE_EACH = [[Slice(0, 0, 3), Slice(1, 0, 2000)], [Slice(2, 0, 7), Slice(3, 0, 1), Slice(4, 0, 2112), Slice(5, 0, 5000)]]
+
+
+@pytest.fixture
+def cuts(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets in several pieces, where they are ``cut``."""
+    if cut:
+        monkeypatch.setattr(levels, "PIECE_ELEMENTS", 900)
+
+
+def summed(given: list[list[np.ndarray]], hosts: Hosts) -> list[list[np.ndarray]]:
+    """The gradients of hosts, added up in the order of ranks."""
+    found = []
+    for first, *others in hosts:
+        total = given[first][0].copy()
+        for rank in others:
+            total += given[rank][0]
+        found.append([total])
+    return found
+
+
+def on_hosts(text: str, hosts: Hosts, **options: object) -> Ranks:
+    return Ranks(codec(text), sum(map(len, hosts)), hosts=hosts, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("cuts")
+@pytest.mark.parametrize(("hosts", "cut"), [(hosts, cut) for hosts in PLACES for cut in (False, True)], ids=str)
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_host_counts_as_one_worker(text: str, hosts: Hosts) -> None:
+    """The bits of as many workers as there are hosts, whose gradients are the hosts' sums; and what is kept back."""
+    group, alone = on_hosts(text, hosts), Ranks(codec(text), len(hosts))
+    for step in range(3):
+        given = gradients(group.workers, ELEMENTS, step)
+        group.step(given)
+        alone.step(summed(given, hosts))
+        assert group.given_back
+        for result in group.results:
+            assert result.tobytes() == alone.results[0].tobytes()
+    np.testing.assert_array_equal(group.residuals(), alone.residuals())
+
+
+@pytest.mark.usefixtures("cuts")
+@pytest.mark.parametrize(("hosts", "cut"), [(PLACES[1], False), (PLACES[2], True)], ids=str)
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_travels_is_known_without_data(text: str, hosts: Hosts) -> None:
+    group = on_hosts(text, hosts)
+    for step in (0, 2):  # some codecs warm up
+        for rank in group.ranks:
+            rank.resume_at(step)
+        for arrays, given in zip(group.arrays, gradients(group.workers, ELEMENTS, step), strict=True):
+            arrays[0][:] = given[0]
+        foreseen = levels.traffic(parts_of(group.codec, group.layers, group.buckets[0], step), hosts)
+        as_foreseen([rank.pieces(0) for rank in group.ranks], foreseen)
+        for rank in group.ranks:
+            rank.finish(0)
+
+
+@pytest.mark.parametrize("text", ["int8", "onebit", "fp16", "powersgd(rank=2)", "adaptive(topk(ratio=0.1), small=64B)"])
+@pytest.mark.parametrize("per_host", [1, 2, 4])
+def test_payloads_cross_between_hosts_once_for_each_host(text: str, per_host: int) -> None:
+    """Whatever the number of ranks on each; without a codec's levels it would be as often as there are ranks."""
+    hosts: Hosts = [tuple(range(first, first + per_host)) for first in (0, per_host)]
+    group = on_hosts(text, hosts, shapes=[(300, 400), (70,), (128, 256)])
+    traffic = levels.traffic(parts_of(group.codec, group.layers, group.buckets[0]), hosts)
+    moved = moved_bytes(traffic, 2 * per_host, lambda _: pytest.fail("a plan sums"))
+    between = moved[:per_host, per_host:].sum()
+    payload = sum(group.codec.wire_bytes(layer.spec)[0] for layer in group.layers)
+    assert between == pytest.approx(payload, rel=0.02)
+    inside = moved[:per_host, :per_host].sum()
+    assert inside == pytest.approx(2 * (per_host - 1) * 4 * group.buckets[0].elements)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_result_does_not_depend_on_buckets(text: str) -> None:
+    one, two = on_hosts(text, TWO_BY_TWO), on_hosts(text, TWO_BY_TWO, buckets=ONE_EACH)
+    for step in range(3):
+        given = gradients(4, ELEMENTS, step)
+        one.step(given)
+        two.step([[part[:2003], part[2003:]] for (part,) in given])
+        for result in two.results:
+            assert result.tobytes() == one.results[0].tobytes()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_resumed_run_goes_on_with_the_same_bits(text: str) -> None:
+    hosts = PLACES[2]
+    first, other = on_hosts(text, hosts), on_hosts(text, hosts)
+    for step in range(2):
+        first.step(gradients(8, ELEMENTS, step))
+    saved = [rank.saved() for rank in first.ranks]
+    for rank in other.ranks:
+        rank.load(saved)
+    for step in range(2, 4):
+        for group in (first, other):
+            group.step(gradients(8, ELEMENTS, step))
+        assert first.results[0].tobytes() == other.results[0].tobytes()
+
+
+@pytest.mark.parametrize("hosts", [PLACES[1], PLACES[2], []], ids=str)
+@pytest.mark.parametrize("text", TEXTS)
+def test_other_hosts_and_workers_without_levels_take_all_that_was_kept(text: str, hosts: Hosts) -> None:
+    """Ranks that sit elsewhere, more hosts, and the other way round one level."""
+    first = on_hosts(text, TWO_BY_TWO)
+    first.step(gradients(4, ELEMENTS, 0))
+    other = on_hosts(text, hosts) if hosts else Ranks(codec(text), 3)
+    for one, two in ((first, other), (other, first)):
+        for rank in two.ranks:
+            rank.load([each.saved() for each in one.ranks])
+        np.testing.assert_allclose(two.residuals(), one.residuals(), atol=1e-4)
+
+
+@pytest.mark.parametrize("text", ["int8", "onebit", "sign(vote=on)", "topk(ratio=0.1)", "powersgd(rank=2)"])
+def test_a_checkpoint_has_one_value_per_element_and_host(text: str) -> None:
+    group = on_hosts(text, PLACES[2])
+    group.step(gradients(8, ELEMENTS, 0))
+    saved = [rank.saved() for rank in group.ranks]
+    for host, ranks in enumerate(PLACES[2]):
+        sizes = [
+            array.size for rank in ranks for key, array in saved[rank].items() if "own/" in key and "residual" in key
+        ]
+        assert sum(sizes) in (0, ELEMENTS)
+        assert all(saved[rank]["host"][0] == host for rank in ranks)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("text", ["int8", "fp16"])
+def test_gradients_of_other_types_are_summed_in_float32(text: str, dtype: str) -> None:
+    group = on_hosts(text, TWO_BY_TWO, dtype=dtype)
+    given = [[one[0].astype(dtype)] for one in gradients(4, ELEMENTS, 0)]
+    group.step(given)
+    alone = Ranks(codec(text), 2)
+    alone.step(summed([[one[0].astype(np.float32)] for one in given], TWO_BY_TWO))
+    for result in group.results:
+        assert result.dtype == numpy_dtype(dtype)
+        assert result.tobytes() == alone.results[0].astype(dtype).tobytes()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_is_not_finite_reaches_everyone_and_stays_in_no_state(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    group = on_hosts(text, TWO_BY_TWO)
+    given = gradients(4, ELEMENTS, 1)
+    given[3][0][1000] = np.nan  # in p1
+    group.step(given)
+    for result in group.results:
+        assert not np.isfinite(result[3:2003]).all()
+    assert "'p1'" in caplog.text
+    for rank in group.ranks:
+        assert all(np.isfinite(array).all() for array in rank.saved().values())
+    group.step(gradients(4, ELEMENTS, 2))
+    assert all(np.isfinite(result).all() for result in group.results)
+
+
+def test_tensors_that_are_seen_whole_do_not_all_fall_to_one_rank_of_a_host() -> None:
+    """Each in a bucket of its own, as large ones are: who encodes it is drawn by its name."""
+    shapes = [(64, 64)] * 12
+    buckets = [[Slice(number, 0, 4096)] for number in range(12)]
+    group = on_hosts("topk(ratio=0.01)", TWO_BY_TWO, shapes=shapes, buckets=buckets)
+    group.step([[one[0].copy() for _ in buckets] for one in gradients(4, 4096, 0)])
+    for ranks in TWO_BY_TWO:
+        counts = [sum(key.startswith("own/") for key in group.ranks[rank].saved()) for rank in ranks]
+        assert sum(counts) == 12
+        assert min(counts) >= 2
+
+
+def test_arrays_are_added_in_one_order_whoever_adds() -> None:
+    from syncline.kernels.cpu import BLOCK_BYTES, add_in_order
+
+    draw = np.random.default_rng(0)
+    for dtype in ("float32", "float16"):
+        arrays = [draw.standard_normal(BLOCK_BYTES // 4 + 1000).astype(dtype) for _ in range(5)]
+        wanted = arrays[0].copy()
+        for other in arrays[1:]:
+            wanted += other
+        for place in range(5):
+            mine = arrays[place].copy()
+            add_in_order(mine, arrays[:place], arrays[place + 1 :])
+            assert mine.tobytes() == wanted.tobytes()

@@ -1,0 +1,83 @@
+"""Two levels with a codec under real training, hosts being told: equal replicas, and layouts that are replaced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from toy import STAGED, Here, adam, close, on_group, sgd, train, weights
+
+from remade import Remade
+from syncline import registry
+
+NODES = [(0, 0, 1, 1), (0, 1, 1)]
+CODECS = ["int8", "onebit", "fp16", "topk(ratio=0.4)", "powersgd(rank=1)", "gtopk(ratio=0.4)"]
+
+
+def some_steps(here: Here) -> dict[str, torch.Tensor]:
+    train(here, range(6))
+    return weights(here.model)
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+@pytest.mark.parametrize("codec", [*CODECS, "adaptive(topk(ratio=0.4), small=64B)", "feedback(onebit, warmup=2)"])
+def test_replicas_learn_the_same_in_every_run(group: Any, codec: str, nodes: tuple[int, ...]) -> None:
+    strategy = f"hierarchical codec={codec} schedule=wait_free"
+    first, again = (on_group(group, strategy, len(nodes), adam, some_steps, nodes) for _ in range(2))
+    for found in (*first, *again):
+        close(found, first[0], 0.0)
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_what_is_summed_inside_hosts_is_not_compressed(group: Any, nodes: tuple[int, ...]) -> None:
+    """Where nothing is lost between hosts either, training is that of the plan of two levels."""
+    lossless = on_group(group, "hierarchical codec=topk(ratio=1.0) feedback=off", len(nodes), sgd, some_steps, nodes)
+    for found, wanted in zip(
+        lossless, on_group(group, "hierarchical", len(nodes), sgd, some_steps, nodes), strict=True
+    ):
+        close(found, wanted, 1e-5)  # payloads are float32
+
+
+def test_a_model_on_a_device_is_staged_on_two_levels_too(group: Any) -> None:
+    strategy = "hierarchical codec=int8 schedule=wait_free"
+    plain = on_group(group, strategy, 4, sgd, some_steps, NODES[0])
+    staged = on_group(group, strategy + STAGED, 4, sgd, some_steps, NODES[0])
+    for found in staged:
+        close(found, plain[0], 0.0)
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+@pytest.mark.parametrize("codec", CODECS)
+def test_replaced_layouts_forget_nothing(
+    group: Any, codec: str, nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks of a host encode a tensor in other buckets, and take over what was kept back of it."""
+    registry.names("schedules")
+    monkeypatch.setitem(registry._entries, "schedules", dict(registry._entries["schedules"]))
+    registry.register("schedules", "remade")(Remade)
+
+    plain, again = (
+        on_group(group, f"hierarchical codec={codec} schedule={schedule}", len(nodes), sgd, some_steps, nodes)
+        for schedule in ("wait_free", "remade")
+    )
+    for found, wanted in zip(again, plain, strict=True):
+        close(found, wanted, 0.0)
+
+
+def test_ranks_without_batches_give_zeros(group: Any) -> None:
+    """Ranks are weighed before their host sums."""
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        assert here.replica is not None
+        train(here, range(1 if here.rank == 3 else 3))
+        here.replica.shadow_until_all_joined()
+        return weights(here.model)
+
+    coded, plain = (
+        on_group(group, text, 4, sgd, body, NODES[0])
+        for text in ("hierarchical codec=topk(ratio=1.0) feedback=off", "hierarchical")
+    )
+    for found in coded:
+        close(found, coded[0], 0.0)
+        close(found, plain[0], 1e-5)
