@@ -38,6 +38,9 @@ def enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ranks": [100_000]}, UsageError, "too many"),
         ({"lab_rate": Rate(0.0)}, UsageError, "rate of its links"),
         ({"lab_rate": Rate(1e9), "contenders": ["shm:ring"]}, UsageError, "inside one host"),
+        ({"per_host": 2}, UsageError, "as --lab 1gbit"),
+        ({"lab_rate": Rate(1e9), "per_host": 2, "ranks": [5]}, UsageError, "two hosts or more with 2 each: use 4"),
+        ({"lab_rate": Rate(1e9), "per_host": 4, "ranks": [4]}, UsageError, "two hosts or more with 4 each: use 8"),
     ],
 )
 def test_what_makes_no_sense_is_refused(asked: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -57,7 +60,7 @@ def test_lists_are_in_order_and_without_repetitions() -> None:
     assert (found.sizes, found.ranks) == ((1000, 64_000), (4, 2))
     assert [name.text for name in found.contenders] == ["tcp:ring", "shm:auto"]
     assert len(found.keys) == len(set(found.keys)) == 8
-    assert found.keys[0] == ("allreduce", None, 4, 1000, "tcp:ring")
+    assert found.keys[0] == ("allreduce", None, 4, 1, 1000, "tcp:ring")
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)

@@ -20,6 +20,7 @@ from syncline.errors import UsageError
 from syncline.launch.mpi_library import MpiLibrary
 from syncline.nouns import Rate
 from syncline.report.bench_rows import BenchResult, Measured
+from syncline.report.bench_table import title
 
 Play = Callable[[Work, Callable[[dict[str, Any]], None]], None]
 
@@ -273,9 +274,21 @@ def test_in_a_lab_the_limit_is_its_goodput(ranks: Ranks, monkeypatch: pytest.Mon
     module = type("Module", (), {"Lab": FakeLab})
     monkeypatch.setattr(run.importlib, "import_module", lambda _: module)
     row, *_ = measured(asked("tcp:auto", "mpi:native", lab_rate=Rate(1e9), ranks=(4,)))
-    assert FakeLab.made == [(4, 1e9)]
+    assert FakeLab.made[-1] == (4, 1e9)
     assert (row.limit, row.limit_s, row.lab_bit_per_s) == ("link", pytest.approx(1.5 * 1000 / 1e8), 1e9)
     assert not any(work.memory or work.link for work in ranks.works)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_several_ranks_share_a_host_of_the_lab_and_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = type("Module", (), {"Lab": FakeLab})
+    monkeypatch.setattr(run.importlib, "import_module", lambda _: module)
+    text = "auto:hierarchical codec=int8"
+    row, *_ = measured(asked(text, lab_rate=Rate(1e9), ranks=(4,), per_host=2))
+    assert FakeLab.made[-1] == (2, 1e9)
+    assert (row.contender, row.ranks, row.per_host) == (text, 4, 2)
+    assert row.limit_s == pytest.approx(1000 / 1e8)
+    assert "4 ranks, 2 on each host, on a lab" in title([row], 2)
 
 
 def test_the_record_of_turns_is_read_by_another_mapping(tmp_path: Path) -> None:

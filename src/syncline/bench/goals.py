@@ -97,6 +97,7 @@ class Goal:
         in_lab = row.lab_bit_per_s is not None
         return (
             row.contender in self.contenders
+            and row.per_host == 1
             and row.collective == "allreduce"
             and self.lab in (None, in_lab)
             and self.holds(row)

@@ -20,7 +20,10 @@ from ._options import JSON, OLD_FILE, REPORT, Lists
     "--with", "contenders", multiple=True, metavar="TRANSPORT:ALGORITHM...",
     help="What to compare: strategies such as shm:auto,tcp:ring and peers such as gloo:native,mpi:native,mpi:ring.",
 )  # fmt: skip
-@click.option("--lab", metavar="RATE", help="One rank per host of a lab with links of RATE, such as 1gbit; needs root.")
+@click.option("--lab", metavar="RATE", help="In a lab with links of RATE, such as 1gbit; needs root.")
+@click.option(
+    "--per-host", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on each of its hosts."
+)
 @click.option("--repetitions", type=click.IntRange(min=1), help="Of every size; default: 60, 20 or 9 by size.")
 @click.option("--goals", is_flag=True, help="Measure what the table of goals needs, and print it.")
 @JSON
@@ -35,6 +38,7 @@ def bench(
     ranks: tuple[str, ...],
     contenders: tuple[str, ...],
     lab: str | None,
+    per_host: int,
     repetitions: int | None,
     goals: bool,
     json_path: Path | None,
@@ -42,7 +46,7 @@ def bench(
     report_path: Path | None,
 ) -> None:
     """Measure collectives beside what one would use instead, all contenders taking turns in the same processes."""
-    if goals and (ranks or contenders or lab or repetitions or collective != "allreduce"):
+    if goals and (ranks or contenders or lab or per_host > 1 or repetitions or collective != "allreduce"):
         raise click.UsageError("--goals says itself what is measured: it goes with --sizes and the files only")
     from ..bench.collectives import command, request
     from ..nouns import Rate, Size
@@ -59,6 +63,7 @@ def bench(
             kind=collective,
             lab_rate=None if lab is None else read_value(lab, Rate, "--lab"),
             repetitions=repetitions,
+            per_host=per_host,
         )
         requests = [asked]
     status = command.run(requests, json_path=json_path, resume_path=resume_path, report_path=report_path, goals=goals)

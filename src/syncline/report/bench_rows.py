@@ -26,7 +26,7 @@ class Measured:
     same run, and ``of_limit = limit_s / median_s``. ``correct`` is of every element on every rank, before and after the
     timed repetitions. ``memory_bytes`` is the growth of a rank's proportional set size, array included, measured at
     the greatest size in processes that run nothing else. ``lab_bit_per_s`` is the rate of the lab's links, None on the
-    machine itself. ``error`` says why there are no figures.
+    machine itself; a host of the lab has ``per_host`` of the ranks. ``error`` says why there are no figures.
     """
 
     transport: str
@@ -35,6 +35,7 @@ class Measured:
     bytes: int
     collective: str = "allreduce"
     lab_bit_per_s: float | None = None
+    per_host: int = 1
     chosen: str | None = None
     repetitions: int = 0
     median_s: float | None = None
@@ -57,12 +58,12 @@ class Measured:
         return f"{self.transport}:{self.algorithm}"
 
     @property
-    def place(self) -> tuple[str, float | None, int]:
-        """Rows of one place (collective, lab, ranks) can be compared, and stand in one table and chart."""
-        return self.collective, self.lab_bit_per_s, self.ranks
+    def place(self) -> tuple[str, float | None, int, int]:
+        """Rows of one place (collective, lab, ranks and those of a host) can be compared: one table and chart each."""
+        return self.collective, self.lab_bit_per_s, self.ranks, self.per_host
 
     @property
-    def key(self) -> tuple[str, float | None, int, int, str]:
+    def key(self) -> tuple[str, float | None, int, int, int, str]:
         """What makes two rows the same measurement."""
         return (*self.place, self.bytes, self.contender)
 
@@ -107,7 +108,7 @@ class BenchResult(ResultFile):
 
 def places(rows: tuple[Measured, ...]) -> tuple[tuple[Measured, ...], ...]:
     """The rows of each place, places and contenders in the order of their first row, sizes rising."""
-    found: dict[tuple[str, float | None, int], list[Measured]] = {}
+    found: dict[tuple[str, float | None, int, int], list[Measured]] = {}
     order: dict[str, int] = {}
     for row in rows:
         found.setdefault(row.place, []).append(row)

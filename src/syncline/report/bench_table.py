@@ -52,7 +52,8 @@ def title(rows: Sequence[Measured], cores: int) -> str:
     where = (
         f"{cores} cores" if first.lab_bit_per_s is None else f"a lab of {units.link_rate(first.lab_bit_per_s)} links"
     )
-    return f"{first.collective} of float32, {first.ranks} ranks on {where}"
+    hosts = "" if first.per_host == 1 else f", {first.per_host} on each host,"
+    return f"{first.collective} of float32, {first.ranks} ranks{hosts} on {where}"
 
 
 def ratio(row: Measured, peer: Measured | None) -> float | None:

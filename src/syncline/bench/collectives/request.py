@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,7 +43,10 @@ _SHM = "/dev/shm"
 
 @dataclass(frozen=True)
 class Request:
-    """Contenders x sizes x ranks of one collective, on this machine or in a lab with links of ``lab_rate`` bit/s."""
+    """Contenders x sizes x ranks of one collective, on this machine or in a lab with links of ``lab_rate`` bit/s.
+
+    A host of the lab has ``per_host`` of the ranks.
+    """
 
     collective: Collective
     sizes: tuple[int, ...]
@@ -54,6 +57,7 @@ class Request:
     """Repetitions of every size, None for as many as its size asks for."""
     optional: bool = False
     """Whether to go on without it where no lab can be made."""
+    per_host: int = 1
 
     def repetitions(self, nbytes: int) -> int:
         """How often a size is measured."""
@@ -62,10 +66,11 @@ class Request:
     def empty_row(self, ranks: int, size: int, name: Name) -> Measured:
         """The row of one cell, with nothing measured yet."""
         kind, rate = self.collective.name, self.lab_rate
-        return Measured(name.transport, name.algorithm, ranks, size, collective=kind, lab_bit_per_s=rate)
+        found = Measured(name.transport, name.algorithm, ranks, size, collective=kind, lab_bit_per_s=rate)
+        return replace(found, per_host=self.per_host)
 
     @property
-    def keys(self) -> tuple[tuple[str, float | None, int, int, str], ...]:
+    def keys(self) -> tuple[tuple[str, float | None, int, int, int, str], ...]:
         """The keys of all rows that are asked for, in order."""
         return tuple(self.empty_row(ranks, *cell).key for ranks in self.ranks for cell in self.cells())
 
@@ -84,15 +89,18 @@ def request_of(
     kind: str = "allreduce",
     lab_rate: Rate | None = None,
     repetitions: int | None = None,
+    per_host: int = 1,
 ) -> Request:
     """Check everything that can be checked beforehand, empty lists meaning the defaults; raises UsageError."""
     chosen = collective(kind)
     if not contenders:
-        contenders = _default_contenders(chosen, lab_rate is not None)
+        contenders = _default_contenders(chosen, lab_rate is not None, per_host)
     if lab_rate is not None and lab_rate <= 0:
         raise UsageError(f"--lab needs the rate of its links, such as 1gbit, got {lab_rate:g} bit/s")
     if repetitions is not None and repetitions < 1:
         raise UsageError(f"{repetitions} repetitions measure nothing: use 1 or more")
+    if per_host > 1 and lab_rate is None:
+        raise UsageError("--per-host is of the hosts of a lab: give the rate of its links too, as --lab 1gbit")
     worlds = tuple(dict.fromkeys(ranks or (LAB_RANKS if lab_rate is not None else DEFAULT_RANKS)))
     counts = tuple(sorted(set(sizes or DEFAULT_SIZES)))
     for size in counts:
@@ -102,11 +110,13 @@ def request_of(
     for world in worlds:
         if not 2 <= world <= MOST_RANKS:
             raise UsageError(f"{world} ranks have nobody to exchange with, or are too many: use 2 to {MOST_RANKS}")
+        if world % per_host or world == per_host:
+            raise UsageError(f"{world} ranks do not fill two hosts or more with {per_host} each: use {2 * per_host}")
         for name in names:
             check_name(name, chosen, world)
     if lab_rate is not None:
         _check_reach(names)
-    request = Request(chosen, counts, worlds, names, lab_rate, repetitions)
+    request = Request(chosen, counts, worlds, names, lab_rate, repetitions, per_host=per_host)
     _check_memory(request)
     return request
 
@@ -146,16 +156,17 @@ def expected_s(nbytes: int, ranks: int, contenders: int, lab_rate: float | None)
     return contenders * (0.002 + calls * (0.001 * ranks + moved / 8 + wire) + moved / 4)
 
 
-def _default_contenders(kind: Collective, in_lab: bool) -> tuple[str, ...]:
+def _default_contenders(kind: Collective, in_lab: bool, per_host: int) -> tuple[str, ...]:
     every = LAB_CONTENDERS if in_lab else DEFAULT_CONTENDERS
-    return tuple(name for name in every if kind.name != "broadcast" or name in _BROADCAST_CONTENDERS)
+    found = tuple(name for name in every if kind.name != "broadcast" or name in _BROADCAST_CONTENDERS)
+    return found if per_host == 1 else ("auto:auto", *found)  # ranks of a host share its memory
 
 
 def _check_reach(names: Sequence[Name]) -> None:
-    """A lab has one rank per host."""
+    """A lab has several hosts."""
     for name in names:
         if name.peer is None and name.strategy.transport.name in ("shm", "inproc"):
-            raise UsageError(f"{name.text} works inside one host, and a lab has one rank per host: use tcp or auto")
+            raise UsageError(f"{name.text} works inside one host, and a lab has several: use tcp or auto")
 
 
 def _check_memory(request: Request) -> None:

@@ -72,8 +72,8 @@ def open_place(request: Request) -> Iterator[tuple[Testbed, float | None]]:
         return
     lab_module = importlib.import_module("syncline.lab")  # only a bench in a lab needs what a lab needs
     lab: LabLike
-    with lab_module.Lab(hosts=max(request.ranks), rate=request.lab_rate) as lab:
-        yield InLab(lab), lab.goodput(seconds=2)
+    with lab_module.Lab(hosts=max(request.ranks) // request.per_host, rate=request.lab_rate) as lab:
+        yield InLab(lab, request.per_host), lab.goodput(seconds=2)
 
 
 class _Run:
@@ -293,7 +293,7 @@ def _figures(row: Measured, message: Message, request: Request, goodput: float |
     median = float(np.median(times))
     limit = "link" if goodput is not None else name.moves
     if limit == "link":
-        limit_s = kind.link_bytes(row.ranks, row.bytes) / (goodput or message["speeds"]["link"])
+        limit_s = kind.link_bytes(row.ranks // row.per_host, row.bytes) / (goodput or message["speeds"]["link"])
     else:
         limit_s = kind.memory_bytes(row.ranks, row.bytes) / message["speeds"]["memory"]
     return replace(

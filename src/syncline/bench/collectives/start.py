@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from ...errors import SynclineError
@@ -65,7 +66,7 @@ class Errand(Protocol):
 
 
 class LabLike(Protocol):
-    """What a bench needs of ``syncline.lab.Lab``: hosts of one rank each, joined by links of one rate."""
+    """What a bench needs of ``syncline.lab.Lab``: hosts that are joined by links of one rate."""
 
     @property
     def interface(self) -> str:
@@ -128,19 +129,19 @@ class Here:
 
 
 class InLab:
-    """One rank on each host of a lab."""
+    """So many ranks on each host of a lab."""
 
-    def __init__(self, lab: LabLike) -> None:
-        self._lab = lab
+    def __init__(self, lab: LabLike, per_host: int = 1) -> None:
+        self._lab, self._per_host = lab, per_host
         self.address = lab.address(0)
         self.interface = lab.interface
 
     def run(self, command: Sequence[str], ranks: int, library: str, on_output: Output) -> LocalRun:
         """See ``Testbed``."""
-        options: Mapping[str, Any] = {"place": self._lab.placement}
+        options: Mapping[str, Any] = {"place": partial(self._lab.placement, per_host=self._per_host)}
         processes = ranks
         if library:
-            argv, env = self._lab.mpi_command(ranks, command, library=library)
+            argv, env = self._lab.mpi_command(ranks, command, library=library, per_host=self._per_host)
             command, processes, options = argv, 1, {"env": env, "ranked": False}
         return LocalRun(command, processes, on_output=on_output, grace_s=_GRACE_S, **options)
 
