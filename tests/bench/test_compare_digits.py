@@ -49,8 +49,10 @@ def test_two_workers_by_parameter_server_and_by_a_peer(
     monkeypatch.setattr(compare, "console_beside", lambda *_: console)
     paths = {"json_path": tmp_path / "r.json", "report_path": tmp_path / "r.html"}
     strategies = ["ps(servers=1)", "ddp(bucket=1MiB)"]
-    status = compare.run("digits", 2, strategies, iterations=30, seed=3, timeout=120, console=console, **paths)
+    workload = "digits(prefetch=2, channels_last=on)"
+    status = compare.run(workload, 2, strategies, iterations=30, seed=3, timeout=120, console=console, **paths)
     data = json.loads(paths["json_path"].read_text())
+    assert data["workload"] == workload
     assert [row["error"] for row in data["rows"]] == [None] * 3
     assert status == 0
     assert [row["strategy"] for row in data["rows"]] == ["single", *strategies]
