@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from reducing import ELEMENTS, TEXTS, codec, gradients
 
-from syncline.compression.reducers import levels
+from syncline.compression.reducers import levels, owners
 from syncline.compression.traffic import moved_bytes, parts_of
 from syncline.nouns import Slice, numpy_dtype
 from syncline.testing.reducing import Ranks, as_foreseen
@@ -22,7 +22,8 @@ ONE_EACH = [[Slice(0, 0, 3), Slice(1, 0, 2000)], [Slice(2, 0, 7), Slice(3, 0, 1)
 def cuts(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets in several pieces, where they are ``cut``."""
     if cut:
-        monkeypatch.setattr(levels, "PIECE_ELEMENTS", 900)
+        monkeypatch.setattr(owners, "PIECE_BYTES", 2000)
+        monkeypatch.setattr(owners, "PIECE_ELEMENTS", 1500)
 
 
 def summed(given: list[list[np.ndarray]], hosts: Hosts) -> list[list[np.ndarray]]:

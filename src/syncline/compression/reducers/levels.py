@@ -38,10 +38,7 @@ from numpy.typing import NDArray
 
 from . import Bytes, Flows, Message, Operand, Participant, Reducer, Round, Sum, Summed, Total, Traffic, ways
 from .letters import Column
-from .owners import cut, share_out
-
-PIECE_ELEMENTS = 1 << 20
-"""Of what a rail stands for; less is not worth its messages."""
+from .owners import cut, most_elements, share_out
 
 _UNIT = 16
 """Sums of payloads are cut at multiples of so many bytes: numbers of all types stay whole."""
@@ -82,7 +79,11 @@ def divide(parts: Sequence[Operand], hosts: Hosts) -> list[RailedPiece]:
     rails, shares = _rails(parts, hosts)
     begin = list(accumulate((_elements(share) for share in shares), initial=0))
     found = []
-    for piece in zip_longest(*(cut(share, PIECE_ELEMENTS) for share in shares), fillvalue=[]):
+    largest = max(_elements(share) for share in shares)
+    count = (
+        largest // max(1, most_elements(parts)) + 1
+    )  # a little less than a piece between hosts has, which is one then
+    for piece in zip_longest(*(cut(share, -(-largest // count)) for share in shares), fillvalue=[]):
         ranges = []
         for rail, share in enumerate(piece):
             ranges.append((begin[rail], begin[rail] + _elements(share)))

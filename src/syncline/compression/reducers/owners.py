@@ -122,10 +122,15 @@ def computing(workers: int) -> Computing:
 
 def divide(shares: Sequence[Sequence[Operand]]) -> list[OwnedPiece]:
     """The pieces of what owners share."""
-    elements = sum(part.array.size for share in shares for part in share)
-    payload_bytes = sum(part.codec.wire_bytes(spec_of(part))[0] for share in shares for part in share)
-    at_most = max(1, min(PIECE_ELEMENTS, PIECE_BYTES * elements // max(payload_bytes, 1)) // len(shares))
+    at_most = max(1, most_elements([part for share in shares for part in share]) // len(shares))
     return [OwnedPiece(found) for found in zip_longest(*(cut(share, at_most) for share in shares), fillvalue=[])]
+
+
+def most_elements(parts: Sequence[Operand]) -> int:
+    """Of how many elements of these parts a piece has the payload of one, or as many elements."""
+    elements = sum(part.array.size for part in parts)
+    payload_bytes = sum(part.codec.wire_bytes(spec_of(part))[0] for part in parts)
+    return min(PIECE_ELEMENTS, PIECE_BYTES * elements // max(payload_bytes, 1))
 
 
 def cut(parts: Sequence[Operand], elements: int) -> list[list[Operand]]:
