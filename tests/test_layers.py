@@ -24,7 +24,7 @@ ROWS = (
     ("strategy",),
     ("engine", "predict"),
     ("session",),
-    ("tuning", "serving"),
+    ("tuning", "serving", "timeline"),
     ("launch", "testing", "workloads"),
     ("frameworks", "report"),
     ("lab", "checkpoint"),

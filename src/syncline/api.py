@@ -19,16 +19,16 @@ import numpy as np
 from . import checkpoint
 from .errors import ClosedError, NotBuiltError, PeerError, SynclineError, UsageError
 from .launch import attendance
-from .launch.connecting import connect_session
+from .launch.connecting import alone, connect_session
 from .launch.environment import Environment
 from .launch.guard import end_with_launcher
 from .launch.meeting import MeetingPoint, secret_bytes
 from .launch.places import Variables
-from .nouns import Group
 from .session.printing import watch_exceptions
 from .session.session import Session
 from .session.stats import Stats
 from .strategy.strategy import Strategy
+from .timeline.recording import SessionSpans, begin_recording
 from .wire.saying import say
 from .wire.watch import FAILED_STATUS, LIVENESS_S
 
@@ -47,6 +47,8 @@ _prepared: list[Prepared] = []
 _point: MeetingPoint | None = None
 _variables = Variables()
 _inits = 0
+_recording: SessionSpans | None = None
+_recordings = 0
 _watching = False
 _hooked = False
 
@@ -84,24 +86,39 @@ def init(
     environment = _variables.recognise(rank=rank, world_size=world_size, address=address)
     interface = interface or os.environ.get("SYNCLINE_INTERFACE")
     chosen = _choose(strategy, environment)
-    if environment.world == 1 and chosen.servers == 0:
-        group = Group(1)
-        _session = Session(chosen.resolve(group), group, 0, None)
-    else:
-        run = f"{environment.run_id}/{environment.restart}/{_inits}"
-        _inits += 1  # even if this one fails: who comes late to it must not come to the next
-        _session = connect_session(
-            chosen,
-            _meeting_point(environment),
-            run,
-            secret=secret,
-            interface=interface,
-            timeout=timeout,
-            liveness_s=liveness,
-            limit_s=progress,
-        )
-        _variables.count_workers(environment, chosen.servers)
+    with _recorded(environment.rank) as recording:
+        if environment.world == 1 and chosen.servers == 0:
+            _session = alone(chosen, recording)
+        else:
+            run = f"{environment.run_id}/{environment.restart}/{_inits}"
+            _inits += 1  # even if this one fails: who comes late to it must not come to the next
+            _session = connect_session(
+                chosen,
+                _meeting_point(environment),
+                run,
+                secret=secret,
+                interface=interface,
+                timeout=timeout,
+                liveness_s=liveness,
+                limit_s=progress,
+                recording=recording,
+            )
+            _variables.count_workers(environment, chosen.servers)
     _watch_the_end(environment)  # the first to be called at the end: what was loaded on the way ends after it
+
+
+@contextlib.contextmanager
+def _recorded(process: int) -> Iterator[SessionSpans | None]:
+    """Record the session that begins inside, where that is asked for; nothing stays of one that does not."""
+    global _recording, _recordings
+    recording = begin_recording(process, _recordings)
+    try:
+        yield recording
+    except BaseException:
+        if recording is not None:
+            recording.remove()
+        raise
+    _recording, _recordings = recording, _recordings + 1
 
 
 def _meeting_point(environment: Environment) -> MeetingPoint:
@@ -451,3 +468,5 @@ def _forget() -> None:
     """In a forked child (a data loader's worker): the connections are the parent's."""
     if _session is not None:
         _session.member.forget_in_child()
+    if _recording is not None:
+        _recording.file.forget()

@@ -14,9 +14,12 @@ from rich.console import Console
 
 from syncline.bench import compare
 from syncline.bench.cases import Case, Comparison
+from syncline.engine.trace import begin
 from syncline.errors import UsageError
 from syncline.report.rows import BASELINE, Row
 from syncline.strategy.presets import PRESETS
+from syncline.timeline.folder import open_part
+from timelines import load
 
 Measure = Callable[[Case], Row]
 
@@ -33,7 +36,7 @@ def carry_out(
     cases = tuple(Case(name, 1 if name == BASELINE else 2, 0, 64, 10) for name in (BASELINE, "ring", "tree"))
     path = folder / "r.json"
     comparison = Comparison("digits", cases, 0, None, 10, path, folder / "r.html" if report else None)
-    monkeypatch.setattr(compare, "measure", lambda case, *_: measure(case))
+    monkeypatch.setattr(compare, "measure", lambda case, *_, **__: measure(case))
     output = Console(file=io.StringIO(), force_terminal=False, width=80)
     status = compare.carry_out(comparison, 10.0, Console(file=io.StringIO(), force_terminal=False), output)
     assert isinstance(output.file, io.StringIO)
@@ -104,6 +107,36 @@ def test_the_result_file_grows_with_every_row(monkeypatch: pytest.MonkeyPatch, t
 
     carry_out(monkeypatch, tmp_path, measure)
     assert seen == [None, [BASELINE], [BASELINE, "ring"]]
+
+
+def test_rows_are_recorded_apart_and_put_together_whatever_becomes_of_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cases = tuple(Case(name, 2, 0, 64, 10) for name in ("ring", "ddp", "tree", "direct"))
+
+    def measure(case: Case, *_: Any, env: dict[str, str]) -> Row:
+        if case.strategy == "direct":
+            raise KeyboardInterrupt
+        if case.strategy != "ddp":  # which records nothing
+            file = open_part(Path(env["SYNCLINE_TRACE_PARTS"]), 0, 0)
+            for _ in range(3):
+                begin(file, "optimizer", "SGD").end()
+            file.close()
+        return finished(case)
+
+    monkeypatch.setattr(compare, "measure", measure)
+    paths = (tmp_path / "r.json", tmp_path / "r.html")
+    comparison = Comparison("digits", cases, 0, None, 10, *paths, timeline_path=tmp_path / "t.json.gz")
+    output = Console(file=io.StringIO(), force_terminal=False, width=80)
+    assert compare.carry_out(comparison, 10.0, Console(file=io.StringIO(), force_terminal=False), output) == 130
+    names = list(load(tmp_path / "t.json.gz")["otherData"]["processes"])
+    assert [name.partition(":")[0] for name in names] == ["ring", "tree"]
+    assert isinstance(output.file, io.StringIO)
+    assert "6 spans of 2 processes" in output.file.getvalue()
+    page = (tmp_path / "r.html").read_text()
+    assert "Timeline: ring" in page
+    assert "Timeline: tree" in page
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["r.html", "r.json", "t.json.gz"]
 
 
 def test_a_time_limit_has_to_be_positive() -> None:

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from syncline.bench import compare
+from timelines import load
 
 pytest.importorskip("torch")
 
@@ -33,6 +34,7 @@ NUMBERS = (
     "exposed_comm_s",
     "bytes_sent_per_step",
 )
+FILES = {"json_path": "r.json", "report_path": "r.html", "timeline_path": "t.json.gz"}
 COUNTED = {"compute_s", "exposed_comm_s", "bytes_sent_per_step"}
 """What nobody counts in a peer."""
 
@@ -47,7 +49,7 @@ def test_two_workers_by_parameter_server_and_by_a_peer(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "console_beside", lambda *_: console)
-    paths = {"json_path": tmp_path / "r.json", "report_path": tmp_path / "r.html"}
+    paths = {name: tmp_path / file for name, file in FILES.items()}
     strategies = ["ps(servers=1)", "ddp(bucket=1MiB)"]
     workload = "digits(prefetch=2, channels_last=on)"
     status = compare.run(workload, 2, strategies, iterations=30, seed=3, timeout=120, console=console, **paths)
@@ -74,5 +76,9 @@ def test_two_workers_by_parameter_server_and_by_a_peer(
     assert peer["traffic"] == []
     text = paths["report_path"].read_text()
     assert all(strategy in text for strategy in strategies)
+    assert "Timeline: ps(servers=1)" in text
+    processes = load(paths["timeline_path"])["otherData"]["processes"]
+    names = [name.removeprefix("ps(servers=1): ").partition(" (")[0] for name in processes]
+    assert names == ["rank 0", "rank 1", "server 0"]
     assert isinstance(console.file, io.StringIO)
     assert "ps(servers=1)" in console.file.getvalue()

@@ -20,7 +20,7 @@ def test_a_list_takes_all_values_up_to_the_next_option(compared: Recorder) -> No
 def test_compare_passes_everything_on(compared: Recorder) -> None:
     compared.result = 130
     line = "compare --workload cifar10:/data --epochs 3 --batch 64 --seed 5 --report p.html --timeout 9.5 --lab 1gbit"
-    assert call(*line.split()).exit_code == 130
+    assert call(*line.split(), "--trace", "t.json").exit_code == 130
     assert compared.args == ("cifar10:/data", (4,), ("ring", "ps(servers=1)"))
     assert compared.kwargs == {
         "epochs": 3,
@@ -29,6 +29,7 @@ def test_compare_passes_everything_on(compared: Recorder) -> None:
         "seed": 5,
         "json_path": None,
         "report_path": Path("p.html"),
+        "timeline_path": Path("t.json"),
         "timeout": 9.5,
         "lab": "1gbit",
     }

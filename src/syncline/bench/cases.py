@@ -19,6 +19,7 @@ from ..report.files import STANDARD_OUTPUT, checked
 from ..report.rows import BASELINE
 from ..strategy.grammar import read_value
 from ..strategy.presets import Preset
+from ..timeline.folder import checked_target
 from ..workloads import AT_ONCE, Pipeline, Trace, Workload, load
 from .contenders import Contender, contender_of
 
@@ -65,6 +66,7 @@ class Comparison:
     trace: Trace | None = None
     scored: bool = False
     pipeline: Pipeline = AT_ONCE
+    timeline_path: Path | None = None
 
     @property
     def processes(self) -> int:
@@ -83,6 +85,7 @@ def comparison_of(
     json_path: str | Path | None,
     report_path: str | Path | None,
     lab: str | None = None,
+    timeline_path: str | Path | None = None,
 ) -> Comparison:
     """Check the whole comparison and say what it will do; raises UsageError or another error with the remedy.
 
@@ -96,7 +99,8 @@ def comparison_of(
             raise UsageError(f"{name} has to be 1 or more, got {value}")
     if seed < 0:
         raise UsageError(f"--seed has to be 0 or more, got {seed}")
-    json_file, report_file = result_paths({"--json": json_path, "--report": report_path})
+    timeline = None if timeline_path is None else checked_target(timeline_path)
+    json_file, report_file, timeline = result_paths({"--json": json_path, "--report": report_path, "--trace": timeline})
     rate = None if lab is None else _rate(lab)
     contenders = {count: _contenders(strategies, count, one_host=rate is None) for count in counts}
     loaded = load(workload)
@@ -117,6 +121,7 @@ def comparison_of(
         loaded.trace,
         scored=loaded.test is not None,
         pipeline=loaded.pipeline,
+        timeline_path=timeline,
     )
 
 

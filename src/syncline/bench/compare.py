@@ -19,7 +19,9 @@ from rich.console import Console
 from ..errors import UsageError
 from ..report import table
 from ..report.files import STANDARD_OUTPUT, keep_text, replace_text
-from ..report.rows import Result, Row
+from ..report.rows import BASELINE, Result, Row
+from ..timeline.assembly import Assembly
+from ..timeline.window import middle
 from .bound import bounded, link_bytes_per_s
 from .cases import Case, Comparison, comparison_of, console_beside
 from .machine import provenance
@@ -45,6 +47,7 @@ def run(
     timeout: float | None = None,
     console: Console | None = None,
     lab: str | None = None,
+    timeline_path: str | Path | None = None,
 ) -> int:
     """Compare the strategies on the workload and return the exit status.
 
@@ -52,10 +55,11 @@ def run(
     replaces the workload's default and means the same (of all workers, or of each); with several numbers of ``workers``
     every strategy has a row for each; ``timeout`` is how many seconds a
     row may go without any report before it counts as failed. With ``lab``, a rate such as ``1Gbit``, every process has
-    a host of its own behind links of that rate. Raises UsageError before any process starts.
+    a host of its own behind links of that rate. The timeline is of all rows that Syncline runs. Raises UsageError
+    before any process starts.
     """
     comparison = comparison_of(
-        workload, workers, strategies, epochs, iterations, batch, seed, json_path, report_path, lab
+        workload, workers, strategies, epochs, iterations, batch, seed, json_path, report_path, lab, timeline_path
     )
     limit = SILENCE_LIMIT_S if timeout is None else timeout
     if limit <= 0:
@@ -67,12 +71,15 @@ def run(
 def carry_out(comparison: Comparison, limit_s: float, progress: Console, output: Console) -> int:
     """Run the planned rows, save after each, print the table and write the page; returns the exit status."""
     result = _empty(comparison)
+    assembly = None if comparison.timeline_path is None else Assembly(comparison.timeline_path)
     interrupted = False
     try:
         with Display(progress) as display, site_of(comparison.processes, comparison.lab, display.say) as site:
             result = replace(result, lab=site.name, goodput_bytes_per_s=site.goodput_bytes_per_s)
             for case in comparison.cases:
-                row = _asked(case, measure(case, comparison.workload, comparison.seed, limit_s, display, site))
+                env = {} if assembly is None else assembly.environ(_title(case, comparison))
+                row = measure(case, comparison.workload, comparison.seed, limit_s, display, site, env=env)
+                row = _asked(case, row)
                 row = bounded(scaled(row, result.baseline), comparison.trace, _link(case, site), comparison.pipeline)
                 result = result.with_row(row)
                 keep_text(comparison.json_path, result.to_json())
@@ -83,7 +90,7 @@ def carry_out(comparison: Comparison, limit_s: float, progress: Console, output:
     for row in result.rows:
         if "codec=auto" in row.strategy and row.chosen:
             output.print(f"{row.strategy}: {row.chosen}", markup=False, highlight=False)
-    _publish(comparison, result, output)
+    _publish(comparison, result, output, assembly)
     if interrupted:
         return INTERRUPTED
     return 0 if all(row.finished for row in result.rows) else 1
@@ -105,17 +112,26 @@ def _asked(case: Case, row: Row) -> Row:
     return row if preset is None else replace(row, requested=preset.name, note=preset.note or None)
 
 
+def _title(case: Case, comparison: Comparison) -> str:
+    """What tells a row from others of a timeline."""
+    counts = {other.workers for other in comparison.cases if other.name != BASELINE}
+    return case.name if len(counts) < 2 else f"{case.name}, {case.workers} workers"
+
+
 def _link(case: Case, site: Site) -> float | None:
     return link_bytes_per_s(site.goodput_bytes_per_s, site.rate, case.rate)
 
 
-def _publish(comparison: Comparison, result: Result, output: Console) -> None:
+def _publish(comparison: Comparison, result: Result, output: Console, assembly: Assembly | None) -> None:
     if comparison.json_path is not None:
         result.save(comparison.json_path)
     if comparison.report_path is not None:
         from ..report import page
 
-        replace_text(comparison.report_path, page.render(result))
+        timelines = [] if assembly is None else [one for run in assembly.runs() if (one := middle(run)) is not None]
+        replace_text(comparison.report_path, page.render(result, timelines))
     for name, path in (("results", comparison.json_path), ("report", comparison.report_path)):
         if path not in (None, STANDARD_OUTPUT):
             output.print(f"{name}: {path}", soft_wrap=True, markup=False, highlight=False)
+    if assembly is not None:
+        output.print(assembly.finish(), soft_wrap=True, markup=False, highlight=False)

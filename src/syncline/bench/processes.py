@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
 from ..errors import SynclineError
@@ -47,11 +48,13 @@ def measure(
     display: Progress,
     site: Site = HERE,
     script: Sequence[str] = TRAIN,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> Row:
     """Run one row's processes to their end; a failure is in the row's ``error``.
 
     ``limit_s`` is how long no process may report anything before the row counts as failed; ``site`` is where the
-    processes run; ``script`` is what Python is told to run, with the job as its last argument.
+    processes run; ``script`` is what Python is told to run, with the job as its last argument; ``env`` is added to
+    their environment.
     """
     processes = case.workers + case.servers
     display.begin(case.name, processes, case.iterations)
@@ -62,7 +65,7 @@ def measure(
         command = [sys.executable, *script, job.to_json()]
         try:
             started = LocalRun(
-                command, processes, servers=case.servers, pass_fds=fds, on_output=watch.output, **site.options
+                command, processes, servers=case.servers, env=env, pass_fds=fds, on_output=watch.output, **site.options
             )
             with started:
                 mailbox.release()

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from . import accuracy, bench, bench_codecs, bench_gradients, compare, lab, record, run, show, strategies
+from . import accuracy, bench, bench_codecs, bench_gradients, compare, lab, record, run, show, strategies, timeline
 
 INTERRUPTED = 130
 
@@ -59,6 +59,7 @@ for verb in (
     record.record,
     show.show,
     strategies.strategies,
+    timeline.timeline,
 ):
     cli.add_command(verb)
 

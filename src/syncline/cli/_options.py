@@ -12,6 +12,13 @@ OLD_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 JSON = click.option("--json", "json_path", type=FILE, help="Write the results here.")
 REPORT = click.option("--report", "report_path", type=FILE, help="Write a page here.")
+TRACE = click.option(
+    "--trace",
+    type=FILE,
+    metavar="FILE.json.gz",
+    envvar="SYNCLINE_TRACE",
+    help="Write a timeline of all processes here, for Perfetto or chrome://tracing.",
+)
 EPOCHS = click.option("--epochs", type=click.IntRange(min=1), help="Passes over the data; default: the workload's.")
 ITERATIONS = click.option("--iterations", type=click.IntRange(min=1), help="Training steps, instead of --epochs.")
 

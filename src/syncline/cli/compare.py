@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ._options import EPOCHS, ITERATIONS, JSON, REPORT, Lists, check_length
+from ._options import EPOCHS, ITERATIONS, JSON, REPORT, TRACE, Lists, check_length
 
 
 @click.command(cls=Lists)
@@ -40,6 +40,7 @@ from ._options import EPOCHS, ITERATIONS, JSON, REPORT, Lists, check_length
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the weights and the order of the data.")
 @JSON
 @REPORT
+@TRACE
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds a row may be silent.")
 @click.option("--lab", metavar="RATE", help="Give every process a host of its own behind links of RATE, such as 1Gbit.")
 def compare(
@@ -52,6 +53,7 @@ def compare(
     seed: int,
     json_path: Path | None,
     report_path: Path | None,
+    trace: Path | None,
     timeout: float | None,
     lab: str | None,
 ) -> None:
@@ -69,6 +71,7 @@ def compare(
         seed=seed,
         json_path=json_path,
         report_path=report_path,
+        timeline_path=trace,
         timeout=timeout,
         lab=lab,
     )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from ._options import TRACE
+
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="Workers to start.")
@@ -14,11 +16,18 @@ import click
     "--servers", type=click.IntRange(min=0), help="Server processes to start beside them; from --strategy if left out."
 )
 @click.option("--strategy", help="What syncline.init() takes when the script does not say.")
+@TRACE
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
-    workers: int, servers: int | None, strategy: str | None, module: bool, script: str, args: tuple[str, ...]
+    workers: int,
+    servers: int | None,
+    strategy: str | None,
+    trace: Path | None,
+    module: bool,
+    script: str,
+    args: tuple[str, ...],
 ) -> None:
     """Run SCRIPT with ARGS in WORKERS processes of this machine (and servers, after them).
 
@@ -41,8 +50,16 @@ def run(
     if not module and not Path(script).is_file():
         raise UsageError(f"there is no file {script!r} to run (for a module, use -m)")
     servers = servers or 0
+    assembly = None
+    if trace is not None:
+        from ..timeline.assembly import Assembly
+
+        assembly = Assembly(trace)
+        env |= assembly.environ()
     command = [sys.executable, *(["-m"] if module else []), script, *args]
     outcome = launch(command, workers + servers, servers=servers, env=env)
+    if assembly is not None:
+        click.echo(f"syncline: {assembly.finish()}", err=True)
     if outcome.status:
         click.echo(f"syncline: {outcome.text}", err=True)
     sys.exit(outcome.status)

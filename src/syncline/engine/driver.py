@@ -218,10 +218,12 @@ class Driver(ABC):
             with self._changed:
                 self._wanted.notify()
                 self._changed.wait_for(lambda: self.error or not (self._under_way or self._inbox), _FLUSH_S)
-        before_end()
-        with self._changed:
-            self._closing = True
-            self._wanted.notify()
+        try:
+            before_end()
+        finally:
+            with self._changed:
+                self._closing = True
+                self._wanted.notify()
         self.transport.wake()
         self._thread.join(_FLUSH_S)
         fault = self.error

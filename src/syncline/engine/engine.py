@@ -156,9 +156,9 @@ class Engine(Driver):
         if self.error is not None:
             raise self._raised(self.error)
 
-    def send(self, dst: int, tag: int, data: bytes, label: str) -> Work:
-        """Send a small message, which may be to this process itself."""
-        work = self._work(label)
+    def send(self, dst: int, tag: int, data: bytes, label: str, tolerant: bool = False) -> Work:
+        """Send a small message, which may be to this process itself; a ``tolerant`` one to a peer that may leave."""
+        work = self._work(label, tolerant)
         body = np.frombuffer(data, np.uint8)
 
         def start() -> None:
@@ -166,13 +166,14 @@ class Engine(Driver):
                 self._loopback.send(tag, data)
                 self._finish(work, None)
                 return
-            self._messages[work] = dst
+            if not tolerant:
+                self._messages[work] = dst
             span = None
             if self._observer is not None:
                 span = begin(self._observer, "send", label, work.span, peer=dst, nbytes=body.nbytes)
             self.transport.send(dst, tag, body, owner=lambda handle: self._arrived(work, handle, span))
 
-        self._post(start)
+        self._post(start, tolerant)
         return work
 
     def recv(self, src: int, tag: int, nbytes: int, label: str, tolerant: bool = False) -> Work:

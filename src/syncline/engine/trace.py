@@ -44,7 +44,7 @@ Kind = Literal[
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen ones take three times as long to make, and there is one for everything
 class Span:
     """Something that begins and ends; what does not apply to it is -1, or empty."""
 
@@ -66,6 +66,8 @@ class Span:
     """
     peer: int = -1
     nbytes: int = -1
+    mark: int = field(default=0, repr=False)
+    """The observer's own."""
 
     def end(self) -> None:
         """Tell the observer that it has ended."""

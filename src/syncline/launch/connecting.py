@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 from .. import registry, tuning
@@ -21,6 +21,8 @@ from ..nouns import Group
 from ..session.session import Session
 from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
+from ..timeline import folder
+from ..timeline.recording import SessionSpans
 from ..transports import Place, Transport
 from ..transports._auto import Auto
 from ..transports.inproc import Hub
@@ -60,6 +62,16 @@ def in_process(
     return sessions
 
 
+def alone(strategy: Strategy, recording: SessionSpans | None = None) -> Session:
+    """A session of one worker, who exchanges nothing with anybody."""
+    group = Group(1)
+    observer = None if recording is None else recording.file
+    session = Session(strategy.resolve(group), group, 0, None, observer=observer)
+    if recording is not None:
+        recording.attach(session)
+    return session
+
+
 def connect_session(
     strategy: Strategy,
     point: MeetingPoint,
@@ -70,12 +82,13 @@ def connect_session(
     timeout: float = 120.0,
     liveness_s: float = LIVENESS_S,
     limit_s: float = LIMIT_S,
+    recording: SessionSpans | None = None,
 ) -> Session:
     """Join the processes of a run: meeting, connections, watcher, engine.
 
     The processes that meet at ``point`` under the name ``run`` are workers first, then the strategy's servers.
     ``secret``, ``interface`` and ``timeout`` are those of ``syncline.init``. Where the strategy leaves the architecture
-    open, the workers measure what to run at which size (``tuning``).
+    open, the workers measure what to run at which size (``tuning``). A ``recording`` goes on until the session ends.
     """
     if point.asked.world == 1:
         _count_workers(strategy, 1)  # there is nobody to meet, and no place
@@ -83,9 +96,14 @@ def connect_session(
         environment = joined.environment
         workers = _count_workers(strategy, environment.world)
         make_room(environment.world)
-        formed = _form(strategy, joined, run, listen_address(environment, interface), timeout)
-    session = _begin(formed, environment, workers, strategy.servers, liveness_s, limit_s)
-    _tune(session, strategy)
+        traced = {folder.VARIABLE: "off" if recording is None else "on"}
+        formed = _form(strategy, joined, run, listen_address(environment, interface), timeout, traced)
+    observer = None if recording is None else recording.file
+    session = _begin(formed, environment, workers, strategy.servers, liveness_s, limit_s, observer)
+    with _ending(session):
+        _tune(session, strategy)
+        if recording is not None:
+            recording.attach(session)
     return session
 
 
@@ -111,12 +129,14 @@ class _Formed:
     transport: Transport
 
 
-def _form(strategy: Strategy, joined: Joined, run: str, address: str, timeout: float) -> _Formed:
-    """Roll call and connections; nothing stays open where they fail."""
+def _form(
+    strategy: Strategy, joined: Joined, run: str, address: str, timeout: float, agreed: Mapping[str, str]
+) -> _Formed:
+    """Roll call and connections; nothing stays open where they fail. All processes have to have ``agreed`` alike."""
     client, index, processes = joined.client, joined.environment.rank, joined.environment.world
     listener = Listener(address, run_id(run), joined.secret, index, processes)
     with closing(listener), ExitStack() as undo:
-        terms = {"strategy": str(strategy), "version": __version__, tuning.VARIABLE: tuning.mode()}
+        terms = {"strategy": str(strategy), "version": __version__, tuning.VARIABLE: tuning.mode(), **agreed}
         roll = client.call_roll(describe_self(index, processes, listener, terms), run, joined.secret)
         # Whoever has come is here now: the connections get their time, however long the last one took to come.
         deadline = max(client.deadline, time.monotonic() + CONNECT_S)
@@ -145,7 +165,13 @@ def _form(strategy: Strategy, joined: Joined, run: str, address: str, timeout: f
 
 
 def _begin(
-    formed: _Formed, environment: Environment, workers: int, servers: int, liveness_s: float, limit_s: float
+    formed: _Formed,
+    environment: Environment,
+    workers: int,
+    servers: int,
+    liveness_s: float,
+    limit_s: float,
+    observer: Observer | None,
 ) -> Session:
     """The session over what was formed, watched from now on; no connection stays open where that fails."""
     group = Group(workers, servers, formed.roll.nodes[:workers])
@@ -162,6 +188,7 @@ def _begin(
             roll=formed.roll,
             local_rank=environment.local_rank,
             limit_s=limit_s,
+            observer=observer,
         )
         unowned.pop_all()  # the session closes it
         try:
@@ -179,7 +206,7 @@ def _begin(
 
 
 def _tune(session: Session, asked: Strategy) -> None:
-    """Measure what the strategy leaves open; a rank that fails in it ends the session for all."""
+    """Measure what the strategy leaves open."""
     workers = session.group.workers
     if asked.codec not in (NONE, AUTO) and session.strategy.codec == NONE:
         session.reason = f"codec={asked.codec.name} compresses between hosts only, and all ranks are on one"
@@ -187,15 +214,21 @@ def _tune(session: Session, asked: Strategy) -> None:
             log.warning("%s: %s", session.name(0), session.reason)
     if workers == 1:
         return
+    if session.is_worker:
+        session.compare_plans()
+    if tuning.mode() == "off":
+        return
+    if tuning.is_wanted(asked, session.strategy, workers):
+        tuning.tune(session)
+    if codec_choice.is_wanted(asked, workers):
+        codec_choice.choose_codec(session, asked)
+
+
+@contextmanager
+def _ending(session: Session) -> Iterator[None]:
+    """A rank that fails inside ends the session for all."""
     try:
-        if session.is_worker:
-            session.compare_plans()
-        if tuning.mode() == "off":
-            return
-        if tuning.is_wanted(asked, session.strategy, workers):
-            tuning.tune(session)
-        if codec_choice.is_wanted(asked, workers):
-            codec_choice.choose_codec(session, asked)
+        yield
     except BaseException as error:
         session.fail(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
         session.shutdown()

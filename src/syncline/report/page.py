@@ -6,12 +6,16 @@ Owns the words and the order of the page; the charts come from ``charts``, the m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ..timeline.window import Iteration
 from . import svg, units
 from .charts import all_charts
 from .figures import Key, strategy_styles
 from .frame import Line, fill, origin_facts
 from .rows import BASELINE, Result, Row
 from .table import remarks
+from .timeline_charts import timeline_charts
 
 HEADS = (
     ("{score}", ""),
@@ -44,8 +48,8 @@ BOUND = (
 )
 
 
-def render(result: Result) -> str:
-    """The page as HTML text."""
+def render(result: Result, timelines: Sequence[Iteration] = ()) -> str:
+    """The page as HTML text, with an iteration of each of the recorded runs."""
     score = "of bound" if result.replayed else "accuracy"
     return fill(
         "page.html.j2",
@@ -57,7 +61,7 @@ def render(result: Result) -> str:
         reading=f"{READING} {BOUND}" if result.replayed else READING,
         lines=_lines(result),
         remarks=remarks(result),
-        charts=all_charts(result),
+        charts=(*all_charts(result), *timeline_charts(timelines)),
     )
 
 

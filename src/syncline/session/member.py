@@ -127,17 +127,21 @@ class Member:
         try:
             unseen = self._take_leave()
         finally:
-            fault = None if self._engine is None else self._engine.close(before_end=self._part)
-            if self._engine is None:
-                self.at_end(True)
-            self._closed = True
-            self.ending.close()
+            try:
+                fault = None
+                if self._engine is None:
+                    self._part()
+                else:
+                    fault = self._engine.close(before_end=self._part)
+            finally:
+                self._closed = True
+                self.ending.close()
         return unseen or (None if self.ending.known else fault or self.ending.verdict)
 
     def _part(self) -> None:
         """Say goodbye, and do what is to be done while the others can still be reached."""
         self.ending.say_goodbye()
-        self.at_end(self._engine is not None and self._engine.error is None)
+        self.at_end(self._engine is None or self._engine.error is None)
 
     def _take_leave(self) -> Exception | None:
         """Call what comes before the end; what went wrong in it, which nobody has seen."""

@@ -329,9 +329,9 @@ class Session(Communicator):
 
     # Messages between workers and servers.
 
-    def send(self, dst: int, data: bytes, label: str, topic: int = 0) -> Work:
+    def send(self, dst: int, data: bytes, label: str, topic: int = 0, tolerant: bool = False) -> Work:
         """Send a small message to a process, which may be this one; those of one topic keep their order."""
-        return self.engine.send(dst, _MESSAGE_TAGS | topic << _TOPIC_BITS | self.index, data, label)
+        return self.engine.send(dst, _MESSAGE_TAGS | topic << _TOPIC_BITS | self.index, data, label, tolerant)
 
     def recv(self, src: int, label: str, nbytes: int = 1 << 16, tolerant: bool = False, topic: int = 0) -> Work:
         """Receive the next message of a process about that topic, of at most ``nbytes``."""

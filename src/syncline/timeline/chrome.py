@@ -1,0 +1,242 @@
+"""A timeline as a file in Chrome's trace event format, which Perfetto and chrome://tracing open.
+
+A process of the format is a rank or server of one run, with a number that follows from both; its threads are the lines
+of ``tracks``. Spans are complete events with the times of rank 0's clock, from the first thing that any process of the
+run has recorded: so runs of a comparison, which follow each other, lie one above the other. Where both ends of a
+message are known, an arrow leads from the sender's to the receiver's (``bind_id``). What is told at the end of a call
+of compiled code are instants in it. ``otherData`` says how far clocks may be wrong, and what is missing.
+
+The format: Google, "Trace Event Format", 2016. Events are written one by one: a timeline is in memory only run by run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from ..errors import UsageError
+from .clocks import offset_of
+from .spans import LIMIT, ProcessSpans, TimedSpan
+from .tracks import Line, is_moment, lines_of
+
+_PER_RUN = 1000
+_LEVEL = 4
+"""Of compression: further ones take several times longer for a few per cent."""
+
+Message = tuple[int, ...]
+"""Session, sender, receiver, key, segment, step, and the how manieth of these."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """The processes of one run, by rank; ``title`` tells it from others of the timeline.
+
+    ``unread`` says of parts of it why they could not be read.
+    """
+
+    processes: Sequence[ProcessSpans]
+    title: str = ""
+    unread: Sequence[str] = ()
+
+
+@dataclass
+class Written:
+    """What a timeline holds; ``error_s`` is by how much the clock of a process may be wrong."""
+
+    spans: int = 0
+    left_out: int = 0
+    error_s: float = 0.0
+    processes: set[int] = field(default_factory=set)
+    unread: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        found = f"{self.spans:,} spans of {len(self.processes)} processes"
+        found += f", clocks within {self.error_s * 1e6:.0f} us" if self.error_s else ", on one clock"
+        found += f"; {self.left_out:,} more were left out" if self.left_out else ""
+        return "; ".join([found, *self.unread])
+
+
+def write(path: Path, runs: Iterable[RecordedRun]) -> Written:
+    """Write a timeline to ``path``, in one piece or not at all; compressed if its name ends with ``.gz``.
+
+    Raises UsageError where that is impossible.
+    """
+    written, about = Written(), dict[str, Any]()
+    try:
+        with _replacing(path) as file:
+            file.write('{"displayTimeUnit":"ms","traceEvents":[')
+            before = "\n"
+            for number, run in enumerate(runs):
+                for event in _events(run, number * _PER_RUN, written, about):
+                    file.write(before + json.dumps(event, separators=(",", ":")))
+                    before = ",\n"
+            file.write(f'\n],"otherData":{json.dumps(_about(written, about))}}}\n')
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another path") from None
+    return written
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[str]]:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with (
+            gzip.open(part, "wt", _LEVEL, encoding="utf-8")
+            if path.suffix == ".gz"
+            else part.open("w", encoding="utf-8")
+        ) as file:
+            yield file
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _about(written: Written, about: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "made by": "syncline",
+        "clock": "CLOCK_MONOTONIC of rank 0, from the first event of each run",
+        "clock error (us)": round(written.error_s * 1e6, 3),
+        "limit": f"{LIMIT} spans of each process",
+        "spans": written.spans,
+        "left out": written.left_out,
+        "could not be read": written.unread,
+        "processes": about,
+    }
+
+
+def name_of(process: ProcessSpans) -> str:
+    """How a process is called."""
+    return str(process.notes.get("name", f"process {process.notes['process']}"))
+
+
+def times_of(process: ProcessSpans) -> tuple[list[float], list[float]]:
+    """When each span began and ended on rank 0's clock; what has no end lasts as long as the process is known."""
+    offset = offset_of(process.notes)
+    begins = [offset.there(span.begin_s) for span in process.spans]
+    last = max((max(span.begin_s, span.end_s) for span in process.spans), default=0.0)
+    return begins, [offset.there(span.end_s or last) for span in process.spans]
+
+
+def exchanges_of(spans: Sequence[TimedSpan]) -> list[tuple[int, str]]:
+    """Key and phase of the exchange that each span belongs to, -1 and none where it belongs to none."""
+    found: list[tuple[int, str]] = []
+    for span in spans:
+        key, phase = (-1, "") if span.within < 0 else found[span.within]
+        found.append((span.key if span.key >= 0 else key, span.phase or phase))
+    return found
+
+
+def _events(run: RecordedRun, first: int, written: Written, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All events of one run."""
+    times = [times_of(process) for process in run.processes]
+    origin = min((min(begins) for begins, _ in times if begins), default=0.0)
+    arrows = _arrows(run)
+    written.unread += run.unread
+    known: dict[int, dict[Line, int]] = {}  # the lines of each process so far, which may have several sessions
+    for index, (process, (begins, ends)) in enumerate(zip(run.processes, times, strict=True)):
+        pid = first + int(process.notes["process"]) + 1
+        name = f"{run.title}: {name_of(process)}" if run.title else name_of(process)
+        error_s, session = offset_of(process.notes).error_s, int(process.notes["session"])
+        said = about[f"{name}, session {session + 1}" if session else name] = {}
+        said |= {"clock error (us)": round(error_s * 1e6, 3), "spans": len(process.spans)}
+        said |= {"left out": process.left_out} if process.left_out else {}
+        written.spans += len(process.spans)
+        written.left_out += process.left_out
+        written.error_s = max(written.error_s, error_s)
+        written.processes.add(pid)
+        yield _named("process_name", pid, 0, name=name)
+        yield _named("process_sort_index", pid, 0, sort_index=pid)
+        yield from _events_of(process, pid, begins, ends, origin, arrows[index], known.setdefault(pid, {}))
+
+
+def _named(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def _events_of(
+    process: ProcessSpans,
+    pid: int,
+    begins: Sequence[float],
+    ends: Sequence[float],
+    origin: float,
+    arrows: Mapping[int, int],
+    tids: dict[Line, int],
+) -> Iterator[dict[str, Any]]:
+    spans = process.spans
+    placed = [span._replace(begin_s=begin) for span, begin in zip(spans, begins, strict=True)]
+    lines, exchanges = lines_of(placed, ends), exchanges_of(spans)
+    for new in sorted(set(filter(None, lines)) - tids.keys()):
+        tid = tids[new] = len(tids) + 1
+        yield _named("thread_name", pid, tid, name=new.title)
+        yield _named("thread_sort_index", pid, tid, sort_index=_PER_RUN * new.order + new.number)
+    for place, (span, line) in enumerate(zip(spans, lines, strict=True)):
+        if line is None:
+            continue
+        event: dict[str, Any] = {"name": _title(span), "cat": span.kind, "pid": pid, "tid": tids[line]}
+        event["ts"] = round((begins[place] - origin) * 1e6, 3)
+        if is_moment(spans, span):
+            event |= {"ph": "i", "s": "t"}
+        else:
+            event |= {"ph": "X", "dur": round((ends[place] - begins[place]) * 1e6, 3)}
+        if place in arrows:
+            event |= {"bind_id": hex(arrows[place]), "flow_out" if span.kind == "send" else "flow_in": True}
+        yield event | {"args": _arguments(span, *exchanges[place])}
+
+
+def _title(span: TimedSpan) -> str:
+    """What a viewer writes on a span."""
+    what = span.label.partition(" (")[0]  # without the names of a bucket's tensors
+    if span.kind in ("send", "receive"):
+        return f"{what} {'to' if span.kind == 'send' else 'from'} {span.peer}"
+    if span.kind in ("forward", "backward", "optimizer"):
+        return {"optimizer": "optimizer step"}.get(span.kind, span.kind)
+    if span.kind == "wait":
+        return f"wait: {what}"
+    if span.kind == "compute":
+        return f"{span.phase or 'codec'} {what}"
+    return f"{span.kind} {what}" if span.kind in ("reduce", "copy", "advance") else what
+
+
+def _arguments(span: TimedSpan, key: int, phase: str) -> dict[str, Any]:
+    """What else is known of a span, and of the exchange that it belongs to."""
+    found: dict[str, Any] = {"of": span.label}
+    numbers = {"bytes": span.nbytes, "peer": span.peer, "segment": span.segment, "step": span.step, "key": key}
+    found |= {name: number for name, number in numbers.items() if number >= 0}
+    if phase:
+        found["phase"] = phase
+    if key >= 0:  # of JSON's numbers none is infinite
+        found["priority"] = span.priority if math.isfinite(span.priority) else str(span.priority)
+    if not span.end_s:
+        found["unfinished"] = True
+    return found
+
+
+def _arrows(run: RecordedRun) -> list[dict[int, int]]:
+    """For every process the numbers of the arrows that begin or end at its spans."""
+    sent: dict[Message, tuple[int, int]] = {}
+    received: dict[Message, tuple[int, int]] = {}
+    for index, process in enumerate(run.processes):
+        rank, session = int(process.notes["process"]), int(process.notes["session"])
+        counted = Counter[Message]()
+        for place, (span, (key, _)) in enumerate(zip(process.spans, exchanges_of(process.spans), strict=True)):
+            if span.kind not in ("send", "receive") or key < 0 or is_moment(process.spans, span):
+                continue
+            ends = (rank, span.peer) if span.kind == "send" else (span.peer, rank)
+            alike = (session, *ends, key, span.segment, span.step)
+            counted[alike] += 1
+            (sent if span.kind == "send" else received)[(*alike, counted[alike])] = index, place
+    found: list[dict[int, int]] = [{} for _ in run.processes]
+    for number, message in enumerate(sorted(sent.keys() & received.keys()), 1):
+        for index, place in (sent[message], received[message]):
+            found[index][place] = number
+    return found

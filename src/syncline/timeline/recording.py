@@ -1,0 +1,220 @@
+"""The recording of a session: from the first span until its timeline is written, or its parts are left to somebody.
+
+Who has started all processes puts their parts together itself, whatever becomes of them. Where nobody does, rank 0 does
+at the end of a run in which nothing went wrong: every process says goodbye first, so that nobody is kept from the end,
+and then hands its part over, while the connections still stand. Who does not find rank 0 there within ``PATIENCE_S``
+leaves its part where it is, and so does everyone in a run that failed: ``syncline timeline`` puts these together.
+
+ rank 0                                another process
+ ------                                ---------------
+ goodbye                               goodbye
+ come, to all  ------------------->
+               <-------------------    what time is it? (several times, where it has another clock)
+               ------------------->
+               <-------------------    its part, compressed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..engine.work import Work
+from ..errors import SynclineError
+from ..session.session import Session
+from ..wire.saying import first_time, say
+from .chrome import RecordedRun, write
+from .clocks import Reading, best, identity
+from .folder import PARTS, VARIABLE, checked_target, folder_of, open_part
+from .spans import LIMIT, ProcessSpans, SpanFile, parse, read
+
+PATIENCE_S = 10.0
+"""How long processes wait for each other at the end of a run."""
+
+_HANDING_S = 60.0
+"""How long a part may take, and the turns of those before it."""
+
+_EXCHANGES = 16
+"""Of readings: the one with the shortest round trip counts."""
+
+_TOPIC = 2
+_TIME = struct.Struct("<d")
+_SIZES = struct.Struct("<QQ")
+_MOST_BYTES = 64 * (LIMIT + 1), 1 << 26
+"""Of rows and names."""
+
+
+class _Post:
+    """Messages about a recording: that a process has left, or does not come, is a fault of nobody."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def send(self, to: int, *bodies: bytes) -> list[Work]:
+        """Start to send these."""
+        label = f"a timeline's message to {self._session.name(to)}"
+        return [self._session.send(to, body, label, _TOPIC, tolerant=True) for body in bodies]
+
+    def receive(self, of: int, timeout_s: float, *sizes: int) -> list[bytes]:
+        """The next messages, of so many bytes at most; raises PeerTimeout, or the fault that the run has ended with."""
+        label = f"a timeline's message of {self._session.name(of)}"
+        works = [self._session.recv(of, label, size, tolerant=True, topic=_TOPIC) for size in sizes]
+        self.wait(works, timeout_s)
+        return [work.result for work in works]
+
+    def wait(self, works: Sequence[Work], timeout_s: float) -> None:
+        """Until these are done."""
+        self._session.engine.wait(*works, timeout=max(0.0, timeout_s))
+
+
+class SessionSpans:
+    """This process's part in the recording of one session; ``target`` is None where a launcher collects the parts."""
+
+    def __init__(self, file: SpanFile, folder: Path, target: Path | None) -> None:
+        self.file = file
+        self._folder, self._target = folder, target
+        self._identities: list[str] = []
+        self._readings: list[Reading] = []
+        self._session: Session | None = None
+
+    def attach(self, session: Session) -> None:
+        """The session stands; all processes call it together."""
+        self._session, workers = session, session.group.workers
+        role, number = ("rank", session.index) if session.index < workers else ("server", session.index - workers)
+        host = "" if session.roll is None else f" ({session.roll.members[session.index].host})"
+        self.file.note(name=f"{role} {number}{host}", process=session.index, workers=workers)
+        session.member.at_end = self.end
+        if session.alone:
+            return
+        everyone, mine, post = range(session.group.processes), identity().encode(), _Post(session)
+        shared = session.share(everyone, mine, "the clocks of a timeline")
+        self._identities = [text.decode(errors="replace") for text in shared]
+        for process in everyone:
+            if self._differs(process) and session.index == 0:
+                self._tell_time(post, process, _HANDING_S)
+            elif self._differs(process) and session.index == process:
+                self._ask_time(post)
+
+    def _differs(self, process: int) -> bool:
+        """Whether that process has another clock than rank 0."""
+        return self._identities[process] != self._identities[0]
+
+    def _tell_time(self, post: _Post, process: int, patience_s: float) -> None:
+        for number in range(_EXCHANGES):
+            post.receive(process, _HANDING_S if number else patience_s, 1)
+            post.send(process, _TIME.pack(self.file.clock()))
+
+    def _ask_time(self, post: _Post) -> None:
+        readings = []
+        for _ in range(_EXCHANGES):
+            asked_s = self.file.clock()
+            post.send(0, b"?")
+            (answer,) = post.receive(0, _HANDING_S, _TIME.size)
+            readings.append(Reading.of(asked_s, _TIME.unpack(answer)[0], self.file.clock()))
+        self._readings.append(best(readings))
+        self.file.note(clock=[[one.at_s, one.offset_s, one.round_trip_s] for one in self._readings])
+
+    # The end.
+
+    def end(self, well: bool) -> None:
+        """The session is over, ``well`` or not: hand the part over, or put all together, or leave it."""
+        session, target = self._session, self._target
+        if session is None or target is None or not well:
+            self.file.close()
+            if target is not None:
+                self._leave(f"the run failed, and each process has left its part of the timeline in {self._folder}")
+            return
+        try:
+            if session.index == 0:
+                self._collect(session, target)
+            else:
+                self._hand_over(_Post(session), session.index)
+        except (SynclineError, OSError) as error:
+            self.file.close()
+            me = session.name(session.index)
+            self._leave(f"{me}: its part of the timeline is left in {self._folder}: {error}")
+
+    def _leave(self, text: str) -> None:
+        if first_time(text):
+            say(f"syncline: {text}; `syncline timeline {self._folder}` puts together what is there\n")
+
+    def _hand_over(self, post: _Post, process: int) -> None:
+        post.receive(0, PATIENCE_S, 1)
+        if self._differs(process):
+            self._ask_time(post)
+        self.file.close()
+        bodies = [zlib.compress(path.read_bytes(), 1) for path in self.file.paths]
+        post.wait(post.send(0, _SIZES.pack(*map(len, bodies)), *bodies), _HANDING_S)
+        self.remove()
+
+    def _collect(self, session: Session, target: Path) -> None:
+        others, until = range(1, session.group.processes), time.monotonic() + PATIENCE_S
+        post, found, missing = _Post(session), dict[int, ProcessSpans](), dict[int, Exception]()
+        for process in others:
+            post.send(process, b"!")
+        for process in others:
+            try:
+                found[process] = self._receive(post, process, until)
+            except (SynclineError, ValueError, zlib.error, struct.error) as error:
+                missing[process] = error
+        self.file.close()
+        found[0] = read(self.file.paths[0])
+        written = write(target, [RecordedRun([found[process] for process in sorted(found)])])
+        self.remove()
+        say(f"syncline: timeline: {target} ({written.text})\n")
+        for process, why in missing.items():
+            say(f"syncline: the timeline has no part of {session.name(process)}: {why}\n")
+
+    def _receive(self, post: _Post, process: int, until: float) -> ProcessSpans:
+        """The part of another process; raises SynclineError, or an error of what is none."""
+        patience_s = until - time.monotonic()
+        if self._differs(process):
+            self._tell_time(post, process, patience_s)
+            patience_s = _HANDING_S
+        sizes = _SIZES.unpack(*post.receive(process, patience_s, _SIZES.size))
+        if any(size > most for size, most in zip(sizes, _MOST_BYTES, strict=True)):
+            raise ValueError(f"it is said to have {sizes} bytes, which makes no sense")
+        bodies = post.receive(process, _HANDING_S, *sizes)
+        found = parse(*(_expanded(body, most) for body, most in zip(bodies, _MOST_BYTES, strict=True)))
+        if found.notes["process"] != process:
+            raise ValueError(f"it is of process {found.notes['process']}")
+        return found
+
+    def remove(self) -> None:
+        """Leave nothing behind."""
+        self.file.remove()
+        with contextlib.suppress(OSError):  # others are in it
+            self._folder.rmdir()
+
+
+def _expanded(data: bytes, most: int) -> bytes:
+    """What was compressed, of so many bytes at most; raises zlib.error or ValueError for anything else."""
+    expander = zlib.decompressobj()
+    found = expander.decompress(data, most)
+    if not expander.eof:
+        raise ValueError("it is longer than it may be, or not whole")
+    return found
+
+
+def begin_recording(process: int, number: int) -> SessionSpans | None:
+    """Begin to record this process's session of that number from 0, where that is asked for.
+
+    Raises UsageError, naming the host, where nothing can be written.
+    """
+    parts, path = os.environ.get(PARTS), os.environ.get(VARIABLE)
+    if parts:
+        folder = Path(parts)
+        return SessionSpans(open_part(folder, process, number), folder, None)
+    if not path:
+        return None
+    target = checked_target(path)
+    if number:  # of one process's sessions that follow each other, each has a timeline of its own
+        stem, dot, suffix = target.name.partition(".json")
+        target = target.with_name(f"{stem}-{number + 1}{dot}{suffix}")
+    folder = folder_of(target)
+    return SessionSpans(open_part(folder, process, number), folder, target)

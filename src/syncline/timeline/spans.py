@@ -1,0 +1,261 @@
+"""The spans of one process in two files, as they are told: what has been recorded survives the process.
+
+``NAME.spans`` is mapped into memory. Its rows have one size: the first one counts what was left out, each further one
+is a span, written when it begins; when it ends its end is filled in, so that 0 there is a span without end.
+``NAME.names`` has a line of JSON for everything else: an object that describes the process, or was noted later, or a
+text, which rows mean by its number from 0 among all texts. Nothing is written through to a disk: a machine that stops
+loses what it had not written yet, a process that is killed nothing.
+
+Limits: ``LIMIT`` spans of a process, 16 MiB of rows, are kept; what begins after them is counted. Room in the file is
+taken a MiB at a time, before it is written to: a full disk ends the recording, and no process.
+
+Segments are not kept, they follow from what is sent and received in them, and neither are calls of compiled code that
+have done nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from ..engine.trace import Kind, Span
+from ..errors import UsageError
+
+LIMIT = 1 << 18
+"""Spans of one process that are kept."""
+
+SUFFIXES = ".spans", ".names"
+
+TRAINING = "training thread"
+"""What the main thread of a process is called."""
+
+_ROW = struct.Struct("<ddqdiiiiiiIHBx")
+_HEAD = struct.Struct("<8sQ")
+_END, _END_AT = struct.Struct("<d"), 8
+_MAGIC = b"SYNCLTL1"
+_GROWTH_BYTES = 1 << 20
+_MOST_NAMES = 1 << 16
+_NAME_CHARACTERS = 300
+_KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != "segment")
+_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+
+
+class TimedSpan(NamedTuple):
+    """A span of a file, with times of its process's clock; ``within`` is the place of the one around it, or -1.
+
+    ``end_s`` is 0 where it has none. Names that were too many are empty.
+    """
+
+    begin_s: float
+    end_s: float
+    nbytes: int
+    priority: float
+    within: int
+    key: int
+    segment: int
+    step: int
+    peer: int
+    kind: Kind
+    label: str
+    phase: str
+    thread: str
+
+
+@dataclass(frozen=True)
+class ProcessSpans:
+    """What a process has recorded: ``notes`` are all objects of its names, one over the other; spans as they began."""
+
+    notes: Mapping[str, Any]
+    spans: tuple[TimedSpan, ...]
+    left_out: int = 0
+
+
+class SpanFile:
+    """Keeps the spans of this process in ``folder``; told from any thread.
+
+    ``notes`` describe the process. Raises OSError where the files cannot be made.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        notes: Mapping[str, Any],
+        clock: Callable[[], float] = time.perf_counter,
+        limit: int = LIMIT,
+    ) -> None:
+        self.clock = clock
+        self.paths = [folder / f"{name}{suffix}" for suffix in SUFFIXES]
+        self._limit, self._bytes = limit, (limit + 1) * _ROW.size
+        self._lock = threading.Lock()
+        self._numbers: dict[str, int] = {}
+        self._threads: dict[int, int] = {}
+        self._idle: tuple[Span, float] | None = None  # a call of compiled code that has done nothing so far
+        self._rows = self._left_out = self._room = 0
+        self._closed = False
+        with ExitStack() as undo:
+            self._file = undo.enter_context(self.paths[0].open("w+b", buffering=0))
+            undo.callback(self.paths[0].unlink)
+            os.ftruncate(self._file.fileno(), self._bytes)
+            self._grow()
+            self._map = undo.enter_context(mmap.mmap(self._file.fileno(), self._bytes))
+            self._names = self.paths[1].open("wb", buffering=0)
+            undo.pop_all()
+        _HEAD.pack_into(self._map, 0, _MAGIC, 0)
+        self.note(**notes)
+        self._number("")
+
+    # As an observer.
+
+    def begin(self, span: Span) -> None:
+        """Write its row, without an end."""
+        now, kind = self.clock(), span.kind
+        if kind == "segment":
+            return
+        if kind == "advance":
+            self._idle = span, now
+            return
+        with self._lock:
+            if self._closed:
+                return
+            if self._idle is not None and span.within is self._idle[0]:
+                self._write(*self._idle)
+                self._idle = None
+            self._write(span, now)
+
+    def end(self, span: Span) -> None:
+        """Fill in the end."""
+        now = self.clock()
+        if span.kind == "advance" and self._idle is not None and self._idle[0] is span:
+            self._idle = None
+            return
+        with self._lock:
+            if span.mark and not self._closed:
+                _END.pack_into(self._map, span.mark * _ROW.size + _END_AT, now)
+
+    # What else there is to say.
+
+    def note(self, **what: Any) -> None:
+        """Add to what describes the process."""
+        if not self._closed:
+            self._names.write(json.dumps(what).encode() + b"\n")
+
+    def close(self) -> None:
+        """Keep nothing more; the files stay."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._map.close()
+            os.ftruncate(self._file.fileno(), (self._rows + 1) * _ROW.size)
+            self._file.close()
+            self._names.close()
+
+    def forget(self) -> None:
+        """In a forked child: the files are the parent's."""
+        self._lock, self._closed = threading.Lock(), True
+
+    def remove(self) -> None:
+        """Close and remove the files."""
+        self.close()
+        for path in self.paths:
+            path.unlink(missing_ok=True)
+
+    # Rows and names; to be called under the lock.
+
+    def _write(self, span: Span, now: float) -> None:
+        outer = span.within
+        if outer is not None and outer.kind == "segment":
+            outer = outer.within
+        place = self._rows + 1
+        end = (place + 1) * _ROW.size
+        if place > self._limit or (end > self._room and not self._grow()):
+            self._left_out += 1
+            _HEAD.pack_into(self._map, 0, _MAGIC, self._left_out)
+            return
+        self._rows = place
+        span.mark = place  # from 1: that before it has the head of the file
+        within = -1 if outer is None else outer.mark - 1
+        label = span.label if len(span.label) <= _NAME_CHARACTERS else f"{span.label[:_NAME_CHARACTERS]}..."
+        _ROW.pack_into(
+            self._map, place * _ROW.size, now, 0.0, span.nbytes, span.priority, within, self._number(label), span.key,
+            span.segment, span.step, span.peer, self._number(span.phase), self._thread(), _CODES[span.kind],
+        )  # fmt: skip
+
+    def _grow(self) -> bool:
+        """Take more room in the file; False, for good, where there is none."""
+        wanted = min(self._bytes, self._room + _GROWTH_BYTES)
+        try:
+            os.posix_fallocate(self._file.fileno(), self._room, wanted - self._room)
+        except OSError:
+            if not self._room:
+                raise
+            self._limit = self._rows
+            return False
+        self._room = wanted
+        return True
+
+    def _number(self, text: str) -> int:
+        number = self._numbers.get(text)
+        if number is None:
+            if len(self._numbers) == _MOST_NAMES:
+                return 0
+            number = self._numbers[text] = len(self._numbers)
+            with contextlib.suppress(OSError):  # a full disk: the row has a number without a text
+                self._names.write(json.dumps(text).encode() + b"\n")
+        return number
+
+    def _thread(self) -> int:
+        ident = threading.get_ident()
+        number = self._threads.get(ident)
+        if number is None:
+            main = threading.current_thread() is threading.main_thread()
+            number = self._number(TRAINING if main else threading.current_thread().name)
+            self._threads[ident] = number
+        return number
+
+
+def read(path: Path) -> ProcessSpans:
+    """What lies in the files of a process, whose ``.spans`` is at ``path``; raises UsageError for other files."""
+    try:
+        return parse(path.read_bytes(), path.with_suffix(SUFFIXES[1]).read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is no part of a timeline: {error}") from None
+
+
+def parse(rows: bytes, names: bytes) -> ProcessSpans:
+    """The same, of their bytes; raises ValueError for what no process of this version has written."""
+    if len(rows) < _ROW.size or rows[: len(_MAGIC)] != _MAGIC:
+        raise ValueError("it does not begin as one of this version")
+    notes: dict[str, Any] = {}
+    texts: list[str] = []
+    for line in names.split(b"\n")[:-1]:  # what was written last may be no whole line
+        said = json.loads(line)
+        if isinstance(said, dict):
+            notes |= said
+        else:
+            texts.append(str(said))
+    if not all(type(notes.get(name)) is int and notes[name] >= 0 for name in ("process", "session")):
+        raise ValueError("it does not say of which process it is")
+    spans: list[TimedSpan] = []
+    text = dict(enumerate(texts)).get
+    for row in _ROW.iter_unpack(rows[_ROW.size : len(rows) // _ROW.size * _ROW.size]):
+        begin_s, end_s, nbytes, priority, within, label, key, segment, step, peer, phase, thread, code = row
+        if begin_s == 0.0:
+            break  # nothing was written from here on
+        kind: Kind = _KINDS[code] if code < len(_KINDS) else "work"
+        within = within if within < len(spans) else -1
+        of, turn, where = (text(number, "") for number in (label, phase, thread))
+        numbers = (begin_s, end_s, nbytes, priority, within, key, segment, step, peer)
+        spans.append(TimedSpan(*numbers, kind, of, turn, where))
+    return ProcessSpans(notes, tuple(spans), _HEAD.unpack_from(rows)[1])

@@ -1,0 +1,73 @@
+"""One iteration of a recorded run: what lies between two ends of the optimizer's step on rank 0, on all processes.
+
+Where there are no steps of an optimizer, as under frameworks that do not tell of them, or none that all processes have
+recorded, there is no iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..engine.trace import Kind
+from .chrome import RecordedRun, name_of, times_of
+from .clocks import offset_of
+from .spans import ProcessSpans
+from .tracks import is_moment
+
+_SHOWN: frozenset[Kind] = frozenset(
+    {"forward", "backward", "optimizer", "wait", "update", "compute", "reduce", "copy", "advance", "send", "receive"}
+)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a process did, in seconds from where the iteration begins; ``kind`` is that of its span."""
+
+    begin_s: float
+    end_s: float
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """The ``number``-th of ``count`` iterations of a run, in the order of processes; ``error_s`` is its clocks'."""
+
+    title: str
+    number: int
+    count: int
+    length_s: float
+    processes: tuple[tuple[str, tuple[Bar, ...]], ...]
+    error_s: float = 0.0
+
+
+def middle(run: RecordedRun) -> Iteration | None:
+    """An iteration in the middle of a run, None where none can be told."""
+    if not run.processes:
+        return None
+    times = [times_of(process) for process in run.processes]
+    known_s = min((max(begins, default=0.0) for begins, _ in times), default=0.0)
+    first, (_, ends) = run.processes[0], times[0]
+    steps = [end for span, end in zip(first.spans, ends, strict=True) if span.kind == "optimizer" and span.end_s]
+    steps = [end for end in sorted(steps) if end <= known_s or not any(one.left_out for one in run.processes)]
+    if len(steps) < 2:
+        return None
+    number = len(steps) // 2
+    start, stop = steps[number - 1], steps[number]
+    shown = tuple(
+        (name_of(process), _bars(process, *known, start, stop))
+        for process, known in zip(run.processes, times, strict=True)
+    )
+    error_s = max(offset_of(process.notes).error_s for process in run.processes)
+    return Iteration(run.title, number + 1, len(steps), stop - start, shown, error_s)
+
+
+def _bars(
+    process: ProcessSpans, begins: Sequence[float], ends: Sequence[float], start: float, stop: float
+) -> tuple[Bar, ...]:
+    """What of a process lies between two times, cut there."""
+    return tuple(
+        Bar(max(begin, start) - start, min(end, stop) - start, span.kind)
+        for span, begin, end in zip(process.spans, begins, ends, strict=True)
+        if span.kind in _SHOWN and begin < stop and end > start and not is_moment(process.spans, span)
+    )

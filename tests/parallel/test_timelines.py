@@ -1,0 +1,140 @@
+"""Timelines of real processes: every message has its two ends, in the order of time, however the run ends."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timeline_bodies as bodies
+from click.testing import CliRunner
+from pool import Pool
+
+from syncline.cli.timeline import timeline
+from timelines import load
+
+Events = list[dict[str, Any]]
+
+
+def everyone(world: int, address: str, *case: Any) -> list[list[Any]]:
+    return [[[index, world, address], *case] for index in range(world)]
+
+
+def of(events: Events, *kinds: str) -> Events:
+    return [event for event in events if event.get("cat") in kinds]
+
+
+def put_together(folder: Path, *options: str) -> None:
+    result = CliRunner().invoke(timeline, [str(folder), *options])
+    assert result.exit_code == 0, result.output
+
+
+def check_messages(events: Events, error_us: float) -> None:
+    """What one process sends another receives, of as many bytes, and not before it began to be sent."""
+    ends: dict[str, Events] = defaultdict(list)
+    for event in of(events, "send", "receive"):
+        assert event["args"]["bytes"] >= 0
+        if "key" in event["args"] and "unfinished" not in event["args"]:  # a server's for a step that does not come
+            assert {"of", "peer", "phase", "step", "priority"} <= event["args"].keys()
+            ends[event["bind_id"]].append(event)
+    assert ends
+    for one, other in ends.values():
+        sent, received = (one, other) if one["cat"] == "send" else (other, one)
+        assert (sent["cat"], received["cat"]) == ("send", "receive")
+        assert (sent["args"]["peer"] + 1, received["args"]["peer"] + 1) == (received["pid"], sent["pid"])
+        for what in ("bytes", "key", "phase", "step"):
+            assert sent["args"][what] == received["args"][what]
+        assert received["ts"] + received["dur"] >= sent["ts"] - error_us
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "clocks"),
+    [
+        ("ring transport=tcp schedule=wait_free", 3, True),
+        ("ps(servers=1) transport=tcp codec=int8", 3, True),
+        ("ring transport=shm", 2, False),
+    ],
+)
+def test_rank_0_collects_what_all_have_recorded(
+    pool: Pool, address: str, tmp_path: Path, strategy: str, world: int, clocks: bool
+) -> None:
+    path = tmp_path / "t.json.gz"
+    environ = {"SYNCLINE_TRACE": str(path)}
+    with pool.start(bodies.trains, everyone(world, address, strategy, clocks), environ) as group:
+        times = [ends for ends in group.results() if ends is not None]  # a server ends in prepare
+        assert "syncline: timeline: " in group.ranks[0].printed(), group.ranks[0]
+    assert [found.name for found in tmp_path.iterdir()] == ["t.json.gz"]
+    found = load(path)
+    events, error_us = found["traceEvents"], found["otherData"]["clock error (us)"]
+    servers = strategy.count("servers")
+    kinds = {(event["pid"], event["cat"]) for event in of(events, "forward", "backward", "optimizer", "wait")}
+    workers = range(1, world + 1 - servers)
+    assert kinds == {(rank, cat) for rank in workers for cat in ("forward", "backward", "optimizer", "wait")} | (
+        {(world, "wait")} if servers else set()
+    )
+    assert (error_us > 0) == clocks
+    last = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
+    assert last <= 1e6 * (max(end for _, end in times) - min(begin for begin, _ in times)) + 2 * error_us
+    if "shm" in strategy:
+        assert of(events, "advance")
+        assert {event["ph"] for event in of(events, "reduce")} == {"i"}
+    else:
+        check_messages(events, 2 * error_us)
+    if servers:
+        assert len(of(events, "update")) == 4
+        assert {event["args"]["phase"] for event in of(events, "compute")} == {"encode", "decode"}
+
+
+@pytest.mark.parametrize("how", ["raised", "killed"])
+def test_what_a_failed_run_has_left_can_be_put_together(pool: Pool, address: str, tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "t.json.parts"
+    with pool.start(bodies.fails, everyone(3, address, how), {"SYNCLINE_TRACE": str(tmp_path / "t.json")}) as group:
+        group.end()
+        told = "".join(rank.printed() for rank in group.ranks)
+    assert f"syncline timeline {folder}" in told
+    assert not (tmp_path / "t.json").exists()
+    put_together(folder)
+    events = load(tmp_path / "t.json")["traceEvents"]
+    assert {event["pid"] for event in of(events, "run")} == {1, 2, 3}
+    stuck = {event["pid"] for event in of(events, "run") if event["args"].get("unfinished")}
+    assert 1 in stuck
+    assert 2 not in stuck
+
+
+def test_who_does_not_find_rank_0_leaves_its_part(pool: Pool, address: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with pool.start(bodies.leaves_first, everyone(2, address), {"SYNCLINE_TRACE": str(path)}) as group:
+        group.end(among=[1])
+        group.ranks[0].line.send("go on")
+        group.results()
+        first, second = (rank.printed() for rank in group.ranks)
+    assert "its part of the timeline is left in" in second
+    assert "the timeline has no part of rank 1 (" in first
+    assert {event["pid"] for event in of(load(path)["traceEvents"], "run")} == {1}
+    put_together(Path(f"{path}.parts"), "-o", str(tmp_path / "rest.json"))
+    assert {event["pid"] for event in of(load(tmp_path / "rest.json")["traceEvents"], "run")} == {2}
+
+
+def test_sessions_that_follow_each_other_have_a_timeline_each(pool: Pool, address: str, tmp_path: Path) -> None:
+    with pool.start(bodies.twice, everyone(2, address), {"SYNCLINE_TRACE": str(tmp_path / "t.json.gz")}) as group:
+        group.results()
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["t-2.json.gz", "t.json.gz"]
+    assert all(len(load(found)["otherData"]["processes"]) == 2 for found in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("paths", "part"),
+    [
+        (["t.txt", "t.txt"], "a timeline is a file such as trace.json.gz"),
+        (["nowhere/t.json", "nowhere/t.json"], "there is no folder"),
+        (["t.json", ""], "has SYNCLINE_TRACE"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_at_the_start(
+    pool: Pool, address: str, tmp_path: Path, paths: list[str], part: str
+) -> None:
+    named = [path and str(tmp_path / path) for path in paths]
+    with pool.start(bodies.starts, everyone(2, address, named)) as group:
+        assert all(part in text for _, text in group.results())
+    assert not list(tmp_path.iterdir())
