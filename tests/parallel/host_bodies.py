@@ -86,7 +86,7 @@ def what_is_coded(line: Connection, place: bodies.Place, nodes: list[int], strat
             stats = syncline.stats()
             sent = [stats.bytes_sent.get(peer, 0) - before.get(peer, 0) for peer in range(place[1])]
             assert model.weight.grad is not None
-            found.append([stats.strategy, stats.exchange, sent, model.weight.grad.numpy().tobytes()])
+            found.append([stats.chosen, stats.exchange, sent, model.weight.grad.numpy().tobytes()])
     line.send(found)
 
 

@@ -98,6 +98,18 @@ def test_payloads_cross_between_hosts_once_for_each_host(pool: Pool, address: st
             assert inside == pytest.approx(2 * (len(here) - 1) * 4 * elements, rel=0.01)
 
 
+def test_on_one_host_nothing_is_compressed_and_all_are_told(pool: Pool, address: str) -> None:
+    case = everyone(2, address, [0, 0], "hierarchical", ["int8"])
+    with pool.start(host_bodies.what_is_coded, case) as group:
+        ((one,), (two,)) = group.results()
+        warned = [rank.printed() for rank in group.ranks]
+    assert one[:2] == two[:2]
+    reason = "codec=feedback compresses between hosts only, and all ranks are on one"
+    assert one[0] == f"hierarchical schedule=fixed transport=shm ({reason})"
+    assert one[1] == "allreduce by hierarchical"
+    assert [reason in text for text in warned] == [True, False]
+
+
 def test_a_run_on_two_levels_is_resumed_with_the_same_bits(pool: Pool, address: str) -> None:
     strategies = [f"hierarchical codec={text}" for text in ("int8", "topk(ratio=0.1)", "powersgd(rank=1)")]
     with pool.start(host_bodies.resumes, everyone(4, address, [0, 0, 1, 1], strategies)) as group:

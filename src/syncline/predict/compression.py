@@ -28,8 +28,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..codecs import Combine
 from ..codecs.dense import Dense
-from ..compression.reducers import Flows, Way
+from ..compression.reducers import Flows, Operand, Way
 from ..compression.reducers.ways import WAYS
 from ..compression.traffic import without_data
 from ..nouns import Spec
@@ -55,13 +56,23 @@ class CodedAllreduce:
     decode_s: float
     add_s: float
 
+    @property
+    def part(self) -> Operand:
+        """All of the gradients, as reducers see them."""
+        spec = Spec("gradient", (self.elements,))
+        codec = _Measured(self.combine, self.nbytes / self.elements)
+        return without_data(spec.name, codec, spec, 0, self.elements)
+
+    @property
+    def combine(self) -> Combine:
+        """What a codec of this way declares."""
+        return next(combine for combine, way in WAYS.items() if way is self.way)
+
     def sent_bits(self, workers: int) -> float:
         """Bits that the busiest ports carry, in one direction, one step after the other."""
         if self.way.carrier is None:
             return 8 * self.nbytes * 2 * (workers - 1) / workers
-        spec = Spec("gradient", (self.elements,))
-        part = without_data(spec.name, _Measured(self.nbytes / self.elements), spec, 0, self.elements)
-        steps = (step for one in self.way.traffic([part], workers, range(workers)) for step in one)
+        steps = (step for one in self.way.traffic([self.part], workers, range(workers)) for step in one)
         return 8.0 * sum(step.busiest_bytes() for step in steps if isinstance(step, Flows))
 
     def computing_s(self, workers: int) -> float:
@@ -96,8 +107,9 @@ def dense(elements: int, add_s: float) -> CodedAllreduce:
 
 @dataclass(frozen=True)
 class _Measured(Dense):
-    """Stands for a codec of which the size of payloads is known and nothing else; it may be cut anywhere."""
+    """Stands for a codec of which the size and the way of payloads are known and nothing else; to be cut anywhere."""
 
+    combine: Combine = "owner"  # type: ignore[misc]  # of one codec here, of the class there
     bytes_per_element: float = _FLOAT_BYTES
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
