@@ -318,6 +318,18 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     return torch.nn.utils.clip_grad_norm_(found, max_norm)
 
 
+def flush() -> None:
+    """Wait for whatever is under way between two steps: all weights are updated, on this rank, when it returns.
+
+    Only schedules whose steps end in the next iteration (``priority``, ``split``, ``delayed``) leave something under
+    way. Whatever looks at parameters does this by itself; call it before something that PyTorch does not tell of reads
+    them: through tensors that share their memory and were made before, or in an extension. Each rank may call it alone.
+    """
+    session()
+    for made in _prepared:
+        made.replica.flush()
+
+
 def allreduce(tensor: Tensors, op: str = "mean") -> Tensors:
     """Replace a tensor or array, on every worker, by the workers' ``mean`` or ``sum``; returns it."""
     if op not in ("mean", "sum"):

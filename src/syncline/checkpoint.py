@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 def save(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
     """The state of the run, its models in the order in which they were prepared; all workers call it."""
+    for made in prepared:
+        made.replica.flush()
     found: dict[str, Any] = {
         "strategy": str(session.strategy),
         "algorithms": [] if session.choice is None else [list(row) for row in session.choice.table],
@@ -55,6 +57,8 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
     Raises UsageError for the state of another strategy or other models. Warns of what it lacks, as if the caller's
     caller did.
     """
+    for made in prepared:
+        made.replica.flush()
     if state["strategy"] != str(session.strategy) and session.resume_codec(state["strategy"]):
         for made in prepared:
             made.replica.gradients.compress()

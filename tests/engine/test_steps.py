@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.engine.step import Agree, Apply, Operation, Steps, Wait
+from syncline.engine.step import Agree, Apply, BucketPhase, Steps, Wait
 from syncline.errors import UsageError
 from syncline.nouns import Layer, Spec
 from syncline.schedules import Schedule
@@ -110,7 +110,7 @@ def test_what_comes_out_of_turn_changes_nothing() -> None:
     refused(steps, lambda: steps.produced(1), "twice in step 0")
     refused(steps, steps.backward_ended, "1 of 2 tensors")
     refused(steps, steps.stepped, "before a backward pass")
-    refused(steps, lambda: steps.arrived(Operation(0, 3, "allreduce")), "not submitted")
+    refused(steps, lambda: steps.arrived(BucketPhase(0, 3, "allreduce")), "not submitted")
     refused(steps, steps.abandon, "the others wait")
     refused(steps, steps.flush, "in the middle of the backward pass of step 0")
     for tensor in (-1, 2):
@@ -161,21 +161,39 @@ def test_what_has_arrived_is_not_waited_for() -> None:
     steps = made(Sliced(phases="split", apply="layer"))
     backward(steps)
     for _ in range(2):  # what is told again does no harm
-        steps.arrived(Operation(0, 0, "all_gather"))
-        steps.arrived(Operation(0, 0, "reduce_scatter"))
+        steps.arrived(BucketPhase(0, 0, "all_gather"))
+        steps.arrived(BucketPhase(0, 0, "reduce_scatter"))
     with pytest.raises(UsageError, match="not submitted"):
-        steps.arrived(Operation(1, 0, "all_gather"))
+        steps.arrived(BucketPhase(1, 0, "all_gather"))
     waits = [action for action in steps.flush() if isinstance(action, Wait)]
-    assert waits == [Wait(tuple(Operation(0, number, "all_gather") for number in (1, 2, 3)))]
-    assert steps.stepped() == []
-    assert [type(action) for action in steps.needed(0)] == [Apply]
-    assert steps.flush() == [Apply(0, (0, 1))]
-    steps.arrived(Operation(0, 3, "all_gather"))  # long waited for
+    assert waits == [Wait(tuple(BucketPhase(0, number, "all_gather") for number in (1, 2, 3)))]
+    assert steps.stepped() == [Apply(0, (0, 1, 2, 3))]
+    assert steps.flush() == []
+    steps.arrived(BucketPhase(0, 3, "all_gather"))  # long waited for
 
 
-def test_gradients_are_there_after_a_flush_and_not_applied_before_their_step() -> None:
-    steps = made(Sliced(apply="next_step"))
+@pytest.mark.parametrize("apply", ["layer", "next_step"])
+def test_gradients_that_have_been_read_are_applied_when_the_optimizer_is_called(apply: Any) -> None:
+    """Who has waited for them may have changed them: nothing of the step is left for later."""
+    steps = made(Sliced(apply=apply))
     backward(steps)
     assert [type(action) for action in steps.flush()] == [Wait]
-    assert steps.stepped() == []
-    assert steps.flush() == [Apply(0, (0, 1, 2, 3))]
+    assert steps.unstepped
+    assert not steps.under_way
+    assert steps.stepped() == [Apply(0, (0, 1, 2, 3))]
+    assert steps.flush() == []
+    backward(steps)
+    assert steps.under_way  # the next one has been read by nobody
+    assert not any(isinstance(action, Apply) for action in steps.stepped())
+
+
+@pytest.mark.parametrize("apply", ["layer", "next_step"])
+def test_passes_add_up_once_the_gradients_of_the_first_have_come(apply: Any) -> None:
+    steps = made(Sliced(apply=apply))
+    backward(steps)
+    with pytest.raises(UsageError, match="a second backward pass begins before the optimizer was called"):
+        steps.produced(0)
+    steps.flush()
+    backward(steps)
+    steps.flush()
+    assert steps.stepped() == [Apply(1, (0, 1, 2, 3))]

@@ -19,8 +19,8 @@ from syncline.errors import ProtocolError, UsageError
 from syncline.nouns import Bucket, Layer, Slice, Spec
 from syncline.schedules import Cost
 from syncline.schedules.fixed import Fixed
-from syncline.session.layout import Layout, check_buckets, decide_layout, read_layout
-from syncline.session.session import MODEL_KEYS, Session
+from syncline.session.layout import BUCKETS, Layout, check_buckets, decide_layout, read_layout
+from syncline.session.session import Session
 
 LAYERS = (Layer(Spec("a", (4,))), Layer(Spec("b", (2, 3))), Layer(Spec("c", (5,), "float64")), Layer(Spec("d", (0,))))
 D = Slice(3, 0, 0)
@@ -41,7 +41,7 @@ WHOLE = [Bucket((Slice(2, 0, 5),), "float64"), Bucket((D, Slice(1, 0, 6), Slice(
         ([*WHOLE, Bucket((Slice(4, 0, 1),), "float32")], "bucket 2 has a slice of tensor 4, there are 4"),
         ([*WHOLE, Bucket((Slice(-1, 0, 0),), "float32")], "bucket 2 has a slice of tensor -1"),
         ([*WHOLE, Bucket((), "float32")], "bucket 2 is empty"),
-        ([Bucket((D,), "float32")] * MODEL_KEYS, f"{MODEL_KEYS} buckets of this model, up to {MODEL_KEYS - 1}"),
+        ([Bucket((D,), "float32")] * BUCKETS, f"{BUCKETS} buckets of this model, up to {BUCKETS - 1}"),
     ],
 )
 def test_what_is_no_layout_is_refused_by_name(changed: list[Bucket], says: str) -> None:

@@ -515,11 +515,41 @@ def test_buckets_of_measured_times_need_workers_that_come_together() -> None:
 
 
 @pytest.mark.usefixtures("later_parts")
-@pytest.mark.parametrize("properties", [{"phases": "split"}, {"apply": "layer"}, {"apply": "next_step"}, {}])
+@pytest.mark.parametrize("properties", [{"phases": "split"}, {"apply": "layer"}, {}])
 def test_what_some_engine_does_is_accepted(properties: dict[str, Any]) -> None:
     registry.register("schedules", "own")(own(Fixed, **properties))
     registry.register("sync", "odd")(own(Bsp, due=lambda _, step: step % 2 == 1))
     assert str(Strategy.parse("ring schedule=own sync=odd")) == "ring sync=odd schedule=own"
+
+
+@pytest.mark.usefixtures("later_parts")
+def test_two_steps_under_way_are_those_of_every_step() -> None:
+    registry.register("schedules", "late")(own(Fixed, apply="next_step"))
+    registry.register("sync", "odd")(own(Bsp, due=lambda _, step: step % 2 == 1))
+    with pytest.raises(StrategyError, match=r"two steps under way.*every step.*nearest that works is 'ring sch"):
+        Strategy.parse("ring sync=odd schedule=late")
+
+
+@pytest.mark.parametrize(
+    ("text", "says", "works"),
+    [
+        ("recursive_doubling schedule=split", "two phases.*cannot be split", "schedule=split"),
+        ("ring codec=int8 schedule=split", r"two phases.*\(int8\) sends is not the sum", "ring schedule=split"),
+        (
+            "native schedule=split transport=torch",
+            "which native's collectives cannot",
+            "schedule=split transport=torch",
+        ),
+        ("ps(servers=1, update=worker) schedule=split", "servers answer", "schedule=split"),
+        ("ps(servers=1) schedule=priority", "later than", "ps(servers=1, update=worker) schedule=priority"),
+        ("ps(servers=1) schedule=delayed", "later than", "ps(servers=1, update=worker) schedule=delayed"),
+        ("ring codec=int8 schedule=delayed", r"two steps under way.*\(int8\) keeps", "ring schedule=delayed"),
+    ],
+)
+def test_steps_that_end_later_are_refused_where_they_cannot(text: str, says: str, works: str) -> None:
+    with pytest.raises(StrategyError, match=says) as refused:
+        Strategy.parse(text)
+    assert f"the nearest that works is {works!r}" in str(refused.value)
 
 
 def install(folder: Path, module: str, source: str | None, points: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from syncline.engine.step import Action, Operation, Steps, Submit
+from syncline.engine.step import Action, BucketPhase, Steps, Submit
 from syncline.nouns import Bucket, Layer, Slice
 from syncline.schedules import Cost
 from syncline.testing import BrokenLaw, check_schedule, training
@@ -117,7 +117,7 @@ class AsItCompletes(Steps):
 
     def _submit_complete(self, step: Any, actions: list[Action]) -> None:
         for number in range(len(step.left)):
-            if step.left[number] == 0 and Operation(step.number, number, "allreduce") not in step.submitted:
+            if step.left[number] == 0 and BucketPhase(step.number, number, "allreduce") not in step.submitted:
                 self._submit(step, number, "allreduce", actions)
 
 

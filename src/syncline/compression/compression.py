@@ -31,6 +31,7 @@ from ..codecs import Applied, Codec, Floats, State, Stochastic, codec_of, relay_
 from ..codecs.dense import Uncompressed
 from ..errors import UsageError
 from ..nouns import Bucket, Layer
+from .cuts import may_cut
 from .reducers import Operand, Participant, Reducer, levels
 from .reducers.owners import collecting, pushing, share_out
 from .reducers.ways import pieces, way_of
@@ -348,11 +349,8 @@ class Compression:
         """Raise UsageError for buckets that cut what a codec must see whole."""
         for part in [part for bucket in buckets for part in bucket.slices]:
             codec, spec = self._codecs[part.tensor].codec, self._specs[part.tensor]
-            whole = part.start == 0 and part.stop == spec.elements
-            unit = codec.block
-            aligned = unit and part.start % unit == 0 and (part.stop % unit == 0 or part.stop == spec.elements)
-            if not (whole or aligned):
-                what = f"blocks of {unit} elements" if unit else "whole tensors"
+            if not may_cut(codec, part, spec):
+                what = f"blocks of {codec.block} elements" if codec.block else "whole tensors"
                 raise UsageError(
                     f"{codec} compresses {what}, and this schedule cuts {spec.name!r} at element {part.start}: use"
                     " schedule=fixed"

@@ -18,6 +18,7 @@ Rules
 * Nothing is applied twice, before it has arrived, or before the step's own ``stepped``; steps are applied in order.
 * What is merged is agreed on before anything of it goes; where every push is an update by itself, nothing is.
 * A step that is not due is the worker's own: nothing of it is submitted, and its own gradients are applied.
+* Who has read the gradients of a step (``flush``) may change them: it is applied when the optimizer is called, at once.
 * What a backward pass reads has been needed by the forward pass before it.
 * What comes out of turn raises, and changes nothing.
 
@@ -40,7 +41,7 @@ from ..sync import SyncMode
 Phase = Literal["allreduce", "reduce_scatter", "all_gather"]
 
 
-class Operation(NamedTuple):
+class BucketPhase(NamedTuple):
     """One phase of the exchange of one bucket in one step (steps count from 0)."""
 
     step: int
@@ -57,15 +58,15 @@ class Agree(NamedTuple):
 class Submit(NamedTuple):
     """Hand an operation over; it begins when ``after`` has arrived, the smallest priority before the others."""
 
-    operation: Operation
+    operation: BucketPhase
     priority: float
-    after: Operation | None = None
+    after: BucketPhase | None = None
 
 
 class Wait(NamedTuple):
     """Block until these have arrived."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[BucketPhase, ...]
 
 
 class Apply(NamedTuple):
@@ -86,10 +87,11 @@ class _Step:
         self.produced: set[int] = set()
         self.left = list(slices)  # of each bucket, to be produced
         self.next = 0  # the first bucket that has not been submitted
-        self.submitted: set[Operation] = set()
-        self.under_way: set[Operation] = set()
+        self.submitted: set[BucketPhase] = set()
+        self.under_way: set[BucketPhase] = set()
         self.unapplied = dict.fromkeys(range(len(slices)))  # buckets, in order
         self.ended = self.stepped = False
+        self.read = False  # all has arrived, and may be changed, before the optimizer is called
         self.instead_of: _Step | None = None  # the one before, whose gradients these are added to
 
 
@@ -131,6 +133,17 @@ class Steps:
     def due(self) -> bool:
         """Whether the present step is exchanged, or the next one where no backward pass is running."""
         return self._mode.due(self.begun) if self._now is None else self._now.due
+
+    @property
+    def unstepped(self) -> bool:
+        """Whether a backward pass has ended for which the optimizer has not been called."""
+        last = self._open[-1] if self._open else None
+        return last is not None and last.ended and not last.stepped
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something has not arrived, or not been applied, that waits for another event."""
+        return any(step.stepped or not step.read for step in self._open if step.due)
 
     @property
     def missing(self) -> list[int]:
@@ -180,7 +193,7 @@ class Steps:
             raise UsageError("the optimizer is called before a backward pass has ended, or a second time after it")
         step.stepped = True
         actions: list[Action] = []
-        if self._schedule.apply == "step" or not step.due:
+        if self._schedule.apply == "step" or not step.due or step.read:
             self._finish(actions)
         elif self._schedule.apply == "next_step":
             self._finish(actions, until=step)
@@ -195,7 +208,7 @@ class Steps:
                 self._apply(step, wanted, actions)
         return actions
 
-    def arrived(self, operation: Operation) -> None:
+    def arrived(self, operation: BucketPhase) -> None:
         """An operation is done; what a ``Wait`` has named need not be told."""
         oldest = self._open[0].number if self._open else self.begun
         step = next((step for step in self._open if step.number == operation.step), None)
@@ -221,6 +234,7 @@ class Steps:
                 self._apply(step, list(step.unapplied), actions)
             else:
                 self._wait(step, step.unapplied, actions)
+                step.read = True
         return actions
 
     def abandon(self) -> None:
@@ -245,7 +259,7 @@ class Steps:
     def _begin(self, actions: list[Action]) -> _Step:
         last = self._open[-1] if self._open else None
         if last is not None and not last.stepped:
-            if self._schedule.apply != "step":
+            if self._schedule.apply != "step" and not last.read:
                 raise UsageError(
                     f"a second backward pass begins before the optimizer was called for that of step {last.number}:"
                     f" gradients of which apply={self._schedule.apply!r} waits later cannot be added up by passes that"
@@ -277,7 +291,7 @@ class Steps:
                     self._submit(step, number, "all_gather", actions)
 
     def _submit(self, step: _Step, number: int, phase: Phase, actions: list[Action]) -> None:
-        operation = Operation(step.number, number, phase)
+        operation = BucketPhase(step.number, number, phase)
         step.submitted.add(operation)
         step.under_way.add(operation)
         actions.append(Submit(operation, self._priorities[number], next(iter(_before(operation)), None)))
@@ -285,7 +299,7 @@ class Steps:
     def _wait(self, step: _Step, buckets: Iterable[int], actions: list[Action]) -> None:
         """Wait for what of these buckets has not arrived."""
         last: Phase = "allreduce" if self._schedule.phases == "whole" else "all_gather"
-        wanted = [Operation(step.number, number, last) for number in buckets]
+        wanted = [BucketPhase(step.number, number, last) for number in buckets]
         late = [operation for operation in wanted if operation in step.under_way]
         if late:
             actions.append(Wait(tuple(late)))
@@ -311,6 +325,6 @@ class Steps:
             self._apply(step, list(step.unapplied), actions)
 
 
-def _before(operation: Operation) -> tuple[Operation, ...]:
+def _before(operation: BucketPhase) -> tuple[BucketPhase, ...]:
     """What an operation goes behind, if anything."""
     return (operation._replace(phase="reduce_scatter"),) if operation.phase == "all_gather" else ()

@@ -1,4 +1,4 @@
-"""What schedules may ask for that no adapter does yet."""
+"""What schedules may ask for that an adapter does not do."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from ..errors import UsageError
 from ..strategy.strategy import Strategy
 
 
-def check_schedule(strategy: Strategy, framework: str, *, times_layers: bool) -> None:
-    """Raise UsageError where gradients would be used before, or without, being exchanged when ``backward()`` ends.
+def check_schedule(strategy: Strategy, framework: str) -> None:
+    """Raise UsageError for gradients that would be used before, or without, being exchanged when they are handed over.
 
-    So does a schedule that goes by measured times where the framework does not show any.
+    So does a schedule that goes by measured times, which the framework does not show.
     """
     schedule, name = strategy.schedule_object(), strategy.schedule.name
     why = ""
@@ -19,10 +19,10 @@ def check_schedule(strategy: Strategy, framework: str, *, times_layers: bool) ->
         why = "lets every layer wait for its own weights in the next forward pass (apply='layer')"
     if schedule.apply == "next_step":
         why = "applies gradients a step later (apply='next_step')"
-    if schedule.measures and not times_layers:
+    if schedule.measures:
         why = f"makes its buckets anew from the times of layers (measures={schedule.measures})"
     if why:
         raise UsageError(
             f"schedule={name} {why}, which Syncline does not do with {framework} yet: use schedule=fixed, or another"
-            " one of which all has been exchanged when backward() ends"
+            " one of which all has been exchanged when the step is made"
         )

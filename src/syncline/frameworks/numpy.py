@@ -250,7 +250,7 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
     if session.alone:
         own = {name: np.array(array) for name, array in model.items()}
         return Handed((own, Alone(own, optimizer)))
-    check_schedule(session.strategy, "NumPy", times_layers=False)
+    check_schedule(session.strategy, "NumPy")
     if session.is_worker:
         made = Shared(session, model, optimizer)
         return Handed((made.weights, made))

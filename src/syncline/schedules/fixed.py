@@ -43,7 +43,7 @@ class Fixed:
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
         """Greedy, from the last layer to the first."""
-        return _greedy(layers, self.bucket)
+        return greedy(layers, self.bucket)
 
     def priority(self, bucket: Bucket) -> float:  # noqa: ARG002
         """All alike: buckets go in the order in which they are complete."""
@@ -63,7 +63,7 @@ class WaitFree:
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
         """One bucket per tensor, from the last layer to the first."""
-        return _greedy(layers, 0)
+        return greedy(layers, 0)
 
     def priority(self, bucket: Bucket) -> float:  # noqa: ARG002
         """All alike: tensors go in the order in which backward produces them."""
@@ -83,14 +83,14 @@ class Fifo:
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
         """One bucket per element type, from the last layer to the first."""
-        return _greedy(layers, math.inf)
+        return greedy(layers, math.inf)
 
     def priority(self, bucket: Bucket) -> float:  # noqa: ARG002
         """All alike: there is one bucket per element type."""
         return 0.0
 
 
-def _greedy(layers: Sequence[Layer], limit_bytes: float) -> list[Bucket]:
+def greedy(layers: Sequence[Layer], limit_bytes: float) -> list[Bucket]:
     """Fill one bucket per element type from the last layer on; it is closed when it has ``limit_bytes``."""
     done: list[Bucket] = []
     filling: dict[str, list[Slice]] = {}

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from .. import registry
 from ..collectives import Collective
 from ..engine.engine import Engine
-from ..errors import MismatchError, PeerTimeout, UsageError
+from ..errors import MismatchError, PeerTimeout, PlanError, UsageError
 from ..nouns import Group
+from ..plans.check import phases
 from ..plans.messages import Program, compile_program
 from ..plans.plan import Plan
 from .member import Member
@@ -276,6 +277,22 @@ def planned(algorithm: str, group: Group) -> Plan:
     """The plan of an algorithm that needs no arguments."""
     plan: Plan = registry.get("algorithms", algorithm).target(group)
     return plan
+
+
+@lru_cache(maxsize=64)
+def phases_of(plan: Plan) -> tuple[Plan, Plan]:
+    """The reduce-scatter and the all-gather of an allreduce; raises PlanError where it has none."""
+    return phases(plan)
+
+
+@lru_cache(maxsize=64)
+def has_phases(plan: Plan) -> bool:
+    """Whether it has."""
+    try:
+        phases_of(plan)
+    except PlanError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=64)

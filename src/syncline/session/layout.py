@@ -18,12 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from ..compression.cuts import join_cuts
 from ..errors import ProtocolError, UsageError
 from ..nouns import Bucket, Layer, Slice, Spec
 from ..schedules import Cost
+from ..strategy.words import NONE
 from .session import MODEL_KEYS, Heard, Session
 
 log = logging.getLogger("syncline")
+
+BUCKETS = MODEL_KEYS // 4
+"""A model has fewer: each has keys for two phases of two steps, all of which may be under way."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,8 @@ def _decide(
             schedule = session.strategy.schedule_object()
             buckets = tuple(schedule.buckets(layers, cost))
             check_buckets(layers, buckets)
+            if session.strategy.codec != NONE:
+                buckets = tuple(join_cuts(session.strategy.codec_object(), layers, buckets))
             fits(buckets)
             chosen = Layout(tuple(layers), buckets, tuple(float(schedule.priority(bucket)) for bucket in buckets))
         json.dumps(found := chosen.plain(), allow_nan=False)
@@ -205,9 +212,10 @@ def _range(part: Slice) -> tuple[int, int, int]:
 
 def check_buckets(layers: Sequence[Layer], buckets: Sequence[Bucket]) -> None:
     """Raise UsageError unless each element is in exactly one bucket, which has one element type, and keys suffice."""
-    if len(buckets) >= MODEL_KEYS:
+    if len(buckets) >= BUCKETS:
         raise UsageError(
-            f"there are {len(buckets)} buckets of this model, up to {MODEL_KEYS - 1} are possible: use schedule=fixed"
+            f"there are {len(buckets)} buckets of this model, up to {BUCKETS - 1} are possible: use schedule=fixed, or"
+            " larger slices"
         )
     slices: list[list[Slice]] = [[] for _ in layers]
     for number, bucket in enumerate(buckets):

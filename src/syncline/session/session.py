@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,17 @@ from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
 from ..transports import Transport
 from ..wire.member import Roll
-from .communicator import BUCKET_KEYS, Array, Communicator, among, broadcast_plan, compiled, planned
+from .communicator import (
+    BUCKET_KEYS,
+    Array,
+    Communicator,
+    among,
+    broadcast_plan,
+    compiled,
+    has_phases,
+    phases_of,
+    planned,
+)
 from .ending import Ending
 from .member import Member
 from .stats import Stats
@@ -150,6 +160,16 @@ class Session(Communicator):
         if self.choice is not None:
             return planned(self.choice.at(nbytes), self.group)
         return self.strategy.plan(self.group)
+
+    def phase_program(self, phase: Literal["reduce_scatter", "all_gather"], nbytes: int) -> Program:
+        """This process's part in one of the two phases of a bucket's exchange.
+
+        Where the algorithm is chosen by size, and the choice has no phases, a ring takes its place.
+        """
+        plan = self.bucket_plan(nbytes)
+        if self.choice is not None and not has_phases(plan):
+            plan = planned("ring", self.group)
+        return compiled(phases_of(plan)[phase == "all_gather"], self.index)
 
     def push_program(self, nbytes: int) -> Program:  # noqa: ARG002 - whatever the size
         """This process's part in the push of a bucket to the owners of the weights, by all workers at once."""

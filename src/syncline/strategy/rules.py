@@ -17,8 +17,9 @@ from .. import registry
 from ..algorithms import Roles
 from ..codecs import NeedsFeedback, Wraps, relay_of, warmup_of
 from ..compression.reducers.ways import way_of
-from ..errors import UsageError
-from ..nouns import Layer, Spec
+from ..errors import PlanError, UsageError
+from ..nouns import Group, Layer, Spec
+from ..plans.check import phases
 from ..schedules import Application, Phases, Release, Schedule
 from .grammar import Part
 from .parts import build, roles_of, write
@@ -200,6 +201,59 @@ def _urgent_buckets_can_overtake(given: Combination) -> Fault | None:
     return None
 
 
+def _two_phases_need_owners_of_chunks(given: Combination) -> Fault | None:
+    if given.schedule == AUTO or build("schedules", given.schedule).phases == "whole":
+        return None
+    reason = f"schedule={given.schedule.name} exchanges in two phases, reduce-scatter and all-gather"
+    remedies: list[dict[str, Part]] = [{"architecture": AUTO}, {"schedule": AUTO}]
+    if given.codec != NONE:
+        why = f"and what codec={write('codecs', given.codec)} sends is not the sum that the second one takes on"
+        return f"{reason}, {why}", [{"codec": NONE}, {"schedule": AUTO}]
+    if given.collective is not None:
+        return f"{reason}, and {given.architecture.name} makes both at once", remedies
+    if given.servers:
+        return f"{reason}, and servers answer what they have summed at once", remedies
+    if given.architecture == AUTO:
+        return None
+    algorithm = registry.get("algorithms", given.architecture.name).target
+    try:
+        phases(algorithm(Group(_WORKERS, servers=given.servers), **dict(given.architecture.args)))
+    except PlanError as error:
+        return f"{reason}, and {error}", remedies
+    except UsageError:
+        return None  # not for so many workers: what there are is known later
+    return None
+
+
+_WORKERS = 4
+"""An architecture is tried with so many."""
+
+
+def _owners_update_all_at_once(given: Combination) -> Fault | None:
+    if given.schedule == AUTO or not given.server_holds_weights:
+        return None
+    apply, name = build("schedules", given.schedule).apply, given.schedule.name
+    if apply == "step":
+        return None
+    reason = f"schedule={name} has weights updated later than the optimizer is called (apply={apply!r}), which owners"
+    others = _variants(given.architecture, lambda roles: not roles.holds_weights)
+    return f"{reason} of the weights do not", [*others, {"schedule": AUTO}]
+
+
+def _what_is_applied_later_is_of_all(given: Combination) -> Fault | None:
+    if given.schedule == AUTO or build("schedules", given.schedule).apply != "next_step":
+        return None
+    reason = f"schedule={given.schedule.name} has two steps under way"
+    mode = build("sync", given.sync)
+    if not (mode.merges and all(mode.due(step) for step in range(_CLOCKS))):
+        return f"{reason}, which takes a sync mode that merges all in every step", [{"sync": BSP}, {"schedule": AUTO}]
+    if given.codec != NONE:
+        codec = write("codecs", given.codec)
+        why = f"and what codec={codec} keeps back of one goes into the next"
+        return f"{reason}, {why}", [{"codec": NONE}, {"schedule": AUTO}]
+    return None
+
+
 _CLOCKS = 64
 """So many steps of a sync mode are looked at."""
 
@@ -313,6 +367,9 @@ RULES: tuple[Callable[[Combination], Fault | None], ...] = (
     _rounds_need_sums,
     _engines_do_what_the_schedule_says,
     _urgent_buckets_can_overtake,
+    _two_phases_need_owners_of_chunks,
+    _owners_update_all_at_once,
+    _what_is_applied_later_is_of_all,
     _engines_do_what_the_sync_mode_says,
     _pushes_by_themselves_need_owners,
     _owners_are_told_every_push,
@@ -347,9 +404,15 @@ def _honours_priority(kind: str, part: Part) -> bool:
 
 
 def _has_urgent_buckets(schedule: Schedule) -> bool:
-    """Whether a schedule tells buckets apart by priority, as it shows with a model of large layers."""
-    layers = [Layer(Spec(f"layer {number}", (1 << 30,))) for number in range(4)]
-    return len({schedule.priority(bucket) for bucket in schedule.buckets(layers)}) > 1
+    """Whether a schedule tells buckets apart by priority, as it shows with a model whose layers it does not merge."""
+    for elements in (1 << exponent for exponent in range(0, 31, 5)):
+        layers = [Layer(Spec(f"layer {number}", (elements,))) for number in range(4)]
+        buckets = list(schedule.buckets(layers))
+        if len({schedule.priority(bucket) for bucket in buckets}) > 1:
+            return True
+        if len(buckets) >= len(layers):
+            return False
+    return False
 
 
 def _codec_of(given: Combination) -> Codec:

@@ -121,7 +121,7 @@ class Link:
 
     elements: Callable[[int], int]
     waiting: list[tuple[float, int, float, Submit]] = field(default_factory=list)
-    done_at: dict[machine.Operation, float] = field(default_factory=dict)
+    done_at: dict[machine.BucketPhase, float] = field(default_factory=dict)
     free_at: float = 0.0
     serial: count[int] = field(default_factory=count)
 
@@ -129,7 +129,7 @@ class Link:
         """Hand an operation over."""
         self.waiting.append((submit.priority, next(self.serial), now, submit))
 
-    def carry_until(self, wanted: machine.Operation) -> float:
+    def carry_until(self, wanted: machine.BucketPhase) -> float:
         """Carry what goes before an operation, and that; when it is done."""
         while wanted not in self.done_at:
             ready = [
@@ -160,7 +160,7 @@ class Worker:
         self.link = Link(lambda bucket: self.buckets[bucket].elements)
         self.now = 0.0
         self.step = 0
-        self.submitted: dict[machine.Operation, float] = {}
+        self.submitted: dict[machine.BucketPhase, float] = {}
         self.versions = [0] * len(self.buckets)
         self._agreed: set[int] = set()
         self._produced: set[tuple[int, int]] = set()
@@ -214,7 +214,7 @@ class Worker:
         require(submit.priority == priority, f"{what} has the priority {submit.priority} in place of {priority}")
         whole = self.schedule.phases == "whole"
         require((phase == "allreduce") == whole, f"{what} is submitted with phases={self.schedule.phases!r}")
-        after = machine.Operation(step, number, "reduce_scatter") if phase == "all_gather" else None
+        after = machine.BucketPhase(step, number, "reduce_scatter") if phase == "all_gather" else None
         require(submit.after == after, f"{what} is submitted behind {submit.after} in place of {after}")
         require(after is None or after in self.submitted, f"{what} is submitted before {after}")
 
@@ -226,7 +226,7 @@ class Worker:
             require(done == action.step, f"bucket {number} gets step {action.step} when it has had {done} steps")
             self.versions[number] += 1
             if self.mode.due(action.step):
-                at = self.link.done_at.get(machine.Operation(action.step, number, last), np.inf)
+                at = self.link.done_at.get(machine.BucketPhase(action.step, number, last), np.inf)
                 require(at <= self.now, f"bucket {number} gets step {action.step} before it has arrived")
 
     def _check_weights(self, tensor: int) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 _ANSWER = "__reduce_ex__"
+_OURS = (_ANSWER, "zero_grad")
+"""What is put on the model beside hooks."""
 
 
 class PlainCopies:
@@ -35,7 +37,7 @@ class PlainCopies:
         return found  # of a class that says by itself what makes it up
 
     def _without(self, state: dict[str, Any]) -> dict[str, Any]:
-        left = {key: value for key, value in state.items() if key != _ANSWER}
+        left = {key: value for key, value in state.items() if key not in _OURS}
         for key, value in left.items():
             if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
                 left[key] = OrderedDict((number, hook) for number, hook in value.items() if number not in self._ours)

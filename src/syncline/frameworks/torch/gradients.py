@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 from ...compression.compression import Compression
+from ...engine.step import BucketPhase, Phase
 from ...engine.work import Lane, Work
 from ...errors import UsageError
 from ...kernels import cpu
 from ...nouns import Bucket, Layer
 from ...schedules import Cost, Schedule
-from ...session.layout import Layout, Passed, decide_layout, place_tensors
+from ...session.layout import BUCKETS, Layout, Passed, decide_layout, place_tensors
 from ...session.replacing import Recompressing, agree_on_layout, push_nothing
 from ...session.session import Session
 from ...session.tickets import STEP, Meeting
@@ -56,7 +57,12 @@ class Gradients:
         self.layout = decide_layout(session, layers_of(named))
         device = device_of(named)
         self.staging = staging_for(device, session.engine, session.fail, copier)
-        self.storage = Storage(named, self.layout.buckets, self.staging.allocate, self.staging.device)
+        two = schedule.apply == "next_step"  # one for gradients that are made, one for those that are under way
+        self.storages = [
+            Storage(named, self.layout.buckets, self.staging.allocate, self.staging.device) for _ in range(1 + two)
+        ]
+        self.storage = self.storages[0]
+        """Where the gradients of the present step are made."""
         self.compression: Compression | None = None
         self.compress()
         self._exchanges = 0  # in this layout
@@ -68,7 +74,7 @@ class Gradients:
         self.times: LayerTimes | None = None
         """What measures the layers, on rank 0 while it does."""
         self._costs: BucketTimes | None = None
-        self._lane = Lane(schedule.in_flight)
+        self._lanes = _lanes(schedule.in_flight)
         if not self.measured:
             self._measure()
 
@@ -89,54 +95,75 @@ class Gradients:
 
     # Exchange.
 
-    def start(self, number: int, meeting: Meeting | None, priority: float) -> Work:
+    def storage_of(self, step: int) -> Storage:
+        """Where the gradients of a step are."""
+        return self.storages[step % len(self.storages)]
+
+    def turn(self, step: int) -> None:
+        """The gradients of this step are made from now on."""
+        self.storage = self.storage_of(step)
+
+    def zero(self) -> None:
+        """Let the gradients of the present step be zeros."""
+        self.staging.synchronize()  # the last step's copies may still read what is now overwritten
+        with torch.no_grad():
+            for flat in self.storage.resident.values():
+                flat.zero_()
+
+    def start(self, operation: BucketPhase, meeting: Meeting | None, priority: float, after: Work | None) -> Work:
         """A bucket is complete: copy it down where it lives elsewhere, exchange it, copy it up.
 
+        In two phases the first begins with the copy down, and the second, which goes behind it, ends with the copy up.
         Without a meeting there is nothing to agree on in the step.
         """
-        pair, label = self.storage.pair(number), f"bucket {number}"
-        gate = self.staging.down(pair, None if meeting is None else meeting.work, label)
-        return self.staging.up(pair, self._exchange(number, meeting, gate, priority), label)
+        storage, label = self.storage_of(operation.step), f"bucket {operation.bucket}"
+        pair = storage.pair(operation.bucket)
+        if after is None:
+            after = self.staging.down(pair, None if meeting is None else meeting.work, label)
+        work = self._exchange(operation, storage, meeting, after, priority)
+        return work if operation.phase == "reduce_scatter" else self.staging.up(pair, work, label)
 
-    def start_zeros(self, meeting: Meeting) -> list[Work]:
-        """Take part in a step of the others."""
-        self.staging.synchronize()  # the last step's copies may still read what is now overwritten
-        works = []
-        for number, array in enumerate(self.storage.arrays):
-            array[...] = 0
-            works.append(self._exchange(number, meeting, meeting.work, self.layout.priorities[number]))
-        return works
+    def _exchange(
+        self, operation: BucketPhase, storage: Storage, meeting: Meeting | None, gate: Work | None, priority: float
+    ) -> Work:
+        options: dict[str, Any] = {"lane": self._lanes[operation.phase], "gate": gate, "priority": priority}
+        if meeting is not None and operation.phase != "all_gather":
+            options["before"] = partial(self._correct, storage.arrays[operation.bucket], meeting)
+        if self._costs is not None and operation.phase != "all_gather":
+            return self._timed(self._costs, operation, storage, options)
+        return self._begin(operation, storage, options)
 
-    def _exchange(self, number: int, meeting: Meeting | None, gate: Work | None, priority: float) -> Work:
-        options: dict[str, Any] = {"lane": self._lane, "gate": gate, "priority": priority}
-        array = self.storage.arrays[number]
-        if meeting is not None:
-            options["before"] = partial(self._correct, array, meeting)
-        if self._costs is not None:
-            return self._timed(self._costs, number, options)
-        return self._begin(number, options)
-
-    def _timed(self, costs: BucketTimes, number: int, options: dict[str, Any]) -> Work:
+    def _timed(self, costs: BucketTimes, operation: BucketPhase, storage: Storage, options: dict[str, Any]) -> Work:
         """Measure the exchange, without what comes before."""
         before = options.get("before")
 
         def begin() -> None:
             if before is not None:
                 before()
-            costs.begin(number)
+            costs.begin(operation.bucket)
 
-        work = self._begin(number, options | {"before": begin})
-        return self.session.engine.then(work.label, [work], partial(costs.end, number))
+        work = self._begin(operation, storage, options | {"before": begin})
+        return self.session.engine.then(work.label, [work], partial(costs.end, operation.bucket))
 
-    def _begin(self, number: int, options: dict[str, Any]) -> Work:
-        bucket, array = self.storage.buckets[number], self.storage.arrays[number]
-        key, label = self.first_key + number, f"bucket {number} ({bucket.describe(self.layout.layers)})"
+    def _begin(self, operation: BucketPhase, storage: Storage, options: dict[str, Any]) -> Work:
+        number = operation.bucket
+        bucket, array = storage.buckets[number], storage.arrays[number]
+        key, label = self._key(operation), f"bucket {number} ({bucket.describe(self.layout.layers)})"
         if self.push is not None:
             return self.push(number, label, **options)
         if self.compression is not None:
             return self.session.reduce(self.compression, number, key, label, **options)
-        program = self.session.bucket_program(array.nbytes)
+        if operation.phase == "allreduce":
+            program = self.session.bucket_program(array.nbytes)
+        else:
+            program = self.session.phase_program(operation.phase, array.nbytes)
+            label = f"{label}, {operation.phase.replace('_', '-')}"
         return self.session.engine.exchange(program, array, key, label, **options)
+
+    def _key(self, operation: BucketPhase) -> int:
+        """Of two phases of a bucket, and of two steps, both may be under way."""
+        turn = operation.step % len(self.storages)
+        return self.first_key + operation.bucket + BUCKETS * (2 * turn + (operation.phase == "all_gather"))
 
     def _correct(self, array: np.ndarray, meeting: Meeting) -> None:
         """In the progress thread: weigh this rank's gradient by its share of the samples."""
@@ -212,7 +239,8 @@ class Gradients:
         compression = Recompressing(session, self.compression)
         program = session.bucket_program if self.push is None else session.push_program
         push_nothing(session, program, before.buckets, self.compression, self.first_key)
-        self.storage.cut(self.layout.buckets)
+        for storage in self.storages:
+            storage.cut(self.layout.buckets)
         self.compression = compression.on(self.layout.buckets, self.storage.arrays, passed)
         self._exchanges = 0
         if lay_out is not None:
@@ -227,7 +255,7 @@ class Gradients:
 
     def _measure(self) -> None:
         """One exchange after the other, so that each shows what it takes by itself."""
-        self.measured, self._lane = False, Lane(1)
+        self.measured, self._lanes = False, _lanes(1)
         if self.session.rank == 0:
             schedule, clock = self._schedule, clock_of(device_of(self.named))
             forward = schedule.apply == "layer"  # others do not ask for it
@@ -237,5 +265,11 @@ class Gradients:
     def _measure_no_more(self) -> None:
         if self.times is not None:
             self.times.detach()
-        self._lane = Lane(self._schedule.in_flight)
+        self._lanes = _lanes(self._schedule.in_flight)
         self.times, self._costs, self.measured, self.replaces = None, None, True, False
+
+
+def _lanes(in_flight: int) -> dict[Phase, Lane]:
+    """A gather goes behind its bucket's reduction, and must not keep the next reductions waiting."""
+    reducing = Lane(in_flight)
+    return {"allreduce": reducing, "reduce_scatter": reducing, "all_gather": Lane(in_flight)}

@@ -6,7 +6,7 @@ these another form: each is refused by name, with the remedy. None of it takes p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,10 +31,10 @@ class Guard:
         model: torch.nn.Module,
         named: Named,
         selection: Selection,
-        storage: Storage,
+        storages: Sequence[Storage],
         fault: Callable[[str], GradientError],
     ) -> None:
-        self._model, self._named, self._storage, self._fault = model, named, storage, fault
+        self._model, self._named, self._storages, self._fault = model, named, storages, fault
         self.forms = Forms(named)
         self._looked_through = False
         *self._path, self._first = named[0][0].split(".")
@@ -99,7 +99,7 @@ class Guard:
         """Raise GradientError unless parameters have the form that buckets were made for, and these are in place."""
         if (changed := self.forms.changed()) is not None:
             raise self._fault(changed)
-        if self._storage.moved:
+        if any(storage.moved for storage in self._storages):
             raise self._fault(
                 "the gradients have been moved to other memory (model.share_memory()?), which is not the one that is"
                 " exchanged: call it before syncline.prepare()"

@@ -139,7 +139,7 @@ def take_over(optimizer: torch.optim.Optimizer, client: Client) -> None:
     del optimizer.state
     optimizer._client = client  # type: ignore[attr-defined]
     optimizer._hidden = vars(optimizer).pop("step", None)  # type: ignore[attr-defined]  # a scheduler's wrapper around the plain step
-    _mix_in(optimizer, Served)
+    mix_in(optimizer, Served)
 
 
 def give_back(optimizer: Any, fetch: bool) -> None:
@@ -161,7 +161,7 @@ def give_back(optimizer: Any, fetch: bool) -> None:
         optimizer._pieces, optimizer._owners = pieces, client.worker.owners.count
         optimizer._parameters = client.parameters
         optimizer._hidden = vars(optimizer).pop("step", None)
-        _mix_in(optimizer, Parted)
+        mix_in(optimizer, Parted)
 
 
 def put_together(session: Session, optimizer: Any) -> None:
@@ -180,7 +180,8 @@ def put_together(session: Session, optimizer: Any) -> None:
     _restore(optimizer, whole_state(records, optimizer._parameters))
 
 
-def _mix_in(optimizer: torch.optim.Optimizer, mixin: type) -> None:
+def mix_in(optimizer: torch.optim.Optimizer, mixin: type) -> None:
+    """Let the optimizer's class be one of its own with a mixin before it."""
     plain = type(optimizer)
     optimizer.__class__ = type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {})
 
@@ -188,9 +189,14 @@ def _mix_in(optimizer: torch.optim.Optimizer, mixin: type) -> None:
 _OURS = ("_client", "_hidden", "_pieces", "_owners", "_parameters")
 
 
+def own_class(optimizer: Any) -> type:
+    """The user's class of an optimizer that something was mixed into."""
+    return type(optimizer).__mro__[2]
+
+
 def _restore(optimizer: Any, state: Mapping[Any, Any]) -> None:
     """Give an optimizer that something was mixed into its own class and state again."""
-    optimizer.__class__ = type(optimizer).__mro__[2]
+    optimizer.__class__ = own_class(optimizer)
     hidden = vars(optimizer).get("_hidden")
     for name in _OURS:
         vars(optimizer).pop(name, None)
@@ -201,7 +207,7 @@ def _restore(optimizer: Any, state: Mapping[Any, Any]) -> None:
 
 def _plain_like(optimizer: Any) -> torch.optim.Optimizer:
     """An optimizer without state of the user's class, over the same parameters, with the same values of its groups."""
-    whole: torch.optim.Optimizer = object.__new__(type(optimizer).__mro__[2])
+    whole: torch.optim.Optimizer = object.__new__(own_class(optimizer))
     vars(whole).update({key: value for key, value in vars(optimizer).items() if key not in _OURS})
     whole.param_groups = [dict(group) for group in optimizer.param_groups]
     whole.state = defaultdict(dict)

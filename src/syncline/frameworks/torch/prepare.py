@@ -17,7 +17,6 @@ from ...serving.traffic import Model
 from ...serving.worker import attach as attach_to_owners
 from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
-from .._schedules import check_schedule
 from .advice import tell_of_slow_start
 from .agreement import check_same_model, copy_from_worker
 from .computing import steps_of
@@ -28,9 +27,11 @@ from .replica import Replica
 from .served import Client, model_of
 from .shard import SlicedOptimizer, probe, records_of, whole_state
 from .staging import Copier
+from .stepping import defer_steps, end_deferred_steps
 from .storage import Array, Storage, layers_of
 from .supported import (
     check_by_itself,
+    check_crossing,
     check_held_once,
     check_normalisation,
     check_only_ours,
@@ -54,7 +55,13 @@ class Prepared:
     client: Client | None
 
     def release(self, fetch: bool = False) -> None:
-        """Make model and optimizer the user's own again; ``fetch``: owners may be asked for the optimizer's state."""
+        """Make model and optimizer the user's own again.
+
+        ``fetch`` says whether what is under way, or with the owners of the optimizer's state, may be waited for.
+        """
+        if fetch:
+            self.replica.flush()
+        end_deferred_steps(self.optimizer)
         give_back(self.optimizer, fetch)
         self.replica.detach()
 
@@ -72,7 +79,6 @@ def prepare(
     On a server this serves until the workers have left and returns None. ``copier`` stands in for what copies between
     the model's device and the host. A model that was prepared before is let go of first.
     """
-    check_schedule(session.strategy, "PyTorch", times_layers=True)
     check_only_ours(model)
     selection = Selection(model, options)
     check_normalisation(model, options)
@@ -81,11 +87,14 @@ def prepare(
         check_optimizer(model, optimizer)
     if session.strategy.server_holds_weights:
         check_served(optimizer, selection)
+    if session.strategy.schedule_object().apply != "step":
+        check_crossing(session.strategy, optimizer, selection)
     if not session.strategy.sync_mode().merges:
         check_by_itself(session.strategy.sync.name, selection, options)
     first_key = session.enter_model(model)
     before: Prepared | None = session.prepared.pop(first_key, None)
     if before is not None:
+        before.replica.flush()
         before.release()
     if session.is_worker:
         put_together(session, optimizer)
@@ -112,6 +121,8 @@ def prepare(
 def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | None, replica: Replica) -> Prepared:
     """Every rank updates its own weights, with an optimizer that may be none of ours, or that of several models."""
     if optimizer is not None:
+        if session.strategy.schedule_object().apply != "step":
+            defer_steps(replica, optimizer)
         replica.on_joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])
         replica.on_first_exchange = partial(_check_all_prepared, replica, optimizer)
     return Prepared(replica.model, optimizer, replica, None)

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from ...engine.step import Action, Agree, Steps, Submit
+from ...engine.step import Action, Agree, BucketPhase, Steps, Submit, Wait
 from ...engine.work import Work
 from ...errors import GradientError
 from ...session.layout import Layout
@@ -41,12 +41,14 @@ from .batch_norm import SyncBatchNorm, synchronise
 from .buffers import Buffers
 from .computing import passes_of
 from .copies import PlainCopies
+from .crossing import Crossing
 from .eager import eager
 from .gradients import Gradients
 from .guard import Guard
 from .options import Options, Selection
 from .samples import Counting, Fixed, Samples
 from .staging import Copier
+from .storage import Storage
 
 
 class Replica:
@@ -69,8 +71,7 @@ class Replica:
         self.named = self.selection.trained()
         schedule, self._mode = session.strategy.schedule_object(), session.strategy.sync_mode()
         self.gradients = Gradients(session, model, self.named, schedule, first_key=first_key, copier=copier)
-        self.storage = self.gradients.storage
-        self.guard = Guard(model, self.named, self.selection, self.storage, self.fault)
+        self.guard = Guard(model, self.named, self.selection, self.gradients.storages, self.fault)
         self.first_key = first_key
         self.exchanged = False  # True between the end of an exchange and the next backward
         self._unused = options.unused
@@ -93,7 +94,9 @@ class Replica:
         self._fired = [False] * len(self.named)
         self._untold: list[int] = []  # of those that have fired, what the state machine does not know yet
         self._versions = [(0, 0)] * len(self.named)  # of parameters and gradients, as they were sent
-        self._works: list[Work] = []
+        self._begun = False  # something of the present backward pass is under way
+        self._works: dict[BucketPhase, Work] = {}
+        self._of_buffers: list[Work] = []
         self._handles = self._attach()
         self.normalises_over_ranks = any(isinstance(module, SyncBatchNorm) for module in model.modules())
         self._reset()
@@ -108,7 +111,20 @@ class Replica:
     @steps.setter
     def steps(self, value: int) -> None:
         self._steps = value
-        self._step = Steps(len(self.named), self.gradients.layout, self._schedule, self._mode, begun=value)
+        self.machine = Steps(len(self.named), self.gradients.layout, self._schedule, self._mode, begun=value)
+
+    @property
+    def storage(self) -> Storage:
+        """Where the gradients of the present backward pass are, or those of the last one."""
+        return self.gradients.storage
+
+    crossing: Crossing | None = None
+    """Where steps end in the next iteration."""
+
+    def flush(self) -> None:
+        """Wait for whatever is under way between two steps, and update what the optimizer was called for."""
+        if self.crossing is not None:
+            self.crossing.flush()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -121,6 +137,7 @@ class Replica:
 
     def shadow_until_all_joined(self) -> None:
         """Take part in the others' steps with weight 0 until every rank has run out of batches."""
+        self.flush()
         while True:
             if self.gradients.replaces:
                 self.replace_layout()
@@ -131,8 +148,7 @@ class Replica:
             tickets = meeting.tickets()
             if all(ticket.kind == JOINED for ticket in tickets):
                 break
-            self._works = [*self._buffers.start(meeting), *self.gradients.start_zeros(meeting)]
-            self._wait()
+            self._shadow(meeting)
             self.gradients.exchanged(meeting)
             self._reset()
         steps = [ticket.flags for ticket in tickets]
@@ -145,13 +161,27 @@ class Replica:
                 self.on_joined(longest)
         self.steps = max(steps)
 
+    def _shadow(self, meeting: Meeting) -> None:
+        """One of the others' steps, with zeros."""
+        self._meeting = meeting
+        self._of_buffers = self._buffers.start(meeting)
+        self.gradients.turn(self.steps)
+        self.gradients.zero()
+        steps = Steps(len(self.named), self.gradients.layout, self._schedule, self._mode, begun=self.steps)
+        for index in range(len(self.named)):
+            self.do([action for action in steps.produced(index) if not isinstance(action, Agree)])
+        self.do([*steps.backward_ended(), *steps.flush()])
+        self._finish_buffers()
+
     def replace_layout(self) -> None:
         """As ``Gradients.replace_layout``."""
+        self.flush()
         self.gradients.replace_layout()
         self.steps = self._steps  # the state machine goes by the buckets
 
     def resume_with(self, layout: Layout, measured: bool) -> None:
         """As ``Gradients.resume_with``."""
+        self.flush()
         self.gradients.resume_with(layout, measured)
         self.steps = self._steps
 
@@ -164,6 +194,8 @@ class Replica:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self.crossing is not None:
+            self.crossing.detach()
         self.gradients.close()
 
     # Hooks.
@@ -187,6 +219,8 @@ class Replica:
     def before_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """A forward pass begins."""
         self.guard.check_only_ours()
+        if self.crossing is not None:
+            self.crossing.before_forward()
         if torch.is_grad_enabled():
             self.guard.check_first()
             if self._backward.running and torch._C._current_graph_task_id() == -1:
@@ -226,7 +260,7 @@ class Replica:
                 " pass has re-entrant checkpoints, the first one had none; use use_reentrant=False, or checkpoint from"
                 " the first step on"
             )
-        self._move(index, parameter, 1.0 if self._held or not self._step.due else self._share)
+        self._move(index, parameter, 1.0 if self._held or not self.machine.due else self._share)
         self._versions[index] = parameter._version, parameter.grad._version
         if self._fired[index]:
             return
@@ -240,17 +274,20 @@ class Replica:
     def _tell(self) -> None:
         """Let the state machine know which gradients have come, and do what it says."""
         for index in self._untold:
-            self._do(self._step.produced(index))
+            self.do(self.machine.produced(index))
         self._untold.clear()
 
-    def _do(self, actions: Sequence[Action]) -> None:
+    def do(self, actions: Sequence[Action]) -> None:
+        """What the state machine says."""
         for action in actions:
             if isinstance(action, Submit):
                 self._submit(action)
             elif isinstance(action, Agree):
                 self._meeting = self._meet(action.step)
-            else:
-                self._wait()
+            elif isinstance(action, Wait):
+                self._wait(action.operations)
+            elif self.crossing is not None:
+                self.crossing.apply(action)
 
     def _came_through_output(self) -> None:
         """The first sign of a backward pass, before any gradient."""
@@ -261,6 +298,7 @@ class Replica:
         if not self._backward.running:
             self.session.check_usable()
             self.guard.check_forms()
+            self.gradients.turn(self.machine.begun)
             # Set by scripts on the model, where they would set it on DistributedDataParallel's wrapper.
             self._synchronises = self._synchronising and getattr(self.model, "require_backward_grad_sync", True)
         self._backward.enter()
@@ -269,12 +307,12 @@ class Replica:
         """The last backward pass ended with an exception that the script has caught."""
         if self.session.engine.error is not None:
             raise self.session.engine.error
-        if self._meeting is not None or (self._step.due and any(self._fired) and not self._held):
+        if self._meeting is not None or (self.machine.due and any(self._fired) and not self._held):
             raise self.fault(
                 "the last backward pass ended with an exception after its exchange had begun; the other ranks wait for"
                 " the rest of it: end the script instead of catching the exception"
             )
-        self._step.abandon()
+        self.machine.abandon()
         self._counting.drop()
         if self.gradients.times is not None:
             self.gradients.times.forget()
@@ -291,7 +329,7 @@ class Replica:
         self._meeting = None
         self._fired = [False] * len(self.named)
         self._untold = []
-        self._works = []
+        self._begun = False
 
     def _move(self, index: int, parameter: torch.Tensor, share: float) -> None:
         """Put ``share`` of a gradient where it belongs in its bucket."""
@@ -306,7 +344,10 @@ class Replica:
                 f"the gradient of {name!r} can itself be differentiated (create_graph=True), which an exchange would"
                 " lose: use torch.autograd.grad() for inner derivatives and a plain backward() for the last one"
             )
-        if gradient.data_ptr() != self.storage.places[index]:
+        moves = gradient.data_ptr() != self.storage.places[index]
+        if self.crossing is not None and self.crossing.local is not None:
+            self.crossing.local.keep(index, gradient, copy=not moves)
+        if moves:
             view = self.storage.fresh(index)
             torch.mul(gradient, share, out=view)
             parameter.grad = view
@@ -332,7 +373,8 @@ class Replica:
             )
         argument, flags = step_argument(self.first_key, step), self.gradients.flags
         meeting = self.session.meet(STEP, argument, weight=weight, flags=flags)
-        self._works += self._buffers.start(meeting)
+        self._begun = True
+        self._of_buffers = self._buffers.start(meeting)
         return meeting
 
     on_second_backward: Callable[[], None] | None = None
@@ -355,10 +397,12 @@ class Replica:
 
     def _submit(self, submit: Submit) -> None:
         """A bucket is complete."""
-        meeting, number = self._meeting, submit.operation.bucket
-        if meeting is None and not self._works:  # nothing is agreed on where pushes are not merged
+        if self._meeting is None and not self._begun:  # nothing is agreed on where pushes are not merged
             self._check_start()
-        self._works.append(self.gradients.start(number, meeting, submit.priority))
+        self._begun = True
+        after = None if submit.after is None else self._works.pop(submit.after)
+        started = self.gradients.start(submit.operation, self._meeting, submit.priority, after)
+        self._works[submit.operation] = started
 
     def _end_backward(self) -> None:
         """At the end of backward: nothing may be missing, everything has to arrive."""
@@ -372,8 +416,10 @@ class Replica:
                 self._counting.drop()
             self._backward.leave()
             self._touched = False
+            if self.crossing is not None:
+                self.crossing.backward_over()
             return
-        due = self._step.due
+        due = self.machine.due
         try:
             if not due and self.on_local_step is not None:
                 self.on_local_step()
@@ -381,12 +427,13 @@ class Replica:
             if held and due:
                 self._share_out()
             self._tell()
-            if missing := self._step.missing:
+            if missing := self.machine.missing:
                 self._fill(missing)
                 self._tell()
-            self._do(self._step.backward_ended())
+            self.do(self.machine.backward_ended())
+            self._finish_buffers()
         except BaseException as error:
-            if self._meeting is not None or self._works:  # the others wait for the rest of this step
+            if self._begun:  # the others wait for the rest of this step
                 self.session.member.interrupted(error)
             self.steps = self._steps  # whatever the pass has come to
             self._reset()
@@ -399,6 +446,8 @@ class Replica:
         self._local |= not due
         self.exchanged = True
         self._reset()
+        if self.crossing is not None:
+            self.crossing.backward_over()
         if self.on_exchanged is not None:
             self.on_exchanged()
 
@@ -438,13 +487,20 @@ class Replica:
             if parameter.grad is None:
                 parameter.grad = self.storage.fresh(index).zero_()
             else:
-                self._move(index, parameter, self._share if self._step.due else 1.0)
+                self._move(index, parameter, self._share if self.machine.due else 1.0)
             self._untold.append(index)
 
-    def _wait(self) -> None:
-        self.session.engine.wait(*self._works)
+    def _wait(self, operations: Sequence[BucketPhase]) -> None:
+        self.session.engine.wait(*[self._works.pop(operation) for operation in operations])
         self.gradients.staging.join()
-        self._buffers.finish()
+
+    def _finish_buffers(self) -> None:
+        """Buffers are there when backward ends, whatever schedule gradients have."""
+        if self._of_buffers:
+            self.session.engine.wait(*self._of_buffers)
+            self._of_buffers = []
+            self.gradients.staging.join()
+            self._buffers.finish()
 
     def fault(self, text: str) -> GradientError:
         """An error of this rank that ends the run for all."""

@@ -148,7 +148,7 @@ def _probe_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
         a, b = on_slices(template, whole, everything, whole), on_slices(template, whole, _CUT, flat)
         for tensors, of in ((whole, a), (flat, b)):
             for tensor in tensors:
-                of.state[tensor] = _state_like(optimizer, group, tensor)
+                of.state[tensor] = state_like(optimizer, group, tensor)
         for _ in range(3):
             gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
             for tensor, gradient in zip(whole, gradients, strict=True):
@@ -166,7 +166,7 @@ def _probe_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
     return any(a.state.values())
 
 
-def _state_like(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> dict[str, Any]:
+def state_like(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> dict[str, Any]:
     """State as the optimizer has it for a parameter of that group (Adagrad makes it at construction), if it has any."""
     for parameter in group["params"]:
         state = optimizer.state.get(parameter)

@@ -10,8 +10,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import UsageError
+from ...strategy.strategy import Strategy
 from .batch_norm import unsynchronised
 from .options import Named, Options, Selection
+from .parts import probe_parts
 
 _EITHER = "give it either to Syncline or to that; leave the other out"
 
@@ -106,6 +108,32 @@ def check_served(optimizer: torch.optim.Optimizer | None, selection: Selection) 
                 f"parameter {name!r} is ignored, and the optimizer, which runs on the parameter server, updates it:"
                 " give it an optimizer of its own, or use ps(update=worker) or an allreduce such as ring"
             )
+
+
+def check_crossing(strategy: Strategy, optimizer: torch.optim.Optimizer | None, selection: Selection) -> None:
+    """Raise UsageError where steps that end in the next iteration cannot be made with this model and optimizer."""
+    name = strategy.schedule.name
+    if optimizer is None:
+        raise UsageError(
+            f"schedule={name} has weights updated when they are needed: give syncline.prepare() the model and its"
+            " optimizer, or use schedule=fixed"
+        )
+    known = {id(parameter) for parameter in selection.model.parameters()}
+    for tensor in (one for group in optimizer.param_groups for one in group["params"]):
+        if id(tensor) not in known:
+            raise UsageError(
+                f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is not a parameter of the model, and"
+                f" schedule={name} updates the weights of one model when they are needed: put all models into one"
+                " torch.nn.ModuleList, or use schedule=fixed"
+            )
+    for parameter_name, parameter in selection.trained():
+        if type(parameter) is not torch.nn.Parameter:
+            raise UsageError(
+                f"parameter {parameter_name!r} is a {type(parameter).__name__}, and schedule={name} has to know when a"
+                " plain torch.nn.Parameter is looked at: use schedule=fixed"
+            )
+    if strategy.schedule_object().apply == "layer":
+        probe_parts(optimizer)
 
 
 def check_by_itself(sync: str, selection: Selection, options: Options) -> None:

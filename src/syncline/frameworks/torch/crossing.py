@@ -1,0 +1,246 @@
+"""Steps that end in the next iteration: schedules whose results are needed by a layer, or a step, later.
+
+``backward()`` ends while gradients are still under way. ``optimizer.step()`` then notes the values of its groups and
+returns; every parameter is updated with its averaged gradient when somebody looks at it (``deferred``), which as a rule
+is its layer in the next forward pass. The script's loop stays as it is:
+
+* Who looks at a gradient (clipping, a GradScaler) waits for all of them, and has averages from there on. The optimizer
+  then updates at once, whatever has become of them. So it does where a script has put gradients of its own in place.
+* Who looks at a weight (an evaluation, a moving average, ``state_dict``) has it updated first.
+* A second backward pass without a step, and whatever ends an exchange (a checkpoint, another layout, the end), waits.
+* Weights of compiled models, and those of whose use torch does not tell, wait at the model's own forward pass. The
+  first pass shows which ones these are; the gradient of a weight that has been read too early is refused.
+
+Each parameter is updated by a copy of the user's optimizer object whose groups hold nothing else (``parts``).
+
+Under ``apply="next_step"`` weights are updated with the gradients of the step before. With ``local`` a worker goes on
+from weights that are ahead of that by its own gradient, a step of plain SGD (``local``); the optimizer sees averages
+only, and who looks at weights between steps, on any rank, sees those that all have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...engine.step import Apply
+from ...nouns import Bucket
+from .compiled import is_compiled
+from .deferred import Deferral
+from .local import LocalSteps
+from .parts import Values, has_hooks, update, values_of, write_back
+from .storage import Storage
+
+if TYPE_CHECKING:
+    from .replica import Replica
+
+
+class Crossing:
+    """One model's deferred updates, which ``optimizer`` does, whose class is ``plain``; ``replica`` has the steps.
+
+    ``later`` is for ``apply="next_step"``, and ``local`` says whether workers go on ahead of it.
+    """
+
+    def __init__(
+        self, replica: Replica, optimizer: torch.optim.Optimizer, plain: type, *, later: bool, local: bool
+    ) -> None:
+        self._replica, self._optimizer, self._plain, self._later = replica, optimizer, plain, later
+        self._parameters = [parameter for _, parameter in replica.named]
+        self._deferral = Deferral(self._parameters, self._read, self.flush)
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        held = [one for group in optimizer.param_groups for one in group["params"]]
+        self._held = frozenset(number for one in held if (number := numbers.get(id(one))) is not None)
+        self._others = [one for one in held if id(one) not in numbers]  # of which every rank has its own
+        self.local = LocalSteps(self._parameters, optimizer) if local else None
+        self._owed: dict[int, _Owed] = {}  # updates, by step
+        self._versions: list[int] = []  # of the gradients, as backward has left them
+        self._early: list[int] = []  # parameters that are read where nobody sees it
+        self._first = True  # no step has been exchanged
+        self._looked: set[int] | None = None  # those that were looked at in the first pass, while that lasts
+        self._unread: frozenset[int] = frozenset()  # those that no forward pass had read when this backward pass began
+        self._handles = [
+            parameter.register_hook(partial(self._before_gradient, number))  # type: ignore[no-untyped-call]
+            for number, parameter in enumerate(self._parameters)
+        ]
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Whose steps these are."""
+        return self._replica.model
+
+    def detach(self) -> None:
+        """Parameters are what they seem to be; what is under way is not waited for."""
+        for handle in self._handles:
+            handle.remove()
+        self._deferral.release_all()
+
+    # The optimizer's side.
+
+    def step(self, whole: Callable[[], None]) -> None:
+        """The script calls the optimizer, which would do ``whole``."""
+        steps = self._replica.machine
+        if not steps.unstepped:
+            self.flush()
+            whole()
+            return
+        if not self._deferral.any or not self._nobody_looked():
+            self.flush()
+        number = steps.begun - 1
+        owed = self._owed[number] = _Owed(
+            self._replica.gradients.storage_of(number),
+            self._replica.gradients.layout.buckets,
+            values_of(self._optimizer),
+        )
+        actions = steps.stepped()
+        for action in actions:
+            if isinstance(action, Apply) and action.step == number:
+                if self._owed.pop(number, None) is owed:
+                    whole()
+            else:
+                self._replica.do([action])
+        if number in self._owed:
+            self._deferral.defer(range(len(self._parameters)))
+            self._update_others(owed.values)
+            if self.local is not None:
+                self.local.go_ahead(owed.values)
+
+    def _nobody_looked(self) -> bool:
+        """Whether all gradients are still what backward has made of them."""
+        if has_hooks(self._optimizer):
+            return False
+        storage = self._replica.storage
+        with torch._C.DisableTorchFunctionSubclass():
+            for number in self._held:
+                if self._parameters[number].grad is not storage.views[number]:
+                    return False
+        for number, (view, version) in enumerate(zip(storage.views, self._versions, strict=True)):
+            if view._version != version:
+                raise self._replica.fault(
+                    f"the gradient of {self._replica.named[number][0]!r} was changed through a tensor that was kept"
+                    " from before the end of backward(), while it was exchanged: read parameter.grad after backward()"
+                )
+        return True
+
+    def _update_others(self, values: Values) -> None:
+        """Parameters whose gradients are not exchanged are updated at once."""
+        mine = [one for one in self._others if one.grad is not None]
+        if mine:
+            update(self._optimizer, self._plain, values, mine, [one.grad for one in mine if one.grad is not None])
+
+    def drop_gradients(self, drop: Callable[[], None]) -> None:
+        """``zero_grad`` that sets gradients to None looks at none of them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            drop()
+
+    # The model's side.
+
+    def before_forward(self) -> None:
+        """The model's own forward pass begins."""
+        if self._replica.machine.unstepped and self._deferral.any:
+            self.flush()  # gradients will be added to these
+        elif is_compiled(self._replica.model):
+            self.flush()
+        elif torch.is_grad_enabled() and self._replica.model.training:
+            if self._later:
+                self._deferral.release_all()
+            elif self._first:
+                self._looked = self._looked or set()
+                self._deferral.defer(range(len(self._parameters)))
+            else:
+                self._deferral.complete(self._parameters[number] for number in self._early)
+
+    def _before_gradient(self, number: int, _: torch.Tensor) -> None:
+        """Backward is about to add to the gradient of a parameter."""
+        if self._deferral.any:
+            self._begin_backward()
+        if self._looked is not None and number not in self._looked and number not in self._early:
+            self._early.append(number)
+        if number in self._unread:
+            raise self._replica.fault(
+                f"the weights of {self._replica.named[number][0]!r} were read in this forward pass before their update"
+                " had come, by something that PyTorch does not tell of (an extension?), and not so in the first step:"
+                " call syncline.flush() before it, or use schedule=fixed"
+            )
+
+    def _begin_backward(self) -> None:
+        if self._looked is not None and not self._owed:
+            self._deferral.release_all()
+        elif self._later and not self._replica.machine.unstepped:
+            self._deferral.release_all()  # a forward pass that was not the model's own has read them as they are
+        else:
+            if not self._replica.machine.unstepped:
+                self._unread = frozenset(self._deferral.numbers.values())
+            self.flush()
+
+    def backward_over(self) -> None:
+        """What is exchanged of this pass is under way from now on."""
+        self._unread = frozenset()
+        self._looked, self._first = None, False
+        if self._replica.machine.under_way:
+            self._versions = [view._version for view in self._replica.storage.views]
+            self._deferral.defer(range(len(self._parameters)))
+
+    # What completes parameters.
+
+    def _read(self, numbers: Sequence[int]) -> None:
+        """Somebody looks at these parameters."""
+        if self._looked is not None and not self._owed:
+            self._looked.update(numbers)
+        elif self._later or self._replica.machine.unstepped:
+            self.flush()
+        else:
+            for number in numbers:
+                self._replica.do(self._replica.machine.needed(number))
+
+    def flush(self) -> None:
+        """Wait for all that is under way, and update what the optimizer was called for."""
+        if not (self._owed or self._deferral.any):
+            return
+        self._replica.do(self._replica.machine.flush())
+        self._deferral.release_all()
+
+    def apply(self, action: Apply) -> None:
+        """The results of a step have come for these buckets."""
+        owed = self._owed[action.step]
+        tensors = [number for number in owed.complete(action.buckets) if number in self._held]
+        self._deferral.release(tensors)
+        if self.local is not None:
+            self.local.go_back()
+        if tensors:
+            parameters = [self._parameters[number] for number in tensors]
+            gradients = [owed.storage.views[number] for number in tensors]
+            owed.after = update(self._optimizer, self._plain, owed.values, parameters, gradients)
+        if owed.over:
+            write_back(self._optimizer, owed.values, owed.after)
+            del self._owed[action.step]
+
+
+class _Owed:
+    """What a step still owes to the weights."""
+
+    def __init__(self, storage: Storage, buckets: Sequence[Bucket], values: Values) -> None:
+        self.storage, self.values, self.after = storage, values, values
+        self._buckets = buckets
+        self._left: dict[int, int] = {}  # buckets of each tensor
+        for bucket in buckets:
+            for part in bucket.slices:
+                self._left[part.tensor] = self._left.get(part.tensor, 0) + 1
+
+    def complete(self, buckets: Iterable[int]) -> list[int]:
+        """The tensors of which these were the last buckets."""
+        found = []
+        for number in buckets:
+            for part in self._buckets[number].slices:
+                self._left[part.tensor] -= 1
+                if self._left[part.tensor] == 0:
+                    del self._left[part.tensor]
+                    found.append(part.tensor)
+        return found
+
+    @property
+    def over(self) -> bool:
+        """Whether all tensors have had the update."""
+        return not self._left

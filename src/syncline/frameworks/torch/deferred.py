@@ -1,0 +1,169 @@
+"""Parameters of which something is still under way, and which are completed by whoever looks at them first.
+
+Between the end of backward and the next forward pass of its layer a parameter's gradient, and then its new value, may
+not have come yet. As long as that is so the parameter has another class: a subclass of ``torch.nn.Parameter`` that
+torch asks (``__torch_function__``) before it does anything with it in Python, be it a layer, ``clip_grad_norm_``, a
+moving average, ``state_dict`` or a print. Asked for its gradient or its value it is completed first, gets its own class
+back, and what was asked for goes on as if nothing had been. So a script needs to know of nothing, wherever it has got
+the parameter from, and layers need no hooks.
+
+What does not ask is not seen: tensors that share a parameter's memory and were made before (a kept ``p.data``), and
+extensions that take tensors from Python by themselves. ``crossing`` has what is done about it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+_PLAIN = torch.nn.Parameter
+
+_ATTRIBUTES = (
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "names", "itemsize", "nbytes", "grad_fn",
+    "is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested",
+    "retains_grad", "output_nr", "_backward_hooks", "_post_accumulate_grad_hooks",
+)  # fmt: skip
+_METHODS = (
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "get_device",
+    "is_contiguous", "is_floating_point", "is_complex", "__len__", "register_hook",
+    "register_post_accumulate_grad_hook",
+)  # fmt: skip
+
+
+def _harmless() -> Iterator[Any]:
+    for name in _ATTRIBUTES:
+        if hasattr(torch.Tensor, name):
+            attribute = getattr(torch.Tensor, name)
+            yield attribute.__get__
+            if hasattr(attribute, "__set__"):
+                yield attribute.__set__
+    yield from (getattr(torch.Tensor, name) for name in _METHODS)
+
+
+_HARMLESS = frozenset(_harmless())
+"""What reads neither value nor gradient."""
+_GRADIENT: Any = torch.Tensor.grad
+_GET_GRADIENT = _GRADIENT.__get__
+_SET_GRADIENT = frozenset((_GRADIENT.__set__, _GRADIENT.__delete__))
+
+
+class DeferredParameter(torch.nn.Parameter):
+    """The class of a parameter as long as something of it is under way."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Complete the parameters among the arguments, unless they are not looked at, and go on."""
+        if func in _HARMLESS or func in _SET_GRADIENT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        found = list(_among((args, kwargs)))
+        if func == _GET_GRADIENT:
+            for deferral in _deferrals_of(found):
+                deferral.complete_all()
+        else:
+            _complete(found)
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Of the completed parameter."""
+        _complete([self])
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Of the completed parameter."""
+        _complete([self])
+        return self.__reduce_ex__(protocol)
+
+
+class Deferral:
+    """The parameters of one model, some of which are deferred.
+
+    ``read`` is called, in the thread that looks, with the numbers of those that are looked at, and ``read_all`` where a
+    gradient is: afterwards these, or all, have to be complete.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        read: Callable[[Sequence[int]], None],
+        read_all: Callable[[], None],
+    ) -> None:
+        self.parameters = parameters
+        self._read, self._read_all = read, read_all
+        self._lock = threading.RLock()
+        self.numbers: dict[int, int] = {}
+        """Of the deferred ones, by identity."""
+
+    @property
+    def any(self) -> bool:
+        """Whether any parameter is deferred."""
+        return bool(self.numbers)
+
+    def defer(self, numbers: Iterable[int]) -> None:
+        """From now on these are completed when they are looked at."""
+        for number in numbers:
+            parameter = self.parameters[number]
+            parameter.__class__ = DeferredParameter
+            self.numbers[id(parameter)] = number
+            _DEFERRED[id(parameter)] = self
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """These are what they seem to be."""
+        for number in numbers:
+            parameter = self.parameters[number]
+            if self.numbers.pop(id(parameter), None) is not None:
+                _DEFERRED.pop(id(parameter), None)
+                parameter.__class__ = _PLAIN
+
+    def release_all(self) -> None:
+        """All are."""
+        self.release(list(self.numbers.values()))
+
+    def complete(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Somebody looks at these."""
+        with self._lock:
+            numbers = [number for one in parameters if (number := self.numbers.get(id(one))) is not None]
+            if numbers:
+                self._read(numbers)
+                self.release(numbers)
+
+    def complete_all(self) -> None:
+        """Somebody looks at a gradient."""
+        with self._lock:
+            if self.numbers:
+                self._read_all()
+                self.release_all()
+
+
+_DEFERRED: dict[int, Deferral] = {}
+
+
+def _deferrals_of(parameters: Sequence[torch.Tensor]) -> list[Deferral]:
+    found = [_DEFERRED.get(id(one)) for one in parameters]  # another thread may have completed some meanwhile
+    return list({id(one): one for one in found if one is not None}.values())
+
+
+def _complete(parameters: Sequence[torch.Tensor]) -> None:
+    for deferral in _deferrals_of(parameters):
+        deferral.complete(parameters)
+
+
+def _among(found: Any) -> Iterator[DeferredParameter]:
+    """The deferred parameters in what a function was given."""
+    if isinstance(found, DeferredParameter):
+        yield found
+    elif isinstance(found, (tuple, list)):
+        for one in found:
+            yield from _among(one)
+    elif isinstance(found, dict):
+        for one in found.values():
+            yield from _among(one)

@@ -1,0 +1,65 @@
+"""A worker's own step ahead of the average: plain SGD without state, from the weights that all have.
+
+While the gradients of step t are under way, a worker computes the next ones at
+
+    w(t+1) = W(t) - lr g(t)
+
+with its own gradient g(t), and W(t), the weights that all have, updated with the average of step t-1 ("OD-SGD", Xu et
+al., ACM TACO 2020). Memory: a copy of the weights, and the worker's own gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...errors import UsageError
+from .parts import Values
+
+
+class LocalSteps:
+    """Takes ``parameters`` ahead and back; learning rates are those of the optimizer's groups."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        self._parameters = parameters
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._groups: list[list[int]] = []
+        for group in optimizer.param_groups:
+            if "lr" not in group:
+                raise UsageError(
+                    f"{type(optimizer).__name__} has no learning rate, which a local step takes: use"
+                    " schedule=delayed(local=off)"
+                )
+            self._groups.append([found for one in group["params"] if (found := numbers.get(id(one))) is not None])
+        self._shared = [torch.empty_like(parameter, requires_grad=False) for parameter in parameters]
+        self._mine: dict[int, torch.Tensor] = {}
+        self._ahead = False
+
+    def keep(self, number: int, gradient: torch.Tensor, *, copy: bool) -> None:
+        """This worker's own gradient of a parameter."""
+        self._mine[number] = gradient.clone() if copy else gradient
+
+    def forget(self) -> None:
+        """The gradients that were kept are of no step."""
+        self._mine = {}
+
+    def go_ahead(self, values: Values) -> None:
+        """From the weights that all have to this worker's own."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for parameter, shared in zip(self._parameters, self._shared, strict=True):
+                shared.copy_(parameter)
+            for group, numbers in zip(values, self._groups, strict=True):
+                for number in numbers:
+                    if (gradient := self._mine.get(number)) is not None:
+                        self._parameters[number].sub_(gradient * group["lr"])
+        self._mine, self._ahead = {}, True
+
+    def go_back(self) -> None:
+        """To the weights that all have, if this worker is ahead of them."""
+        if not self._ahead:
+            return
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for parameter, shared in zip(self._parameters, self._shared, strict=True):
+                parameter.copy_(shared)
+        self._ahead = False

@@ -1,0 +1,44 @@
+"""The step after: weights are updated with the gradients of the step before, so nothing waits for an exchange.
+
+An exchange has a whole iteration to come. What it brings is a step old. By itself (``local=off``) that is stochastic
+gradient descent with a delay of one; with ``local=on`` every worker goes on from weights that are ahead of it by a
+plain step with its own gradient, which makes up for most of the delay ("OD-SGD", Xu et al., ACM TACO 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import UsageError
+from ..nouns import Bucket, Layer, Size
+from ..registry import register
+from . import Application, Cost, Phases, Release
+from .fixed import DEFAULT_BUCKET, greedy
+
+
+@register("schedules", "delayed")
+@dataclass(frozen=True)
+class Delayed:
+    """Buckets as those of ``fixed``; ``local`` says whether workers go ahead with their own gradients."""
+
+    local: bool = True
+    bucket: Size = DEFAULT_BUCKET
+    release: ClassVar[Release] = "ready"
+    phases: ClassVar[Phases] = "whole"
+    apply: ClassVar[Application] = "next_step"
+    in_flight: ClassVar[int] = 4
+    measures: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.bucket < 1:
+            raise UsageError("delayed(bucket=...) must be at least 1B")
+
+    def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
+        """Greedy, from the last layer to the first."""
+        return greedy(layers, self.bucket)
+
+    def priority(self, bucket: Bucket) -> float:  # noqa: ARG002
+        """All alike: buckets go in the order in which they are complete."""
+        return 0.0
