@@ -16,16 +16,19 @@ from syncline.schedules.fixed import WaitFree
 class Remade(WaitFree):
     """First a tensor each, then two in a bucket; with ``cut`` the end of one and the beginning of the next.
 
-    Parts begin at multiples of it.
+    Parts begin at multiples of it. ``swapped`` are tensors in another order than memory has.
     """
 
     measures: ClassVar[int] = 2
     cut: int = 0
+    swapped: bool = False
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:
         if not any(layer.backward_s for layer in layers):
             return super().buckets(layers, cost)
         parts = list(self.parts(layers))
+        if self.swapped:
+            parts[:2] = parts[1::-1]
         first = 1 if self.cut else 2
         pairs = [parts[:first], *(parts[at : at + 2] for at in range(first, len(parts), 2))]
         return [Bucket(tuple(pair), layers[0].spec.dtype) for pair in pairs]

@@ -200,13 +200,27 @@ def test_buckets_that_cannot_be_leave_those_that_there_are(
         assert len(here.replica.gradients.layout.buckets) == 4
         return found
 
-    found = on_group(group, with_schedule(place, "remade(cut=1)", "int8"), 2, sgd, body)
+    found = on_group(group, with_schedule(place, "remade(swapped=True)", "int8"), 2, sgd, body)
     (said,) = [record.message for record in caplog.records if "buckets stay as they were" in record.message]
-    assert "int8" in said.lower()
+    assert "in another order than the first ones" in said
     for one, wanted in zip(
         found, on_group(group, with_schedule(place, "wait_free", "int8"), 2, sgd, train), strict=True
     ):
         close(one, wanted, 0.0)
+
+
+@pytest.mark.parametrize("place", ["ring", "ps(servers=2)"])
+def test_what_a_codec_sees_whole_is_put_together_again(
+    group: Any, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    """Scales and selections belong to tensors, wherever a schedule cuts them."""
+    cut, whole = (
+        on_group(group, with_schedule(place, schedule, "topk(ratio=0.4)"), 2, sgd, train)
+        for schedule in ("remade(cut=1)", "wait_free")
+    )
+    assert "buckets stay as they were" not in caplog.text
+    for found, wanted in zip(cut, whole, strict=True):
+        close(found, wanted, 0.0)
 
 
 @pytest.mark.parametrize(("place", "codec"), [("ring", "int8"), ("ps(servers=2)", "topk(ratio=0.4)"), ("ring", "none")])
