@@ -65,7 +65,11 @@ def test_every_goal_can_be_measured_by_the_default_rows() -> None:
                     median_s = 1e-5 if own else 1e-3
                     row = Measured(transport, algorithm, ranks, nbytes, lab_bit_per_s=rate, correct=True)
                     rows.append(replace(row, median_s=median_s, cpu_s_per_gb=median_s, of_limit=1.0))
+    for algorithm, median_s in (("hierarchical codec=int8", 1e-5), ("direct codec=int8", 1e-3)):
+        row = Measured("auto", algorithm, 4, 33_600_000, lab_bit_per_s=1e9, per_host=2, correct=True)
+        rows.append(replace(row, median_s=median_s, cpu_s_per_gb=median_s, of_limit=1.0))
     assert [verdict.reached for verdict in judge(rows)] == [True] * len(GOALS)
     slow = {"median_s": 1.0, "cpu_s_per_gb": 2.0, "of_limit": 0.1}
-    worse = [replace(row, **slow) if row.algorithm == "auto" else row for row in rows]  # type: ignore[arg-type]
+    own = ("auto", "hierarchical codec=int8")
+    worse = [replace(row, **slow) if row.algorithm in own else row for row in rows]  # type: ignore[arg-type]
     assert [verdict.reached for verdict in judge(worse)] == [False] * len(GOALS)

@@ -18,7 +18,7 @@ from ...report import bench_table, goal_table
 from ...report.bench_rows import BenchResult
 from ...report.files import keep_text, replace_text
 from ..cases import console_beside, result_paths
-from ..goals import judge
+from ..goals import ONE_LEVEL, TWO_LEVELS, TWO_LEVELS_BYTES, judge
 from .display import Display
 from .request import Request, request_of
 from .run import measure, origin, resumed
@@ -28,10 +28,17 @@ LAB_RATE = Rate(1e9)
 
 
 def goal_requests(sizes: Sequence[int] = ()) -> list[Request]:
-    """What the table of goals needs: the default contenders here, and in a lab of 4 hosts where there is root."""
+    """What the table of goals needs: the default contenders here, and in labs where there is root.
+
+    One of 4 hosts, and one of 2 hosts with 2 ranks each for two levels with a codec.
+    """
     found = [request_of(sizes=sizes)]
     if os.geteuid() == 0:
         found.append(replace(request_of(sizes=sizes, lab_rate=LAB_RATE), optional=True))
+        asked = request_of(
+            sizes=sizes or (TWO_LEVELS_BYTES,), contenders=(TWO_LEVELS, ONE_LEVEL), lab_rate=LAB_RATE, per_host=2
+        )
+        found.append(replace(asked, optional=True))
     return found
 
 
