@@ -63,7 +63,7 @@ def test_parts_are_put_together_where_they_were_to_be(tmp_path: Path) -> None:
     (folder / "process-0-0.names").write_text("{")
     result = call("timeline", str(folder))
     assert result.exit_code == 0
-    assert "1 spans of 1 processes" in result.output
+    assert "1 span of 1 process, on one clock" in result.output
     assert "process-0-0.spans is no part of a timeline" in result.output
 
 

@@ -21,15 +21,31 @@ def steps(count: int, length_s: float = 10.0) -> list[TimedSpan]:
     ]
 
 
+def shifted(spans: list[TimedSpan], places: int) -> list[TimedSpan]:
+    """Behind so many others."""
+    return [one._replace(within=one.within + places if one.within >= 0 else -1) for one in spans]
+
+
 def test_the_iteration_in_the_middle_is_that_of_rank_0() -> None:
-    across = span(5, 1000, kind="receive", label="bucket")
+    across = span(5, 1000, kind="send", label="bucket")
     other = process(1, across, span(12, 13, kind="run"))
     found = middle(RecordedRun([process(0, *steps(5)), other], "ring"))
     assert found is not None
     assert (found.title, found.number, found.count, found.length_s) == ("ring", 3, 5, 10.0)
     (_, first), (_, second) = found.processes
     assert first == (Bar(2.0, 4.0, "forward"), Bar(4.0, 7.0, "wait"), Bar(9.0, 10.0, "optimizer"))
-    assert second == (Bar(0.0, 10.0, "receive"),)
+    assert second == (Bar(0.0, 10.0, "send"),)
+
+
+def test_a_receive_begins_when_its_message_is_sent() -> None:
+    sends = [span(33, 34, kind="run", key=1), span(33, 34, kind="send", within=0, peer=1, nbytes=8)]
+    posted = [span(30, 36, kind="run", key=1), span(30, 35, kind="receive", within=0, peer=0, nbytes=8)]
+    unknown = span(30, 0, kind="receive", peer=0)
+    found = middle(RecordedRun([process(0, *steps(5), *shifted(sends, 15)), process(1, *posted, unknown)]))
+    assert found is not None
+    (_, (_, _, _, sent)), (_, received) = found.processes
+    assert sent == Bar(4.0, 5.0, "send")
+    assert received == (Bar(4.0, 6.0, "receive"),)
 
 
 def test_an_iteration_is_one_that_every_process_has_recorded() -> None:

@@ -391,9 +391,10 @@ class Exchange:
         """Tell the observer, which there is, that something of a segment begins."""
         assert self._observer is not None
         run, (start, stop) = segment.run, segment.bounds(action)
-        what = {"segment": segment.number, "step": action.step, "peer": action.peer}
-        nbytes = (stop - start) * run.array.itemsize
-        return begin(self._observer, kind, run.label, segment.span, priority=run.priority, nbytes=nbytes, **what)
+        nbytes, place = (stop - start) * run.array.itemsize, (segment.number, action.step, action.peer)
+        span = Span(self._observer, kind, run.label, segment.span, -1, "", run.priority, *place, nbytes)
+        self._observer.begin(span)  # as ``begin`` does, of which there are as many as messages
+        return span
 
     def _where(self, segment: Segment, action: Action) -> str:
         verb = {"send": "sending to", "copy": "receiving from", "reduce": "reducing from"}[action.kind]

@@ -70,7 +70,7 @@ def _chart(iteration: Iteration) -> Chart:
     caption = (
         f"Iteration {iteration.number} of {iteration.count}, from one end of the optimizer's step on rank 0 to the next"
         f" ({clocks}): above what a process computes and waits for, below it the work on what is exchanged, then what"
-        " it sends and receives. A receive is under way from when it is posted, which may be before anything is sent."
+        " it sends, and what it receives from when that began to be sent."
     )
     keys = tuple(Key(look.label, look.color, hatched=look.hatched) for look in used)
     return Chart(title, caption, svg.render(figure, title), keys)

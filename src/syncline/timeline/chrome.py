@@ -34,6 +34,9 @@ _LEVEL = 4
 Message = tuple[int, ...]
 """Session, sender, receiver, key, segment, step, and the how manieth of these."""
 
+End = tuple[int, int]
+"""A process's place in its run, and a span's among its own."""
+
 
 @dataclass(frozen=True)
 class RecordedRun:
@@ -60,7 +63,8 @@ class Written:
     @property
     def text(self) -> str:
         """In words."""
-        found = f"{self.spans:,} spans of {len(self.processes)} processes"
+        found = f"{self.spans:,} span{'s' * (self.spans != 1)} of {len(self.processes)} process"
+        found += "es" * (len(self.processes) != 1)
         found += f", clocks within {self.error_s * 1e6:.0f} us" if self.error_s else ", on one clock"
         found += f"; {self.left_out:,} more were left out" if self.left_out else ""
         return "; ".join([found, *self.unread])
@@ -221,10 +225,10 @@ def _arguments(span: TimedSpan, key: int, phase: str) -> dict[str, Any]:
     return found
 
 
-def _arrows(run: RecordedRun) -> list[dict[int, int]]:
-    """For every process the numbers of the arrows that begin or end at its spans."""
-    sent: dict[Message, tuple[int, int]] = {}
-    received: dict[Message, tuple[int, int]] = {}
+def messages_of(run: RecordedRun) -> list[tuple[End, End]]:
+    """The send and the receive of every message of exchanges of which both are known."""
+    sent: dict[Message, End] = {}
+    received: dict[Message, End] = {}
     for index, process in enumerate(run.processes):
         rank, session = int(process.notes["process"]), int(process.notes["session"])
         counted = Counter[Message]()
@@ -235,8 +239,13 @@ def _arrows(run: RecordedRun) -> list[dict[int, int]]:
             alike = (session, *ends, key, span.segment, span.step)
             counted[alike] += 1
             (sent if span.kind == "send" else received)[(*alike, counted[alike])] = index, place
+    return [(sent[message], received[message]) for message in sorted(sent.keys() & received.keys())]
+
+
+def _arrows(run: RecordedRun) -> list[dict[int, int]]:
+    """For every process the numbers of the arrows that begin or end at its spans."""
     found: list[dict[int, int]] = [{} for _ in run.processes]
-    for number, message in enumerate(sorted(sent.keys() & received.keys()), 1):
-        for index, place in (sent[message], received[message]):
+    for number, ends in enumerate(messages_of(run), 1):
+        for index, place in ends:
             found[index][place] = number
     return found

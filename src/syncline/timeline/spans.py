@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_ident
 from typing import Any, NamedTuple, get_args
 
 from ..engine.trace import Kind, Span
@@ -47,6 +48,7 @@ _GROWTH_BYTES = 1 << 20
 _MOST_NAMES = 1 << 16
 _NAME_CHARACTERS = 300
 _KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != "segment")
+_APART: frozenset[Kind] = frozenset({"segment", "advance"})
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 
@@ -96,38 +98,36 @@ class SpanFile:
     ) -> None:
         self.clock = clock
         self.paths = [folder / f"{name}{suffix}" for suffix in SUFFIXES]
-        self._limit, self._bytes = limit, (limit + 1) * _ROW.size
+        self._limit = limit
         self._lock = threading.Lock()
         self._numbers: dict[str, int] = {}
         self._threads: dict[int, int] = {}
         self._idle: tuple[Span, float] | None = None  # a call of compiled code that has done nothing so far
         self._rows = self._left_out = self._room = 0
+        self._ready = 0  # rows for which there is room
         self._closed = False
         with ExitStack() as undo:
             self._file = undo.enter_context(self.paths[0].open("w+b", buffering=0))
             undo.callback(self.paths[0].unlink)
-            os.ftruncate(self._file.fileno(), self._bytes)
+            os.ftruncate(self._file.fileno(), (limit + 1) * _ROW.size)
             self._grow()
-            self._map = undo.enter_context(mmap.mmap(self._file.fileno(), self._bytes))
+            self._map = undo.enter_context(mmap.mmap(self._file.fileno(), (limit + 1) * _ROW.size))
             self._names = self.paths[1].open("wb", buffering=0)
             undo.pop_all()
         _HEAD.pack_into(self._map, 0, _MAGIC, 0)
         self.note(**notes)
         self._number("")
 
-    # As an observer.
+    # As an observer: what follows is called for everything, and is as short as it can be.
 
     def begin(self, span: Span) -> None:
         """Write its row, without an end."""
-        now, kind = self.clock(), span.kind
-        if kind == "segment":
-            return
-        if kind == "advance":
-            self._idle = span, now
+        now = self.clock()
+        if span.kind in _APART:
+            if span.kind == "advance":
+                self._idle = span, now
             return
         with self._lock:
-            if self._closed:
-                return
             if self._idle is not None and span.within is self._idle[0]:
                 self._write(*self._idle)
                 self._idle = None
@@ -136,12 +136,42 @@ class SpanFile:
     def end(self, span: Span) -> None:
         """Fill in the end."""
         now = self.clock()
-        if span.kind == "advance" and self._idle is not None and self._idle[0] is span:
-            self._idle = None
-            return
-        with self._lock:
-            if span.mark and not self._closed:
+        if span.mark:
+            try:
                 _END.pack_into(self._map, span.mark * _ROW.size + _END_AT, now)
+            except (TypeError, ValueError):  # of a map that has been closed
+                assert self._closed
+        elif self._idle is not None and self._idle[0] is span:
+            self._idle = None
+
+    def _write(self, span: Span, now: float) -> None:
+        place = self._rows + 1
+        if place > self._ready and not self._make_room(place):
+            return
+        self._rows = span.mark = place  # from 1: that before it has the head of the file
+        outer, numbers = span.within, self._numbers
+        if outer is not None and outer.kind == "segment":
+            outer = outer.within
+        label, phase, thread = numbers.get(span.label), numbers.get(span.phase), self._threads.get(get_ident())
+        _ROW.pack_into(
+            self._map, place * _ROW.size, now, 0.0, span.nbytes, span.priority,
+            -1 if outer is None else outer.mark - 1,
+            self._number(span.label) if label is None else label,
+            span.key, span.segment, span.step, span.peer,
+            self._number(span.phase) if phase is None else phase,
+            self._thread() if thread is None else thread,
+            _CODES[span.kind],
+        )  # fmt: skip
+
+    def _make_room(self, place: int) -> bool:
+        """Whether one more row can be kept; it is counted where it cannot."""
+        if self._closed:
+            return False
+        if place <= self._limit and self._grow():
+            return True
+        self._left_out += 1
+        _HEAD.pack_into(self._map, 0, _MAGIC, self._left_out)
+        return False
 
     # What else there is to say.
 
@@ -155,7 +185,7 @@ class SpanFile:
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
+            self._closed, self._ready = True, 0
             self._map.close()
             os.ftruncate(self._file.fileno(), (self._rows + 1) * _ROW.size)
             self._file.close()
@@ -163,7 +193,7 @@ class SpanFile:
 
     def forget(self) -> None:
         """In a forked child: the files are the parent's."""
-        self._lock, self._closed = threading.Lock(), True
+        self._lock, self._closed, self._ready = threading.Lock(), True, 0
 
     def remove(self) -> None:
         """Close and remove the files."""
@@ -171,30 +201,11 @@ class SpanFile:
         for path in self.paths:
             path.unlink(missing_ok=True)
 
-    # Rows and names; to be called under the lock.
-
-    def _write(self, span: Span, now: float) -> None:
-        outer = span.within
-        if outer is not None and outer.kind == "segment":
-            outer = outer.within
-        place = self._rows + 1
-        end = (place + 1) * _ROW.size
-        if place > self._limit or (end > self._room and not self._grow()):
-            self._left_out += 1
-            _HEAD.pack_into(self._map, 0, _MAGIC, self._left_out)
-            return
-        self._rows = place
-        span.mark = place  # from 1: that before it has the head of the file
-        within = -1 if outer is None else outer.mark - 1
-        label = span.label if len(span.label) <= _NAME_CHARACTERS else f"{span.label[:_NAME_CHARACTERS]}..."
-        _ROW.pack_into(
-            self._map, place * _ROW.size, now, 0.0, span.nbytes, span.priority, within, self._number(label), span.key,
-            span.segment, span.step, span.peer, self._number(span.phase), self._thread(), _CODES[span.kind],
-        )  # fmt: skip
+    # To be called under the lock.
 
     def _grow(self) -> bool:
         """Take more room in the file; False, for good, where there is none."""
-        wanted = min(self._bytes, self._room + _GROWTH_BYTES)
+        wanted = min((self._limit + 1) * _ROW.size, self._room + _GROWTH_BYTES)
         try:
             os.posix_fallocate(self._file.fileno(), self._room, wanted - self._room)
         except OSError:
@@ -202,7 +213,7 @@ class SpanFile:
                 raise
             self._limit = self._rows
             return False
-        self._room = wanted
+        self._room, self._ready = wanted, wanted // _ROW.size - 1
         return True
 
     def _number(self, text: str) -> int:
@@ -211,17 +222,15 @@ class SpanFile:
             if len(self._numbers) == _MOST_NAMES:
                 return 0
             number = self._numbers[text] = len(self._numbers)
+            shown = text if len(text) <= _NAME_CHARACTERS else f"{text[:_NAME_CHARACTERS]}..."
             with contextlib.suppress(OSError):  # a full disk: the row has a number without a text
-                self._names.write(json.dumps(text).encode() + b"\n")
+                self._names.write(json.dumps(shown).encode() + b"\n")
         return number
 
     def _thread(self) -> int:
-        ident = threading.get_ident()
-        number = self._threads.get(ident)
-        if number is None:
-            main = threading.current_thread() is threading.main_thread()
-            number = self._number(TRAINING if main else threading.current_thread().name)
-            self._threads[ident] = number
+        """The number of the name of this thread."""
+        main = threading.current_thread() is threading.main_thread()
+        number = self._threads[get_ident()] = self._number(TRAINING if main else threading.current_thread().name)
         return number
 
 

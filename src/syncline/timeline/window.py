@@ -1,16 +1,19 @@
 """One iteration of a recorded run: what lies between two ends of the optimizer's step on rank 0, on all processes.
 
+Receives are posted long before anything comes: here one begins when what it receives begins to be sent, and one of
+which that is not known is left out.
 Where there are no steps of an optimizer, as under frameworks that do not tell of them, or none that all processes have
 recorded, there is no iteration.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..engine.trace import Kind
-from .chrome import RecordedRun, name_of, times_of
+from .chrome import RecordedRun, messages_of, name_of, times_of
 from .clocks import offset_of
 from .spans import ProcessSpans
 from .tracks import is_moment
@@ -54,12 +57,24 @@ def middle(run: RecordedRun) -> Iteration | None:
         return None
     number = len(steps) // 2
     start, stop = steps[number - 1], steps[number]
+    coming = _coming(run, [begins for begins, _ in times])
     shown = tuple(
-        (name_of(process), _bars(process, *known, start, stop))
-        for process, known in zip(run.processes, times, strict=True)
+        (name_of(process), _bars(process, begins, ends, start, stop))
+        for process, begins, (_, ends) in zip(run.processes, coming, times, strict=True)
     )
     error_s = max(offset_of(process.notes).error_s for process in run.processes)
     return Iteration(run.title, number + 1, len(steps), stop - start, shown, error_s)
+
+
+def _coming(run: RecordedRun, begins: Sequence[Sequence[float]]) -> list[list[float]]:
+    """When spans begin, receives when something comes."""
+    found = [
+        [math.inf if span.kind == "receive" else begin for span, begin in zip(process.spans, times, strict=True)]
+        for process, times in zip(run.processes, begins, strict=True)
+    ]
+    for (sender, send), (receiver, receive) in messages_of(run):
+        found[receiver][receive] = max(begins[receiver][receive], begins[sender][send])
+    return found
 
 
 def _bars(
@@ -69,5 +84,5 @@ def _bars(
     return tuple(
         Bar(max(begin, start) - start, min(end, stop) - start, span.kind)
         for span, begin, end in zip(process.spans, begins, ends, strict=True)
-        if span.kind in _SHOWN and begin < stop and end > start and not is_moment(process.spans, span)
+        if span.kind in _SHOWN and begin < stop and end > max(start, begin) and not is_moment(process.spans, span)
     )
