@@ -247,6 +247,9 @@ def _what_is_applied_later_is_of_all(given: Combination) -> Fault | None:
     mode = build("sync", given.sync)
     if not (mode.merges and all(mode.due(step) for step in range(_CLOCKS))):
         return f"{reason}, which takes a sync mode that merges all in every step", [{"sync": BSP}, {"schedule": AUTO}]
+    if given.servers:
+        why = "and servers that only sum take them one by one"
+        return f"{reason}, {why}", [{"architecture": AUTO}, {"schedule": AUTO}]
     if given.codec != NONE:
         codec = write("codecs", given.codec)
         why = f"and what codec={codec} keeps back of one goes into the next"

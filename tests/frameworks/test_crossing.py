@@ -1,0 +1,602 @@
+"""Schedules whose steps end in the next iteration: whatever a script does, it gets one worker's weights."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import StepLR
+from toy import OPTIMIZERS, STAGED, Here, adam, alone, batch, close, loss_of, making, mlp, on_group, sgd, train, weights
+
+from syncline.errors import GradientError, UsageError
+from syncline.frameworks.torch.deferred import DeferredParameter
+
+LAYERED = [
+    "ring schedule=priority",
+    "ring schedule=priority(slice=40B)",
+    "direct schedule=split(slice=40B)",
+    "ps(servers=1, update=worker) schedule=priority(slice=40B)",
+    "ring schedule=priority(slice=40B)" + STAGED,
+    "ring schedule=split(slice=40B)" + STAGED,
+]
+ALL = [*LAYERED[1:3], "ring schedule=delayed"]
+STEPS = 5
+
+
+def under_way(here: Here) -> bool:
+    """Whether something is, so that a test is about what it says."""
+    return any(type(parameter) is DeferredParameter for parameter in here.model.parameters())
+
+
+def plain(here: Here) -> dict[str, torch.Tensor]:
+    train(here, range(STEPS))
+    assert here.replica is None or under_way(here)
+    return weights(here.model)
+
+
+def clipped(here: Here) -> dict[str, torch.Tensor]:
+    for step in range(STEPS):
+        loss_of(here.model(here.share(batch(step)))).backward()
+        norm = torch.nn.utils.clip_grad_norm_(here.model.parameters(), 0.1)
+        assert norm > 0.1
+        here.optimizer.step()
+        here.optimizer.zero_grad()
+    return weights(here.model)
+
+
+def clipped_now_and_then(here: Here) -> dict[str, torch.Tensor]:
+    for step in range(STEPS):
+        loss_of(here.model(here.share(batch(step)))).backward()
+        if step % 2:
+            torch.nn.utils.clip_grad_value_(here.model.parameters(), 0.01)
+        here.optimizer.step()
+        here.optimizer.zero_grad()
+    return weights(here.model)
+
+
+def moving_average(here: Here) -> dict[str, torch.Tensor]:
+    """Of a list of parameters that was kept, and by one that reads their ``data``."""
+    kept = list(here.model.parameters())
+    average = [parameter.detach().clone() for parameter in kept]
+    other = copy.deepcopy(average)
+    for step in range(STEPS):
+        train(here, range(step, step + 1))
+        with torch.no_grad():
+            torch._foreach_lerp_(average, kept, 0.1)
+        for mean, parameter in zip(other, kept, strict=True):
+            mean.mul_(0.5).add_(parameter.data)
+    return weights(here.model) | {str(i): t for i, t in enumerate([*average, *other])}
+
+
+def evaluated_by_one_rank(here: Here) -> dict[str, torch.Tensor]:
+    found = {}
+    for step in range(STEPS):
+        train(here, range(step, step + 1))
+        if here.rank == 0:
+            here.model.eval()
+            with torch.no_grad():
+                found[f"step {step}"] = here.model(batch(99)).clone()
+            here.model.train()
+        else:
+            found[f"step {step}"] = torch.zeros(0)
+    return found | weights(here.model)
+
+
+def saved(here: Here) -> dict[str, torch.Tensor]:
+    """Model and optimizer, in the middle, and taken up again."""
+    train(here, range(2))
+    file = io.BytesIO()
+    torch.save({"model": here.model.state_dict(), "optimizer": here.optimizer.state_dict()}, file)
+    train(here, range(2, 4))
+    file.seek(0)
+    state = torch.load(file)
+    here.model.load_state_dict(state["model"])
+    here.optimizer.load_state_dict(state["optimizer"])
+    train(here, range(4, 6))
+    return weights(here.model)
+
+
+def scheduled(here: Here) -> dict[str, torch.Tensor]:
+    """The learning rate changes between the call of the optimizer and the update of the weights."""
+    scheduler = StepLR(here.optimizer, 1, 0.5)
+    for step in range(STEPS):
+        train(here, range(step, step + 1))
+        scheduler.step()
+    return weights(here.model)
+
+
+def accumulated(here: Here) -> dict[str, torch.Tensor]:
+    for step in range(STEPS):
+        here.optimizer.zero_grad()
+        with here.no_sync():
+            loss_of(here.model(here.share(batch(step)))).backward()
+        loss_of(here.model(here.share(batch(step + 50)))).backward()
+        here.optimizer.step()
+    return weights(here.model)
+
+
+def added_up(here: Here) -> dict[str, torch.Tensor]:
+    """Two passes that are exchanged, and one optimizer step; one graph is gone through twice."""
+    for step in range(STEPS):
+        here.model.zero_grad()
+        loss_of(here.model(here.share(batch(step)))).backward()
+        loss = loss_of(here.model(here.share(batch(step + 50))))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        here.optimizer.step()
+    return weights(here.model)
+
+
+def never_zeroed(here: Here) -> dict[str, torch.Tensor]:
+    for step in range(3):
+        loss_of(here.model(here.share(batch(step)))).backward()
+        here.optimizer.step()
+    return weights(here.model)
+
+
+def zeroed_otherwise(here: Here) -> dict[str, torch.Tensor]:
+    ways: list[Callable[[], Any]] = [
+        lambda: here.model.zero_grad(set_to_none=False),
+        lambda: here.optimizer.zero_grad(set_to_none=False),
+        here.model.zero_grad,
+        here.model[0].zero_grad,  # type: ignore[index]
+    ]
+    for step, way in enumerate(ways):
+        loss_of(here.model(here.share(batch(step)))).backward()
+        here.optimizer.step()
+        way()
+    for parameter in here.model.parameters():
+        parameter.grad = None
+    return plain(here)
+
+
+def skipped(here: Here) -> dict[str, torch.Tensor]:
+    """A step is given up behind backward, as scripts do whose loss is not a number; another is made twice."""
+    for step in range(STEPS):
+        here.optimizer.zero_grad()
+        loss_of(here.model(here.share(batch(step)))).backward()
+        if step == 2:
+            continue
+        here.optimizer.step()
+        if step == 3:
+            here.optimizer.step()
+    return weights(here.model)
+
+
+def own_gradients(here: Here) -> dict[str, torch.Tensor]:
+    """A script puts gradients of its own in place, or takes some away."""
+    for step in range(STEPS):
+        here.optimizer.zero_grad()
+        loss_of(here.model(here.share(batch(step)))).backward()
+        for number, parameter in enumerate(here.model.parameters()):
+            if step == 1:
+                parameter.grad = torch.full_like(parameter, 0.1)
+            if step == 3 and number == 1:
+                parameter.grad = None
+        here.optimizer.step()
+    return weights(here.model)
+
+
+def changed_weights(here: Here) -> dict[str, torch.Tensor]:
+    """Weights are clipped behind every step."""
+    for step in range(STEPS):
+        train(here, range(step, step + 1))
+        with torch.no_grad():
+            for parameter in here.model.parameters():
+                parameter.clamp_(-0.2, 0.2)
+    return weights(here.model)
+
+
+def penalised(here: Here) -> dict[str, torch.Tensor]:
+    """The loss reads weights by itself, before the forward pass."""
+    for step in range(STEPS):
+        here.optimizer.zero_grad()
+        penalty = sum((parameter.square().sum() for parameter in here.model.parameters()), torch.zeros(()))
+        (loss_of(here.model(here.share(batch(step)))) + 0.1 * penalty).backward()
+        here.optimizer.step()
+    return weights(here.model)
+
+
+def copied(here: Here) -> dict[str, torch.Tensor]:
+    """Copies and pickles of model and optimizer in the middle are plain ones, of the weights as they are."""
+    train(here, range(3))
+    twin = copy.deepcopy(here.model)
+    pickled = pickle.loads(pickle.dumps([here.model, here.optimizer]))
+    assert all(type(one) is torch.nn.Parameter for made in (twin, pickled[0]) for one in made.parameters())
+    assert "zero_grad" not in vars(twin)
+    made = pickled[1]
+    assert type(made).__mro__[1] is not type(here.optimizer)
+    for _, group in enumerate(made.param_groups):
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    made.step()
+    train(here, range(3, 5))
+    found = weights(here.model) | {f"twin {name}": tensor for name, tensor in weights(twin).items()}
+    held = [one for group in made.param_groups for one in group["params"]]
+    return found | {f"stepped {number}": one.detach() for number, one in enumerate(held)}
+
+
+def with_closure(here: Here) -> dict[str, torch.Tensor]:
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> torch.Tensor:
+            here.optimizer.zero_grad()
+            loss = loss_of(here.model(here.share(batch(step))))
+            loss.backward()
+            return loss
+
+        loss = here.optimizer.step(closure)
+        assert loss is not None
+    return weights(here.model)
+
+
+def scaled(here: Here) -> dict[str, torch.Tensor]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(STEPS):
+        here.optimizer.zero_grad()
+        scaler.scale(loss_of(here.model(here.share(batch(step))))).backward()
+        if step % 2:
+            scaler.unscale_(here.optimizer)
+            torch.nn.utils.clip_grad_norm_(here.model.parameters(), 0.1)
+        scaler.step(here.optimizer)
+        scaler.update()
+    return weights(here.model)
+
+
+def in_another_mode(here: Here) -> dict[str, torch.Tensor]:
+    """Weights are looked at first, and so updated, where gradients are off, in inference mode and under autocast."""
+    for step in range(STEPS):
+        train(here, range(step, step + 1))
+        if step % 2 == 0:
+            with torch.inference_mode():
+                here.model(batch(99))
+        else:
+            with torch.autocast("cpu", torch.bfloat16):
+                here.model(batch(99))
+    return weights(here.model)
+
+
+SCRIPTS = [
+    plain, clipped, clipped_now_and_then, moving_average, saved, scheduled, accumulated, added_up, never_zeroed,
+    zeroed_otherwise, skipped, own_gradients, changed_weights, penalised, copied, with_closure, scaled, in_another_mode,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", LAYERED)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_get_one_workers_weights(group: Any, strategy: str, script: Callable[[Here], Any]) -> None:
+    wanted = alone(sgd, script)
+    for found in on_group(group, strategy, 2, sgd, script):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", [LAYERED[1], LAYERED[2]])
+def test_one_rank_may_look_alone(group: Any, strategy: str) -> None:
+    wanted = alone(sgd, evaluated_by_one_rank)
+    found, other = on_group(group, strategy, 2, sgd, evaluated_by_one_rank)
+    close(found, wanted)
+    close({name: other[name] for name in weights(mlp())}, {name: wanted[name] for name in weights(mlp())})
+
+
+@pytest.mark.parametrize("strategy", [LAYERED[1], LAYERED[2]])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers_in_parts_do_what_they_do_at_once(group: Any, strategy: str, optimizer: str) -> None:
+    """Their state too."""
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        train(here, range(STEPS))
+        state = here.optimizer.state_dict()["state"]
+        kept = {f"{i} {key}": value for i, one in state.items() for key, value in one.items() if torch.is_tensor(value)}
+        return weights(here.model) | kept
+
+    wanted = alone(making(optimizer), body)
+    for found in on_group(group, strategy, 2, making(optimizer), body):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", LAYERED)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_lossless_schedules_give_the_weights_of_fifo(group: Any, strategy: str, workers: int) -> None:
+    """To the bit with two ranks, whose sums have one order; with more to what the order of sums makes of them."""
+    architecture = strategy.split()[0] if not strategy.startswith("ps") else "ps(servers=1, update=worker)"
+    wanted = on_group(group, f"{architecture} schedule=fifo", workers, adam, plain_of_fifo)
+    for found, other in zip(on_group(group, strategy, workers, adam, plain), wanted, strict=True):
+        close(found, other, 0.0 if workers == 2 else 1e-12)
+    again = on_group(group, strategy, workers, adam, plain)
+    for found, other in zip(again, on_group(group, strategy, workers, adam, plain), strict=True):
+        close(found, other, 0.0)
+
+
+def plain_of_fifo(here: Here) -> dict[str, torch.Tensor]:
+    train(here, range(STEPS))
+    return weights(here.model)
+
+
+class Tied(torch.nn.Module):
+    """Weights that two layers have, that are used outside their module, in another order, or now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(4, 3).double()
+        self.first, self.middle = torch.nn.Linear(4, 4).double(), torch.nn.Linear(4, 4).double()
+        self.middle.weight = self.first.weight
+        self.outside = torch.nn.Linear(4, 4).double()
+        self.gain = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.rare = torch.nn.Linear(4, 4).double()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = torch.tanh(self.middle(torch.tanh(self.first(x))))
+        x = torch.nn.functional.linear(x, self.outside.weight * self.gain, self.outside.bias)
+        if self.calls % 2:
+            x = self.rare(x)
+        return self.last(x)
+
+
+def tied(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+    from toy import fill
+
+    model = fill(Tied())
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("strategy", LAYERED)
+def test_weights_that_are_tied_or_used_elsewhere_wait_where_they_are_read(group: Any, strategy: str) -> None:
+    wanted = alone(tied, zero_filled)
+    for found in on_group(group, strategy, 2, tied, zero_filled, unused="zeros"):
+        close(found, wanted)
+
+
+def zero_filled(here: Here) -> dict[str, torch.Tensor]:
+    for step in range(STEPS):
+        here.optimizer.zero_grad(set_to_none=here.replica is not None)
+        loss_of(here.model(here.share(batch(step)))).backward()
+        if here.replica is None:
+            for parameter in here.model.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        here.optimizer.step()
+    return weights(here.model)
+
+
+class Unseen(torch.nn.Module):
+    """Reads a weight in a way that torch does not tell of, as extensions do: always, or from a step on."""
+
+    def __init__(self, begins: int) -> None:
+        super().__init__()
+        self.linear, self.begins, self.calls = torch.nn.Linear(4, 3).double(), begins, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls <= self.begins:
+            return self.linear(x)
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.nn.functional.linear(x, self.linear.weight, self.linear.bias)
+
+
+def unseen(begins: int) -> Callable[[int], tuple[torch.nn.Module, torch.optim.Optimizer]]:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        from toy import fill
+
+        model = fill(Unseen(begins))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    return make
+
+
+def test_weights_that_are_read_unseen_wait_at_the_models_forward_pass(group: Any) -> None:
+    wanted = alone(unseen(0), plain)
+    for found in on_group(group, LAYERED[1], 2, unseen(0), plain):
+        close(found, wanted)
+
+
+def test_a_weight_that_was_read_too_early_is_refused(group: Any) -> None:
+    with pytest.raises(GradientError, match=r"'linear\.(?:weight|bias)' were read .* before their update.*\.flush"):
+        on_group(group, LAYERED[1], 2, unseen(2), plain)
+
+
+def test_a_flush_before_something_unseen_is_enough(group: Any) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(STEPS):
+            if here.replica is not None:
+                here.replica.flush()
+                assert not under_way(here)
+            train(here, range(step, step + 1))
+        return weights(here.model)
+
+    wanted = alone(unseen(2), body)
+    for found in on_group(group, LAYERED[1], 2, unseen(2), body):
+        close(found, wanted)
+
+
+def test_gradients_changed_behind_the_exchange_are_refused(group: Any) -> None:
+    def body(here: Here) -> None:
+        kept: list[torch.Tensor] = []
+        here.model.get_parameter("0.weight").register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+        loss_of(here.model(here.share(batch(0)))).backward()
+        kept[0].mul_(2)
+        here.optimizer.step()
+
+    with pytest.raises(GradientError, match=r"the gradient of '0\.weight' was changed through a tensor that was kept"):
+        on_group(group, LAYERED[1], 2, sgd, body)
+
+
+class Global(torch.optim.SGD):
+    """Scales the update by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        held = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        torch.nn.utils.clip_grad_norm_(held, 0.1)
+        return super().step(closure)
+
+
+def coupled(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+    model = mlp()
+    return model, Global(model.parameters(), lr=0.1)
+
+
+def test_an_optimizer_that_couples_parameters_is_refused(group: Any) -> None:
+    with pytest.raises(UsageError, match=r"Global cannot update parameters one after the other.*depends on others"):
+        on_group(group, LAYERED[0], 2, coupled, plain)
+    made = mlp()
+    with pytest.raises(UsageError, match=r"LBFGS cannot update parameters one after the other.*schedule=fixed"):
+        on_group(group, LAYERED[0], 2, lambda _: (made, torch.optim.LBFGS(made.parameters())), plain)
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a count of its steps in its groups, and slows down by it."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            group["lr"] = 0.1 / group["steps"]
+        return super().step(closure)
+
+
+def counting(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+    model = mlp()
+    return model, Counts(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", ALL[:2])
+def test_what_an_optimizer_keeps_in_its_groups_counts_once_a_step(group: Any, strategy: str) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        train(here, range(STEPS))
+        state = here.optimizer.state_dict()
+        return weights(here.model) | {"steps": torch.tensor(state["param_groups"][0]["steps"])}
+
+    wanted = alone(counting, body)
+    assert wanted["steps"] == STEPS
+    for found in on_group(group, strategy, 2, counting, body):
+        close(found, wanted)
+
+
+def test_hooks_of_the_optimizer_are_called_once_a_step(group: Any) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        calls: list[str] = []
+        here.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        here.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        train(here, range(STEPS))
+        assert calls == ["before", "after"] * STEPS
+        return weights(here.model)
+
+    wanted = alone(sgd, body)
+    for found in on_group(group, LAYERED[1], 2, sgd, body):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_learning_rate_schedulers_may_be_made_before_or_after(group: Any, before: bool) -> None:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, optimizer = sgd(index)
+        if before:
+            optimizer.scheduler = StepLR(optimizer, 1, 0.5)  # type: ignore[attr-defined]
+        return model, optimizer
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        scheduler = here.optimizer.scheduler if before else StepLR(here.optimizer, 1, 0.5)  # type: ignore[attr-defined]
+        for step in range(STEPS):
+            train(here, range(step, step + 1))
+            scheduler.step()
+        return weights(here.model)
+
+    wanted = alone(make, body)
+    for found in on_group(group, LAYERED[1], 2, make, body):
+        close(found, wanted)
+
+
+def delayed_by_hand(local: bool) -> list[dict[str, torch.Tensor]]:
+    """The recursion, for two workers: W(t+1) = W(t) - lr mean g(t); w(t+1) = W(t) - lr g(t)."""
+    shared = [mlp()]
+    optimizer = torch.optim.SGD(shared[0].parameters(), lr=0.1, momentum=0.9)
+    workers = [mlp(), mlp()]
+    waiting: list[torch.Tensor] | None = None
+    for step in range(STEPS):
+        mine = []
+        for rank, model in enumerate(workers):
+            model.zero_grad()
+            x = batch(step)
+            loss_of(model(x[6 * rank : 6 * rank + 6])).backward()
+            mine.append([parameter.grad for parameter in model.parameters()])
+        if waiting is not None:
+            update(shared[0], optimizer, waiting)
+        waiting = [(a + b) / 2 for a, b in zip(*mine, strict=True) if a is not None and b is not None]
+        with torch.no_grad():
+            for model, own in zip(workers, mine, strict=True):
+                for parameter, whole, gradient in zip(model.parameters(), shared[0].parameters(), own, strict=True):
+                    assert gradient is not None
+                    parameter.copy_(whole - 0.1 * gradient if local else whole)
+    assert waiting is not None
+    update(shared[0], optimizer, waiting)
+    return [weights(shared[0])] * 2
+
+
+def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> None:
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+@pytest.mark.parametrize("place", ["ring", "ps(servers=1, on=workers, update=worker)", "ring" + STAGED])
+@pytest.mark.parametrize("local", [True, False])
+def test_delayed_steps_are_their_recursion(group: Any, place: str, local: bool) -> None:
+    """To the bit, with buckets of a tensor each; whoever looks sees the weights that all have."""
+    architecture, staged = place.removesuffix(STAGED), STAGED if place.endswith(STAGED) else ""
+    text = f"{architecture} schedule=delayed(bucket=1B, local={'on' if local else 'off'}){staged}"
+    for found, wanted in zip(on_group(group, text, 2, sgd, plain), delayed_by_hand(local), strict=True):
+        close(found, wanted, 1e-15)
+
+
+@pytest.mark.parametrize("script", [clipped, scaled])
+def test_who_reads_every_gradient_makes_delayed_steps_synchronous(group: Any, script: Callable[[Here], Any]) -> None:
+    wanted = alone(sgd, script)
+    for found in on_group(group, "ring schedule=delayed", 2, sgd, script):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [moving_average, saved, scheduled, added_up, zeroed_otherwise, skipped, own_gradients, copied, with_closure],
+)
+def test_delayed_scripts_leave_the_same_weights_on_all_ranks(group: Any, script: Callable[[Here], Any]) -> None:
+    found, other = on_group(group, "ring schedule=delayed", 2, sgd, script)
+    close(found, other, 0.0)
+
+
+def test_what_crosses_iterations_needs_an_optimizer_of_one_model(group: Any) -> None:
+    from syncline.frameworks.torch import Options, prepare
+
+    def without(session: Any) -> None:
+        prepare(session, mlp(), None, Options())
+
+    with pytest.raises(
+        UsageError, match=r"schedule=priority has weights updated when they are needed: give .* optimizer"
+    ):
+        group(LAYERED[0], 2, without)
+
+    def foreign(session: Any) -> None:
+        model, other = mlp(), torch.nn.Linear(2, 2)
+        prepare(session, model, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1), Options())
+
+    with pytest.raises(UsageError, match=r"not a parameter of the model, and schedule=priority .*ModuleList"):
+        group(LAYERED[0], 2, foreign)
+
+
+class Special(torch.nn.Parameter):
+    """A parameter of somebody's own class."""
+
+
+def test_parameters_of_another_class_are_refused(group: Any) -> None:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, _ = sgd(index)
+        model.get_submodule("0").bias = Special(torch.zeros(6, dtype=torch.float64))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with pytest.raises(UsageError, match=r"parameter '0\.bias' is a Special.*schedule=fixed"):
+        on_group(group, LAYERED[0], 2, make, plain)
