@@ -60,11 +60,16 @@ def test_parts_are_put_together_where_they_were_to_be(tmp_path: Path) -> None:
     assert call("timeline", str(folder)).exit_code == 0
     assert len(load(tmp_path / "t.json")["otherData"]["processes"]) == 2
     assert call("timeline", str(folder), "-o", str(tmp_path / "t.csv")).exit_code == 2
-    (folder / "process-0-0.names").write_text("{")
+    for process in (1, 2):  # a later run's
+        file = open_part(folder, process, 0)
+        file.note(run="the last one")
+        file.close()
+    assert "1 part of earlier runs is left out" in call("timeline", str(folder)).output
+    (folder / "process-1-0.names").write_text("{")
     result = call("timeline", str(folder))
     assert result.exit_code == 0
-    assert "1 span of 1 process, on one clock" in result.output
-    assert "process-0-0.spans is no part of a timeline" in result.output
+    assert "0 spans of 1 process, on one clock" in result.output
+    assert "process-1-0.spans is no part of a timeline" in result.output
 
 
 def test_a_folder_without_parts_is_refused(tmp_path: Path) -> None:
@@ -72,3 +77,22 @@ def test_a_folder_without_parts_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "no parts of a timeline" in result.output
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_is_killed_has_its_timeline(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, signal, numpy as np, syncline\n"
+        "syncline.init('ring transport=tcp')\n"
+        "for step in range(100):\n"
+        "    if step == 3 and syncline.rank() == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    syncline.allreduce(np.ones(1000))\n"
+    )
+    result = call("run", "-n", "2", "--trace", str(tmp_path / "t.json"), str(script))
+    assert result.exit_code == 137
+    found = load(tmp_path / "t.json")
+    unfinished = {event["pid"] for event in found["traceEvents"] if event.get("args", {}).get("unfinished")}
+    assert len(found["otherData"]["processes"]) == 2
+    assert 1 in unfinished
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["t.json", "train.py"]

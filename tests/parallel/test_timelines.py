@@ -25,8 +25,8 @@ def of(events: Events, *kinds: str) -> Events:
     return [event for event in events if event.get("cat") in kinds]
 
 
-def put_together(folder: Path, *options: str) -> None:
-    result = CliRunner().invoke(timeline, [str(folder), *options])
+def put_together(folder: Path) -> None:
+    result = CliRunner().invoke(timeline, [str(folder)])
     assert result.exit_code == 0, result.output
 
 
@@ -102,18 +102,29 @@ def test_what_a_failed_run_has_left_can_be_put_together(pool: Pool, address: str
     assert 2 not in stuck
 
 
-def test_who_does_not_find_rank_0_leaves_its_part(pool: Pool, address: str, tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    with pool.start(bodies.leaves_first, everyone(2, address), {"SYNCLINE_TRACE": str(path)}) as group:
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_who_is_gone_before_rank_0_ends_leaves_its_part(
+    pool: Pool, address: str, tmp_path: Path, elsewhere: bool
+) -> None:
+    path, folder, other = tmp_path / "t.json", tmp_path / "t.json.parts", tmp_path / "of another host"
+    with pool.start(bodies.leaves_first, everyone(3, address), {"SYNCLINE_TRACE": str(path)}) as group:
         group.end(among=[1])
-        group.ranks[0].line.send("go on")
+        if elsewhere:
+            other.mkdir()
+            for part in folder.glob("process-1-*"):
+                part.rename(other / part.name)
+        for rank in (0, 2):
+            group.ranks[rank].line.send("go on")
         group.results()
-        first, second = (rank.printed() for rank in group.ranks)
-    assert "its part of the timeline is left in" in second
-    assert "the timeline has no part of rank 1 (" in first
-    assert {event["pid"] for event in of(load(path)["traceEvents"], "run")} == {1}
-    put_together(Path(f"{path}.parts"), "-o", str(tmp_path / "rest.json"))
-    assert {event["pid"] for event in of(load(tmp_path / "rest.json")["traceEvents"], "run")} == {2}
+        told = group.ranks[0].printed()
+    assert {event["pid"] for event in of(load(path)["traceEvents"], "run")} == ({1, 3} if elsewhere else {1, 2, 3})
+    assert ("the timeline has no part of rank 1 (" in told) == elsewhere
+    assert folder.exists() == elsewhere
+    if elsewhere:
+        for part in other.iterdir():
+            part.rename(folder / part.name)
+        put_together(folder)
+        assert {event["pid"] for event in of(load(path)["traceEvents"], "run")} == {1, 2, 3}
 
 
 def test_sessions_that_follow_each_other_have_a_timeline_each(pool: Pool, address: str, tmp_path: Path) -> None:

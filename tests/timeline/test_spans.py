@@ -44,7 +44,7 @@ def test_what_is_told_is_there(tmp_path: Path) -> None:
     for one in (sent, segment, run):
         one.end()
     read_back = found(file)
-    assert read_back.notes == NOTES | {"name": "rank 3"}
+    assert read_back.notes == NOTES | {"name": "rank 3", "ended": True}
     assert read_back.left_out == 0
     assert read_back.spans == (
         module.TimedSpan(1.0, 7.0, 1 << 40, 2.5, -1, 7, -1, -1, -1, "run", "bucket 7 (é)", "allreduce", TRAINING),

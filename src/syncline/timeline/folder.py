@@ -7,6 +7,7 @@ set, names the file, and ``SYNCLINE_TRACE_PARTS`` the folder, which a launcher s
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 from pathlib import Path
@@ -51,24 +52,40 @@ def make_folder(folder: Path) -> None:
         raise UsageError(f"cannot write {folder}: {error.strerror or error}; choose another path") from None
 
 
+def part_name(process: int, session: int) -> str:
+    """What the files of a process are called, without what tells the two from each other."""
+    return f"process-{process}-{session}"
+
+
 def open_part(folder: Path, process: int, session: int) -> SpanFile:
     """The files of a process, for its session of that number; raises UsageError where they cannot be made."""
     make_folder(folder)
     try:
-        return SpanFile(folder, f"process-{process}-{session}", {"process": process, "session": session})
+        return SpanFile(folder, part_name(process, session), {"process": process, "session": session})
     except OSError as error:
         raise UsageError(f"cannot record in {folder}: {error.strerror or error}; choose another path") from None
 
 
 def read_parts(folder: Path) -> tuple[list[ProcessSpans], list[str]]:
-    """What lies there, by process and session, and what is wrong with files that cannot be read."""
-    found, wrong = list[ProcessSpans](), list[str]()
+    """What lies there, by process and session, and what is wrong with files that are left out.
+
+    What runs before that of the last one have left in the same folder is.
+    """
+    found, wrong, last_s = list[ProcessSpans](), list[str](), -math.inf
+    last: object = None
     for path in sorted(folder.glob(f"process-*{SUFFIXES[0]}"), key=_place):
         try:
             found.append(read(path))
         except UsageError as error:
             wrong.append(str(error))
-    return found, wrong
+        else:
+            if found[-1].notes["session"] == 0 and path.stat().st_mtime > last_s:
+                last, last_s = found[-1].notes.get("run"), path.stat().st_mtime
+    kept = [part for part in found if part.notes["session"] or part.notes.get("run") == last]
+    if len(kept) < len(found):
+        count = len(found) - len(kept)
+        wrong.append(f"{count} part{'s' * (count > 1)} of earlier runs {'are' if count > 1 else 'is'} left out")
+    return kept, wrong
 
 
 def _place(path: Path) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 Who has started all processes puts their parts together itself, whatever becomes of them. Where nobody does, rank 0 does
 at the end of a run in which nothing went wrong: every process says goodbye first, so that nobody is kept from the end,
 and then hands its part over, while the connections still stand. Who does not find rank 0 there within ``PATIENCE_S``
-leaves its part where it is, and so does everyone in a run that failed: ``syncline timeline`` puts these together.
+leaves its part where it is, where rank 0 finds it later if it has the same files; else, and in a run that failed,
+``syncline timeline`` puts together what lies in the folder.
 
  rank 0                                another process
  ------                                ---------------
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import struct
 import time
 import zlib
@@ -25,19 +27,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..engine.work import Work
-from ..errors import SynclineError
+from ..errors import PeerTimeout, SynclineError
 from ..session.session import Session
 from ..wire.saying import first_time, say
 from .chrome import RecordedRun, write
 from .clocks import Reading, best, identity
-from .folder import PARTS, VARIABLE, checked_target, folder_of, open_part
-from .spans import LIMIT, ProcessSpans, SpanFile, parse, read
+from .folder import PARTS, VARIABLE, checked_target, folder_of, open_part, part_name
+from .spans import LIMIT, SUFFIXES, SpanFile, parse
 
 PATIENCE_S = 10.0
 """How long processes wait for each other at the end of a run."""
 
 _HANDING_S = 60.0
 """How long a part may take, and the turns of those before it."""
+
+_TURN_S = 1.0
+"""How long rank 0 waits for who has had the time that another one took: what it says is there, or it is not."""
 
 _EXCHANGES = 16
 """Of readings: the one with the shortest round trip counts."""
@@ -47,6 +52,10 @@ _TIME = struct.Struct("<d")
 _SIZES = struct.Struct("<QQ")
 _MOST_BYTES = 64 * (LIMIT + 1), 1 << 26
 """Of rows and names."""
+
+
+_Part = tuple[bytes, bytes]
+"""The rows and the names of a process."""
 
 
 class _Post:
@@ -73,12 +82,15 @@ class _Post:
 
 
 class SessionSpans:
-    """This process's part in the recording of one session; ``target`` is None where a launcher collects the parts."""
+    """This process's part in the recording of its session of that ``number``.
 
-    def __init__(self, file: SpanFile, folder: Path, target: Path | None) -> None:
-        self.file = file
+    ``target`` is None where a launcher collects the parts.
+    """
+
+    def __init__(self, file: SpanFile, folder: Path, target: Path | None, number: int) -> None:
+        self.file, self._number = file, number
         self._folder, self._target = folder, target
-        self._identities: list[str] = []
+        self._run, self._identities = "", tuple[str, ...]()
         self._readings: list[Reading] = []
         self._session: Session | None = None
 
@@ -91,9 +103,14 @@ class SessionSpans:
         session.member.at_end = self.end
         if session.alone:
             return
-        everyone, mine, post = range(session.group.processes), identity().encode(), _Post(session)
-        shared = session.share(everyone, mine, "the clocks of a timeline")
-        self._identities = [text.decode(errors="replace") for text in shared]
+        everyone, post = range(session.group.processes), _Post(session)
+        mine = f"{secrets.token_hex(8)} {identity()}"  # rank 0 names the run
+        shared = session.share(everyone, mine.encode(), "the clocks of a timeline")
+        names, _, self._identities = zip(
+            *(text.decode(errors="replace").partition(" ") for text in shared), strict=True
+        )
+        self._run = names[0]
+        self.file.note(run=self._run)
         for process in everyone:
             if self._differs(process) and session.index == 0:
                 self._tell_time(post, process, _HANDING_S)
@@ -136,8 +153,9 @@ class SessionSpans:
                 self._hand_over(_Post(session), session.index)
         except (SynclineError, OSError) as error:
             self.file.close()
-            me = session.name(session.index)
-            self._leave(f"{me}: its part of the timeline is left in {self._folder}: {error}")
+            if not isinstance(error, PeerTimeout):  # rank 0 says whose part it has not found
+                me = session.name(session.index)
+                self._leave(f"{me}: its part of the timeline is left in {self._folder}: {error}")
 
     def _leave(self, text: str) -> None:
         if first_time(text):
@@ -154,25 +172,32 @@ class SessionSpans:
 
     def _collect(self, session: Session, target: Path) -> None:
         others, until = range(1, session.group.processes), time.monotonic() + PATIENCE_S
-        post, found, missing = _Post(session), dict[int, ProcessSpans](), dict[int, Exception]()
-        for process in others:
+        post, missing = _Post(session), dict[int, Exception]()
+        parts = {process: part for process in others if (part := self._left_here(process)) is not None}
+        coming = [process for process in others if process not in parts]
+        for process in coming:
             post.send(process, b"!")
-        for process in others:
+        for process in coming:
             try:
-                found[process] = self._receive(post, process, until)
+                parts[process] = self._receive(post, process, until)
             except (SynclineError, ValueError, zlib.error, struct.error) as error:
-                missing[process] = error
+                left = self._left_here(process)
+                parts |= {} if left is None else {process: left}
+                missing |= {process: error} if left is None else {}
         self.file.close()
-        found[0] = read(self.file.paths[0])
-        written = write(target, [RecordedRun([found[process] for process in sorted(found)])])
-        self.remove()
+        parts[0] = _bytes_of(self.file.paths)
+        written = write(target, [RecordedRun([parse(*parts[process]) for process in sorted(parts)])])
         say(f"syncline: timeline: {target} ({written.text})\n")
+        for process, part in parts.items():
+            self._keep(process, part if missing else None)
         for process, why in missing.items():
-            say(f"syncline: the timeline has no part of {session.name(process)}: {why}\n")
+            self._leave(f"the timeline has no part of {session.name(process)}, which left it on its host: {why}")
+        if not missing:
+            self.remove()
 
-    def _receive(self, post: _Post, process: int, until: float) -> ProcessSpans:
+    def _receive(self, post: _Post, process: int, until: float) -> _Part:
         """The part of another process; raises SynclineError, or an error of what is none."""
-        patience_s = until - time.monotonic()
+        patience_s = max(_TURN_S, until - time.monotonic())
         if self._differs(process):
             self._tell_time(post, process, patience_s)
             patience_s = _HANDING_S
@@ -180,16 +205,41 @@ class SessionSpans:
         if any(size > most for size, most in zip(sizes, _MOST_BYTES, strict=True)):
             raise ValueError(f"it is said to have {sizes} bytes, which makes no sense")
         bodies = post.receive(process, _HANDING_S, *sizes)
-        found = parse(*(_expanded(body, most) for body, most in zip(bodies, _MOST_BYTES, strict=True)))
-        if found.notes["process"] != process:
-            raise ValueError(f"it is of process {found.notes['process']}")
-        return found
+        rows, names = (_expanded(body, most) for body, most in zip(bodies, _MOST_BYTES, strict=True))
+        if parse(rows, names).notes["process"] != process:
+            raise ValueError("it is another process's")
+        return rows, names
+
+    def _left_here(self, process: int) -> _Part | None:
+        """The part of a process that has ended, if it lies in this host's folder."""
+        try:
+            part = _bytes_of(self._paths_of(process))
+            notes = parse(*part).notes
+        except (OSError, ValueError):
+            return None
+        return part if notes.get("run") == self._run and notes.get("ended") else None
+
+    def _paths_of(self, process: int) -> list[Path]:
+        return [self._folder / f"{part_name(process, self._number)}{suffix}" for suffix in SUFFIXES]
+
+    def _keep(self, process: int, part: _Part | None) -> None:
+        """Have the part of a process lie in the folder, or not."""
+        for path, data in zip(self._paths_of(process), part or (b"", b""), strict=True):
+            if part is None:
+                path.unlink(missing_ok=True)
+            else:
+                path.write_bytes(data)
 
     def remove(self) -> None:
         """Leave nothing behind."""
         self.file.remove()
         with contextlib.suppress(OSError):  # others are in it
             self._folder.rmdir()
+
+
+def _bytes_of(paths: Sequence[Path]) -> _Part:
+    rows, names = (path.read_bytes() for path in paths)
+    return rows, names
 
 
 def _expanded(data: bytes, most: int) -> bytes:
@@ -209,7 +259,7 @@ def begin_recording(process: int, number: int) -> SessionSpans | None:
     parts, path = os.environ.get(PARTS), os.environ.get(VARIABLE)
     if parts:
         folder = Path(parts)
-        return SessionSpans(open_part(folder, process, number), folder, None)
+        return SessionSpans(open_part(folder, process, number), folder, None, number)
     if not path:
         return None
     target = checked_target(path)
@@ -217,4 +267,4 @@ def begin_recording(process: int, number: int) -> SessionSpans | None:
         stem, dot, suffix = target.name.partition(".json")
         target = target.with_name(f"{stem}-{number + 1}{dot}{suffix}")
     folder = folder_of(target)
-    return SessionSpans(open_part(folder, process, number), folder, target)
+    return SessionSpans(open_part(folder, process, number), folder, target, number)

@@ -185,6 +185,8 @@ class SpanFile:
         with self._lock:
             if self._closed:
                 return
+            with contextlib.suppress(OSError):
+                self.note(ended=True)
             self._closed, self._ready = True, 0
             self._map.close()
             os.ftruncate(self._file.fileno(), (self._rows + 1) * _ROW.size)
