@@ -56,7 +56,7 @@ def test_messages_are_told_with_all_that_is_known_and_lead_to_their_receives(pat
 
 
 def test_times_are_those_of_one_clock_and_the_error_is_stated(path: Path) -> None:
-    ahead = sends(1, 0, 0.5, clock=[[0.0, 100.0, 0.002], [20.0, 102.0, 0.004]])  # one second in ten slower
+    ahead = sends(1, 0, 0.5, clock=[[0.0, 100.0, 0.002], [20.0, 102.0, 0.004]])  # it loses one second in ten
     written = write(path, [RecordedRun([sends(0, 1, 100.0), ahead])])
     assert written.text == "16 spans of 2 processes, clocks within 2000 us"
     assert [event["ts"] for event in events(path, "send", pid=2)] == [pytest.approx(1.65e6), pytest.approx(12.65e6)]

@@ -35,6 +35,13 @@ def test_an_offset_is_wrong_by_no_more_than_it_says(
     assert abs(offset.there(at_s) - (ahead_s + (1 + drift) * at_s)) <= offset.error_s * 1.001 + 1e-9
 
 
+def test_beyond_the_readings_the_offset_stays() -> None:
+    """A session of a moment says little of how clocks drift."""
+    offset = Offset((Reading.of(10.0, 110.0, 10.002), Reading.of(10.1, 110.102, 10.102)))
+    assert offset.there(5.0) == pytest.approx(5.0 + offset.readings[0].offset_s)
+    assert offset.there(50.0) == pytest.approx(50.0 + offset.readings[1].offset_s)
+
+
 def test_one_reading_holds_for_ever_and_none_is_the_same_clock() -> None:
     assert Offset((Reading.of(10.0, 110.5, 11.0),)).there(70.0) == pytest.approx(170.0)
     assert Offset().there(70.0) == 70.0

@@ -21,7 +21,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ..compression.reducers import Room
 from ..errors import ClosedError, PeerTimeout, ProtocolError, UsageError
@@ -126,7 +126,7 @@ class Driver(ABC):
         begun = time.perf_counter()
         blocked = None
         if self._observer is not None:
-            blocked = begin(self._observer, "wait", ", ".join(work.label for work in works if not work.done))
+            blocked = begin(self._observer, "wait", _first_of([work.label for work in works if not work.done]))
         deadline = None if timeout is None else begun + timeout
         try:
             came = self._drive_here(works, deadline) and all(work.done for work in works)
@@ -148,7 +148,7 @@ class Driver(ABC):
         """Block until one of the works is done or ``until()`` holds (looked at often); raises the engine's fault."""
         blocked = None
         if self._observer is not None:
-            blocked = begin(self._observer, "wait", ", ".join(work.label for work in works))
+            blocked = begin(self._observer, "wait", _first_of([work.label for work in works]))
         try:
             with self._changed:
                 while not (self.error or until() or any(work.done for work in works)):
@@ -178,7 +178,7 @@ class Driver(ABC):
         """What is under way, in few words."""
         reducing = [one.label for one in list(self._reducing.values()) if one.label]
         labels = [*dict.fromkeys([*self._exchange.labels, *reducing])]
-        return "no exchange" if not labels else labels[0] + (f" and {len(labels) - 1} more" if len(labels) > 1 else "")
+        return _first_of(labels) if labels else "no exchange"
 
     @property
     def room(self) -> Room:
@@ -412,3 +412,8 @@ class Driver(ABC):
             self._exchange.progress(0.0 if self.transport.idle else _DRAIN_POLL_S)
             if self.transport.idle:
                 return
+
+
+def _first_of(labels: Sequence[str]) -> str:
+    """What is under way, in few words, however much it is."""
+    return f"{labels[0]} and {len(labels) - 1} more" if len(labels) > 1 else "".join(labels)

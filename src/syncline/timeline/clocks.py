@@ -4,7 +4,7 @@ Processes of one kernel share its CLOCK_MONOTONIC, unless they are in other time
 measured there, and nothing can be wrong. Elsewhere a process asks rank 0 for its time and takes it for that in the
 middle of the round trip. That is wrong by half the round trip at most, whichever way took how long of it, so that the
 exchange with the shortest one says most. Clocks drift: it is measured at the start and at the end, and between the two
-the offset is taken to have changed evenly. Nothing here sends or receives.
+the offset is taken to have changed evenly, beyond them not at all. Nothing here sends or receives.
 
 Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989; Mills, "Internet time synchronization:
 the network time protocol", IEEE Transactions on Communications 39, 1991.
@@ -63,7 +63,8 @@ class Offset:
         first, last = self.readings[0], self.readings[-1]
         passed_s = last.at_s - first.at_s
         drift = (last.offset_s - first.offset_s) / passed_s if passed_s > 0 else 0.0
-        return at_s + first.offset_s + drift * (at_s - first.at_s)
+        between_s = min(max(at_s, first.at_s), last.at_s)  # beyond them errors of two close readings would grow
+        return at_s + first.offset_s + drift * (between_s - first.at_s)
 
 
 def offset_of(notes: Mapping[str, Any]) -> Offset:

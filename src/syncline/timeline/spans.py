@@ -219,12 +219,12 @@ class SpanFile:
         return True
 
     def _number(self, text: str) -> int:
-        number = self._numbers.get(text)
+        shown = text if len(text) <= _NAME_CHARACTERS else f"{text[:_NAME_CHARACTERS]}..."
+        number = self._numbers.get(shown)
         if number is None:
             if len(self._numbers) == _MOST_NAMES:
                 return 0
-            number = self._numbers[text] = len(self._numbers)
-            shown = text if len(text) <= _NAME_CHARACTERS else f"{text[:_NAME_CHARACTERS]}..."
+            number = self._numbers[shown] = len(self._numbers)
             with contextlib.suppress(OSError):  # a full disk: the row has a number without a text
                 self._names.write(json.dumps(shown).encode() + b"\n")
         return number
