@@ -78,7 +78,7 @@ def test_sessions_of_one_process_share_its_lines(path: Path) -> None:
     write(path, [RecordedRun([sends(0, 1, 100.0), sends(0, 1, 200.0, session=1)])])
     found = load(path)
     lines = {(event["pid"], event["tid"]) for event in found["traceEvents"] if event["name"] == "thread_name"}
-    assert lines == {(1, 1), (1, 2), (1, 3)}
+    assert lines == {(1, 10_001), (1, 10_002), (1, 10_003)}
     assert list(found["otherData"]["processes"]) == ["rank 0", "rank 0, session 2"]
 
 

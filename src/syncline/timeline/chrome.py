@@ -27,7 +27,9 @@ from .clocks import offset_of
 from .spans import LIMIT, ProcessSpans, TimedSpan
 from .tracks import Line, is_moment, lines_of
 
-_PER_RUN = 1000
+_PER_RUN, _PER_PROCESS = 1000, 10_000
+"""Numbers of processes, and of lines: viewers take those of lines for the numbers of threads, which no two share."""
+
 _LEVEL = 4
 """Of compression: further ones take several times longer for a few per cent."""
 
@@ -180,7 +182,7 @@ def _events_of(
     placed = [span._replace(begin_s=begin) for span, begin in zip(spans, begins, strict=True)]
     lines, exchanges = lines_of(placed, ends), exchanges_of(spans)
     for new in sorted(set(filter(None, lines)) - tids.keys()):
-        tid = tids[new] = len(tids) + 1
+        tid = tids[new] = pid * _PER_PROCESS + len(tids) + 1
         yield _named("thread_name", pid, tid, name=new.title)
         yield _named("thread_sort_index", pid, tid, sort_index=_PER_RUN * new.order + new.number)
     for place, (span, line) in enumerate(zip(spans, lines, strict=True)):

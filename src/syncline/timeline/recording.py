@@ -33,7 +33,7 @@ from ..wire.saying import first_time, say
 from .chrome import RecordedRun, write
 from .clocks import Reading, best, identity
 from .folder import PARTS, VARIABLE, checked_target, folder_of, open_part, part_name
-from .spans import LIMIT, SUFFIXES, SpanFile, parse
+from .spans import LIMIT, SUFFIXES, SpanFile, parse, parse_names
 
 PATIENCE_S = 10.0
 """How long processes wait for each other at the end of a run."""
@@ -151,11 +151,12 @@ class SessionSpans:
                 self._collect(session, target)
             else:
                 self._hand_over(_Post(session), session.index)
-        except (SynclineError, OSError) as error:
+        except Exception as error:  # nothing that a recording comes to fails a run
             self.file.close()
             if not isinstance(error, PeerTimeout):  # rank 0 says whose part it has not found
                 me = session.name(session.index)
-                self._leave(f"{me}: its part of the timeline is left in {self._folder}: {error}")
+                why = f"{type(error).__name__}: {error}"
+                self._leave(f"{me}: its part of the timeline is left in {self._folder}: {why}")
 
     def _leave(self, text: str) -> None:
         if first_time(text):
@@ -186,13 +187,17 @@ class SessionSpans:
                 missing |= {process: error} if left is None else {}
         self.file.close()
         parts[0] = _bytes_of(self.file.paths)
-        written = write(target, [RecordedRun([parse(*parts[process]) for process in sorted(parts)])])
+        whole = False
+        try:
+            written = write(target, [RecordedRun([parse(*parts[process]) for process in sorted(parts)])])
+            whole = not missing
+        finally:
+            for process, part in parts.items():
+                self._keep(process, None if whole else part)
         say(f"syncline: timeline: {target} ({written.text})\n")
-        for process, part in parts.items():
-            self._keep(process, part if missing else None)
         for process, why in missing.items():
             self._leave(f"the timeline has no part of {session.name(process)}, which left it on its host: {why}")
-        if not missing:
+        if whole:
             self.remove()
 
     def _receive(self, post: _Post, process: int, until: float) -> _Part:
@@ -212,12 +217,13 @@ class SessionSpans:
 
     def _left_here(self, process: int) -> _Part | None:
         """The part of a process that has ended, if it lies in this host's folder."""
+        paths = self._paths_of(process)
         try:
-            part = _bytes_of(self._paths_of(process))
-            notes = parse(*part).notes
+            notes, _ = parse_names(paths[1].read_bytes())
+            found = _bytes_of(paths) if notes.get("run") == self._run and notes.get("ended") else None
+            return found if found is None or parse(*found).notes["process"] == process else None
         except (OSError, ValueError):
             return None
-        return part if notes.get("run") == self._run and notes.get("ended") else None
 
     def _paths_of(self, process: int) -> list[Path]:
         return [self._folder / f"{part_name(process, self._number)}{suffix}" for suffix in SUFFIXES]

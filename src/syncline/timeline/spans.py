@@ -244,12 +244,9 @@ def read(path: Path) -> ProcessSpans:
         raise UsageError(f"{path} is no part of a timeline: {error}") from None
 
 
-def parse(rows: bytes, names: bytes) -> ProcessSpans:
-    """The same, of their bytes; raises ValueError for what no process of this version has written."""
-    if len(rows) < _ROW.size or rows[: len(_MAGIC)] != _MAGIC:
-        raise ValueError("it does not begin as one of this version")
-    notes: dict[str, Any] = {}
-    texts: list[str] = []
+def parse_names(names: bytes) -> tuple[dict[str, Any], list[str]]:
+    """The notes and the texts of a process; raises ValueError for what none of this version has written."""
+    notes, texts = dict[str, Any](), list[str]()
     for line in names.split(b"\n")[:-1]:  # what was written last may be no whole line
         said = json.loads(line)
         if isinstance(said, dict):
@@ -258,6 +255,14 @@ def parse(rows: bytes, names: bytes) -> ProcessSpans:
             texts.append(str(said))
     if not all(type(notes.get(name)) is int and notes[name] >= 0 for name in ("process", "session")):
         raise ValueError("it does not say of which process it is")
+    return notes, texts
+
+
+def parse(rows: bytes, names: bytes) -> ProcessSpans:
+    """The same, of their bytes; raises ValueError for what no process of this version has written."""
+    if len(rows) < _ROW.size or rows[: len(_MAGIC)] != _MAGIC:
+        raise ValueError("it does not begin as one of this version")
+    notes, texts = parse_names(names)
     spans: list[TimedSpan] = []
     text = dict(enumerate(texts)).get
     for row in _ROW.iter_unpack(rows[_ROW.size : len(rows) // _ROW.size * _ROW.size]):
