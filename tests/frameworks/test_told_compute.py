@@ -14,6 +14,7 @@ from toy import batch, loss_of, mlp
 from syncline.engine.trace import Recorder, Span
 from syncline.frameworks.torch import prepare
 from syncline.frameworks.torch.computing import NO_GRADIENT
+from syncline.frameworks.torch.staging import HostCopier
 from syncline.launch.connecting import in_process
 from syncline.session.session import Session
 
@@ -125,3 +126,24 @@ def test_where_nobody_observes_there_are_no_hooks_for_it(run_on: Callable[..., A
         return [len(model._forward_hooks), len(optimizer._optimizer_step_pre_hooks)]
 
     assert run_on(in_process("ring", 2), body) == [[0, 0]] * 2
+
+
+def test_copies_from_a_device_are_told_within_what_waits_for_them(run_on: Callable[..., Any]) -> None:
+    one = recorder()
+
+    def body(session: Session) -> None:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        prepare(session, model, optimizer, copier=HostCopier())
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model(batch(step))).backward()
+            optimizer.step()
+
+    run_on(in_process("ring schedule=wait_free", 2, [one]), body)
+    copies = one.spans("staging")
+    assert [span.nbytes for span in copies] == [8 * size for size in (3, 18, 6, 24)] * 2
+    for span in copies:
+        assert span.within is not None
+        begun, ended = lifetime(one, span)
+        assert lifetime(one, span.within)[0] < begun < ended < lifetime(one, span.within)[1]
