@@ -62,9 +62,9 @@ def fails(line: Connection, place: bodies.Place, how: str) -> None:
     line.send("never")
 
 
-def leaves_first(line: Connection, place: bodies.Place) -> None:
+def leaves_first(line: Connection, place: bodies.Place, patience_s: float) -> None:
     """Rank 1 is gone when the others come to the end."""
-    recording.PATIENCE_S = 0.2 if place[0] == 1 else 3.0
+    recording.PATIENCE_S = 0.2 if place[0] == 1 else patience_s
     with bodies.joined(place, "ring"):
         syncline.barrier()
         if place[0] != 1:
