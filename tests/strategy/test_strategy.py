@@ -542,7 +542,7 @@ def test_two_steps_under_way_are_those_of_every_step() -> None:
         ),
         ("ps(servers=1, update=worker) schedule=split", "servers answer", "schedule=split"),
         ("ps(servers=1) schedule=priority", "later than", "ps(servers=1, update=worker) schedule=priority"),
-        ("ps(servers=1) schedule=delayed", "later than", "schedule=delayed"),
+        ("ps(servers=1) schedule=delayed", "later than", "ps(servers=1)"),
         ("ps(servers=1, update=worker) schedule=delayed", "servers that only sum", "schedule=delayed"),
         ("ring codec=int8 schedule=delayed", r"two steps under way.*\(int8\) keeps", "ring schedule=delayed"),
     ],
