@@ -59,7 +59,12 @@ class ReplayedLayer(nn.Module):
         self._memory = [torch.ones_like(parameter) for parameter in self.parameters()]
 
     def forward(self, signal: Tensor) -> Tensor:
-        """The signal as it came, after the layer's forward time."""
+        """The signal as it came, after the layer's forward time.
+
+        Weights are read as a layer reads them, when it begins: there are schedules under which they come only then.
+        """
+        for parameter in self.parameters():
+            parameter.detach()
         found: Tensor = _Timed.apply(self, signal, *self.parameters())  # type: ignore[no-untyped-call]
         return found
 
