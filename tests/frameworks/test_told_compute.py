@@ -43,6 +43,16 @@ def lifetime(of: Recorder, span: Span) -> tuple[float, float]:
     return begun, ended
 
 
+def test_who_only_observes_leaves_updates_in_the_next_forward_pass(run_on: Callable[..., Any]) -> None:
+    recorders = [recorder() for _ in range(2)]
+    run_on(in_process("ring schedule=priority(slice=40B)", 2, recorders), train)
+    for one in recorders:
+        second = lifetime(one, one.spans("forward")[1])
+        updates = [span for span in one.spans("optimizer") if span.label.startswith("SGD, ")]
+        inside = [span for span in updates if second[0] < lifetime(one, span)[0] < lifetime(one, span)[1] < second[1]]
+        assert len(inside) == 4  # a tensor each
+
+
 @pytest.mark.parametrize(
     ("strategy", "owners"),
     [("ring", []), ("ps(servers=1)", [2]), ("ps(servers=2, on=workers) codec=int8", [0, 1])],

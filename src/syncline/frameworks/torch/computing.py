@@ -8,7 +8,7 @@ times at which the script has given its orders.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -79,20 +79,21 @@ def steps_of(session: Session, optimizer: torch.optim.Optimizer | None) -> Itera
     """Handles of the hooks that tell of an optimizer's steps; none where another model's tell of them already."""
     if session.observer is None or optimizer is None:
         return []
-    if any(isinstance(hook, _Begins) for hook in optimizer._optimizer_step_pre_hooks.values()):
+    if any(isinstance(hook, Telling) for hook in optimizer._optimizer_step_pre_hooks.values()):
         return []
     told = _Told(session.observer, "optimizer", type(optimizer).__name__)
     return [
-        optimizer.register_step_pre_hook(_Begins(told)),
-        optimizer.register_step_post_hook(lambda *_: told.end()),
+        optimizer.register_step_pre_hook(Telling(told.begin)),
+        optimizer.register_step_post_hook(Telling(told.end)),
     ]
 
 
-class _Begins:
-    """The hook before a step, which is known by its class."""
+class Telling:
+    """A hook before or after a step that only tells of it, which is known by its class."""
 
-    def __init__(self, told: _Told) -> None:
-        self._told = told
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
 
     def __call__(self, *_: Any) -> None:
-        self._told.begin()
+        """It is there."""
+        self._tell()

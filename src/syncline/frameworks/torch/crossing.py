@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...engine.step import Apply
+from ...engine.trace import begin
 from ...nouns import Bucket
 from .compiled import is_compiled
 from .deferred import Deferral
@@ -212,7 +213,12 @@ class Crossing:
         if tensors:
             parameters = [self._parameters[number] for number in tensors]
             gradients = [owed.storage.views[number] for number in tensors]
+            span = None
+            if (observer := self._replica.session.observer) is not None:
+                span = begin(observer, "optimizer", f"{self._plain.__name__}, {len(tensors)} tensors")
             owed.after = update(self._optimizer, self._plain, owed.values, parameters, gradients)
+            if span is not None:
+                span.end()
         if owed.over:
             write_back(self._optimizer, owed.values, owed.after)
             del self._owed[action.step]

@@ -16,6 +16,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...errors import UsageError
+from .computing import Telling
 from .shard import state_like
 
 Values = list[dict[str, Any]]
@@ -92,8 +93,9 @@ def _same(one: Any, other: Any) -> bool:
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether something is called before or after every step, which has to be one step then."""
-    of_one = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(of_one or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    of_one = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    theirs = [hook for hook in of_one if not isinstance(hook, Telling)]
+    return bool(theirs or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 _SHAPES = ((6, 4), (9,))
