@@ -410,7 +410,7 @@ def _end(fetch: bool = False) -> None:
     ending, passing = _session, sys.exc_info()[1]
     try:
         for made in _prepared:
-            made.release(fetch and passing is None)
+            made.release(fetch and passing is None, settle=passing is None)
     finally:
         _prepared.clear()
         _session = None

@@ -248,6 +248,17 @@ def scaled(here: Here) -> dict[str, torch.Tensor]:
     return weights(here.model)
 
 
+def adversarial(here: Here) -> dict[str, torch.Tensor]:
+    """Two halves with a backward pass each, of which one goes through both, as with generators."""
+    for step in range(STEPS):
+        here.optimizer.zero_grad()
+        loss_of(here.model(here.share(batch(step)))).backward()
+        here.optimizer.step()
+        loss_of(here.model(here.share(batch(step + 30)))).backward()
+    here.optimizer.zero_grad()
+    return plain(here)
+
+
 def in_another_mode(here: Here) -> dict[str, torch.Tensor]:
     """Weights are looked at first, and so updated, where gradients are off, in inference mode and under autocast."""
     for step in range(STEPS):
@@ -264,6 +275,7 @@ def in_another_mode(here: Here) -> dict[str, torch.Tensor]:
 SCRIPTS = [
     plain, clipped, clipped_now_and_then, moving_average, saved, scheduled, accumulated, added_up, never_zeroed,
     zeroed_otherwise, skipped, own_gradients, changed_weights, penalised, copied, with_closure, scaled, in_another_mode,
+    adversarial,
 ]  # fmt: skip
 
 
@@ -441,12 +453,69 @@ def coupled(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  #
     return model, Global(model.parameters(), lr=0.1)
 
 
-def test_an_optimizer_that_couples_parameters_is_refused(group: Any) -> None:
-    with pytest.raises(UsageError, match=r"Global cannot update parameters one after the other.*depends on others"):
-        on_group(group, LAYERED[0], 2, coupled, plain)
-    made = mlp()
-    with pytest.raises(UsageError, match=r"LBFGS cannot update parameters one after the other.*schedule=fixed"):
-        on_group(group, LAYERED[0], 2, lambda _: (made, torch.optim.LBFGS(made.parameters())), plain)
+class Sure(Global):
+    """Says of itself what is not so."""
+
+    updates_parameters_alone = True
+
+
+class Alone(torch.optim.SGD):
+    """Says of itself what is so."""
+
+    updates_parameters_alone = True
+
+
+def of_class(kind: type[torch.optim.SGD]) -> Callable[[int], tuple[torch.nn.Module, torch.optim.Optimizer]]:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = mlp()
+        return model, kind(model.parameters(), lr=0.1)
+
+    return make
+
+
+def test_an_optimizer_that_nobody_knows_updates_all_at_once(group: Any, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = alone(coupled, plain)
+    for found in on_group(group, LAYERED[1], 2, coupled, settled):
+        close(found, wanted)
+    assert "Global is none of torch's own optimizers" in caplog.text
+    with pytest.raises(UsageError, match=r"Global, which is none of torch's own, .*schedule=fixed"):
+        on_group(group, "ring schedule=delayed", 2, coupled, settled)
+
+
+def settled(here: Here) -> dict[str, torch.Tensor]:
+    train(here, range(STEPS))
+    assert not under_way(here)
+    return weights(here.model)
+
+
+def test_an_optimizer_that_says_it_updates_parameters_alone_is_tried(group: Any) -> None:
+    with pytest.raises(UsageError, match=r"Sure cannot update parameters one after the other.*depends on others"):
+        on_group(group, LAYERED[0], 2, of_class(Sure), plain)
+    wanted = alone(of_class(Alone), plain)
+    for found in on_group(group, LAYERED[1], 2, of_class(Alone), plain):
+        close(found, wanted)
+
+
+def test_an_optimizer_that_calls_its_closure_often_gets_averages_each_time(group: Any) -> None:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = mlp()
+        return model, torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(3):
+
+            def closure(step: int = step) -> torch.Tensor:
+                here.optimizer.zero_grad()
+                loss = loss_of(here.model(here.share(batch(step))))
+                loss.backward()
+                return loss.detach() * 0  # what ranks have of it differs
+
+            here.optimizer.step(closure)
+        return weights(here.model)
+
+    wanted = alone(make, body)
+    for found in on_group(group, LAYERED[1], 2, make, body):
+        close(found, wanted)
 
 
 class Counts(torch.optim.SGD):
@@ -459,9 +528,15 @@ class Counts(torch.optim.SGD):
         return super().step(closure)
 
 
+class Counted(Counts):
+    """Is known to keep nothing elsewhere."""
+
+    updates_parameters_alone = True
+
+
 def counting(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
     model = mlp()
-    return model, Counts(model.parameters(), lr=0.1)
+    return model, Counted(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("strategy", ALL[:2])
@@ -475,6 +550,199 @@ def test_what_an_optimizer_keeps_in_its_groups_counts_once_a_step(group: Any, st
     assert wanted["steps"] == STEPS
     for found in on_group(group, strategy, 2, counting, body):
         close(found, wanted)
+
+
+def test_delayed_steps_count_once_too(group: Any) -> None:
+    def body(here: Here) -> int:
+        train(here, range(STEPS))
+        return int(here.optimizer.state_dict()["param_groups"][0]["steps"])
+
+    assert on_group(group, "ring schedule=delayed(local=off)", 2, counting, body) == [STEPS] * 2
+
+
+class Old(torch.optim.SGD):
+    """Zeroes in place unless told otherwise, as optimizers once did."""
+
+    updates_parameters_alone = True
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none)
+
+
+class Zeroes(torch.nn.Sequential):
+    """Zeroes its gradients by itself."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+@pytest.mark.parametrize("strategy", [LAYERED[1], LAYERED[2]])
+def test_a_zero_grad_of_somebodys_own_waits(group: Any, strategy: str) -> None:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = Zeroes(*mlp().children())
+        return model, Old(model.parameters(), lr=0.1)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(STEPS):
+            loss_of(here.model(here.share(batch(step)))).backward()
+            here.optimizer.step()
+            (here.optimizer if step % 2 else here.model).zero_grad()
+        return weights(here.model)
+
+    wanted = alone(make, body)
+    for found in on_group(group, strategy, 2, make, body):
+        close(found, wanted)
+
+
+def half(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+    model = mlp()
+    return model, torch.optim.SGD(model.get_submodule("2").parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_parameters_that_are_added_to_the_optimizer_later_are_updated_too(group: Any, strategy: str) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(6):
+            if step == 3:
+                added = list(here.model.get_submodule("0").parameters())
+                here.optimizer.add_param_group({"params": added, "lr": 0.05})
+            here.model.zero_grad()
+            loss_of(here.model(here.share(batch(step)))).backward()
+            here.optimizer.step()
+        return weights(here.model)
+
+    wanted = alone(half, body)
+    found, other = on_group(group, strategy, 2, half, body)
+    close(found, other, 0.0)
+    if strategy != ALL[-1]:
+        close(found, wanted)
+    with pytest.raises(UsageError, match="not a parameter of the model"):
+        on_group(group, strategy, 2, half, lambda here: here.optimizer.add_param_group({"params": [torch.zeros(2)]}))
+
+
+def test_a_step_that_was_replaced_on_the_optimizer_is_refused(group: Any) -> None:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, optimizer = sgd(index)
+        optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
+        return model, optimizer
+
+    with pytest.raises(UsageError, match=r"step\(\) of this SGD was replaced on the object itself.*after syncline"):
+        on_group(group, LAYERED[0], 2, make, plain)
+
+
+def test_parameters_that_share_memory_are_refused(group: Any) -> None:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, optimizer = sgd(index)
+        model.get_submodule("2").bias.data = model.get_submodule("0").bias.data[:3]  # type: ignore[union-attr, assignment]
+        return model, optimizer
+
+    with pytest.raises(UsageError, match=r"parameters '..bias' and '..bias' share memory.*schedule=fixed"):
+        on_group(group, LAYERED[0], 2, make, plain)
+
+
+def test_a_gradient_that_is_still_under_way_is_not_added_to(group: Any) -> None:
+    with pytest.raises(GradientError, match=r"adds to the gradient of .* still under way.*call zero_grad"):
+        on_group(group, "ring schedule=delayed", 2, sgd, never_zeroed)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_ranks_with_fewer_batches_take_part(group: Any, strategy: str) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        train(here, range(6 if here.rank == 0 else 3))
+        assert here.replica is not None
+        here.replica.on_joined = lambda _: None
+        here.replica.shadow_until_all_joined()
+        return weights(here.model)
+
+    found, other = on_group(group, strategy, 2, sgd, body)
+    close(found, other, 0.0)
+
+
+def test_a_transform_that_looks_inside_is_refused(group: Any) -> None:
+    def body(here: Here) -> None:
+        train(here, range(2))
+        torch.func.vmap(lambda one: here.model(one[None]))(batch(3))
+
+    with pytest.raises(UsageError, match=r"a transform of torch\.func looks at weights .*syncline\.flush\(\)"):
+        on_group(group, LAYERED[1], 2, sgd, body)
+
+
+def test_gradients_of_one_half_before_the_forward_pass_of_the_other_accuse_nobody(group: Any) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        first, last = here.model.get_submodule("0"), here.model.get_submodule("2")
+        for step in range(STEPS):
+            here.optimizer.zero_grad()
+            x = here.share(batch(step))
+            torch.autograd.grad(first(x).sum(), list(first.parameters()))
+            loss_of(last(torch.tanh(first(x)))).backward()
+            here.optimizer.step()
+        return weights(here.model)
+
+    wanted = alone(sgd, body)
+    for found in on_group(group, LAYERED[1], 2, sgd, body, weight=1):
+        close(found, wanted)
+
+
+def test_the_class_of_a_deferred_parameter_makes_plain_ones(group: Any) -> None:
+    def body(here: Here) -> None:
+        train(here, range(1))
+        parameter = next(here.model.parameters())
+        assert type(parameter) is DeferredParameter
+        made = type(parameter)(torch.ones(2))
+        assert type(made) is torch.nn.Parameter
+        assert (made + 1).sum() == 4
+
+    on_group(group, LAYERED[1], 2, sgd, body)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit.script is deprecated, and used
+def test_scripted_parts_wait_at_the_models_forward_pass(group: Any) -> None:
+    """In an evaluation, with a penalty behind the pass, and where a weight is looked at elsewhere."""
+
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        whole = mlp()
+        model = torch.nn.Sequential(whole[0], torch.jit.script(whole[2]))  # type: ignore[index, no-untyped-call]
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        found = {}
+        for step in range(STEPS):
+            here.optimizer.zero_grad()
+            penalty = loss_of(here.model(here.share(batch(step))))
+            for parameter in here.model.parameters():
+                penalty = penalty + 0.1 * parameter.square().sum()
+            penalty.backward()
+            here.optimizer.step()
+            with torch.no_grad():
+                found[str(step)] = here.model(batch(99)).clone()
+        return found | weights(here.model)
+
+    wanted = alone(make, body)
+    for found in on_group(group, LAYERED[1], 2, make, body):
+        close(found, wanted)
+
+
+def test_what_could_not_be_waited_for_is_never_read_as_if_it_had(group: Any) -> None:
+    """A wait that fails is told at every later look: the weights are not those of the step."""
+
+    def body(here: Here) -> int:
+        train(here, range(1))
+        assert here.replica is not None
+        if here.rank == 1:
+            raise RuntimeError("gone")
+        told = 0
+        for _ in range(6):
+            try:
+                here.model.state_dict()
+            except Exception:
+                told += 1
+        assert told == 6
+        raise RuntimeError("told six times")
+
+    with pytest.raises(RuntimeError, match=r"gone|told six times"):
+        on_group(group, LAYERED[1], 2, sgd, body)
 
 
 def test_hooks_of_the_optimizer_are_called_once_a_step(group: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whether torch.compile has to do with a forward pass: then what happens inside is not seen, layer by layer."""
+"""Whether torch.compile or torch.jit has to do with a forward pass: what happens inside is then not seen."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 
 def is_compiled(model: torch.nn.Module) -> bool:
     """Whether a model, a part of it, or what calls it has been compiled; asked when a forward pass begins."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return True
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is None:
         return False

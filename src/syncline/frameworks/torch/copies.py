@@ -23,8 +23,13 @@ class PlainCopies:
 
     def __init__(self, model: torch.nn.Module, handles: Iterable[Any]) -> None:
         self._model = model
-        self._ours = frozenset(handle.id for handle in handles)
+        self._ours: set[int] = set()
+        self.leave_out(handles)
         vars(model)[_ANSWER] = self._reduce
+
+    def leave_out(self, handles: Iterable[Any]) -> None:
+        """Nor those with these."""
+        self._ours.update(handle.id for handle in handles)
 
     def remove(self) -> None:
         """End it; named as the handle of a hook has it."""

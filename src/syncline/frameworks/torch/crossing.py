@@ -20,23 +20,27 @@ only, and who looks at weights between steps, on any rank, sees those that all h
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...engine.step import Apply
+from ...engine.step import Action, Apply
 from ...engine.trace import begin
 from ...nouns import Bucket
 from .compiled import is_compiled
 from .deferred import Deferral
+from .eager import eager
 from .local import LocalSteps
-from .parts import Values, has_hooks, update, values_of, write_back
+from .parts import Values, has_hooks, update, updates_alone, values_of, write_back
 from .storage import Storage
 
 if TYPE_CHECKING:
     from .replica import Replica
+
+log = logging.getLogger("syncline")
 
 
 class Crossing:
@@ -51,70 +55,95 @@ class Crossing:
         self._replica, self._optimizer, self._plain, self._later = replica, optimizer, plain, later
         self._parameters = [parameter for _, parameter in replica.named]
         self._deferral = Deferral(self._parameters, self._read, self.flush)
-        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
-        held = [one for group in optimizer.param_groups for one in group["params"]]
-        self._held = frozenset(number for one in held if (number := numbers.get(id(one))) is not None)
-        self._others = [one for one in held if id(one) not in numbers]  # of which every rank has its own
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self.local = LocalSteps(self._parameters, optimizer) if local else None
+        self._alone = updates_alone(optimizer)
         self._owed: dict[int, _Owed] = {}  # updates, by step
+        self._failed: BaseException | None = None  # what kept an update from being made
         self._versions: list[int] = []  # of the gradients, as backward has left them
         self._early: list[int] = []  # parameters that are read where nobody sees it
         self._first = True  # no step has been exchanged
         self._looked: set[int] | None = None  # those that were looked at in the first pass, while that lasts
-        self._unread: frozenset[int] = frozenset()  # those that no forward pass had read when this backward pass began
+        self._unread: frozenset[int] = frozenset()  # those that no forward pass had read when a backward pass began
+        self._pass = -1  # the backward pass that they are of
         self._handles = [
             parameter.register_hook(partial(self._before_gradient, number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(self._parameters)
         ]
+        replica.keep([replica.model.register_forward_hook(eager(lambda *_: self._after_forward()))])
 
     @property
     def model(self) -> torch.nn.Module:
         """Whose steps these are."""
         return self._replica.model
 
+    @property
+    def updates_alone(self) -> bool:
+        """Whether parameters may be updated one after the other."""
+        return self._alone
+
+    @property
+    def name(self) -> str:
+        """The schedule's."""
+        return self._replica.session.strategy.schedule.name
+
     def detach(self) -> None:
         """Parameters are what they seem to be; what is under way is not waited for."""
+        if self._owed and self._failed is None and self._replica.session.engine.error is None:
+            log.warning(
+                "%s: the run ends between two steps: some weights have had the last update and others not; call"
+                " syncline.flush() before weights are saved",
+                self._replica.session.name(self._replica.session.index),
+            )
         for handle in self._handles:
             handle.remove()
         self._deferral.release_all()
 
     # The optimizer's side.
 
-    def step(self, whole: Callable[[], None]) -> None:
+    def step(self, whole: Callable[[], Any]) -> None:
         """The script calls the optimizer, which would do ``whole``."""
-        steps = self._replica.machine
-        if not steps.unstepped:
-            self.flush()
-            whole()
-            return
-        if not self._deferral.any or not self._nobody_looked():
-            self.flush()
-        number = steps.begun - 1
-        owed = self._owed[number] = _Owed(
-            self._replica.gradients.storage_of(number),
-            self._replica.gradients.layout.buckets,
-            values_of(self._optimizer),
-        )
-        actions = steps.stepped()
-        for action in actions:
-            if isinstance(action, Apply) and action.step == number:
-                if self._owed.pop(number, None) is owed:
-                    whole()
-            else:
-                self._replica.do([action])
-        if number in self._owed:
+        with self._deferral.lock:
+            if not self._replica.machine.unstepped:
+                self.at_once(whole)
+                return
+            held = self._of_groups()
+            if not self._deferral.any or not self._nobody_looked(held):
+                self.flush()
+            number = self._replica.machine.begun - 1
+            actions = list(self._replica.machine.stepped())
+            now = [action for action in actions if isinstance(action, Apply) and action.step == number]
+            self._do([action for action in actions if action not in now])
+            if now:
+                whole()
+                return
+            gradients, values = self._replica.gradients, values_of(self._optimizer)  # behind the update before
+            self._owed[number] = _Owed(gradients.storage_of(number), gradients.layout.buckets, values, frozenset(held))
             self._deferral.defer(range(len(self._parameters)))
-            self._update_others(owed.values)
+            self._update_others(values)
             if self.local is not None:
-                self.local.go_ahead(owed.values)
+                self.local.go_ahead(values)
 
-    def _nobody_looked(self) -> bool:
+    def at_once(self, whole: Callable[[], Any]) -> Any:
+        """Let the optimizer update all that it has, with gradients as they are when it looks at them."""
+        with self._deferral.lock:
+            self.flush()
+            if self._replica.machine.unstepped:
+                self._do(self._replica.machine.stepped())
+            return whole()
+
+    def _of_groups(self) -> list[int]:
+        """The parameters that the optimizer updates."""
+        held = (one for group in self._optimizer.param_groups for one in group["params"])
+        return [number for one in held if (number := self._numbers.get(id(one))) is not None]
+
+    def _nobody_looked(self, held: Iterable[int]) -> bool:
         """Whether all gradients are still what backward has made of them."""
         if has_hooks(self._optimizer):
             return False
         storage = self._replica.storage
         with torch._C.DisableTorchFunctionSubclass():
-            for number in self._held:
+            for number in held:
                 if self._parameters[number].grad is not storage.views[number]:
                     return False
         for number, (view, version) in enumerate(zip(storage.views, self._versions, strict=True)):
@@ -127,12 +156,13 @@ class Crossing:
 
     def _update_others(self, values: Values) -> None:
         """Parameters whose gradients are not exchanged are updated at once."""
-        mine = [one for one in self._others if one.grad is not None]
+        others = [one for group in values for one in group["params"] if id(one) not in self._numbers]
+        mine = [one for one in others if one.grad is not None]
         if mine:
-            update(self._optimizer, self._plain, values, mine, [one.grad for one in mine if one.grad is not None])
+            update(self._optimizer, self._plain, values, mine, [one.grad for one in mine])
 
     def drop_gradients(self, drop: Callable[[], None]) -> None:
-        """``zero_grad`` that sets gradients to None looks at none of them."""
+        """Torch's own ``zero_grad`` that sets gradients to None looks at none of them."""
         with torch._C.DisableTorchFunctionSubclass():
             drop()
 
@@ -144,37 +174,55 @@ class Crossing:
             self.flush()  # gradients will be added to these
         elif is_compiled(self._replica.model):
             self.flush()
-        elif torch.is_grad_enabled() and self._replica.model.training:
-            if self._later:
-                self._deferral.release_all()
-            elif self._first:
-                self._looked = self._looked or set()
-                self._deferral.defer(range(len(self._parameters)))
-            else:
-                self._deferral.complete(self._parameters[number] for number in self._early)
+        elif self._first:
+            self._looked = self._looked or set()
+            self._deferral.defer(range(len(self._parameters)))
+        elif self._later and torch.is_grad_enabled() and self._replica.model.training:
+            self._deferral.release_all()
+        else:
+            self._deferral.complete(self._parameters[number] for number in self._early)
+
+    def _after_forward(self) -> None:
+        """Who looks at weights from now on is not this pass."""
+        if self._looked is not None:
+            self._deferral.release_all()
 
     def _before_gradient(self, number: int, _: torch.Tensor) -> None:
         """Backward is about to add to the gradient of a parameter."""
         if self._deferral.any:
             self._begin_backward()
+        if self._later:
+            self._check_free(number)
         if self._looked is not None and number not in self._looked and number not in self._early:
             self._early.append(number)
-        if number in self._unread:
+        if number in self._unread and torch._C._current_graph_task_id() == self._pass:
             raise self._replica.fault(
                 f"the weights of {self._replica.named[number][0]!r} were read in this forward pass before their update"
                 " had come, by something that PyTorch does not tell of (an extension?), and not so in the first step:"
                 " call syncline.flush() before it, or use schedule=fixed"
             )
 
+    def _check_free(self, number: int) -> None:
+        """Raise GradientError where backward would add to a gradient that is under way."""
+        gradient = self._parameters[number].grad
+        if gradient is not None and any(
+            gradient.data_ptr() == owed.storage.places[number] for owed in self._owed.values()
+        ):
+            raise self._replica.fault(
+                f"backward() adds to the gradient of {self._replica.named[number][0]!r}, which is still under way from"
+                f" the step before: call zero_grad() before backward(), of all models that it goes through, or use"
+                f" another schedule than {self.name}"
+            )
+
     def _begin_backward(self) -> None:
-        if self._looked is not None and not self._owed:
+        watching, unstepped = self._looked is not None and not self._owed, self._replica.machine.unstepped
+        if watching or (self._later and not unstepped):  # another forward pass than the model's has read them as is
             self._deferral.release_all()
-        elif self._later and not self._replica.machine.unstepped:
-            self._deferral.release_all()  # a forward pass that was not the model's own has read them as they are
-        else:
-            if not self._replica.machine.unstepped:
-                self._unread = frozenset(self._deferral.numbers.values())
-            self.flush()
+            return
+        if not unstepped:
+            self._unread = frozenset(self._deferral.numbers.values())
+            self._pass = torch._C._current_graph_task_id()
+        self.flush()
 
     def backward_over(self) -> None:
         """What is exchanged of this pass is under way from now on."""
@@ -186,6 +234,16 @@ class Crossing:
 
     # What completes parameters.
 
+    def _do(self, actions: Sequence[Action]) -> None:
+        """Carry out what the state machine says, which has passed on by then: what fails now fails for good."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            self._replica.do(actions)
+        except BaseException as error:
+            self._failed = error if isinstance(error, Exception) else self._replica.fault(f"interrupted ({error!r})")
+            raise
+
     def _read(self, numbers: Sequence[int]) -> None:
         """Somebody looks at these parameters."""
         if self._looked is not None and not self._owed:
@@ -194,19 +252,21 @@ class Crossing:
             self.flush()
         else:
             for number in numbers:
-                self._replica.do(self._replica.machine.needed(number))
+                self._do(self._replica.machine.needed(number))
 
     def flush(self) -> None:
         """Wait for all that is under way, and update what the optimizer was called for."""
-        if not (self._owed or self._deferral.any):
-            return
-        self._replica.do(self._replica.machine.flush())
-        self._deferral.release_all()
+        with self._deferral.lock:
+            if self._owed or self._deferral.any:
+                self._do(self._replica.machine.flush())
+                self._deferral.release_all()
 
     def apply(self, action: Apply) -> None:
         """The results of a step have come for these buckets."""
-        owed = self._owed[action.step]
-        tensors = [number for number in owed.complete(action.buckets) if number in self._held]
+        owed = self._owed.get(action.step)
+        if owed is None:
+            return  # the optimizer has done it at once
+        tensors = owed.complete(action.buckets)
         self._deferral.release(tensors)
         if self.local is not None:
             self.local.go_back()
@@ -227,8 +287,9 @@ class Crossing:
 class _Owed:
     """What a step still owes to the weights."""
 
-    def __init__(self, storage: Storage, buckets: Sequence[Bucket], values: Values) -> None:
+    def __init__(self, storage: Storage, buckets: Sequence[Bucket], values: Values, held: frozenset[int]) -> None:
         self.storage, self.values, self.after = storage, values, values
+        self._held = held
         self._buckets = buckets
         self._left: dict[int, int] = {}  # buckets of each tensor
         for bucket in buckets:
@@ -236,7 +297,7 @@ class _Owed:
                 self._left[part.tensor] = self._left.get(part.tensor, 0) + 1
 
     def complete(self, buckets: Iterable[int]) -> list[int]:
-        """The tensors of which these were the last buckets."""
+        """The tensors that the optimizer has of which these were the last buckets."""
         found = []
         for number in buckets:
             for part in self._buckets[number].slices:
@@ -244,7 +305,7 @@ class _Owed:
                 if self._left[part.tensor] == 0:
                     del self._left[part.tensor]
                     found.append(part.tensor)
-        return found
+        return [tensor for tensor in found if tensor in self._held]
 
     @property
     def over(self) -> bool:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from ...errors import UsageError
+
 _PLAIN = torch.nn.Parameter
 
 _ATTRIBUTES = (
@@ -71,7 +73,14 @@ class DeferredParameter(torch.nn.Parameter):
                 deferral.complete_all()
         else:
             _complete(found)
+        if any(_among((args, kwargs))):  # of nobody's: made by calling the class of one that was deferred
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Who calls the class of a parameter gets a plain one."""
+        return torch.nn.Parameter(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Of the completed parameter."""
@@ -99,7 +108,8 @@ class Deferral:
     ) -> None:
         self.parameters = parameters
         self._read, self._read_all = read, read_all
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held by whoever completes parameters, or changes which are deferred."""
         self.numbers: dict[int, int] = {}
         """Of the deferred ones, by identity."""
 
@@ -130,18 +140,28 @@ class Deferral:
 
     def complete(self, parameters: Iterable[torch.Tensor]) -> None:
         """Somebody looks at these."""
-        with self._lock:
+        with self.lock:
             numbers = [number for one in parameters if (number := self.numbers.get(id(one))) is not None]
             if numbers:
+                _check_transforms()
                 self._read(numbers)
                 self.release(numbers)
 
     def complete_all(self) -> None:
         """Somebody looks at a gradient."""
-        with self._lock:
+        with self.lock:
             if self.numbers:
+                _check_transforms()
                 self._read_all()
                 self.release_all()
+
+
+def _check_transforms() -> None:
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise UsageError(
+            "a transform of torch.func looks at weights whose update has not been made, and inside it none can be: call"
+            " syncline.flush() before it, or use schedule=fixed"
+        )
 
 
 _DEFERRED: dict[int, Deferral] = {}

@@ -23,15 +23,13 @@ class LocalSteps:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         self._parameters = parameters
-        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        self._groups: list[list[int]] = []
         for group in optimizer.param_groups:
             if "lr" not in group:
                 raise UsageError(
                     f"{type(optimizer).__name__} has no learning rate, which a local step takes: use"
                     " schedule=delayed(local=off)"
                 )
-            self._groups.append([found for one in group["params"] if (found := numbers.get(id(one))) is not None])
+        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._shared = [torch.empty_like(parameter, requires_grad=False) for parameter in parameters]
         self._mine: dict[int, torch.Tensor] = {}
         self._ahead = False
@@ -40,19 +38,15 @@ class LocalSteps:
         """This worker's own gradient of a parameter."""
         self._mine[number] = gradient.clone() if copy else gradient
 
-    def forget(self) -> None:
-        """The gradients that were kept are of no step."""
-        self._mine = {}
-
     def go_ahead(self, values: Values) -> None:
         """From the weights that all have to this worker's own."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter, shared in zip(self._parameters, self._shared, strict=True):
                 shared.copy_(parameter)
-            for group, numbers in zip(values, self._groups, strict=True):
-                for number in numbers:
-                    if (gradient := self._mine.get(number)) is not None:
-                        self._parameters[number].sub_(gradient * group["lr"])
+            for group in values:
+                for parameter in group["params"]:
+                    if (gradient := self._mine.get(self._numbers.get(id(parameter), -1))) is not None:
+                        parameter.sub_(gradient * group["lr"])
         self._mine, self._ahead = {}, True
 
     def go_back(self) -> None:

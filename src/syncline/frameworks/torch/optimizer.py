@@ -137,8 +137,8 @@ class Parted:
 def take_over(optimizer: torch.optim.Optimizer, client: Client) -> None:
     """Make the user's optimizer object itself the served one: schedulers that hold it go on working."""
     del optimizer.state
+    optimizer._hidden = hide_step(optimizer)  # type: ignore[attr-defined]
     optimizer._client = client  # type: ignore[attr-defined]
-    optimizer._hidden = vars(optimizer).pop("step", None)  # type: ignore[attr-defined]  # a scheduler's wrapper around the plain step
     mix_in(optimizer, Served)
 
 
@@ -178,6 +178,20 @@ def put_together(session: Session, optimizer: Any) -> None:
         raise _parted()
     records = [record for rank, part in found for record in unpack(part, session.name(rank), rank)]
     _restore(optimizer, whole_state(records, optimizer._parameters))
+
+
+def hide_step(optimizer: torch.optim.Optimizer) -> Any:
+    """Take a scheduler's wrapper around the plain step off the object, for its own class has another step now.
+
+    Raises UsageError for a step of the script's own, which would not be called.
+    """
+    hidden = vars(optimizer).get("step")
+    if hidden is not None and not hasattr(hidden, "_wrapped_by_lr_sched"):
+        raise UsageError(
+            f"step() of this {type(optimizer).__name__} was replaced on the object itself, and would no longer be"
+            " called: do that after syncline.prepare()"
+        )
+    return vars(optimizer).pop("step", None)
 
 
 def mix_in(optimizer: torch.optim.Optimizer, mixin: type) -> None:

@@ -1,8 +1,9 @@
 """The user's optimizer on some of its parameters at a time, with the values that its groups had when it was called.
 
 A copy of the optimizer object whose groups hold these parameters alone, and whose state is the original's, does the
-update. That is what the optimizer itself would have done only where no parameter's update depends on another's;
-``probe_parts`` finds out, on small tensors, whether it is so.
+update. That is what the optimizer itself would have done only where no parameter's update depends on another's, and
+where it keeps nothing but its state and its groups. So it is with torch's own. Of others nobody can know: one whose
+class says ``updates_parameters_alone = True`` is believed when ``probe_parts`` has found no fault on small tensors.
 """
 
 from __future__ import annotations
@@ -20,12 +21,26 @@ from .computing import Telling
 from .shard import state_like
 
 Values = list[dict[str, Any]]
-"""Of an optimizer's groups, without their parameters."""
+"""Of an optimizer's groups, with their parameters."""
+
+DECLARED = "updates_parameters_alone"
+"""What the class of an optimizer says of itself."""
+
+_OF_TORCH = (
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor",
+    "Muon",
+)  # fmt: skip
+
+
+def updates_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known, or said, that the update of a parameter depends on that parameter alone."""
+    known = [getattr(torch.optim, name, None) for name in _OF_TORCH]
+    return type(optimizer) in known or bool(getattr(type(optimizer), DECLARED, False))
 
 
 def values_of(optimizer: torch.optim.Optimizer) -> Values:
     """The values of the groups now, whatever a learning-rate scheduler makes of them later."""
-    return [{key: _kept(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [{key: _kept(value) for key, value in group.items()} for group in optimizer.param_groups]
 
 
 def _kept(value: Any) -> Any:
@@ -56,7 +71,7 @@ def update(
         finally:
             for parameter, gradient_before in zip(parameters, before, strict=True):
                 parameter.grad = gradient_before
-    return [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
+    return part.param_groups
 
 
 _OURS = ("step", "_crossing", "_hidden", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -69,17 +84,16 @@ def _with_groups(
     vars(part).update({key: value for key, value in vars(optimizer).items() if key not in _OURS})
     # The user's hooks are called by the user's optimizer, once per step; with hooks it is not used in parts.
     part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    part.param_groups = [
-        {**said, "params": [one for one in group["params"] if id(one) in wanted]}
-        for group, said in zip(optimizer.param_groups, values, strict=True)
-    ]
+    part.param_groups = [{**said, "params": [one for one in said["params"] if id(one) in wanted]} for said in values]
     return part
 
 
 def write_back(optimizer: torch.optim.Optimizer, before: Values, after: Values) -> None:
     """Give the groups the values that the optimizer itself has changed, unless the script has changed them too."""
-    for group, old, new in zip(optimizer.param_groups, before, after, strict=True):
+    for group, old, new in zip(optimizer.param_groups, before, after, strict=False):
         for key, value in new.items():
+            if key == "params":
+                continue
             changed = key not in old or (value is not old[key] and not _same(value, old[key]))
             if changed and (key not in group or key not in old or _same(group[key], old[key])):
                 group[key] = value
@@ -99,12 +113,14 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 _SHAPES = ((6, 4), (9,))
+_SCALES = (1.0, 1e-4, 1e4) * 3
+"""Of the gradients of the steps that are tried: updates that are limited by something show it."""
 
 
 def probe_parts(optimizer: torch.optim.Optimizer) -> None:
     """Raise UsageError unless the optimizer gives the same result on one parameter at a time as on all.
 
-    Three steps with the values of each group, on a matrix and a vector of random numbers.
+    Some steps with the values of each group, on a matrix and a vector of random numbers.
     """
     tried: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
@@ -123,12 +139,15 @@ def _probe_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Non
     name, plain = type(optimizer).__name__, type(optimizer)
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
-    gradients = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES] for _ in range(3)]
+    gradients = [
+        [scale * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES] for scale in _SCALES
+    ]
     results = []
     for together in (True, False):
         tensors = [tensor.clone().requires_grad_() for tensor in start]
         one: torch.optim.Optimizer = object.__new__(plain)
         vars(one).update({key: value for key, value in vars(optimizer).items() if key not in ("state", *_OURS)})
+        one._optimizer_step_pre_hooks, one._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         one.param_groups = [{**group, "params": tensors}]
         one.state = defaultdict(dict)
         for tensor in tensors:
@@ -136,10 +155,14 @@ def _probe_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Non
                 one.state[tensor] = state
         try:
             for step in gradients:
-                before = values_of(one)
-                cuts = [range(len(tensors))] if together else [range(i, i + 1) for i in reversed(range(len(tensors)))]
-                for cut in cuts:
-                    after = update(one, plain, before, [tensors[i] for i in cut], [step[i].clone() for i in cut])
+                before = after = values_of(one)
+                if together:
+                    for tensor, gradient in zip(tensors, step, strict=True):
+                        tensor.grad = gradient.clone()
+                    one.step()
+                    continue
+                for i in reversed(range(len(tensors))):
+                    after = update(one, plain, before, [tensors[i]], [step[i].clone()])
                 write_back(one, before, after)
         except Exception as error:
             raise _refusal(name, f"it does not work on some of them ({type(error).__name__}: {error})") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from functools import partial
 
 import torch
 
+from ...errors import SynclineError
 from ...nouns import Bucket
 from ...serving.owner import serve
 from ...serving.records import pack, unpack
@@ -54,13 +56,15 @@ class Prepared:
     replica: Replica
     client: Client | None
 
-    def release(self, fetch: bool = False) -> None:
+    def release(self, fetch: bool = False, settle: bool = False) -> None:
         """Make model and optimizer the user's own again.
 
-        ``fetch`` says whether what is under way, or with the owners of the optimizer's state, may be waited for.
+        ``settle`` says whether what is under way may be waited for, ``fetch`` whether owners may be asked for the
+        optimizer's state.
         """
-        if fetch:
-            self.replica.flush()
+        if settle and not self.replica.session.forked and self.replica.session.engine.error is None:
+            with contextlib.suppress(SynclineError):  # the end reports it
+                self.replica.flush()
         end_deferred_steps(self.optimizer)
         give_back(self.optimizer, fetch)
         self.replica.detach()

@@ -138,6 +138,7 @@ class Replica:
     def shadow_until_all_joined(self) -> None:
         """Take part in the others' steps with weight 0 until every rank has run out of batches."""
         self.flush()
+        number = self.machine.begun
         while True:
             if self.gradients.replaces:
                 self.replace_layout()
@@ -148,7 +149,8 @@ class Replica:
             tickets = meeting.tickets()
             if all(ticket.kind == JOINED for ticket in tickets):
                 break
-            self._shadow(meeting)
+            self._shadow(meeting, number)
+            number += 1
             self.gradients.exchanged(meeting)
             self._reset()
         steps = [ticket.flags for ticket in tickets]
@@ -161,13 +163,13 @@ class Replica:
                 self.on_joined(longest)
         self.steps = max(steps)
 
-    def _shadow(self, meeting: Meeting) -> None:
-        """One of the others' steps, with zeros."""
+    def _shadow(self, meeting: Meeting, number: int) -> None:
+        """The others' step of that number, with zeros."""
         self._meeting = meeting
         self._of_buffers = self._buffers.start(meeting)
-        self.gradients.turn(self.steps)
+        self.gradients.turn(number)
         self.gradients.zero()
-        steps = Steps(len(self.named), self.gradients.layout, self._schedule, self._mode, begun=self.steps)
+        steps = Steps(len(self.named), self.gradients.layout, self._schedule, self._mode, begun=number)
         for index in range(len(self.named)):
             self.do([action for action in steps.produced(index) if not isinstance(action, Agree)])
         self.do([*steps.backward_ended(), *steps.flush()])
@@ -187,7 +189,9 @@ class Replica:
 
     def keep(self, handles: Iterable[Any]) -> None:
         """Remove these with the hooks."""
-        self._handles += handles
+        kept = list(handles)
+        self._copies.leave_out(kept)
+        self._handles += kept
 
     def detach(self) -> None:
         """Remove the hooks; gradients keep their values."""
@@ -214,7 +218,8 @@ class Replica:
         loaded = eager(lambda module, _: self._state_loaded(module))
         handles.append(self.model.register_load_state_dict_post_hook(loaded))  # type: ignore[no-untyped-call]
         handles += passes_of(self.session, self.model)
-        return [*handles, PlainCopies(self.model, handles), *synchronise(self.model, self.session)]
+        self._copies = PlainCopies(self.model, handles)
+        return [*handles, self._copies, *synchronise(self.model, self.session)]
 
     def before_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """A forward pass begins."""

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from .crossing import Crossing
-from .optimizer import mix_in, own_class
+from .optimizer import hide_step, mix_in, own_class
 from .replica import Replica
+from .supported import check_held
 
 
 class Stepping:
@@ -26,6 +27,9 @@ class Stepping:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Have the weights updated as soon as they are needed; the closure's loss."""
+        if not self._crossing.updates_alone:  # it may call the closure as often as it likes
+            self._opt_called = True
+            return self._crossing.at_once(partial(super().step, *(() if closure is None else (closure,))))  # type: ignore[misc]
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -37,13 +41,21 @@ class Stepping:
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made before and after prepare find _opt_called kept
     step.hooked = True  # type: ignore[attr-defined]  # torch adds profiling and hooks to the user's own, which is called
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's own."""
-        if set_to_none:
-            self._crossing.drop_gradients(super().zero_grad)  # type: ignore[misc]
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the optimizer's own; torch's looks at no gradient where it sets them to None."""
+        plain = partial(super().zero_grad, *args, **kwargs)  # type: ignore[misc]
+        of_torch = own_class(self).zero_grad is torch.optim.Optimizer.zero_grad  # type: ignore[attr-defined]
+        if of_torch and _sets_to_none(*args, **kwargs):
+            self._crossing.drop_gradients(plain)
         else:
             self._crossing.flush()
-            super().zero_grad(set_to_none=False)  # type: ignore[misc]
+            plain()
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Behind the updates that were due before; what is added has to be of the model too."""
+        self._crossing.flush()
+        check_held(self._crossing.name, self._crossing.model, group)
+        super().add_param_group(group)  # type: ignore[misc]
 
     @property
     def state(self) -> Any:
@@ -80,12 +92,13 @@ def defer_steps(replica: Replica, optimizer: torch.optim.Optimizer) -> None:
     """Let the steps of a model end in the next iteration: the optimizer's updates wait until they are needed."""
     schedule = replica.session.strategy.schedule_object()
     plain, later = type(optimizer), schedule.apply == "next_step"
+    hidden = hide_step(optimizer)
     crossing = Crossing(replica, optimizer, plain, later=later, local=later and getattr(schedule, "local", False))
     replica.crossing = crossing
-    optimizer._crossing = crossing  # type: ignore[attr-defined]
-    optimizer._hidden = vars(optimizer).pop("step", None)  # type: ignore[attr-defined]  # a scheduler's wrapper around the plain step
+    optimizer._crossing, optimizer._hidden = crossing, hidden  # type: ignore[attr-defined]
     mix_in(optimizer, Stepping)
-    replica.model.zero_grad = partial(_zero_grad, crossing, replica.model)  # type: ignore[method-assign]
+    if type(replica.model).zero_grad is torch.nn.Module.zero_grad:
+        replica.model.zero_grad = partial(_zero_grad, crossing, replica.model)  # type: ignore[method-assign]
 
 
 def end_deferred_steps(optimizer: Any) -> None:
@@ -102,9 +115,14 @@ def end_deferred_steps(optimizer: Any) -> None:
 
 
 def _zero_grad(crossing: Crossing, model: torch.nn.Module, set_to_none: bool = True) -> None:
-    """The model's ``zero_grad``, which looks at no gradient where it sets them to None."""
+    """The model's ``zero_grad``, torch's own, which looks at no gradient where it sets them to None."""
     plain = partial(type(model).zero_grad, model, set_to_none)
     if set_to_none:
         crossing.drop_gradients(plain)
     else:
         plain()
+
+
+def _sets_to_none(set_to_none: bool = True) -> bool:
+    """What the arguments of ``zero_grad`` say."""
+    return set_to_none

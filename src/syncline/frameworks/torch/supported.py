@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +15,9 @@ from ...errors import UsageError
 from ...strategy.strategy import Strategy
 from .batch_norm import unsynchronised
 from .options import Named, Options, Selection
-from .parts import probe_parts
+from .parts import DECLARED, probe_parts, updates_alone
+
+log = logging.getLogger("syncline")
 
 _EITHER = "give it either to Syncline or to that; leave the other out"
 
@@ -118,22 +122,54 @@ def check_crossing(strategy: Strategy, optimizer: torch.optim.Optimizer | None, 
             f"schedule={name} has weights updated when they are needed: give syncline.prepare() the model and its"
             " optimizer, or use schedule=fixed"
         )
-    known = {id(parameter) for parameter in selection.model.parameters()}
-    for tensor in (one for group in optimizer.param_groups for one in group["params"]):
-        if id(tensor) not in known:
-            raise UsageError(
-                f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is not a parameter of the model, and"
-                f" schedule={name} updates the weights of one model when they are needed: put all models into one"
-                " torch.nn.ModuleList, or use schedule=fixed"
-            )
+    for group in optimizer.param_groups:
+        check_held(name, selection.model, group)
+    _check_apart(name, selection.trained())
     for parameter_name, parameter in selection.trained():
         if type(parameter) is not torch.nn.Parameter:
             raise UsageError(
                 f"parameter {parameter_name!r} is a {type(parameter).__name__}, and schedule={name} has to know when a"
                 " plain torch.nn.Parameter is looked at: use schedule=fixed"
             )
-    if strategy.schedule_object().apply == "layer":
+    kind = type(optimizer).__name__
+    if not updates_alone(optimizer):
+        if strategy.schedule_object().apply == "next_step":
+            raise UsageError(
+                f"schedule={name} calls the optimizer for a step when the next one is made, on a copy of it, and nobody"
+                f" knows whether {kind}, which is none of torch's own, keeps something there: say so in its class by"
+                f" {DECLARED} = True, or use schedule=fixed"
+            )
+        log.warning(
+            "%s is none of torch's own optimizers: its step waits for all gradients under schedule=%s. If its update of"
+            " a parameter depends on that parameter alone, say so in its class by %s = True",
+            kind, name, DECLARED,
+        )  # fmt: skip
+    elif type(optimizer).__module__.split(".")[0] != "torch":
         probe_parts(optimizer)
+
+
+def check_held(schedule: str, model: torch.nn.Module, group: dict[str, Any]) -> None:
+    """Raise UsageError where a group of an optimizer whose updates are deferred holds what is not of the model."""
+    known = {id(parameter) for parameter in model.parameters()}
+    held = group["params"]
+    for tensor in [held] if isinstance(held, torch.Tensor) else list(held):
+        if id(tensor) not in known:
+            raise UsageError(
+                f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is not a parameter of the model, and"
+                f" schedule={schedule} updates the weights of one model when they are needed: put all models into one"
+                " torch.nn.ModuleList, or use schedule=fixed"
+            )
+
+
+def _check_apart(schedule: str, named: Named) -> None:
+    """Raise UsageError where two parameters share memory: looking at one would not complete the other."""
+    places = sorted((p.untyped_storage().data_ptr(), p.data_ptr(), p.data_ptr() + p.nbytes, n) for n, p in named)
+    for (storage, _, end, first), (other, begin, _, second) in pairwise(places):
+        if storage == other and begin < end:
+            raise UsageError(
+                f"parameters {first!r} and {second!r} share memory, and schedule={schedule} updates each when it is"
+                " looked at: let both be one torch.nn.Parameter, or use schedule=fixed"
+            )
 
 
 def check_by_itself(sync: str, selection: Selection, options: Options) -> None:
