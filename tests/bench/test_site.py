@@ -86,7 +86,7 @@ def test_rows_in_a_lab_get_the_bound_of_its_link(
 ) -> None:
     seen: list[Site] = []
 
-    def measure(case: Case, *arguments: Any) -> Row:
+    def measure(case: Case, *arguments: Any, **_: Any) -> Row:
         seen.append(arguments[-1])
         return Row(case.strategy, case.workers, iteration_s=1.0, replicas_equal=True)
 

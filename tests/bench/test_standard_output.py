@@ -20,7 +20,7 @@ from syncline.report.rows import Row
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is trained or measured."""
 
-    def trained(case: Case, *_: Any) -> Row:
+    def trained(case: Case, *_: Any, **__: Any) -> Row:
         return Row(case.strategy, case.workers, accuracy=0.9, iteration_s=0.01, images_per_s=9.0, replicas_equal=True)
 
     def benched(_: Any, result: BenchResult, save: Any, __: Any) -> None:

@@ -406,7 +406,7 @@ def test_those_who_come_late_read_why_and_the_next_start_is_not_disturbed(start:
 
 @pytest.mark.parametrize("launcher", ["syncline", "torchrun", "mpirun"])
 def test_where_the_launcher_ends_all_nobody_is_waited_for(start: Case, launcher: str) -> None:
-    (error,) = start(environment(0, 3, free_port(), launcher=launcher), body=fails, secret="text", timeout=0.2)
+    (error,) = start(environment(0, 3, free_port(), launcher=launcher), body=fails, secret="text", timeout=1.0)
     assert "2 of 3 processes have not come" in str(error)
     for thread in serving():
         thread.join(LIMIT_S)
@@ -416,7 +416,7 @@ def test_where_the_launcher_ends_all_nobody_is_waited_for(start: Case, launcher:
 def test_nobody_is_waited_for_whose_time_is_over(start: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A minute for others would outlast this test."""
     monkeypatch.setattr("syncline.launch.meeting._LATE_S", 60.0)
-    (error,) = start(environment(0, 3, free_port()), secret="text", timeout=0.2)
+    (error,) = start(environment(0, 3, free_port()), secret="text", timeout=1.0)
     assert "2 of 3 processes have not come" in str(error)
     for thread in serving():
         thread.join(LIMIT_S)
