@@ -221,7 +221,10 @@ def fewest_tasks(for_s: float = 0.2) -> int:
 
 
 def train_until(line: Connection, place: Place, strategy: str, victim: int, number: int, liveness: float) -> None:
-    """Train for ever; a victim that computes sends itself a signal in the middle of its third backward pass."""
+    """Train for ever; a victim that computes sends itself a signal in the middle of its third backward pass.
+
+    It waits for a word before: the others may not have all of the step before it yet.
+    """
     index = place[0]
     with joined(place, strategy, liveness=liveness):
         torch.manual_seed(0)
@@ -231,6 +234,7 @@ def train_until(line: Connection, place: Place, strategy: str, victim: int, numb
         for step in range(1_000_000):
             optimizer.zero_grad()
             if step == 2 and index == victim:
+                line.recv()
                 model[3].weight.register_hook(lambda _: os.kill(os.getpid(), number))
             model(torch.ones(4, 300)).sum().backward()
             optimizer.step()

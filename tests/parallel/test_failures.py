@@ -45,6 +45,8 @@ def test_everyone_names_who_fails_in_mid_step(
         group.hear(2, among=range(WORKERS))
         if victim >= WORKERS:  # a server does not come by a place in the script
             os.kill(group.ranks[victim].pid, number)
+        else:
+            group.ranks[victim].line.send("all are there")
         others = [rank for rank in group.ranks if rank.index != victim]
         group.end(LIMIT_S, among=[rank.index for rank in others])
         if number == signal.SIGKILL:
@@ -65,6 +67,7 @@ def test_a_stopped_process_is_found_by_default_too(pool: Pool, address: str) -> 
     case = group_of(3, address, "ring", 1, signal.SIGSTOP, LIVENESS_S)
     with pool.start(bodies.train_until, case) as group:
         group.hear(2)
+        group.ranks[1].line.send("all are there")
         group.end(3 * LIMIT_S, among=[0, 2])
         for rank in (group.ranks[0], group.ranks[2]):
             assert rank.status == 1

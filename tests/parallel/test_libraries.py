@@ -67,6 +67,7 @@ def test_everyone_over_torch_names_who_fails(pool: Pool, address: str, strategy:
     case = everyone(3, address, f"{strategy} transport=torch", 1, number, 1.0)
     with pool.start(bodies.train_until, case) as group:
         group.hear(2)
+        group.ranks[1].line.send("all are there")
         others = [rank for rank in group.ranks if rank.index != 1]
         group.end(among=[0, 2])
         if number == signal.SIGKILL:

@@ -49,6 +49,7 @@ def test_everyone_names_who_dies(pool: Pool, address: str, place: str, victim: i
     strategy = f"{place} sync=free transport={transport}"
     case = [[[index, 3, address], strategy, victim, signal.SIGKILL, 1.0] for index in range(3)]
     with pool.start(bodies.train_until, case) as group:
+        group.ranks[victim].line.send("nobody has to be there")
         group.end(LIMIT_S)
         for rank in group.ranks:
             if rank.index != victim:
