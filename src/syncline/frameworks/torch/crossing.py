@@ -104,25 +104,31 @@ class Crossing:
     def step(self, whole: Callable[[], Any]) -> None:
         """The script calls the optimizer, which would do ``whole``."""
         with self._deferral.lock:
-            if not self._replica.machine.unstepped:
-                self.at_once(whole)
-                return
-            held = self._of_groups()
-            if not self._deferral.any or not self._nobody_looked(held):
+            if self._replica.machine.unstepped:
+                if self._defer_step():
+                    return
+            else:
                 self.flush()
-            number = self._replica.machine.begun - 1
-            actions = list(self._replica.machine.stepped())
-            now = [action for action in actions if isinstance(action, Apply) and action.step == number]
-            self._do([action for action in actions if action not in now])
-            if now:
-                whole()
-                return
-            gradients, values = self._replica.gradients, values_of(self._optimizer)  # behind the update before
-            self._owed[number] = _Owed(gradients.storage_of(number), gradients.layout.buckets, values, frozenset(held))
-            self._deferral.defer(range(len(self._parameters)))
-            self._update_others(values)
-            if self.local is not None:
-                self.local.go_ahead(values)
+        whole()  # without the lock: what it calls may look at parameters in a thread of autograd's, of a device
+
+    def _defer_step(self) -> bool:
+        """Have the weights updated later; False where the optimizer has to do it now, as somebody has looked."""
+        held = self._of_groups()
+        if not self._deferral.any or not self._nobody_looked(held):
+            self.flush()
+        number = self._replica.machine.begun - 1
+        actions = list(self._replica.machine.stepped())
+        now = [action for action in actions if isinstance(action, Apply) and action.step == number]
+        self._do([action for action in actions if action not in now])
+        if now:
+            return False
+        gradients, values = self._replica.gradients, values_of(self._optimizer)  # behind the update before
+        self._owed[number] = _Owed(gradients.storage_of(number), gradients.layout.buckets, values, frozenset(held))
+        self._deferral.defer(range(len(self._parameters)))
+        self._update_others(values)
+        if self.local is not None:
+            self.local.go_ahead(values)
+        return True
 
     def at_once(self, whole: Callable[[], Any]) -> Any:
         """Let the optimizer update all that it has, with gradients as they are when it looks at them."""
@@ -130,7 +136,7 @@ class Crossing:
             self.flush()
             if self._replica.machine.unstepped:
                 self._do(self._replica.machine.stepped())
-            return whole()
+        return whole()
 
     def _of_groups(self) -> list[int]:
         """The parameters that the optimizer updates."""
@@ -175,8 +181,9 @@ class Crossing:
         elif is_compiled(self._replica.model):
             self.flush()
         elif self._first:
-            self._looked = self._looked or set()
-            self._deferral.defer(range(len(self._parameters)))
+            if torch.is_grad_enabled():  # an evaluation shows nothing of what training reads
+                self._looked = self._looked or set()
+                self._deferral.defer(range(len(self._parameters)))
         elif self._later and torch.is_grad_enabled() and self._replica.model.training:
             self._deferral.release_all()
         else:

@@ -251,7 +251,10 @@ class Replica:
     def on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """A parameter's gradient is complete, or, in a pass that is held, some of it."""
         self._enter()
-        self._touched = True
+        if not self._touched:
+            self._touched = True
+            if self._synchronises and self.crossing is not None and self.crossing.local is not None:
+                self.crossing.local.forget()
         if not self._synchronises or parameter.grad is None:  # an autograd function may give None
             return
         gradients = self.gradients
