@@ -182,6 +182,9 @@ def test_one_strategy_has_one_text(text: str, canonical: str) -> None:
         ("schedule=fixed(bucket=4MiX)", "the units are"),
         ("ring(pieces=2)", "ring takes no arguments"),
         ("schedule=fixed(bucket=0)", "wait_free"),
+        ("schedule=priority(slice=0B)", r"priority\(slice=\.\.\.\) must be at least 1B"),
+        ("schedule=split(slice=0)", r"split\(slice=\.\.\.\) must be at least 1B"),
+        ("schedule=delayed(bucket=0)", r"delayed\(bucket=\.\.\.\) must be at least 1B"),
         ("auto(x=1)", "takes no arguments"),
         ("ring(", r"the text ends \(column 6"),
         ("ring)", r"there is '\)'"),
@@ -458,6 +461,13 @@ def own(base: type, **properties: Any) -> type:
         ("schedules", {"measures": -1}, "measures -1 steps: it has to be 0 or more"),
         ("schedules", {"measures": None}, "measures None steps"),
         ("schedules", {"priority": None}, r"has no priority\(\)"),
+        (
+            "schedules",
+            {"local": True},
+            r"steps of their own \(local=True\) with apply='step', which .*'next_step' only",
+        ),
+        ("schedules", {"local": True, "apply": "layer"}, "with apply='layer', which"),
+        ("schedules", {"local": "on", "apply": "next_step"}, "has local='on': it says by True or False"),
         ("sync", {"exchanges": "parameters"}, "exchanges 'parameters', and engines exchange 'gradients' only"),
         ("sync", {"may_proceed": lambda *_: True}, "lets workers run ahead of each other"),
         (

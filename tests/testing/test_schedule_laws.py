@@ -55,6 +55,13 @@ class Broken:
         return self.urgency()
 
 
+@dataclass(frozen=True)
+class Ahead(Broken):
+    """Says something of steps of workers' own."""
+
+    local: Any = True
+
+
 @pytest.mark.parametrize(
     ("law", "schedule"),
     [
@@ -62,6 +69,8 @@ class Broken:
         ("what it asks for is done by engines", Broken(phases="thirds")),
         ("what it asks for is done by engines", Broken(apply="never")),
         ("what it asks for is done by engines", Broken(in_flight=0)),
+        ("what it asks for is done by engines", Ahead(apply="layer")),
+        ("what it asks for is done by engines", Ahead(apply="next_step", local="now and then")),
         ("what it asks for is done by engines", Broken(urgency=lambda: float("nan"))),
         ("every element is in one bucket of its type", Broken(lambda buckets: buckets[1:])),
         ("every element is in one bucket of its type", Broken(lambda buckets: buckets[:1] + buckets)),

@@ -13,7 +13,7 @@ buckets are listed in the order in which backward completes them (the last layer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from ..nouns import Bucket, Layer
 
@@ -60,3 +60,18 @@ class Schedule(Protocol):
     def priority(self, bucket: Bucket) -> float:
         """The smallest goes first among the buckets that wait."""
         ...
+
+
+@runtime_checkable
+class GoesAhead(Protocol):
+    """A schedule that may have workers compute ahead of the weights that all have, by steps of their own."""
+
+    @property
+    def local(self) -> bool:
+        """Whether a worker goes on from a plain step with its own gradient; ``apply`` has to be "next_step" then."""
+        ...
+
+
+def goes_ahead(schedule: Schedule) -> bool:
+    """Whether workers compute ahead of the weights that all have; a schedule that says nothing of it lets none."""
+    return isinstance(schedule, GoesAhead) and schedule.local

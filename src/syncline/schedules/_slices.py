@@ -1,50 +1,129 @@
-"""Buckets of at most so many bytes: large tensors are cut into slices, small neighbours travel together."""
+"""What schedules share: what most of them say, and how tensors are packed into buckets, or cut for them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from ..errors import UsageError
-from ..nouns import Bucket, Layer, Size, Slice, item_bytes
+from ..nouns import Bucket, Layer, Size, Slice, Spec, item_bytes
+from . import Application, Cost, Phases, Release
 
 DEFAULT_SLICE = Size(4 * 1024 * 1024)
 """P3 and ByteScheduler found a few megabytes best: small enough to be overtaken soon, large against a latency."""
+
+_IN_FLIGHT = 4
+"""Enough to hide one bucket's latency behind the others' bytes; more only spreads the same bandwidth."""
 
 _ALIGNED = 4096
 """Slices begin at multiples of so many elements, where they have that many: codecs with blocks allow such cuts."""
 
 
-def check_slice(schedule: str, size: Size) -> None:
-    """Raise UsageError for slices of nothing."""
+class InOrder:
+    """Buckets go when they are complete, in that order, and the optimizer's step waits for all; nothing is measured."""
+
+    release: ClassVar[Release] = "ready"
+    phases: ClassVar[Phases] = "whole"
+    apply: ClassVar[Application] = "step"
+    in_flight: ClassVar[int] = _IN_FLIGHT
+    measures: ClassVar[int] = 0
+
+    def priority(self, bucket: Bucket) -> float:  # noqa: ARG002
+        """All alike."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """Slices of up to ``slice`` bytes for which layers wait by themselves, those needed first before the others."""
+
+    slice: Size = DEFAULT_SLICE
+    release: ClassVar[Release] = "ready"
+    phases: ClassVar[Phases] = "whole"
+    apply: ClassVar[Application] = "layer"
+    in_flight: ClassVar[int] = _IN_FLIGHT
+    measures: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        check_size(self, "slice", self.slice, "4MiB is usual; schedule=wait_free does not slice")
+
+    def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
+        """Large tensors cut, small neighbours together."""
+        return sliced(layers, self.slice)
+
+    def priority(self, bucket: Bucket) -> float:
+        """By the first layer that is in it: the next forward pass begins there."""
+        return float(min(part.tensor for part in bucket.slices))
+
+
+def check_size(schedule: object, argument: str, size: Size, instead: str) -> None:
+    """Raise UsageError for buckets or slices of nothing; schedules are called like their classes."""
     if size < 1:
-        raise UsageError(f"{schedule}(slice=...) must be at least 1B, 4MiB is usual; schedule=wait_free does not slice")
+        raise UsageError(f"{type(schedule).__name__.lower()}({argument}=...) must be at least 1B: {instead}")
+
+
+class Packing:
+    """Tensors going into buckets, from the last layer to the first; one bucket of each element type is open."""
+
+    def __init__(self) -> None:
+        self._done: list[Bucket] = []
+        self._open: dict[str, list[Slice]] = {}
+        self._held: dict[str, int] = {}
+
+    def held(self, dtype: str) -> int:
+        """The bytes in the open bucket of that type."""
+        return self._held.get(dtype, 0)
+
+    def add(self, tensor: int, spec: Spec) -> None:
+        """A whole tensor, to the open bucket of its type."""
+        self._open.setdefault(spec.dtype, []).append(Slice(tensor, 0, spec.elements))
+        self._held[spec.dtype] = self.held(spec.dtype) + spec.nbytes
+
+    def add_alone(self, part: Slice, dtype: str) -> None:
+        """A slice that is a bucket by itself."""
+        self._done.append(Bucket((part,), dtype))
+
+    def close(self, dtype: str) -> None:
+        """What comes from now on goes into another bucket."""
+        if dtype in self._open:
+            self._done.append(Bucket(tuple(self._open.pop(dtype)), dtype))
+            del self._held[dtype]
+
+    def buckets(self) -> list[Bucket]:
+        """All of them, in the order in which backward completes them."""
+        for dtype in list(self._open):
+            self.close(dtype)
+        # A bucket is complete when the tensor nearest to the input is: its last slice.
+        return sorted(self._done, key=lambda bucket: -bucket.slices[-1].tensor)
+
+
+def greedy(layers: Sequence[Layer], limit_bytes: float) -> list[Bucket]:
+    """Buckets of whole tensors, closed when they have ``limit_bytes``; a tensor of that size travels alone."""
+    packing = Packing()
+    for index in reversed(range(len(layers))):
+        spec = layers[index].spec
+        if spec.nbytes >= limit_bytes:
+            packing.close(spec.dtype)
+        packing.add(index, spec)
+        if packing.held(spec.dtype) >= limit_bytes:
+            packing.close(spec.dtype)
+    return packing.buckets()
 
 
 def sliced(layers: Sequence[Layer], size: Size) -> list[Bucket]:
-    """From the last layer to the first; a bucket has one element type."""
-    done: list[Bucket] = []
-    filling: dict[str, list[Slice]] = {}
-    held: dict[str, int] = {}
-
-    def close(dtype: str) -> None:
-        if filling.get(dtype):
-            done.append(Bucket(tuple(filling.pop(dtype)), dtype))
-        held[dtype] = 0
-
+    """Buckets of at most ``size`` bytes: large tensors are cut into slices, small neighbours travel together."""
+    packing = Packing()
     for index in reversed(range(len(layers))):
         spec = layers[index].spec
-        if held.get(spec.dtype, 0) + spec.nbytes > size:
-            close(spec.dtype)
+        if packing.held(spec.dtype) + spec.nbytes > size:
+            packing.close(spec.dtype)
         if spec.nbytes > size:
-            parts = _cut(spec.elements, max(1, size // item_bytes(spec.dtype)))
-            done += [Bucket((Slice(index, start, stop),), spec.dtype) for start, stop in parts]
+            for start, stop in _cut(spec.elements, max(1, size // item_bytes(spec.dtype))):
+                packing.add_alone(Slice(index, start, stop), spec.dtype)
         else:
-            filling.setdefault(spec.dtype, []).append(Slice(index, 0, spec.elements))
-            held[spec.dtype] = held.get(spec.dtype, 0) + spec.nbytes
-    for dtype in list(filling):
-        close(dtype)
-    # A bucket is complete when the tensor nearest to the input is: its last slice.
-    return sorted(done, key=lambda bucket: -bucket.slices[-1].tensor)
+            packing.add(index, spec)
+    return packing.buckets()
 
 
 def _cut(elements: int, most: int) -> list[tuple[int, int]]:
@@ -54,8 +133,3 @@ def _cut(elements: int, most: int) -> list[tuple[int, int]]:
     if most >= _ALIGNED:
         step = min(-(-step // _ALIGNED), most // _ALIGNED) * _ALIGNED
     return [(start, min(start + step, elements)) for start in range(0, elements, step)]
-
-
-def first_layer(bucket: Bucket) -> float:
-    """The priority of buckets where the layers that the next forward pass begins with go first."""
-    return float(min(part.tensor for part in bucket.slices))

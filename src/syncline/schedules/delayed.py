@@ -11,34 +11,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..errors import UsageError
 from ..nouns import Bucket, Layer, Size
 from ..registry import register
-from . import Application, Cost, Phases, Release
-from .fixed import DEFAULT_BUCKET, greedy
+from . import Application, Cost
+from ._slices import InOrder, check_size, greedy
+from .fixed import DEFAULT_BUCKET
 
 
 @register("schedules", "delayed")
 @dataclass(frozen=True)
-class Delayed:
+class Delayed(InOrder):
     """Buckets as those of ``fixed``; ``local`` says whether workers go ahead with their own gradients."""
 
     local: bool = True
     bucket: Size = DEFAULT_BUCKET
-    release: ClassVar[Release] = "ready"
-    phases: ClassVar[Phases] = "whole"
     apply: ClassVar[Application] = "next_step"
-    in_flight: ClassVar[int] = 4
-    measures: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        if self.bucket < 1:
-            raise UsageError("delayed(bucket=...) must be at least 1B")
+        check_size(self, "bucket", self.bucket, "25MiB is usual")
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
         """Greedy, from the last layer to the first."""
         return greedy(layers, self.bucket)
-
-    def priority(self, bucket: Bucket) -> float:  # noqa: ARG002
-        """All alike: buckets go in the order in which they are complete."""
-        return 0.0

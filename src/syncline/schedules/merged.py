@@ -24,19 +24,17 @@ from typing import ClassVar
 
 from ..nouns import Bucket, Layer, Slice
 from ..registry import register
-from . import Application, Cost, Phases, Release
+from . import Cost
+from ._slices import InOrder
 
 _FIRST_BYTES = 16 * 1024
 
 
 @register("schedules", "merged")
 @dataclass(frozen=True)
-class Merged:
+class Merged(InOrder):
     """The buckets that end soonest, once layers and exchanges have been timed for some steps."""
 
-    release: ClassVar[Release] = "ready"
-    phases: ClassVar[Phases] = "whole"
-    apply: ClassVar[Application] = "step"
     in_flight: ClassVar[int] = 2
     measures: ClassVar[int] = 6
 
@@ -46,10 +44,6 @@ class Merged:
         if cost is None or not any(layer.backward_s for layer in layers):
             return _cut(layers, order, _doubling(layers, order))
         return _cut(layers, order, _best(layers, order, cost))
-
-    def priority(self, bucket: Bucket) -> float:  # noqa: ARG002
-        """All alike: buckets go in the order in which they are complete."""
-        return 0.0
 
 
 def _doubling(layers: Sequence[Layer], order: Sequence[int]) -> list[int]:

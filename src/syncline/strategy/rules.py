@@ -20,7 +20,7 @@ from ..compression.reducers.ways import way_of
 from ..errors import PlanError, UsageError
 from ..nouns import Group, Layer, Spec
 from ..plans.check import phases
-from ..schedules import Application, Phases, Release, Schedule
+from ..schedules import Application, GoesAhead, Phases, Release, Schedule
 from .grammar import Part
 from .parts import build, roles_of, write
 from .words import AUTO, BSP, NONE, WORDS, bind_word
@@ -179,6 +179,8 @@ def _engines_do_what_the_schedule_says(given: Combination) -> Fault | None:
     measures = getattr(schedule, "measures", None)
     if not isinstance(measures, int) or measures < 0:
         return f"schedule={name} measures {measures!r} steps: it has to be 0 or more", remedies
+    if why := _cannot_go_ahead(schedule):
+        return f"schedule={name} {why}", remedies
     for what in ("buckets", "priority"):
         if not callable(getattr(schedule, what, None)):
             return f"schedule={name} has no {what}()", remedies
@@ -187,6 +189,19 @@ def _engines_do_what_the_schedule_says(given: Combination) -> Fault | None:
     except Exception as error:
         return f"schedule={name} fails with a model of four layers ({type(error).__name__}: {error})", remedies
     return None
+
+
+def _cannot_go_ahead(schedule: Schedule) -> str:
+    """What is wrong with what a schedule says of workers' own steps, if anything."""
+    local: object = isinstance(schedule, GoesAhead) and schedule.local
+    if not isinstance(local, bool):
+        return f"has local={local!r}: it says by True or False whether workers go ahead"
+    if local and schedule.apply != "next_step":
+        return (
+            f"has workers make steps of their own (local=True) with apply={schedule.apply!r}, which engines do with"
+            " apply='next_step' only"
+        )
+    return ""
 
 
 def _urgent_buckets_can_overtake(given: Combination) -> Fault | None:

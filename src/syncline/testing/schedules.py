@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 
 from ..nouns import Bucket, Layer, Spec
-from ..schedules import Application, Cost, Phases, Release, Schedule
+from ..schedules import Application, Cost, GoesAhead, Phases, Release, Schedule
 from ..strategy.grammar import read_part
 from ..strategy.parts import build
 from .laws import Laws, require
@@ -82,12 +82,16 @@ def models(
 
 @LAWS.law(models(3, 10, least_layers=1))
 def what_it_asks_for_is_done_by_engines(case: Case) -> None:
-    """``release``, ``phases`` and ``apply`` are values that exist; buckets are under way; priorities are numbers."""
+    """``release``, ``phases``, ``apply`` and ``local`` are values that exist; buckets go; priorities are numbers."""
     for name, known in (("release", Release), ("phases", Phases), ("apply", Application)):
         value = getattr(case.schedule, name)
         require(value in get_args(known), f"{name} is {value!r}, and can be one of {', '.join(get_args(known))}")
     require(case.schedule.in_flight >= 1, f"in_flight is {case.schedule.in_flight}: nothing would ever go")
     require(case.schedule.measures >= 0, f"measures is {case.schedule.measures}: it counts steps")
+    if isinstance(case.schedule, GoesAhead):
+        local, apply = case.schedule.local, case.schedule.apply
+        require(local in (True, False), f"local is {local!r}, and can be True or False")
+        require(not local or apply == "next_step", f"local is True with apply={apply!r}, in place of 'next_step'")
     for number, bucket in enumerate(case.buckets()):
         priority = case.schedule.priority(bucket)
         require(math.isfinite(priority), f"the priority of bucket {number} is {priority}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...schedules import goes_ahead
 from .crossing import Crossing
 from .optimizer import hide_step, mix_in, own_class
 from .replica import Replica
@@ -93,7 +94,7 @@ def defer_steps(replica: Replica, optimizer: torch.optim.Optimizer) -> None:
     schedule = replica.session.strategy.schedule_object()
     plain, later = type(optimizer), schedule.apply == "next_step"
     hidden = hide_step(optimizer)
-    crossing = Crossing(replica, optimizer, plain, later=later, local=later and getattr(schedule, "local", False))
+    crossing = Crossing(replica, optimizer, plain, later=later, local=goes_ahead(schedule))
     replica.crossing = crossing
     optimizer._crossing, optimizer._hidden = crossing, hidden  # type: ignore[attr-defined]
     mix_in(optimizer, Stepping)
