@@ -74,11 +74,14 @@ def test_what_goes_early_and_is_waited_for_late_is_hidden() -> None:
 # Out of turn -------------------------------------------------------------------------------------------------------
 
 
-def made(schedule: Schedule | None = None, tensors: int = 2, mode: SyncMode | None = None) -> Steps:
+def made(
+    schedule: Schedule | None = None, tensors: int = 2, mode: SyncMode | None = None, *, held: bool = False
+) -> Steps:
     schedule = schedule or Sliced()
     layers = [Layer(Spec(f"w{index}", (4,))) for index in range(tensors)]
     buckets = schedule.buckets(layers)
-    return Steps(tensors, Laid(buckets, [schedule.priority(bucket) for bucket in buckets]), schedule, mode or Bsp())
+    laid = Laid(buckets, [schedule.priority(bucket) for bucket in buckets])
+    return Steps(tensors, laid, schedule, mode or Bsp(), held=held)
 
 
 def backward(steps: Steps) -> None:
@@ -119,6 +122,19 @@ def test_what_comes_out_of_turn_changes_nothing() -> None:
     steps.produced(0)
     steps.backward_ended()
     steps.stepped()
+    refused(steps, steps.stepped, "a second time")
+
+
+def test_where_others_hold_the_weights_only_the_optimizers_step_waits() -> None:
+    """So they are told of the step while the last gradients are under way."""
+    steps = made(held=True)
+    for tensor in (1, 0):
+        steps.produced(tensor)
+    assert steps.backward_ended() == []
+    wait, apply = steps.stepped()
+    assert isinstance(wait, Wait)
+    assert isinstance(apply, Apply)
+    assert [operation.bucket for operation in wait.operations] == list(apply.buckets)
     refused(steps, steps.stepped, "a second time")
 
 

@@ -80,18 +80,23 @@ class Training:
         layout = Layout(tuple(layers), tuple(self.buckets), (0.0,) * len(self.buckets))
         self.model = Model(layout, self.gradients, self.weights, self.compression)
 
-    def start(self) -> Worker | None:
+    def start(self, apart: bool = False) -> Worker | None:
         """This process's worker; on a server, None once all is over."""
         if not self.session.is_worker:
-            serve(self.session, self.model, Momentum, self.learnt)
+            serve(self.session, self.model, Momentum, self.learnt, apart=apart)
             return None
-        return attach(self.session, self.model, Momentum, self.learnt)
+        return attach(self.session, self.model, Momentum, self.learnt, apart=apart)
+
+    def compute(self, number: int) -> None:
+        """The gradients of a step."""
+        mine = gradient_of(self.session.rank, number, self.dtype)
+        for bucket, array in enumerate(self.gradients):
+            array[:] = mine[: array.size] if bucket == 0 else mine[-array.size :]
 
     def step(self, worker: Worker, number: int, max_norm: float | None = None) -> None:
         """Push, have applied, pull."""
-        session, mine = self.session, gradient_of(self.session.rank, number, self.dtype)
-        for bucket, array in enumerate(self.gradients):
-            array[:] = mine[: array.size] if bucket == 0 else mine[-array.size :]
+        session = self.session
+        self.compute(number)
         session.engine.wait(*[worker.push(bucket, "gradients") for bucket in range(len(self.buckets))])
         if max_norm is not None:
             worker.clip(max_norm)
@@ -141,6 +146,54 @@ def test_owners_do_what_one_process_does(group: Any, place: str, max_norm: float
         else:  # the parts of the norm are added owner by owner
             np.testing.assert_allclose(found, weights, rtol=1e-12)
             np.testing.assert_allclose(momentum_in(state, np.float64), momentum, rtol=1e-12)
+
+
+@pytest.mark.parametrize("place", [*PLACES, "ps(servers=2) codec=topk(ratio=1)"])
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_bucket_comes_back_while_others_have_not_gone(group: Any, place: str, told: int) -> None:
+    """So pulls and pushes use the network in both directions; values are told before the first push or behind it."""
+
+    def body(session: Session) -> Any:
+        training = Training(session, np.float32)
+        worker = training.start(apart=True)
+        if worker is None:
+            return None
+        for number in range(4):
+            training.compute(number)
+            for turn, bucket in enumerate([1, 0] if number % 2 else [0, 1]):
+                if told == 0 and turn == 0:
+                    worker.begin([{"lr": 0.25}])
+                worker.push(bucket, "gradients")
+                if told == 1 and turn == 0:
+                    worker.begin([{"lr": 0.25}])
+                session.engine.wait(worker.pull(bucket, priority=bucket))
+        return np.concatenate(training.weights), worker.owners.state()
+
+    weights, momentum = alone(range(4))
+    for found, state in group(place, WORKERS, body)[:WORKERS]:
+        np.testing.assert_allclose(found, weights, rtol=1e-6)  # a codec tells differences of weights
+        np.testing.assert_allclose(momentum_in(state), momentum, rtol=1e-6)
+
+
+def test_an_optimizer_of_which_nobody_knows_waits_for_all_pushes(group: Any) -> None:
+    def body(session: Session) -> Any:
+        training = Training(session)
+        worker = training.start()
+        if worker is None:
+            return None
+        training.compute(0)
+        worker.push(0, "gradients")
+        worker.step([{"lr": 0.25}])
+        first = worker.pull(0)
+        session.barrier()
+        early = first.done
+        worker.push(1, "gradients")
+        session.engine.wait(first, worker.pull(1))
+        return early, np.concatenate(training.weights)
+
+    for early, found in group("ps(servers=2)", WORKERS, body)[:WORKERS]:
+        assert not early
+        assert (found == alone(range(1))[0]).all()
 
 
 @pytest.mark.parametrize("place", PLACES)

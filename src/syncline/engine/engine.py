@@ -225,9 +225,14 @@ class Engine(Driver):
             else:
                 self._wanted.notify()
 
-    def then(self, label: str, works: Sequence[Work], call: Callable[[], None] = lambda: None) -> Work:
-        """``call``, in the thread that drives, once all ``works`` are done, and be done after that."""
-        work = self._work(label)
+    def then(
+        self, label: str, works: Sequence[Work], call: Callable[[], None] = lambda: None, *, tolerant: bool = False
+    ) -> Work:
+        """``call``, in the thread that drives, once all ``works`` are done, and be done after that.
+
+        The end waits for it unless it is ``tolerant``.
+        """
+        work = self._work(label, tolerant)
         waiting = list(works)
 
         def step() -> None:
@@ -237,7 +242,7 @@ class Engine(Driver):
                 call()
                 self._finish(work, None)
 
-        self._post(step)
+        self._post(step, tolerant)
         return work
 
     def allocate(self, nbytes: int, dtype: np.dtype[Any]) -> NDArray[Any]:

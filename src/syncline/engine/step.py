@@ -20,6 +20,8 @@ Rules
 * A step that is not due is the worker's own: nothing of it is submitted, and its own gradients are applied.
 * Who has read the gradients of a step (``flush``) may change them: it is applied when the optimizer is called, at once.
 * What a backward pass reads has been needed by the forward pass before it.
+* Where others hold the weights (``held``) nobody looks at sums of gradients: ``backward_ended`` waits for nothing, and
+  with ``step`` it is ``stepped`` that does.
 * What comes out of turn raises, and changes nothing.
 
 Theory: wait-free backpropagation (Zhang et al., "Poseidon", USENIX ATC 2017), priorities and layers that wait for
@@ -112,12 +114,22 @@ class Laid(Protocol):
 class Steps:
     """The steps of one worker with one model of ``tensors`` tensors, which travel as ``layout`` says.
 
-    ``begun`` is the number of its first one, in a run that goes on from another.
+    ``begun`` is the number of its first one, in a run that goes on from another. ``held`` says that others hold the
+    weights.
     Raises UsageError for an event out of turn.
     """
 
-    def __init__(self, tensors: int, layout: Laid, schedule: Schedule, mode: SyncMode, *, begun: int = 0) -> None:
-        self._tensors, self._schedule, self._mode = tensors, schedule, mode
+    def __init__(
+        self,
+        tensors: int,
+        layout: Laid,
+        schedule: Schedule,
+        mode: SyncMode,
+        *,
+        begun: int = 0,
+        held: bool = False,
+    ) -> None:
+        self._tensors, self._schedule, self._mode, self._held = tensors, schedule, mode, held
         self._slices = [len(bucket.slices) for bucket in layout.buckets]
         self._priorities = layout.priorities
         self._of_tensor: list[list[int]] = [[] for _ in range(tensors)]
@@ -182,7 +194,7 @@ class Steps:
             if self._gathers_late:
                 for number in reversed(range(len(self._slices))):
                     self._submit(step, number, "all_gather", actions)
-            if self._schedule.apply == "step":
+            if self._schedule.apply == "step" and not self._held:
                 self._wait(step, step.unapplied, actions)
         return actions
 

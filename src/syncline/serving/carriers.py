@@ -79,11 +79,11 @@ class Plans:
         program, key = self._programs[me][0], self._keys.push(me, number)
         return self._session.engine.exchange(program, array, key, label, **options)
 
-    def pull(self, number: int, label: str) -> Work:
+    def pull(self, number: int, label: str, **options: Any) -> Work:
         """One exchange with the owners."""
         me, array = self._session.index, self._model.weights[number]
         program, key = self._programs[me][1], self._keys.pull(me, number)
-        return self._session.engine.exchange(program, array, key, label)
+        return self._session.engine.exchange(program, array, key, label, **options)
 
     def begin(self, workers: Sequence[int]) -> None:
         """One array for both: a worker pushes when it has pulled."""
@@ -138,10 +138,10 @@ class Payloads:
             self._compression, number, self._keys.push(self._session.index, number), label, **options
         )
 
-    def pull(self, number: int, label: str) -> Work:
+    def pull(self, number: int, label: str, **options: Any) -> Work:
         """A message from each owner."""
         me, array = self._session.index, self._model.weights[number]
-        return self._reduce([partial(self._receive, number, array)], self._keys.pull(me, number), label)
+        return self._reduce([partial(self._receive, number, array)], self._keys.pull(me, number), label, **options)
 
     def begin(self, workers: Sequence[int]) -> None:
         """Codecs decode to float32; of weights there is a copy."""

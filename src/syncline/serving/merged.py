@@ -15,39 +15,62 @@ from ..compression.updates import Updates
 from ..engine.work import Work
 from ..plans.messages import Program
 from ..session.communicator import WEIGHT_KEYS, compiled
+from ..session.layout import Layout
 from ..session.session import Session
 from .records import Array, Record, write_into
 from .shard import Holding, coded, placed, planned
 from .traffic import Model
+from .updating import Update, Updating
 
 
 class Merged:
-    """All workers' pushes as one, all workers' pulls as one: each begins when the one before has ended."""
+    """All workers' pushes as one, all workers' pulls as one, bucket by bucket.
 
-    def __init__(self, session: Session, traffic: Planned | Coded, buckets: int) -> None:
-        self._engine, self._traffic, self._buckets = session.engine, traffic, buckets
-        self._pulls: list[Work] = []
-        self._pushes = traffic.post()
+    A bucket's next push and its pull begin when it has been updated, whatever has become of the others.
+    """
+
+    def __init__(self, session: Session, traffic: Planned | Coded, layout: Layout, apart: bool) -> None:
+        self._engine, self._traffic, self._priorities = session.engine, traffic, layout.priorities
+        buckets = range(len(layout.buckets))
+        self._updating = Updating(session.engine, len(buckets), apart)
+        self._pulls: dict[int, Work] = {}
+        self._pushes = [self._post(number) for number in buckets]
+        for number in buckets:
+            self._expect(number)
 
     def coming(self, worker: int) -> Sequence[Work]:  # noqa: ARG002
-        """Nothing: the last worker's push is waited for when it is applied."""
+        """Nothing: what has come is updated as it comes."""
         return ()
 
     def settle(self, worker: int) -> None:  # noqa: ARG002
         """Wait for what is under way."""
-        self._engine.wait(*self._pushes, *self._pulls)
+        self._engine.wait(*self._pushes, *self._pulls.values())
 
-    def take_next(self, worker: int) -> None:  # noqa: ARG002
-        """Post it."""
-        self._pushes = self._traffic.post()
+    def update(self, worker: int, update: Update) -> None:  # noqa: ARG002
+        """As ``Updating`` does."""
+        self._updating.say(update)()
 
-    def release(self, workers: Sequence[int]) -> None:  # noqa: ARG002
-        """One pull, of all."""
-        self._pulls = [self._traffic.pull(number) for number in range(self._buckets)]
+    def release(self, workers: Sequence[int]) -> None:
+        """They have been told: what is updated goes to all."""
 
     def rest(self) -> None:
         """Wait for the pulls."""
-        self._engine.wait(*self._pulls)
+        self._engine.wait(*self._pulls.values())
+
+    def _expect(self, number: int) -> None:
+        """Update a bucket when its push, which is posted, has come, and the pull before does not read the weights."""
+        before = self._pulls.get(number)
+        came = [self._pushes[number], *([] if before is None else [before])]
+        self._updating.after(number, came, partial(self._go_on, number))
+
+    def _go_on(self, number: int) -> None:
+        """A bucket has been updated."""
+        self._pulls[number] = self._traffic.pull(number, priority=self._priorities[number])
+        self._pushes[number] = self._post(number)
+        self._expect(number)
+
+    def _post(self, number: int) -> Work:
+        return self._traffic.post(number, priority=self._priorities[number])
 
 
 class Planned:
@@ -65,18 +88,18 @@ class Planned:
         array, key = self._model.gradients[number], self._model.first_key + number
         return self._session.engine.exchange(self._push, array, key, label, **options)
 
-    def post(self) -> list[Work]:
-        """An owner's part in the next push, one exchange for each bucket."""
-        return push_plan(self._session, self._push, self._model.gradients)
+    def post(self, number: int, **options: Any) -> Work:
+        """One exchange, which never ends when the workers leave."""
+        return post_plan(self._session, self._push, number, self._model.gradients[number], **options)
 
-    def exchanges(self) -> Merged:
-        """All at once."""
-        return Merged(self._session, self, len(self._model.layout.buckets))
+    def exchanges(self, apart: bool) -> Merged:
+        """Of all workers at once."""
+        return Merged(self._session, self, self._model.layout, apart)
 
-    def pull(self, number: int) -> Work:
+    def pull(self, number: int, **options: Any) -> Work:
         """One exchange."""
         key, label = WEIGHT_KEYS + self._model.first_key + number, f"weights of bucket {number}"
-        return self._session.engine.exchange(self._pull, self._model.weights[number], key, label)
+        return self._session.engine.exchange(self._pull, self._model.weights[number], key, label, **options)
 
     def holdings(self) -> list[Holding] | None:
         """Chunks of the plan."""
@@ -108,18 +131,18 @@ class Coded:
         """The first half of a reduction."""
         return self._session.reduce(self._compression, number, self._model.first_key + number, label, **options)
 
-    def post(self) -> list[Work]:
-        """An owner's part in the next push, the first half of a reduction for each bucket."""
-        return push_coded(self._session, self._compression)
+    def post(self, number: int, **options: Any) -> Work:
+        """The first half of a reduction, which never ends when the workers leave."""
+        return post_coded(self._session, self._compression, number, **options)
 
-    def exchanges(self) -> Merged:
-        """All at once."""
-        return Merged(self._session, self, len(self._model.layout.buckets))
+    def exchanges(self, apart: bool) -> Merged:
+        """Of all workers at once."""
+        return Merged(self._session, self, self._model.layout, apart)
 
-    def pull(self, number: int) -> Work:
+    def pull(self, number: int, **options: Any) -> Work:
         """What corresponds to the second half."""
         key, label = WEIGHT_KEYS + self._model.first_key + number, f"weights of bucket {number}"
-        return self._session.pull(self._updates, number, key, label)
+        return self._session.pull(self._updates, number, key, label, **options)
 
     def holdings(self) -> list[Holding] | None:
         """Whole blocks of the codec, with weights of the owner's."""
@@ -138,17 +161,21 @@ class Coded:
         engine.wait(engine.then("resume", (), partial(self._compression.resume_at, step)))
 
 
+def post_plan(session: Session, program: Program, number: int, gradient: Array, **options: Any) -> Work:
+    """Post a server's part in the next exchange of a bucket; it never ends when the workers leave."""
+    return session.engine.exchange(program, gradient, number, f"bucket {number}", tolerant=True, **options)
+
+
+def post_coded(session: Session, compression: Compression, number: int, **options: Any) -> Work:
+    """The same as ``post_plan`` for compressed gradients."""
+    return session.reduce(compression, number, number, f"bucket {number}", tolerant=True, **options)
+
+
 def push_plan(session: Session, program: Program, gradients: Sequence[Array]) -> list[Work]:
-    """Post a server's part in the next exchange of every bucket; it never ends when the workers leave."""
-    return [
-        session.engine.exchange(program, array, number, f"bucket {number}", tolerant=True)
-        for number, array in enumerate(gradients)
-    ]
+    """``post_plan`` of every bucket."""
+    return [post_plan(session, program, number, array) for number, array in enumerate(gradients)]
 
 
 def push_coded(session: Session, compression: Compression) -> list[Work]:
-    """The same as ``push_plan`` for compressed gradients."""
-    return [
-        session.reduce(compression, number, number, f"bucket {number}", tolerant=True)
-        for number in range(compression.buckets)
-    ]
+    """``post_coded`` of every bucket."""
+    return [post_coded(session, compression, number) for number in range(compression.buckets)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from ..engine.trace import begin
@@ -25,8 +26,9 @@ from .messages import ANSWERS, check_fields, nonsense, read_message, receive_bod
 from .protocol import ALL, Apply, Ledger, Measure, Release, Request
 from .records import Record, pack, unpack
 from .relaying import Lay, Leaving, Relay
-from .shard import Build, Optimizer, Shard
+from .shard import Build, Shard
 from .traffic import Model, Traffic
+from .updating import Update
 from .ways import traffic_of
 
 REQUEST_BYTES = 1 << 20
@@ -59,8 +61,8 @@ class Moves(Protocol):
         """Tell these workers the squared norm of the gradients here."""
         ...
 
-    def take_next(self, worker: int) -> None:
-        """The gradients have been applied: the next push may come."""
+    def update(self, worker: int, update: Update) -> None:
+        """Have what that worker, or ``ALL``, has pushed updated, by bucket or at once, as soon as it is there."""
         ...
 
     def release(self, workers: Sequence[int]) -> None:
@@ -69,9 +71,9 @@ class Moves(Protocol):
 
 
 class Owner:
-    """Keeps the ledger of one shard and does what it says; workers push a step at once, so buckets are ``ALL``.
+    """Keeps the ledger of one shard and does what it says; workers tell of a step at once, so its buckets are ``ALL``.
 
-    ``version`` counts the updates of its weights.
+    ``version`` counts the updates of its weights; the last may still be on its way, bucket by bucket.
     """
 
     def __init__(self, session: Session, shard: Shard, moves: Moves) -> None:
@@ -81,33 +83,32 @@ class Owner:
 
     def handle(self, request: Request) -> None:
         """Take a worker's message; raises MismatchError for one that is not its next, or differs from the others'."""
-        moves, optimizer = self._moves, self.shard.optimizer
+        moves = self._moves
         for action in self.ledger.handle(request):
             if isinstance(action, Measure):
                 moves.settle(action.worker)
-                moves.tell_norm(action.workers, optimizer.squared_norm())
+                moves.tell_norm(action.workers, self.shard.squared_norm())
             elif isinstance(action, Apply):
-                moves.settle(action.worker)
-                self._update(optimizer, action)
                 self.version = action.version
-                moves.take_next(action.worker)
+                moves.update(action.worker, partial(self._update, action))
             elif isinstance(action, Release):
                 moves.release(action.workers)
 
-    def _update(self, optimizer: Optimizer, action: Apply) -> None:
+    def _update(self, action: Apply, bucket: int) -> None:
         """One update, which is observed."""
         observer, of = self._session.observer, "" if action.worker == ALL else f" of rank {action.worker}'s push"
         if observer is None:
-            self._apply(optimizer, action)
+            self._apply(action, bucket)
             return
+        of += "" if bucket == ALL else f", bucket {bucket}"
         span = begin(observer, "update", f"update of the weights{of}", step=action.version, peer=action.worker)
-        self._apply(optimizer, action)
+        self._apply(action, bucket)
         span.end()
 
-    def _apply(self, optimizer: Optimizer, action: Apply) -> None:
+    def _apply(self, action: Apply, bucket: int) -> None:
         """One update; raises ProtocolError that names the worker whose values are none of this optimizer's."""
         try:
-            optimizer.apply(action.values["groups"], action.values["scale"])
+            self.shard.apply(bucket, action.values["groups"], action.values["scale"])
         except SynclineError:
             raise
         except Exception as error:
@@ -127,7 +128,7 @@ class Server:
 
     def __init__(self, session: Session, shard: Shard, traffic: Traffic, relay: Relay | None = None) -> None:
         self._session, self._shard, self._traffic, self._relay = session, shard, traffic, relay
-        self._exchanges = traffic.exchanges()
+        self._exchanges = traffic.exchanges(shard.apart)
         self._owner = Owner(session, shard, self)
         self._merges = session.strategy.sync_mode().merges
         self._told = [0] * session.group.workers  # the version of the weights that each worker was sent last
@@ -210,9 +211,9 @@ class Server:
         for worker in workers:
             self._reply(worker, {"squared": squared})
 
-    def take_next(self, worker: int) -> None:
+    def update(self, worker: int, update: Update) -> None:
         """As the traffic does."""
-        self._exchanges.take_next(worker)
+        self._exchanges.update(worker, update)
 
     def release(self, workers: Sequence[int]) -> None:
         """Send the weights and answer what they have asked."""
@@ -311,7 +312,7 @@ class Server:
         self._relay = Relay(Model(layout, gradients, weights, coded, model.first_key), relay.lay)
         self._traffic = traffic_of(session, self._relay.model)
         self._shard = self._owner.shard = leaving.arrive(self._traffic.holdings() or [])
-        self._exchanges = self._traffic.exchanges()
+        self._exchanges = self._traffic.exchanges(self._shard.apart)
 
     def _listen(self, worker: int) -> Work:
         return self._session.recv(worker, f"a request of rank {worker}", REQUEST_BYTES, tolerant=True)
@@ -320,16 +321,25 @@ class Server:
         self._session.send(worker, json.dumps(message).encode(), f"an answer to rank {worker}", ANSWERS)
 
 
-def serve(session: Session, model: Model, build: Build, learnt: Sequence[Record], lay: Lay | None = None) -> None:
+def serve(
+    session: Session,
+    model: Model,
+    build: Build,
+    learnt: Sequence[Record],
+    lay: Lay | None = None,
+    *,
+    apart: bool = False,
+) -> None:
     """Own a part of that model's weights, with what the optimizer has ``learnt`` before, until the workers leave.
 
-    ``lay`` lays the model's memory out anew; without it the layout stays as it is.
+    ``lay`` lays the model's memory out anew; without it the layout stays as it is. ``apart`` is for ``Shard``.
     """
     traffic = traffic_of(session, model)
     holdings = traffic.holdings()
     if holdings is not None:
-        relay = Relay(model, lay) if lay is not None and session.strategy.sync_mode().merges else None
-        Server(session, Shard(holdings, build, learnt), traffic, relay).serve()
+        merges = session.strategy.sync_mode().merges
+        relay = Relay(model, lay) if lay is not None and merges else None
+        Server(session, Shard(holdings, build, learnt, apart=apart and merges), traffic, relay).serve()
 
 
 def serve_beside(session: Session, shard: Shard, traffic: Traffic) -> Work:

@@ -32,14 +32,15 @@ class Leaving:
 
     def __init__(self, session: Session, shard: Shard, keeps: bool) -> None:
         """``keeps``: the owners' weights may say more than those that all know."""
-        self._session, self._build = session, shard.build
+        self._session, self._build, self._apart = session, shard.build, shard.apart
         self._state = pack(shard.state())
         self._weights = pack(shard.weights()) if keeps else None
 
     def arrive(self, holdings: Sequence[Holding]) -> Shard:
         """The shard of what this process owns now; all owners call it together."""
         mine = {held.slice.tensor for held in holdings}
-        shard = Shard(holdings, self._build, [one for one in self._shared(self._state) if one.slice.tensor in mine])
+        learnt = [one for one in self._shared(self._state) if one.slice.tensor in mine]
+        shard = Shard(holdings, self._build, learnt, apart=self._apart)
         if self._weights is not None:
             shard.load_weights(one for one in self._shared(self._weights) if one.slice.tensor in mine)
         return shard

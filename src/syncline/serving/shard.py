@@ -18,6 +18,7 @@ from ..compression.updates import Updates
 from ..engine.runs import chunk_edges
 from ..nouns import Bucket, Slice
 from ..plans.plan import Plan
+from .protocol import ALL
 from .records import Array, Elements, Record, State, states_of, write_into
 
 WEIGHTS = "weights"
@@ -29,18 +30,22 @@ Groups = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class Holding:
-    """A slice that this process owns: where its weights lie, and the gradients that are pushed to it, flat."""
+    """A slice that this process owns: where its weights lie, and the gradients that are pushed to it, flat.
+
+    ``bucket`` is the number of that by which they travel.
+    """
 
     slice: Slice
     weights: Array
     gradient: Array
+    bucket: int = 0
 
 
 class Optimizer(Protocol):
     """An optimizer on a list of holdings, whose weights it updates in place; all lists are in their order.
 
-    Called by one thread at a time, and never while a push into these gradients, or a pull of these weights, is under
-    way.
+    Called by one thread at a time, whichever that is, and never while a push into these gradients, or a pull of these
+    weights, is under way.
     """
 
     def squared_norm(self) -> float:
@@ -65,25 +70,50 @@ Build = Callable[[Sequence[Holding]], Optimizer]
 
 
 class Shard:
-    """The slices of one process with their optimizer, which begins with what ``learnt`` says of them."""
+    """The slices of one process with their optimizer, which begins with what ``learnt`` says of them.
 
-    def __init__(self, holdings: Sequence[Holding], build: Build, learnt: Iterable[Record]) -> None:
-        self.slices = tuple(held.slice for held in holdings)
-        self._holdings, self.build = tuple(holdings), build
-        self.optimizer = build(self._holdings)
+    ``apart`` says that tensors may be updated by themselves: each bucket then has an optimizer of its own.
+    """
+
+    def __init__(
+        self, holdings: Sequence[Holding], build: Build, learnt: Iterable[Record], *, apart: bool = False
+    ) -> None:
+        self._holdings, self.build, self.apart = tuple(holdings), build, apart
+        self.slices = tuple(held.slice for held in self._holdings)
+        self._whole = build(self._holdings)
+        self._parts: dict[int, tuple[Sequence[int], Optimizer]] = {}
+        for bucket in dict.fromkeys(held.bucket for held in self._holdings) if apart else ():
+            mine = [index for index, held in enumerate(self._holdings) if held.bucket == bucket]
+            self._parts[bucket] = mine, build([self._holdings[index] for index in mine])
+        if not apart:
+            self._parts[ALL] = range(len(self._holdings)), self._whole
         self.load(learnt)
+
+    def squared_norm(self) -> float:
+        """Of all gradients here."""
+        return self._whole.squared_norm()
+
+    def apply(self, bucket: int, groups: Groups, scale: float) -> None:
+        """Update what is here of a bucket, or of ``ALL``, as ``Optimizer.apply`` does."""
+        wanted = [self._parts.get(bucket)] if bucket != ALL else list(self._parts.values())
+        for part in wanted:
+            if part is not None:
+                part[1].apply(groups, scale)
 
     def state(self) -> list[Record]:
         """The optimizer's state, slice by slice."""
+        states: dict[int, State] = {}
+        for mine, optimizer in self._parts.values():
+            states |= zip(mine, optimizer.state(), strict=True)
         return [
-            Record(part, key, value)
-            for part, state in zip(self.slices, self.optimizer.state(), strict=True)
-            for key, value in state.items()
+            Record(part, key, value) for index, part in enumerate(self.slices) for key, value in states[index].items()
         ]
 
     def load(self, records: Iterable[Record]) -> None:
         """Replace the optimizer's state by records of whole tensors or of any slices that cover these."""
-        self.optimizer.load(states_of(records, self.slices))
+        states = states_of(records, self.slices)
+        for mine, optimizer in self._parts.values():
+            optimizer.load([states[index] for index in mine])
 
     def weights(self) -> list[Record]:
         """The weights, slice by slice."""
@@ -99,22 +129,22 @@ def planned(
 ) -> list[Holding]:
     """What ``index`` owns of each bucket under a push plan, tensor by tensor; the workers' weights are its own."""
     found = []
-    for bucket, gradient, weight in zip(buckets, gradients, weights, strict=True):
+    for number, (bucket, gradient, weight) in enumerate(zip(buckets, gradients, weights, strict=True)):
         edges = chunk_edges(bucket.elements, push.chunks)
         for chunk, owner in enumerate(push.owners):
             if owner == index:
-                found += held(bucket, gradient, weight, edges[chunk], edges[chunk + 1])
+                found += held(number, bucket, gradient, weight, edges[chunk], edges[chunk + 1])
     return found
 
 
-def held(bucket: Bucket, gradient: Array, weight: Array, start: int, stop: int) -> list[Holding]:
-    """Elements ``start`` to ``stop`` of a bucket, tensor by tensor."""
+def held(number: int, bucket: Bucket, gradient: Array, weight: Array, start: int, stop: int) -> list[Holding]:
+    """Elements ``start`` to ``stop`` of a bucket, which has that number, tensor by tensor."""
     found = []
     for at, part in placed(bucket):
         low, high = max(start, at), min(stop, at + part.elements)
         if low < high:
             mine = Slice(part.tensor, part.start + low - at, part.start + high - at)
-            found.append(Holding(mine, weight[low:high], gradient[low:high]))
+            found.append(Holding(mine, weight[low:high], gradient[low:high], number))
     return found
 
 
@@ -129,7 +159,7 @@ def coded(buckets: Sequence[Bucket], gradients: Sequence[Array], updates: Update
             if part.tensor == one.tensor and part.start <= one.start and one.stop <= part.stop
         )
         mine = Slice(one.tensor, one.start, one.stop)
-        found.append(Holding(mine, one.weights, gradients[number][at : at + mine.elements]))
+        found.append(Holding(mine, one.weights, gradients[number][at : at + mine.elements], number))
     return found
 
 

@@ -22,9 +22,11 @@ import numpy as np
 
 from ..engine.work import Work
 from ..session.session import Session
+from .protocol import ALL
 from .records import Array, Record
 from .shard import Holding, held
 from .traffic import Model
+from .updating import Update
 
 
 class Carrier(Protocol):
@@ -39,7 +41,7 @@ class Carrier(Protocol):
         """Start this worker's push of a bucket; ``options`` are those of ``Engine.exchange``."""
         ...
 
-    def pull(self, number: int, label: str) -> Work:
+    def pull(self, number: int, label: str, **options: Any) -> Work:
         """Start this worker's pull of a bucket."""
         ...
 
@@ -78,11 +80,11 @@ class Single:
         """As the carrier does."""
         return self._carrier.push(number, label, **options)
 
-    def pull(self, number: int) -> Work:
+    def pull(self, number: int, **options: Any) -> Work:
         """As the carrier does."""
-        return self._carrier.pull(number, f"weights of bucket {number}")
+        return self._carrier.pull(number, f"weights of bucket {number}", **options)
 
-    def exchanges(self) -> _Owned:
+    def exchanges(self, apart: bool) -> _Owned:  # noqa: ARG002 - a worker's push is one update
         """One for each worker."""
         assert self._owned is not None
         self._owned.begin()
@@ -117,7 +119,7 @@ class _Owned:
         """What is owned, tensor by tensor."""
         found = []
         for number, (bucket, part) in enumerate(zip(self._model.layout.buckets, self._mine, strict=True)):
-            found += held(bucket, self._gradients[number], self._weights[number], part.start, part.stop)
+            found += held(number, bucket, self._gradients[number], self._weights[number], part.start, part.stop)
         return found
 
     def begin(self) -> None:
@@ -138,8 +140,10 @@ class _Owned:
             came = self._carrier.pushed(worker, number)
             np.copyto(self._gradients[number][part], came[part], casting="same_kind")
 
-    def take_next(self, worker: int) -> None:
-        """It comes when the worker has the weights."""
+    def update(self, worker: int, update: Update) -> None:
+        """At once, all that the worker has pushed; its next push comes when it has the weights."""
+        self.settle(worker)
+        update(ALL)
 
     def release(self, workers: Sequence[int]) -> None:
         """Copy the weights as they are now, and start to send them; what is pushed next comes behind that."""

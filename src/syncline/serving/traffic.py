@@ -14,6 +14,7 @@ from ..engine.work import Work
 from ..session.layout import Layout
 from .records import Array, Record
 from .shard import Holding
+from .updating import Update
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +42,8 @@ class Exchanges(Protocol):
         """Return when the push of that worker lies in the gradients, and nothing under way reads the weights."""
         ...
 
-    def take_next(self, worker: int) -> None:
-        """The gradients have been applied: the next push may come."""
+    def update(self, worker: int, update: Update) -> None:
+        """Have what that worker has pushed updated, a bucket or all at a time, now or as soon as it is there."""
         ...
 
     def release(self, workers: Sequence[int]) -> None:
@@ -61,12 +62,15 @@ class Traffic(Protocol):
         """Start this worker's part in the push of a bucket; ``options`` are those of ``Engine.exchange``."""
         ...
 
-    def pull(self, number: int) -> Work:
-        """Start this worker's part in the pull of a bucket's weights."""
+    def pull(self, number: int, **options: Any) -> Work:
+        """Start this worker's part in the pull of a bucket's weights; ``options`` as for ``push``."""
         ...
 
-    def exchanges(self) -> Exchanges:
-        """An owner's part of all, which begins with that in the first push; it never ends when the workers leave."""
+    def exchanges(self, apart: bool) -> Exchanges:
+        """An owner's part of all, which begins with that in the first push; it never ends when the workers leave.
+
+        ``apart`` says whether buckets may be updated one after the other.
+        """
         ...
 
     def holdings(self) -> list[Holding] | None:

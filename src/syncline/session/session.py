@@ -194,9 +194,9 @@ class Session(Communicator):
         pieces, after = partial(compression.pieces, number), partial(compression.finish, number)
         return self.engine.reduce(pieces, self.bucket_program, key, label, after=after, **options)
 
-    def pull(self, updates: Updates, number: int, key: int, label: str) -> Work:
-        """Start to tell, or to hear, how a bucket's weights have been updated."""
-        return self.engine.reduce(partial(updates.pieces, number), self.bucket_program, key, label)
+    def pull(self, updates: Updates, number: int, key: int, label: str, **options: Any) -> Work:
+        """Start to tell, or to hear, how a bucket's weights have been updated; ``options`` as for ``reduce``."""
+        return self.engine.reduce(partial(updates.pieces, number), self.bucket_program, key, label, **options)
 
     def _participant(self) -> Participant:
         """This process among those that reduce what is compressed: owners are the servers, or else all workers."""

@@ -114,6 +114,7 @@ class Gradients:
         """A bucket is complete: copy it down where it lives elsewhere, exchange it, copy it up.
 
         In two phases the first begins with the copy down, and the second, which goes behind it, ends with the copy up.
+        What is pushed to those who hold the weights does not come back.
         Without a meeting there is nothing to agree on in the step.
         """
         storage, label = self.storage_of(operation.step), f"bucket {operation.bucket}"
@@ -121,7 +122,8 @@ class Gradients:
         if after is None:
             after = self.staging.down(pair, None if meeting is None else meeting.work, label)
         work = self._exchange(operation, storage, meeting, after, priority)
-        return work if operation.phase == "reduce_scatter" else self.staging.up(pair, work, label)
+        stays = operation.phase == "reduce_scatter" or self.push is not None
+        return work if stays else self.staging.up(pair, work, label)
 
     def _exchange(
         self, operation: BucketPhase, storage: Storage, meeting: Meeting | None, gate: Work | None, priority: float
@@ -167,13 +169,17 @@ class Gradients:
 
     def _correct(self, array: np.ndarray, meeting: Meeting) -> None:
         """In the progress thread: weigh this rank's gradient by its share of the samples."""
+        share = self.share_of(meeting)
+        if share > 0:
+            cpu.scale(array, share)
+        else:
+            array[...] = 0  # the mean over an empty batch is not a number, and does not count
+
+    def share_of(self, meeting: Meeting) -> float:
+        """How much this rank's gradient counts in a step whose tickets have come, on the average 1."""
         tickets = meeting.tickets()
         mine, total = tickets[self.session.rank], sum(ticket.weight for ticket in tickets)
-        if mine.kind == STEP and total > 0:
-            if mine.weight > 0:
-                cpu.scale(array, mine.weight * len(tickets) / total)
-            else:
-                array[...] = 0  # the mean over an empty batch is not a number, and does not count
+        return mine.weight * len(tickets) / total if mine.kind == STEP and total > 0 else 1.0
 
     # Another layout.
 
@@ -186,6 +192,7 @@ class Gradients:
         """A step is over, in which rank 0 may have told that it has measured enough."""
         self._exchanges += 1
         if not self.measured and meeting is not None:
+            self.session.engine.wait(*([] if meeting.work is None else [meeting.work]))
             first = meeting.tickets()[0]
             self.replaces = first.kind == STEP and first.flags == _MEASURED
 

@@ -25,6 +25,7 @@ from .computing import steps_of
 from .intact import Forms
 from .optimizer import give_back, put_together, take_over
 from .options import Named, Options, Selection
+from .parts import updates_alone
 from .replica import Replica
 from .served import Client, model_of
 from .shard import SlicedOptimizer, probe, records_of, whole_state
@@ -155,7 +156,9 @@ def _attach_served(session: Session, optimizer: torch.optim.Optimizer, keeps_sta
     vars(plain).update(vars(optimizer))
     learnt = records_of(optimizer, parameters) if session.rank == 0 or not session.group.servers else []
     build = partial(SlicedOptimizer, plain, parameters)
-    worker = attach_to_owners(session, model_of(replica.gradients, weights), build, learnt)
+    worker = attach_to_owners(
+        session, model_of(replica.gradients, weights), build, learnt, apart=updates_alone(optimizer)
+    )
     replica.gradients.push = worker.push
     client = Client(replica, weights, worker, keeps_state=keeps_state)
     take_over(optimizer, client)
@@ -181,7 +184,11 @@ def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer | No
     _move_into(weights, parameters)
     arrays = Model(layout, gradients.arrays, weights.arrays, compression)
     build, learnt = partial(SlicedOptimizer, optimizer, parameters), records_of(optimizer, parameters)
-    serve(session, arrays, build, learnt, lambda buckets: (_lay_out(gradients, buckets), _lay_out(weights, buckets)))
+
+    def lay(buckets: Sequence[Bucket]) -> tuple[Sequence[Array], Sequence[Array]]:
+        return _lay_out(gradients, buckets), _lay_out(weights, buckets)
+
+    serve(session, arrays, build, learnt, lay, apart=updates_alone(optimizer))
 
 
 def _lay_out(storage: Storage, buckets: Sequence[Bucket]) -> Sequence[Array]:

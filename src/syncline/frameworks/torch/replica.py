@@ -111,7 +111,11 @@ class Replica:
     @steps.setter
     def steps(self, value: int) -> None:
         self._steps = value
-        self.machine = Steps(len(self.named), self.gradients.layout, self._schedule, self._mode, begun=value)
+        self.machine = self._machine(value)
+
+    def _machine(self, begun: int) -> Steps:
+        held = self.session.strategy.server_holds_weights and self._mode.merges
+        return Steps(len(self.named), self.gradients.layout, self._schedule, self._mode, begun=begun, held=held)
 
     @property
     def storage(self) -> Storage:
@@ -169,7 +173,7 @@ class Replica:
         self._of_buffers = self._buffers.start(meeting)
         self.gradients.turn(number)
         self.gradients.zero()
-        steps = Steps(len(self.named), self.gradients.layout, self._schedule, self._mode, begun=number)
+        steps = self._machine(number)
         for index in range(len(self.named)):
             self.do([action for action in steps.produced(index) if not isinstance(action, Agree)])
         self.do([*steps.backward_ended(), *steps.flush()])
@@ -391,8 +395,8 @@ class Replica:
     on_first_exchange: Callable[[], None] | None = None
     """Called before the first exchange, when all models have been prepared."""
 
-    on_exchanged: Callable[[], None] | None = None
-    """Called at the end of every step's backward pass, when what there is to exchange has been exchanged."""
+    on_exchanged: Callable[[Meeting | None], None] | None = None
+    """Called at the end of every step's backward pass, with what was agreed on in it; pushes may be under way."""
 
     on_local_step: Callable[[], None] | None = None
     """Called when a step is each rank's own; a parameter server refuses that."""
@@ -447,8 +451,9 @@ class Replica:
             self._reset()
             raise
         self._steps += 1
+        meeting = self._meeting
         if due:
-            self.gradients.exchanged(self._meeting)
+            self.gradients.exchanged(meeting)
         if self.gradients.times is not None:
             self.gradients.times.end_step()
         self._local |= not due
@@ -457,7 +462,7 @@ class Replica:
         if self.crossing is not None:
             self.crossing.backward_over()
         if self.on_exchanged is not None:
-            self.on_exchanged()
+            self.on_exchanged(meeting)
 
     def _share_out(self) -> None:
         """Divide the gradients of a pass that was held by the number of ranks."""

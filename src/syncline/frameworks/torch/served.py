@@ -23,6 +23,7 @@ from ...serving.records import Record
 from ...serving.shard import WEIGHTS, Groups
 from ...serving.traffic import Model
 from ...serving.worker import Worker
+from ...session.tickets import Meeting
 from .gradients import Gradients
 from .intact import Contents
 from .replica import Replica
@@ -58,14 +59,15 @@ class Client:
         return self.worker.clip(max_norm / shares) * shares
 
     def step(self, groups: Groups) -> None:
-        """Have the pushed gradients applied and wait for the new weights."""
+        """Have the pushed gradients applied and wait for the new weights, which come while pushes are under way."""
         self._check_pushed()
         self._tell_changed()
         self.worker.step(groups)
         works = []
-        for number in range(len(self._weights.arrays)):
-            pulled = self.worker.pull(number)
+        for number, priority in enumerate(self.replica.gradients.layout.priorities):
+            pulled = self.worker.pull(number, priority=priority)
             works.append(self._staging.up(self._weights.pair(number), pulled, pulled.label))
+        self.replica.do(self.replica.machine.stepped())
         self.replica.session.engine.wait(*works)
         self._staging.join()
         self._remember_weights()
@@ -117,9 +119,23 @@ class Client:
         weights.cut(replica.gradients.layout.buckets)
         self.worker.move_in(model_of(replica.gradients, weights))
 
-    def _remember(self) -> None:
+    def _remember(self, meeting: Meeting | None) -> None:
         self._versions = [view._version for view in self.replica.storage.views]
+        if self._changes_gradients(meeting):
+            self.replica.session.engine.wait(*self.worker.pushes)
         self._pushed.remember()
+
+    def _changes_gradients(self, meeting: Meeting | None) -> bool:
+        """Whether the exchange itself writes to what the script sees of its gradients."""
+        if self._staging.device is not None:  # what is pushed are copies
+            return False
+        session = self.replica.session
+        if not session.group.servers:
+            return True  # the parts that this worker owns
+        if meeting is None:
+            return False
+        session.engine.wait(*([] if meeting.work is None else [meeting.work]))
+        return self.replica.gradients.share_of(meeting) != 1.0
 
     def _check_pushed(self) -> None:
         """The owners must have seen what the worker sees."""

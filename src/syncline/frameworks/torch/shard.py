@@ -40,13 +40,14 @@ class SlicedOptimizer:
         return float(sum(gradient.double().square().sum() for gradient in self._gradients))
 
     def apply(self, groups: Groups, scale: float) -> None:
-        """One step."""
+        """One step, whatever mode the thread is in that makes it."""
         if scale != 1.0:
             for gradient in self._gradients:
                 gradient.mul_(scale)
         for group, values in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(values)
-        self._optimizer.step()
+        with torch.inference_mode(mode=False), torch.autocast("cpu", enabled=False):
+            self._optimizer.step()
 
     def state(self) -> list[State]:
         """Tensors as elements, which are their memory, all else as it is."""

@@ -1,0 +1,340 @@
+"""How a worker talks to the processes that hold and update the weights.
+
+``RemoteOwners`` asks by messages whoever serves, ``LocalOwners`` is for workers that own the slices themselves and all
+come to each call together, where every owner takes all their messages.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from ..engine.work import Work
+from ..errors import UsageError
+from ..session.session import Session
+from ..session.tickets import CALLS, COMMIT, NORM, Meeting
+from .messages import ANSWERS, read_message, receive_body, send_body
+from .owner import REPLY_BYTES, REQUEST_BYTES, Owner
+from .protocol import Kind, Request
+from .records import Record, pack, unpack
+from .relaying import Leaving
+from .shard import Groups, Shard
+from .traffic import Traffic
+from .updating import Update, Updating
+
+NOTHING: Mapping[str, type] = {}
+
+
+class Owners(Protocol):
+    """The processes that hold and update the weights, as a worker sees them."""
+
+    count: int
+    """How many they are."""
+    answers_one: bool
+    """Whether one worker alone may ask for the state; otherwise all have to."""
+
+    def squared_norm(self, clock: int) -> float:
+        """The squared norm of all averaged gradients of step ``clock``."""
+        ...
+
+    def tell(self, clock: int, groups: Groups, scale: float, changed: int = 0) -> None:
+        """Have the update of step ``clock`` applied, whose gradients are under way, or will be.
+
+        ``changed`` tells the changes of weights before it from others; it has to be the same on all workers.
+        """
+        ...
+
+    def told(self) -> None:
+        """Return when the owners have taken what they were told last: this worker may go on."""
+        ...
+
+    def updated(self, number: int, push: Work) -> Work:
+        """What is done when this process has updated what it owns of a bucket, behind its push."""
+        ...
+
+    def state(self) -> list[Record]:
+        """The optimizer's state from all owners."""
+        ...
+
+    def kept(self) -> list[Record] | None:
+        """The state of what this process owns itself, None when that is nothing; asks nobody."""
+        ...
+
+    def load(self, records: list[Record]) -> None:
+        """Replace the optimizer's state at all owners."""
+        ...
+
+    def weights(self) -> list[Record]:
+        """The weights of all owners, which under a codec know more than the workers'."""
+        ...
+
+    def replace(self, weights: list[Record]) -> None:
+        """Let the owners have these weights, which the script has changed; rank 0's count, all workers call it."""
+        ...
+
+    def resume(self, step: int, weights: list[Record]) -> None:
+        """Go on from that step with these weights, as far as there are any; all workers call it."""
+        ...
+
+    def move_out(self, keeps: bool) -> None:
+        """The model's memory is about to be laid out anew: take what this process owns out of it.
+
+        ``keeps``: the owners' weights may say more than those that all know.
+        """
+        ...
+
+    def move_in(self, traffic: Traffic, buckets: int) -> None:
+        """It has been, in so many buckets, and this process owns other slices; all workers call it."""
+        ...
+
+
+class LocalOwners:
+    """The workers own the slices: every call is collective, ``shard`` is this rank's (None when it owns nothing)."""
+
+    answers_one = False
+
+    def __init__(self, session: Session, shard: Shard | None, buckets: int) -> None:
+        self._session, self._shard = session, shard
+        self._owner = None if shard is None else Owner(session, shard, self)
+        self._updating = self._updating_of(buckets)
+        self._pushes: dict[int, Work] = {}  # the last ones
+        self._open: Callable[[], None] = _nothing  # lets the updates of the step begin that has been told
+        self._known: Sequence[Work] = ()  # done when it is known that all tell the same
+        self._squared = 0.0
+        self._leaving: Leaving | None = None
+        roles = session.strategy.roles
+        assert roles is not None
+        self.count = roles.owners
+
+    def squared_norm(self, clock: int) -> float:
+        """Summed in rank order, so that all ranks get the same bits."""
+        self._session.agree(NORM, clock)
+        self._take("norm", clock, {})
+        return sum(float(part) for part in self._session.gather(repr(self._squared).encode()))
+
+    def tell(self, clock: int, groups: Groups, scale: float, changed: int = 0) -> None:
+        """All ranks must bring the same values; owners then update their slices."""
+        said = json.dumps([clock, groups, scale, changed], sort_keys=True)
+        meeting = self._session.meet(COMMIT, zlib.crc32(said.encode()))
+        self._take("push", clock, {"groups": groups, "scale": scale})
+        opens, self._open = self._open, _nothing
+        works = [] if meeting.work is None else [meeting.work]
+        self._known = [self._session.engine.then(CALLS[COMMIT], works, partial(_agreed, meeting, opens))]
+
+    def told(self) -> None:
+        """All have come, with the same."""
+        self._session.engine.wait(*self._known)
+
+    def updated(self, number: int, push: Work) -> Work:
+        """In the thread that drives."""
+        self._pushes[number] = push
+        return push if self._updating is None else self._updating.after(number, [push])
+
+    def _take(self, kind: Kind, clock: int, values: Mapping[str, Any]) -> None:
+        """What each worker would tell a server, which is the same of all."""
+        if self._owner is not None:
+            for worker in range(self._session.world_size):
+                self._owner.handle(Request(kind, worker, clock, values))
+
+    def _updating_of(self, buckets: int) -> Updating | None:
+        return None if self._shard is None else Updating(self._session.engine, buckets, self._shard.apart)
+
+    # As ``Moves``: what all have come for is there, and each worker goes on and pulls by itself.
+
+    def settle(self, worker: int) -> None:  # noqa: ARG002
+        """The last step has waited for its pulls."""
+        self._session.engine.wait(*self._pushes.values())
+
+    def update(self, worker: int, update: Update) -> None:  # noqa: ARG002
+        """When the workers are known to agree."""
+        assert self._updating is not None
+        self._open = self._updating.say(update)
+
+    def tell_norm(self, workers: Sequence[int], squared: float) -> None:  # noqa: ARG002
+        """To be gathered."""
+        self._squared = squared
+
+    def release(self, workers: Sequence[int]) -> None:
+        """Nobody is told."""
+
+    def state(self) -> list[Record]:
+        """Collective."""
+        return self._gathered([] if self._shard is None else self._shard.state())
+
+    def kept(self) -> list[Record] | None:
+        """This rank's shard's."""
+        return None if self._shard is None else self._shard.state()
+
+    def load(self, records: list[Record]) -> None:
+        """Collective in effect: every owner keeps what it owns."""
+        if self._shard is not None:
+            self._shard.load(records)
+
+    def weights(self) -> list[Record]:
+        """Collective."""
+        return self._gathered([] if self._shard is None else self._shard.weights())
+
+    def replace(self, weights: list[Record]) -> None:
+        """Every owner keeps what it owns."""
+        if self._shard is not None:
+            self._shard.load_weights(weights)
+
+    def resume(self, step: int, weights: list[Record]) -> None:  # noqa: ARG002 - the workers know the step themselves
+        """Every owner keeps what it owns."""
+        self.replace(weights)
+
+    def move_out(self, keeps: bool) -> None:
+        """Its slices are on their way from now on."""
+        self._leaving = None if self._shard is None else Leaving(self._session, self._shard, keeps)
+
+    def move_in(self, traffic: Traffic, buckets: int) -> None:
+        """From the other owners."""
+        if self._leaving is not None and self._owner is not None:
+            self._shard = self._owner.shard = self._leaving.arrive(traffic.holdings() or [])
+            self._leaving = None
+        self._updating, self._pushes = self._updating_of(buckets), {}
+
+    def _gathered(self, records: list[Record]) -> list[Record]:
+        parts = self._session.gather(pack(records))
+        return [record for rank, part in enumerate(parts) for record in unpack(part, self._session.name(rank), rank)]
+
+
+class RemoteOwners:
+    """Whoever owns slices is asked by messages: server processes, or threads beside workers, of this one too."""
+
+    answers_one = True
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        roles = session.strategy.roles
+        assert roles is not None
+        self._servers = roles.places(session.group.workers)
+        self.count = len(self._servers)
+        self._versions = [0] * self.count  # of the weights that each sent last
+        self._replies: list[Work] = []  # to what they were told last
+
+    def squared_norm(self, clock: int) -> float:
+        """Summed in server order."""
+        return sum(float(reply["squared"]) for reply in self._ask({"kind": "norm", "clock": clock}, {"squared": float}))
+
+    def tell(self, clock: int, groups: Groups, scale: float, changed: int = 0) -> None:
+        """Every server answers once it knows what all workers tell, or where each is an update by itself, has made it.
+
+        It may be asked for something else behind that.
+        """
+        values = {"groups": groups, "scale": scale, "changed weights": changed}
+        self.told()
+        each = [{"version": version} for version in self._versions]
+        self._replies = self._begin({"kind": "push", "clock": clock, "values": values}, each)
+
+    def told(self) -> None:
+        """It has all answers."""
+        if self._replies:
+            answers = self._finish("push", self._replies, {"version": int})
+            self._versions, self._replies = [answer["version"] for answer in answers], []
+
+    def updated(self, number: int, push: Work) -> Work:  # noqa: ARG002
+        """Nothing is here."""
+        return push
+
+    def state(self) -> list[Record]:
+        """Any worker may ask, alone."""
+        return self._fetch("state")
+
+    def kept(self) -> None:
+        """Nothing."""
+        return
+
+    def load(self, records: list[Record]) -> None:
+        """Any worker may load, alone; the last one counts."""
+        self._put({"kind": "load"}, records)
+
+    def weights(self) -> list[Record]:
+        """Any worker may ask, alone."""
+        return self._fetch("weights")
+
+    def replace(self, weights: list[Record]) -> None:
+        """Rank 0 tells the servers; nothing is applied before it has, and the others have, pushed."""
+        if self._session.rank == 0:
+            self._put({"kind": "replace"}, weights)
+
+    def resume(self, step: int, weights: list[Record]) -> None:
+        """Rank 0 tells the servers, and nobody goes on before they know."""
+        if self._session.rank == 0:
+            self._put({"kind": "resume", "step": step}, weights)
+        self._session.barrier()
+
+    def move_out(self, keeps: bool) -> None:
+        """Nothing is here."""
+
+    def move_in(self, traffic: Traffic, buckets: int) -> None:
+        """The servers know."""
+
+    def _fetch(self, kind: str) -> list[Record]:
+        found: list[Record] = []
+        for server, reply in zip(self._servers, self._ask({"kind": kind}, {"size": int}), strict=True):
+            body = receive_body(self._session, server, reply["size"], f"the owner's {kind}", ANSWERS)
+            found += unpack(body, self._session.name(server), server)
+        return found
+
+    def leave(self, over: Work | None) -> None:
+        """Tell all owners that this worker asks no more; one that serves itself goes on until no worker does."""
+        for server in self._servers:
+            self._send(server, {"kind": "leave"})
+        if over is not None:
+            engine = self._session.engine
+            engine.wait(engine.then("the others' last steps", [over]))  # by the limit of progress
+
+    def _put(self, request: Mapping[str, Any], records: list[Record]) -> None:
+        self.told()
+        body, label = pack(records), f"the body of a {request['kind']}"
+        for server in self._servers:
+            self._send(server, {**request, "size": len(body)})
+            send_body(self._session, server, body, label)
+        for server in self._servers:
+            self._session.engine.wait(self._listen(server, f"the answer to a {request['kind']}"))
+
+    def _ask(self, request: Mapping[str, Any], fields: Mapping[str, type] = NOTHING) -> list[dict[str, Any]]:
+        """Ask all servers; their answers, which have these fields."""
+        self.told()
+        return self._finish(request["kind"], self._begin(request), fields)
+
+    def _begin(self, request: Mapping[str, Any], each: Sequence[Mapping[str, Any]] | None = None) -> list[Work]:
+        """Ask all servers, with something for ``each`` beside."""
+        replies = [self._listen(server, f"the answer to a {request['kind']}") for server in self._servers]
+        for server, more in zip(self._servers, each or [{}] * self.count, strict=True):
+            self._send(server, {**request, **more})
+        return replies
+
+    def _finish(self, kind: str, replies: Sequence[Work], fields: Mapping[str, type]) -> list[dict[str, Any]]:
+        """Their answers, which have these fields."""
+        self._session.engine.wait(*replies)
+        return [
+            read_message(self._session, server, f"the answer to a {kind}", reply.result, fields)
+            for server, reply in zip(self._servers, replies, strict=True)
+        ]
+
+    def _listen(self, server: int, label: str) -> Work:
+        return self._session.recv(server, label, REPLY_BYTES, topic=ANSWERS)
+
+    def _send(self, server: int, request: Mapping[str, Any]) -> None:
+        data = json.dumps(request).encode()
+        if len(data) > REQUEST_BYTES:
+            raise UsageError(
+                f"the values of the optimizer's parameter groups take {len(data)} bytes, a parameter server takes up to"
+                f" {REQUEST_BYTES}: use fewer groups, ps(update=worker) or an allreduce"
+            )
+        self._session.send(server, data, f"a {request['kind']}")
+
+
+def _agreed(meeting: Meeting, then: Callable[[], None]) -> None:
+    """All workers have come; raises MismatchError unless with the same."""
+    meeting.tickets()
+    then()
+
+
+def _nothing() -> None:
+    """Where this process owns nothing."""
