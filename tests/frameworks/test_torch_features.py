@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from toy import Here, alone, batch, close, fill, loss_of, on_group, same_as_alone, sgd, weights
 
 from syncline.errors import GradientError
+from syncline.frameworks.torch.compiled import is_compiled
 
 _COMPILING = threading.Lock()  # dynamo is made for one thread at a time; the ranks of a test are threads
 
@@ -50,6 +51,22 @@ def test_compiled_models(group: Any, strategy: str, before: bool) -> None:
 
     for found in on_group(group, strategy, 2, make, body):
         close(found, wanted)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit.script is deprecated, and used
+@pytest.mark.parametrize("way", ["in place", "wrapped", "scripted"])
+def test_a_model_is_compiled_when_any_part_of_it_is(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.utils, "counters", {"frames": {"total": 0}})  # other tests may have compiled
+    shared, inner = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model = torch.nn.Sequential(shared, torch.nn.Sequential(inner, shared))
+    model.register_module("nothing", None)
+    assert not is_compiled(model)
+    if way == "in place":
+        inner[0].compile(backend="eager")
+    else:
+        made: Any = torch.compile(inner[0], backend="eager") if way == "wrapped" else torch.jit.script(inner[0])
+        inner[0] = made
+    assert is_compiled(model)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)"])
