@@ -67,8 +67,8 @@ class Client:
         for number, priority in enumerate(self.replica.gradients.layout.priorities):
             pulled = self.worker.pull(number, priority=priority)
             works.append(self._staging.up(self._weights.pair(number), pulled, pulled.label))
-        self.replica.do(self.replica.machine.stepped())
         self.replica.session.engine.wait(*works)
+        self.replica.do(self.replica.machine.stepped())
         self._staging.join()
         self._remember_weights()
         self.replica.exchanged = False
