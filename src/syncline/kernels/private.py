@@ -89,6 +89,11 @@ def check_contents(fd: int, path: Path) -> None:
                     os.close(folder)
 
 
+def new_file(path: Path, mode: int = 0o600) -> int:
+    """A descriptor, for reading and writing, of a file that was not there; no link is followed to one that was."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
 def read_file(fd: int, name: str, path: Path) -> bytes:
     """The bytes of a file in an open folder; NotPrivateError when somebody else could have written them."""
     try:

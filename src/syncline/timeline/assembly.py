@@ -27,6 +27,7 @@ class Assembly:
     def __init__(self, target: Path) -> None:
         self._target = checked_target(target)
         self._folder = folder_of(self._target)
+        make_folder(self._folder)  # or raise, before anything is removed from somebody else's
         _remove(self._folder)
         make_folder(self._folder)
         self._runs = 0

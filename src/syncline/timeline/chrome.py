@@ -12,17 +12,20 @@ The format: Google, "Trace Event Format", 2016. Events are written one by one: a
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import os
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from ..errors import UsageError
+from ..kernels.private import new_file
 from .clocks import offset_of
 from .spans import LIMIT, ProcessSpans, TimedSpan
 from .tracks import Line, is_moment, lines_of
@@ -94,17 +97,22 @@ def write(path: Path, runs: Iterable[RecordedRun]) -> Written:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[str]]:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    # In a folder that others can write to nobody can have put a link there: the name is new, and none is followed.
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    made = new_file(part, 0o666)
     try:
-        with (
-            gzip.open(part, "wt", _LEVEL, encoding="utf-8")
-            if path.suffix == ".gz"
-            else part.open("w", encoding="utf-8")
-        ) as file:
-            yield file
+        with os.fdopen(made, "wb") as file, _text(file, compressed=path.suffix == ".gz") as text:
+            yield text
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _text(file: BinaryIO, *, compressed: bool) -> IO[str]:
+    """Where text goes into a file."""
+    if compressed:
+        return gzip.open(file, "wt", _LEVEL, encoding="utf-8")
+    return io.TextIOWrapper(file, encoding="utf-8")
 
 
 def _about(written: Written, about: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 Owns what is checked before anything runs, and the variables that tell processes: ``SYNCLINE_TRACE``, which anybody may
 set, names the file, and ``SYNCLINE_TRACE_PARTS`` the folder, which a launcher sets that puts parts together itself.
+
+The file may be in a folder that others can write to, such as /tmp. The folder of the parts is this user's alone, or is
+not used: nobody else has put links there that would be written through, or reads there what scripts are called.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import socket
 from pathlib import Path
 
 from ..errors import UsageError
+from ..kernels.private import NotPrivateError, new_file, path_of, private_folder
 from .spans import SUFFIXES, ProcessSpans, SpanFile, read
 
 VARIABLE = "SYNCLINE_TRACE"
@@ -42,12 +46,15 @@ def folder_of(target: Path) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make it, if it is not there; raises UsageError where that cannot be."""
+    """Make it, for this user alone, if it is not there; raises UsageError where it cannot be, or is not this user's."""
     try:
-        folder.mkdir(exist_ok=True)
-        probe = folder / f".{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        with private_folder(folder.parent, folder.name) as fd:
+            probe = path_of(fd) / f".{os.getpid()}"
+            probe.unlink(missing_ok=True)
+            os.close(new_file(probe))
+            probe.unlink()
+    except NotPrivateError as error:
+        raise UsageError(f"{error}; parts of a timeline lie there. Or choose another path") from None
     except OSError as error:
         raise UsageError(f"cannot write {folder}: {error.strerror or error}; choose another path") from None
 

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from ..engine.work import Work
 from ..errors import PeerTimeout, SynclineError
+from ..kernels.private import new_file
 from ..session.session import Session
 from ..wire.saying import first_time, say
 from .chrome import RecordedRun, write
@@ -231,10 +232,10 @@ class SessionSpans:
     def _keep(self, process: int, part: _Part | None) -> None:
         """Have the part of a process lie in the folder, or not."""
         for path, data in zip(self._paths_of(process), part or (b"", b""), strict=True):
-            if part is None:
-                path.unlink(missing_ok=True)
-            else:
-                path.write_bytes(data)
+            path.unlink(missing_ok=True)
+            if part is not None:
+                with os.fdopen(new_file(path), "wb") as file:
+                    file.write(data)
 
     def remove(self) -> None:
         """Leave nothing behind."""

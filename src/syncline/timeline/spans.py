@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, get_args
 
 from ..engine.trace import Kind, Span
 from ..errors import UsageError
+from ..kernels.private import new_file
 
 LIMIT = 1 << 18
 """Spans of one process that are kept."""
@@ -107,12 +108,12 @@ class SpanFile:
         self._ready = 0  # rows for which there is room
         self._closed = False
         with ExitStack() as undo:
-            self._file = undo.enter_context(self.paths[0].open("w+b", buffering=0))
+            self._file = undo.enter_context(os.fdopen(_in_place_of(self.paths[0]), "w+b", buffering=0))
             undo.callback(self.paths[0].unlink)
             os.ftruncate(self._file.fileno(), (limit + 1) * _ROW.size)
             self._grow()
             self._map = undo.enter_context(mmap.mmap(self._file.fileno(), (limit + 1) * _ROW.size))
-            self._names = self.paths[1].open("wb", buffering=0)
+            self._names = os.fdopen(_in_place_of(self.paths[1]), "wb", buffering=0)
             undo.pop_all()
         _HEAD.pack_into(self._map, 0, _MAGIC, 0)
         self.note(**notes)
@@ -234,6 +235,12 @@ class SpanFile:
         main = threading.current_thread() is threading.main_thread()
         number = self._threads[get_ident()] = self._number(TRAINING if main else threading.current_thread().name)
         return number
+
+
+def _in_place_of(path: Path) -> int:
+    """A descriptor of a new file; what an earlier run has left there goes, and stays what it is for who has it open."""
+    path.unlink(missing_ok=True)
+    return new_file(path)
 
 
 def read(path: Path) -> ProcessSpans:
