@@ -15,7 +15,9 @@ STRATEGIES = {  # and the processes that only serve
     "direct": 0,
     "ps(servers=1)": 1,
     "ps(servers=2) schedule=remade": 2,
+    "ps(servers=2) schedule=priority(slice=64B)": 2,
     "ps(servers=2, on=workers)": 0,
+    "ps(servers=2, on=workers) schedule=priority(slice=64B)": 0,
     "ps(servers=2, update=worker)": 2,
 }
 

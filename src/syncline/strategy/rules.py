@@ -244,15 +244,27 @@ _WORKERS = 4
 """An architecture is tried with so many."""
 
 
-def _owners_update_all_at_once(given: Combination) -> Fault | None:
+def _owners_have_an_order_of_their_own(given: Combination) -> Fault | None:
     if given.schedule == AUTO or not given.server_holds_weights:
         return None
-    apply, name = build("schedules", given.schedule).apply, given.schedule.name
-    if apply == "step":
-        return None
-    reason = f"schedule={name} has weights updated later than the optimizer is called (apply={apply!r}), which owners"
+    schedule, name = build("schedules", given.schedule), given.schedule.name
     others = _variants(given.architecture, lambda roles: not roles.holds_weights)
-    return f"{reason} of the weights do not", [*others, {"schedule": AUTO}]
+    if schedule.phases != "whole":
+        reason = (
+            f"schedule={name} exchanges in two phases, and where owners hold the weights push and pull are these"
+            " already: a bucket is pulled as soon as it has been updated"
+        )
+        return reason, [{"schedule": Part("priority")}, *others, {"schedule": AUTO}]
+    if schedule.apply == "next_step":
+        reason = f"schedule={name} has two steps under way, and owners of the weights take them one by one"
+        return reason, [*others, {"schedule": AUTO}]
+    if schedule.apply == "layer" and not build("sync", given.sync).merges:
+        reason = (
+            f"schedule={name} has each bucket updated when all workers have pushed it, and under sync={given.sync.name}"
+            " every worker's push is an update by itself, of all buckets"
+        )
+        return reason, [{"schedule": AUTO}, {"sync": BSP}]
+    return None
 
 
 def _what_is_applied_later_is_of_all(given: Combination) -> Fault | None:
@@ -385,8 +397,8 @@ RULES: tuple[Callable[[Combination], Fault | None], ...] = (
     _rounds_need_sums,
     _engines_do_what_the_schedule_says,
     _urgent_buckets_can_overtake,
+    _owners_have_an_order_of_their_own,
     _two_phases_need_owners_of_chunks,
-    _owners_update_all_at_once,
     _what_is_applied_later_is_of_all,
     _engines_do_what_the_sync_mode_says,
     _pushes_by_themselves_need_owners,

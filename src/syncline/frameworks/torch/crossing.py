@@ -21,7 +21,7 @@ only, and who looks at weights between steps, on any rank, sees those that all h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,7 @@ class Crossing:
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self.local = LocalSteps(self._parameters, optimizer) if local else None
         self._alone = updates_alone(optimizer)
-        self._owed: dict[int, _Owed] = {}  # updates, by step
+        self._owed: dict[int, Owed] = {}  # updates, by step
         self._failed: BaseException | None = None  # what kept an update from being made
         self._versions: list[int] = []  # of the gradients, as backward has left them
         self._early: list[int] = []  # parameters that are read where nobody sees it
@@ -123,7 +123,7 @@ class Crossing:
         if now:
             return False
         gradients, values = self._replica.gradients, values_of(self._optimizer)  # behind the update before
-        self._owed[number] = _Owed(gradients.storage_of(number), gradients.layout.buckets, values, frozenset(held))
+        self._owed[number] = Owed(gradients.storage_of(number), gradients.layout.buckets, values, frozenset(held))
         self._deferral.defer(range(len(self._parameters)))
         self._update_others(values)
         if self.local is not None:
@@ -167,10 +167,14 @@ class Crossing:
         if mine:
             update(self._optimizer, self._plain, values, mine, [one.grad for one in mine])
 
-    def drop_gradients(self, drop: Callable[[], None]) -> None:
-        """Torch's own ``zero_grad`` that sets gradients to None looks at none of them."""
+    def zero_grad(self, plain: Callable[[], None], *, looks: bool) -> None:
+        """The script clears gradients, as ``plain`` does; torch's own way of setting them to None looks at none."""
+        if looks:
+            self.flush()
+            plain()
+            return
         with torch._C.DisableTorchFunctionSubclass():
-            drop()
+            plain()
 
     # The model's side.
 
@@ -291,10 +295,10 @@ class Crossing:
             del self._owed[action.step]
 
 
-class _Owed:
+class Owed:
     """What a step still owes to the weights."""
 
-    def __init__(self, storage: Storage, buckets: Sequence[Bucket], values: Values, held: frozenset[int]) -> None:
+    def __init__(self, storage: Storage, buckets: Sequence[Bucket], values: Values, held: Collection[int]) -> None:
         self.storage, self.values, self.after = storage, values, values
         self._held = held
         self._buckets = buckets

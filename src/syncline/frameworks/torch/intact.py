@@ -60,6 +60,12 @@ class Contents:
         for block in self._blocks:
             block.remember(self._turn)
 
+    def remember_mirror(self) -> None:
+        """Keep what their mirror in the transport's memory holds, which they should hold too."""
+        self._turn += 1
+        for block in self._blocks:
+            block.remember_mirror(self._turn)
+
     def changed(self) -> list[int]:
         """The tensors that are seen to hold something else since ``remember``, by number."""
         return sorted(tensor for block in self._blocks for tensor in block.changed())
@@ -78,6 +84,7 @@ class _Block:
         bits = _BITS[flat.itemsize]
         words = flat.itemsize // bits.itemsize
         self._flat = flat.view(bits).view(-1, words)
+        self._mirror = storage.flat[dtype].view(bits).view(-1, words)
         self._row = SAMPLES * words
         mine = [(i, placed) for i, placed in enumerate(storage.placed) if placed.dtype == dtype]
         self._tensors = [i for i, placed in mine if placed.stop > placed.start]
@@ -92,8 +99,15 @@ class _Block:
         self._places, self._held = self._firsts, torch.empty(0)
 
     def remember(self, turn: int) -> None:
-        self._places = torch.minimum(self._firsts + turn % self._steps, self._lasts).view(-1)
+        self._move(turn)
         self._held = self._flat[self._places]
+
+    def remember_mirror(self, turn: int) -> None:
+        self._move(turn)
+        self._held = self._mirror[self._places.to(self._mirror.device)].to(self._flat.device)
+
+    def _move(self, turn: int) -> None:
+        self._places = torch.minimum(self._firsts + turn % self._steps, self._lasts).view(-1)
 
     def changed(self) -> list[int]:
         now = self._flat[self._places]

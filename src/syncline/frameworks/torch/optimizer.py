@@ -15,6 +15,7 @@ import contextlib
 import copyreg
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -56,6 +57,14 @@ class Served:
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made before and after prepare find _opt_called kept
 
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the optimizer's own."""
+        plain = partial(super().zero_grad, *args, **kwargs)  # type: ignore[misc]
+        if self._client.crossing is None:
+            plain()
+        else:
+            self._client.crossing.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
+
     @property
     def state(self) -> NoReturn:
         """Refused: an empty dictionary would be taken for the state."""
@@ -71,10 +80,12 @@ class Served:
 
     def state_dict(self) -> dict[str, Any]:
         """As one process would give it: the owners' state put together."""
+        self._client.settle("optimizer.state_dict()")
         return self._whole().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Send the state to the owners and take the group values."""
+        self._client.settle("optimizer.load_state_dict()")
         whole = self._whole(fetch=False)
         whole.load_state_dict(dict(state))
         _take_values(self.param_groups, whole)
@@ -86,6 +97,7 @@ class Served:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain optimizer with the owners' state: what pickles and copies are."""
+        self._client.settle("copying or saving the optimizer")
         whole = self._whole()
         # Not by the way of objects of the same class, which this one is not.
         return copyreg._reconstructor, (type(whole), object, None), *whole.__reduce_ex__(protocol)[2:]  # type: ignore[attr-defined]
@@ -239,6 +251,12 @@ def _parted() -> UsageError:
         " the same ranks, where these were the owners, or load what optimizer.state_dict() gives before"
         " syncline.shutdown()"
     )
+
+
+def looks_at_gradients(optimizer: Any, set_to_none: bool = True) -> bool:
+    """Whether ``zero_grad`` with these arguments does: not torch's own, where it sets them to None."""
+    plain: Any = own_class(optimizer)
+    return not (set_to_none and plain.zero_grad is torch.optim.Optimizer.zero_grad)
 
 
 def group_values(groups: Sequence[Mapping[str, Any]]) -> Groups:

@@ -26,6 +26,7 @@ from .intact import Forms
 from .optimizer import give_back, put_together, take_over
 from .options import Named, Options, Selection
 from .parts import updates_alone
+from .pulling import pull_by_layer
 from .replica import Replica
 from .served import Client, model_of
 from .shard import SlicedOptimizer, probe, records_of, whole_state
@@ -146,8 +147,9 @@ def _check_all_prepared(replica: Replica, optimizer: torch.optim.Optimizer) -> N
 
 def _attach_served(session: Session, optimizer: torch.optim.Optimizer, keeps_state: bool, replica: Replica) -> Prepared:
     """Others update the weights: the parameters move into storage that is pulled into, the optimizer asks for it."""
-    staging = replica.gradients.staging
-    weights = Storage(replica.named, replica.storage.buckets, staging.allocate, staging.device)
+    staging, by_layer = replica.gradients.staging, session.strategy.schedule_object().apply == "layer"
+    device = torch.device("cpu") if by_layer and staging.device is None else staging.device
+    weights = Storage(replica.named, replica.storage.buckets, staging.allocate, device)
     parameters = [parameter for _, parameter in replica.named]
     _move_into(weights, parameters)
     replica.guard.forms = Forms(replica.named)  # those of views with gaps are others now
@@ -161,6 +163,8 @@ def _attach_served(session: Session, optimizer: torch.optim.Optimizer, keeps_sta
     )
     replica.gradients.push = worker.push
     client = Client(replica, weights, worker, keeps_state=keeps_state)
+    if by_layer:
+        pull_by_layer(replica, optimizer, client, weights)
     take_over(optimizer, client)
     return Prepared(replica.model, optimizer, replica, client)
 

@@ -377,6 +377,8 @@ class Replica:
 
     def _meet(self, step: int) -> Meeting:
         self._check_start()
+        if self.on_begin is not None:
+            self.on_begin()
         weight = self._counting.weight
         if weight is None:
             raise self.fault(
@@ -394,6 +396,9 @@ class Replica:
 
     on_first_exchange: Callable[[], None] | None = None
     """Called before the first exchange, when all models have been prepared."""
+
+    on_begin: Callable[[], None] | None = None
+    """Called when a step that is exchanged begins, with its first gradient."""
 
     on_exchanged: Callable[[Meeting | None], None] | None = None
     """Called at the end of every step's backward pass, with what was agreed on in it; pushes may be under way."""

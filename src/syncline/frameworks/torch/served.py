@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,6 +31,9 @@ from .replica import Replica
 from .shard import as_elements, in_memory_order, whole_state
 from .storage import Storage
 
+if TYPE_CHECKING:
+    from .pulling import Pulling
+
 
 class Client:
     """A worker's model, its gradients pushed by ``replica`` and its weights pulled into ``weights``."""
@@ -44,14 +48,47 @@ class Client:
         self._pushed, self._pulled = Contents(replica.storage), Contents(weights)
         self._weight_versions: list[int] = []
         self._loaded = False
+        self._begun: Groups = ()  # the values that owners were told at the first gradient of the step
+        self._looked = False  # what the gradients hold is remembered, as somebody may change it
         self._remember_weights()
         replica.on_second_backward = self._refuse_second_backward
         replica.on_exchanged = self._remember
         replica.on_loaded = self._note_loaded
         replica.gradients.on_replacing = self._prepare_to_lay_out
 
+    crossing: Pulling | None = None
+    """Where steps end in the next iteration."""
+
+    def begin(self, groups: Groups) -> None:
+        """The first gradient of a step has come: tell the owners the values that it is to be made with."""
+        self._pulled.remember_mirror()  # all that was pulled is in the parameters
+        self._tell_changed()
+        self.worker.begin(groups)
+        self._begun = groups
+        self._remember_weights()
+
+    def settle(self, what: str) -> None:
+        """Wait for what is under way, since somebody wants to know, by ``what``, what owners have.
+
+        Raises GradientError where these are ahead of the script.
+        """
+        if self.crossing is None:
+            return
+        self.crossing.flush()
+        if self.replica.exchanged:
+            raise self.replica.fault(
+                f"{what} between backward() and step(): under schedule={self.crossing.name} the owners of the weights"
+                " have made the update of this step already; do it after step(), or use schedule=fixed"
+            )
+
     def clip(self, max_norm: float) -> float:
         """Have the next update's gradients clipped to a norm of ``max_norm``; their norm."""
+        if self.crossing is not None:
+            raise self.replica.fault(
+                "clip_grad_norm_() has to know all gradients before any weight is updated, and under"
+                f" schedule={self.crossing.name} owners of the weights update each bucket when it comes: use"
+                " schedule=fixed, or ps(update=worker)"
+            )
         self._check_pushed()
         session = self.replica.session
         # What was pushed is a share of the mean, or one of the single worker's own gradient.
@@ -61,6 +98,11 @@ class Client:
     def step(self, groups: Groups) -> None:
         """Have the pushed gradients applied and wait for the new weights, which come while pushes are under way."""
         self._check_pushed()
+        if self.crossing is not None:
+            self._check_same(self.crossing.name, groups)
+            self.crossing.take_step()
+            self.replica.exchanged = False
+            return
         self._tell_changed()
         self.worker.step(groups)
         works = []
@@ -75,6 +117,24 @@ class Client:
         if self.replica.gradients.replaces:
             self.replica.replace_layout()
 
+    def _check_same(self, schedule: str, groups: Groups) -> None:
+        """Raise GradientError where the update that owners have made is not the one that the script asks for."""
+        for number, (told, now) in enumerate(zip(self._begun, groups, strict=True)):
+            for key in sorted({*told, *now}):
+                if told.get(key) != now.get(key):
+                    raise self.replica.fault(
+                        f"{key!r} of the optimizer's group {number} was {told.get(key)} at the first gradient of this"
+                        f" step and is {now.get(key)} at step(): under schedule={schedule} owners of the weights update"
+                        " each bucket when it comes; change values between step() and the next backward(), or use"
+                        " schedule=fixed"
+                    )
+        if changed := self._changed_weights():
+            raise self.replica.fault(
+                f"the weights {self.replica.named[changed[0]][0]!r} were changed between the first gradient of this"
+                f" step and step(): under schedule={schedule} owners of the weights have updated those from before;"
+                " change weights between step() and the next backward(), or use schedule=fixed"
+            )
+
     @property
     def keeps(self) -> bool:
         """True when the owners' weights may say more than the workers', which a checkpoint then needs."""
@@ -82,6 +142,7 @@ class Client:
 
     def owners_weights(self) -> dict[str, torch.Tensor]:
         """The weights as the owners have them, by name; all workers call it."""
+        self.settle("syncline.state_dict()")
         self._tell_changed()
         whole = whole_state(self.worker.weights(), self.parameters)
         return {
@@ -94,6 +155,7 @@ class Client:
 
         Raises UsageError for those of another model.
         """
+        self.settle("syncline.load_state_dict()")
         self._tell_changed()  # weights that were loaded now; what the owners know beside them comes after
         records = []
         for index, (name, parameter) in enumerate(self.replica.named if weights else ()):
@@ -121,8 +183,16 @@ class Client:
 
     def _remember(self, meeting: Meeting | None) -> None:
         self._versions = [view._version for view in self.replica.storage.views]
+        self._looked = self.crossing is None
+        if self.crossing is not None:
+            return  # who looks waits first
         if self._changes_gradients(meeting):
             self.replica.session.engine.wait(*self.worker.pushes)
+        self._pushed.remember()
+
+    def remember_gradients(self) -> None:
+        """Somebody may look at the gradients of this step from now on, all of which have been pushed."""
+        self._looked = True
         self._pushed.remember()
 
     def _changes_gradients(self, meeting: Meeting | None) -> bool:
@@ -142,16 +212,18 @@ class Client:
         if not self.replica.exchanged:
             raise GradientError("step() before backward(): the parameter server has no gradients of this step")
         storage = self.replica.storage
-        for index, (name, parameter) in enumerate(self.replica.named):
-            if parameter.grad is None or parameter.grad.data_ptr() != storage.places[index]:
-                raise self._changed(name)
-            if storage.views[index]._version != self._versions[index]:
-                raise self._changed(name)
-        for index in self._pushed.changed():
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, (name, parameter) in enumerate(self.replica.named):
+                if parameter.grad is None or parameter.grad.data_ptr() != storage.places[index]:
+                    raise self._changed(name)
+                if storage.views[index]._version != self._versions[index]:
+                    raise self._changed(name)
+        for index in self._pushed.changed() if self._looked else ():
             raise self._changed(self.replica.named[index][0])
 
     def _remember_weights(self) -> None:
-        self._weight_versions = [parameter._version for parameter in self.parameters]
+        with torch._C.DisableTorchFunctionSubclass():
+            self._weight_versions = [parameter._version for parameter in self.parameters]
         self._pulled.remember()
         self._loaded = False
 
@@ -186,8 +258,9 @@ class Client:
                 " parameter server writes: call it before syncline.prepare()"
             )
         found = set(self._pulled.changed())
-        found |= {i for i, p in enumerate(self.parameters) if p._version != self._weight_versions[i]}
-        away = {i for i, p in enumerate(self.parameters) if p.data_ptr() != self._weights.places[i]}
+        with torch._C.DisableTorchFunctionSubclass():
+            found |= {i for i, p in enumerate(self.parameters) if p._version != self._weight_versions[i]}
+            away = {i for i, p in enumerate(self.parameters) if p.data_ptr() != self._weights.places[i]}
         if away:
             self.replica.guard.check_forms()
         return sorted(found | away)

@@ -16,7 +16,7 @@ import torch
 
 from ...schedules import goes_ahead
 from .crossing import Crossing
-from .optimizer import hide_step, mix_in, own_class
+from .optimizer import hide_step, looks_at_gradients, mix_in, own_class
 from .replica import Replica
 from .supported import check_held
 
@@ -45,12 +45,7 @@ class Stepping:
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the optimizer's own; torch's looks at no gradient where it sets them to None."""
         plain = partial(super().zero_grad, *args, **kwargs)  # type: ignore[misc]
-        of_torch = own_class(self).zero_grad is torch.optim.Optimizer.zero_grad  # type: ignore[attr-defined]
-        if of_torch and _sets_to_none(*args, **kwargs):
-            self._crossing.drop_gradients(plain)
-        else:
-            self._crossing.flush()
-            plain()
+        self._crossing.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Behind the updates that were due before; what is added has to be of the model too."""
@@ -98,8 +93,7 @@ def defer_steps(replica: Replica, optimizer: torch.optim.Optimizer) -> None:
     replica.crossing = crossing
     optimizer._crossing, optimizer._hidden = crossing, hidden  # type: ignore[attr-defined]
     mix_in(optimizer, Stepping)
-    if type(replica.model).zero_grad is torch.nn.Module.zero_grad:
-        replica.model.zero_grad = partial(_zero_grad, crossing, replica.model)  # type: ignore[method-assign]
+    watch_zero_grad(crossing)
 
 
 def end_deferred_steps(optimizer: Any) -> None:
@@ -115,15 +109,12 @@ def end_deferred_steps(optimizer: Any) -> None:
     vars(crossing.model).pop("zero_grad", None)
 
 
-def _zero_grad(crossing: Crossing, model: torch.nn.Module, set_to_none: bool = True) -> None:
-    """The model's ``zero_grad``, torch's own, which looks at no gradient where it sets them to None."""
-    plain = partial(type(model).zero_grad, model, set_to_none)
-    if set_to_none:
-        crossing.drop_gradients(plain)
-    else:
-        plain()
+def watch_zero_grad(crossing: Crossing) -> None:
+    """The model's ``zero_grad``, if it is torch's own, looks at no gradient where it sets them to None."""
+    if type(crossing.model).zero_grad is torch.nn.Module.zero_grad:
+        crossing.model.zero_grad = partial(_zero_grad, crossing)  # type: ignore[method-assign]
 
 
-def _sets_to_none(set_to_none: bool = True) -> bool:
-    """What the arguments of ``zero_grad`` say."""
-    return set_to_none
+def _zero_grad(crossing: Crossing, set_to_none: bool = True) -> None:
+    model = crossing.model
+    crossing.zero_grad(partial(type(model).zero_grad, model, set_to_none), looks=not set_to_none)

@@ -203,3 +203,12 @@ class Storage:
         placed = self.placed[tensor]
         if self.flat[placed.dtype] is not self.resident[placed.dtype]:
             self.flat_of(tensor).copy_(self.resident[placed.dtype][placed.start : placed.stop])
+
+    def bring_up(self, number: int) -> None:
+        """Copy a bucket from the transport's memory to where its tensors live, in the order of the computation there.
+
+        Past autograd, as whatever the transport writes.
+        """
+        pair = self.pair(number)
+        with torch.no_grad():
+            pair.device.copy_(pair.host, non_blocking=True)
