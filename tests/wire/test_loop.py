@@ -1,11 +1,25 @@
-"""Links end in order: nothing that a peer had sent before it went is lost."""
+"""Links end in order, nothing that a peer had sent before it went is lost, and large bodies arrive whole."""
 
 from __future__ import annotations
 
 import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from syncline.wire.link import Frame, Link, header
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from syncline.kernels.passes import CODES
+from syncline.kernels.rows import PIECE_BYTES
+from syncline.wire.adding import Adding
+from syncline.wire.link import _LARGE_BYTES, Frame, Link, header
 from syncline.wire.loop import Loop
+from syncline.wire.scratch import Scratch
 
 BODY = bytes(range(256)) * 700  # more than one reading takes
 
@@ -65,3 +79,186 @@ def test_a_peer_that_takes_nothing_and_sends_without_end_is_let_go() -> None:
     assert owner.lost == [1]
     owner.loop.close()
     theirs.close()
+
+
+@contextmanager
+def tcp() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        one = socket.create_connection(door.getsockname())
+        other, _ = door.accept()
+    with one, other:
+        yield one, other
+
+
+SUMMED, KEPT, FORGOTTEN = 1, 2, 3
+
+
+class Taker:
+    """A link in a loop: bodies are added to arrays of ones, kept, or forgotten, by the kind of their frames."""
+
+    def __init__(self, sock: socket.socket, dtype: str = "float32") -> None:
+        self.dtype, self.scratch = np.dtype(dtype), Scratch()
+        self.done: list[tuple[int, NDArray[np.uint8]]] = []
+        self.lost: list[int] = []
+        self._into: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.link = Link(sock, 1, self._sink, self._arrival)
+        self.loop = Loop([self.link], self.lost.append)
+
+    def _sink(self, link: Link, frame: Frame) -> memoryview | Adding | None:  # noqa: ARG002
+        if frame.kind == FORGOTTEN:
+            self._into = np.empty(0, np.uint8)
+            return None
+        if frame.kind == KEPT:
+            self._into = np.empty(frame.size, np.uint8)
+            return memoryview(self._into)
+        array = np.ones(frame.size // self.dtype.itemsize, self.dtype)
+        self._into = array.view(np.uint8)
+        return Adding(array, self.scratch)
+
+    def _arrival(self, link: Link, frame: Frame) -> None:  # noqa: ARG002
+        self.done.append((frame.kind, self._into))
+
+
+def around(*sizes: int) -> st.SearchStrategy[int]:
+    """Sizes in elements of 8 bytes, of which some differ by one from where something changes."""
+    near = [size + more for size in sizes for more in (-1, 0, 1)]
+    return st.one_of(st.sampled_from(near), st.integers(1, 2 * max(sizes)))
+
+
+bodies = st.lists(
+    st.tuples(st.sampled_from((SUMMED, KEPT, FORGOTTEN)), around(_LARGE_BYTES // 8, PIECE_BYTES // 8, 40_000)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(
+    bodies, st.sampled_from(["float32", "int64", "float16"]), st.lists(st.integers(1, 300_000), min_size=1, max_size=8)
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_compiled_of_a_turn_bodies_are_kept_and_added_whole(
+    frames: list[tuple[int, int]], dtype: str, cuts: list[int]
+) -> None:
+    made = [np.arange(8 * words, dtype=np.uint8) if kind == KEPT else counted(words, dtype) for kind, words in frames]
+    stream = b"".join(
+        header(kind, body.nbytes, 0, 0) + body.tobytes() for (kind, _), body in zip(frames, made, strict=True)
+    )
+    with tcp() as (raw, sock):
+        taker = Taker(sock, dtype)
+        sender = threading.Thread(target=send_cut, args=(raw, stream, cuts))
+        sender.start()
+        while len(taker.done) < len(frames):
+            taker.loop.turn(5.0)
+            assert not taker.lost
+        sender.join()
+        assert taker.link.received_bytes == len(stream)
+        taker.loop.close()
+    for (kind, body), (_, found) in zip(zip([kind for kind, _ in frames], made, strict=True), taker.done, strict=True):
+        if kind == KEPT:
+            np.testing.assert_array_equal(found, body)
+        elif kind == SUMMED:
+            np.testing.assert_array_equal(found.view(dtype), body + np.ones(1, dtype))
+
+
+def counted(words: int, dtype: str) -> NDArray[np.uint8]:
+    """Small whole numbers, ``words`` times 8 bytes of them."""
+    return (np.arange(8 * words // np.dtype(dtype).itemsize) % 97).astype(dtype)
+
+
+def send_cut(raw: socket.socket, stream: bytes, cuts: list[int]) -> None:
+    at, turn = 0, 0
+    while at < len(stream):
+        step = cuts[turn % len(cuts)] if turn < 50 else len(stream)
+        raw.sendall(stream[at : at + step])
+        at, turn = at + step, turn + 1
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_pieces_that_end_within_an_element_are_added_whole(dtype: str) -> None:
+    item = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    size = PIECE_BYTES + 5 * item
+    body = np.ones(size // item, np.dtype(dtype))
+    stream = header(SUMMED, size, 0, 0) + body.tobytes()
+    with tcp() as (raw, sock):
+        taker = Taker(sock, dtype)
+        for part in (stream[:27], stream[27 : 24 + item + 1], stream[24 + item + 1 : PIECE_BYTES + 25]):
+            raw.sendall(part)
+            taker.loop.turn(0.1)  # over when what had come is there: the body is not complete
+        assert not taker.done
+        raw.sendall(stream[PIECE_BYTES + 25 :])
+        while not taker.done:
+            taker.loop.turn(5.0)
+        taker.loop.close()
+    assert (taker.done[0][1].view(np.dtype(dtype)) == 2 * body).all()
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["closes", "resets"])
+@pytest.mark.parametrize("kind", [KEPT, SUMMED])
+def test_a_peer_that_goes_in_the_middle_of_a_large_body_is_lost(kind: int, reset: bool) -> None:
+    with tcp() as (raw, sock):
+        taker = Taker(sock)
+        raw.sendall(header(kind, 8_000_000, 0, 0) + bytes(100_000))
+        while taker.link.received_bytes < 100_000:
+            taker.loop.turn(5.0)
+        if reset:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raw.close()
+        while not taker.lost:
+            taker.loop.turn(5.0)
+        taker.loop.close()
+    assert taker.lost == [1]
+    assert not taker.done
+
+
+def test_a_peer_that_goes_while_a_large_body_is_written_is_lost() -> None:
+    with tcp() as (raw, sock):
+        taker = Taker(sock)
+        taker.link.push(KEPT, 0, body=memoryview(bytes(20_000_000)))
+        taker.loop.write_soon(taker.link)
+        taker.loop.write()
+        assert taker.loop.idle is False
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raw.close()
+        while not taker.lost:
+            taker.loop.turn(5.0)
+        taker.loop.close()
+    assert taker.lost == [1]
+
+
+def test_two_loops_write_and_read_large_bodies_at_once_and_count_their_bytes() -> None:
+    rng = np.random.default_rng(0)
+    sent = [rng.integers(0, 256, size, np.uint8) for size in (5_000_000, _LARGE_BYTES, _LARGE_BYTES - 1, 1, 3_000_001)]
+    written: list[tuple[int, int]] = []
+    with tcp() as pair:
+        ends = [Taker(sock) for sock in pair]
+        for one, end in enumerate(ends):
+            for number, body in enumerate(sent):
+                end.link.push(KEPT, 0, 0, memoryview(body), 0.0, lambda at=(one, number): written.append(at))
+            end.loop.write_soon(end.link)
+            end.loop.write()
+        while any(len(end.done) < len(sent) or not end.loop.idle for end in ends):
+            for end in ends:
+                end.loop.turn(0.001)
+        for end in ends:
+            assert end.link.sent_bytes == end.link.received_bytes == sum(24 + body.nbytes for body in sent)
+            for (_, found), body in zip(end.done, sent, strict=True):
+                np.testing.assert_array_equal(found, body)
+            end.loop.close()
+    assert sorted(written) == [(one, number) for one in (0, 1) for number in range(len(sent))]
+
+
+def test_a_turn_ends_when_it_is_woken_and_when_its_time_is_over_though_a_body_is_coming() -> None:
+    with tcp() as (raw, sock):
+        taker = Taker(sock)
+        raw.sendall(header(KEPT, 1_000_000, 0, 0) + bytes(200_000))
+        while taker.link.received_bytes < 200_024:
+            taker.loop.turn(0.01)
+        taker.loop.turn(0.0)
+        taker.loop.turn(0.01)
+        taker.loop.wake()
+        taker.loop.turn(1e6)  # woken: it would not end otherwise
+        assert not taker.done
+        assert not taker.lost
+        taker.loop.close()

@@ -43,11 +43,11 @@ from ..kernels import board
 from ..plans.memory import Operation
 from ..plans.plan import REDUCE, Plan
 from ..wire.link import broken
-from ..wire.scratch import Scratch
+from ..wire.scratch import Scratch, address_of
 from .scripts import ScriptedRun, Scripts, nothing
 from .slots import Slots
 from .trace import Kind, Observer, Span, begin
-from .window import Window, address_of
+from .window import Window
 
 
 def _priority(run: ScriptedRun) -> float:

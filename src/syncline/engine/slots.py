@@ -12,7 +12,8 @@ import numpy as np
 from ..errors import SynclineError
 from ..kernels import board
 from ..transports import Words
-from .window import Window, address_of
+from ..wire.scratch import address_of
+from .window import Window
 
 
 @dataclass(frozen=True)

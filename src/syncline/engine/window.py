@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-from numpy.typing import NDArray
+from typing import Protocol
 
 from ..transports import Bytes, Words
 
@@ -46,9 +44,3 @@ class Window(Protocol):
     def count(self, sent: Words, received: Words) -> None:
         """Add to the traffic: bytes per process."""
         ...
-
-
-def address_of(array: NDArray[Any]) -> int:
-    """Where an array begins in memory."""
-    address: int = array.__array_interface__["data"][0]
-    return address

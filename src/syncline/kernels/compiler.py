@@ -25,8 +25,11 @@ from .compiled import Parameter, Signature
 from .places import keep
 
 C_LIBRARY: Final = frozenset(
-    ("free", "malloc", "memcpy", "memmove", "memset", "poll", "read", "sched_yield", "send", "sqrt", "sqrtf", "write")
-)
+    (
+        "clock_gettime", "epoll_wait", "free", "malloc", "memcpy", "memmove", "memset", "poll", "read", "sched_yield",
+        "send", "sqrt", "sqrtf", "write",
+    )
+)  # fmt: skip
 """What machine code may refer to."""
 
 _SYMBOLS: Final = 2

@@ -23,6 +23,12 @@ send = external("send", "(int32, int64, int64, int32) -> int64")
 poll = external("poll", "(int64, int64, int32) -> int32")
 """poll(2); the array of descriptors is given as an address, the limit in milliseconds."""
 
+epoll_wait = external("epoll_wait", "(int32, int64, int32, int32) -> int32")
+"""epoll_wait(2); the array of events is given as an address, the limit in milliseconds."""
+
+clock_gettime = external("clock_gettime", "(int32, int64) -> int32")
+"""clock_gettime(2); the struct timespec is given as an address."""
+
 memcpy = external("memcpy", "(int64, int64, int64) -> int64")
 """memcpy(3), with addresses."""
 

@@ -172,7 +172,7 @@ class Tcp(Looped):
             raise broken(link.peer, f"a message of {frame.size} bytes came for a receive that a smaller one had filled")
         if receive is not None and receive.adds is not None and frame.size > INLINE_BYTES:
             self._reading[link.peer] = _Reading(receive, None)
-            return Adding(receive.adds, frame.size, self.scratch)
+            return Adding(receive.adds, self.scratch)
         in_place = None if receive is None else receive.into
         data = self.scratch.take(frame.size) if in_place is None else in_place
         self._reading[link.peer] = _Reading(receive, data)

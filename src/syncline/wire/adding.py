@@ -10,52 +10,47 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .scratch import Scratch
+from ..kernels import rows
+from .scratch import Scratch, address_of
 
 
 class Adding:
-    """``size`` bytes to come, to be added to ``into`` (one-dimensional, contiguous, at least as long).
+    """Bytes to come, to be added to ``into`` (one-dimensional, contiguous, at least as long).
 
-    ``at`` is the address of the next element, ``left`` the bytes that have not come, ``carry`` those that wait in
-    ``scratch``. Element types are those of ``kernels.passes.CODES``.
+    How far it has come is in the ``row`` of the link that it comes over (``kernels.rows``). Element types are those of
+    ``kernels.passes.CODES``.
     """
 
-    __slots__ = ("_into", "_keep", "_kernel", "at", "carry", "code", "item", "left", "scratch", "scratch_at")
+    __slots__ = ("_into", "_keep", "_row", "_scratch", "_streams")
 
-    def __init__(self, into: NDArray[Any], size: int, keep: Scratch) -> None:
-        from ..kernels import passes, pieces  # compiled code: loaded where it is used
+    def __init__(self, into: NDArray[Any], keep: Scratch) -> None:
+        from ..kernels import streams  # compiled code: loaded where it is used
 
-        self._kernel, self._into, self._keep = pieces, into, keep
-        self.code, self.item = passes.CODES[into.dtype.name], into.itemsize
-        self.at: int = into.__array_interface__["data"][0]
-        self.left, self.carry = size, 0
-        self.scratch = keep.take(pieces.PIECE_BYTES)
-        self.scratch_at: int = self.scratch.__array_interface__["data"][0]
+        self._streams, self._into, self._keep = streams, into, keep
+        self._scratch = keep.take(rows.PIECE_BYTES)
+
+    def begin(self, row: NDArray[np.int64], size: int, come: memoryview) -> None:
+        """``size`` bytes come, of which these are the first."""
+        from ..kernels import passes
+
+        self._row = row
+        row[rows.CODE], row[rows.ITEM] = passes.CODES[self._into.dtype.name], self._into.itemsize
+        row[rows.INTO], row[rows.LEFT] = address_of(self._into), size
+        row[rows.SCRATCH], row[rows.CARRY] = address_of(self._scratch), 0
+        self._streams.feed(row, address_of(np.frombuffer(come, np.uint8)), come.nbytes)
 
     def room(self) -> memoryview:
         """Where the next bytes may be read to."""
-        return memoryview(self.scratch)[self.carry : min(self.carry + self.left, self._kernel.PIECE_BYTES)]
+        carried = int(self._row[rows.CARRY])
+        return memoryview(self._scratch)[carried : min(carried + int(self._row[rows.LEFT]), rows.PIECE_BYTES)]
 
     def took(self, nbytes: int) -> None:
         """So many bytes were read into ``room``."""
-        have = self.carry + nbytes
-        added = self._kernel.absorb(self.code, self.item, self.at, self.scratch_at, have)
-        self.at += added
-        self.left -= nbytes
-        self.carry = have - added
-
-    def feed(self, data: memoryview) -> None:
-        """Add bytes that lie elsewhere."""
-        while data.nbytes:
-            room = self.room()
-            size = min(room.nbytes, data.nbytes)
-            room[:size] = data[:size]
-            self.took(size)
-            data = data[size:]
+        self._streams.took(self._row, nbytes)
 
     def close(self) -> None:
         """Give the scratch memory back; nothing more is coming."""
-        self._keep.give(self.scratch)
+        self._keep.give(self._scratch)
 
 
 def can_add(dtype: np.dtype[Any]) -> bool:

@@ -6,6 +6,9 @@ first. Once frames differ in priority, what the kernel may hold unsent is bounde
 buffers. Incoming bytes are read scattered: the rest of a body goes straight where its owner wants it, what follows into
 a small buffer.
 
+Large bodies on TCP sockets are moved by compiled code: a link writes into its ``row`` (``kernels.rows``) what is to be
+moved, and an event loop that needs no interpreter does so (``loop``).
+
 The link does not know what kinds of frames mean; its owner says where a body goes and is told when it is complete.
 UNIX links carry file descriptors beside frames, one for a frame, which its owner takes when the frame is complete.
 
@@ -24,8 +27,12 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
+import numpy as np
+
 from ..errors import ProtocolError
+from ..kernels import rows
 from .adding import Adding
+from .scratch import address_of
 
 HEADER = struct.Struct("<QQQ")
 """Kind (lowest 8 bits) and size of the body, tag, argument."""
@@ -40,6 +47,8 @@ _READ_BUDGET_BYTES = 2 * 1024 * 1024
 _BATCH_PARTS = 64
 _BATCH_BYTES = 256 * 1024
 _FORGET_BYTES = 64 * 1024
+_LARGE_BYTES = 32 * 1024
+"""What is left of a body from which on compiled code moves it."""
 
 
 class Frame(NamedTuple):
@@ -80,9 +89,14 @@ class Link:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.peer = peer
+        self.row = np.zeros(rows.WORDS, np.int64)
+        """What compiled code is to move."""
+        self.row[rows.FD] = sock.fileno()
+        self.compiled = type(sock) is socket.socket and not self.is_unix
+        """Whether compiled code may read and write the socket."""
         self._bounded = False
-        self.sent_bytes = 0
-        self.received_bytes = 0
+        self._sent_bytes = 0  # what ``row`` writes at the moment aside
+        self._received_bytes = 0  # what ``row`` has read aside
         self.fds: deque[int] = deque()
         self._sink, self._arrival = sink, arrival
         self._serial = count()
@@ -97,6 +111,18 @@ class Link:
         self._adding: Adding | None = None
         self._forgetting = False
         self._got = 0
+        self._reading = False  # the row reads the rest of the body
+        self._writing = 0  # bytes that the row was given to write
+
+    @property
+    def sent_bytes(self) -> int:
+        """What the kernel has taken."""
+        return self._sent_bytes + (self._writing - int(self.row[rows.OUT_LEFT]) if self._writing else 0)
+
+    @property
+    def received_bytes(self) -> int:
+        """What the kernel has given."""
+        return self._received_bytes + int(self.row[rows.RECEIVED])
 
     @property
     def idle(self) -> bool:
@@ -137,6 +163,7 @@ class Link:
 
     def flush(self) -> bool:
         """Write what the kernel takes; True when nothing is left. Raises OSError when the connection is gone."""
+        self._account()
         while True:
             if not self._going:
                 if not self._heap:
@@ -145,8 +172,27 @@ class Link:
             try:
                 sent = self._write()
             except BlockingIOError:
+                sent = 0
+            self._sent_bytes += sent
+            self._advance(sent)
+            if self._leave_to_row() or not sent:
                 return False
-            self.sent_bytes += sent
+
+    def _leave_to_row(self) -> bool:
+        """Let compiled code write the rest of a large body when the kernel takes more; False where none is left."""
+        if not (self.compiled and self._going and self._going[0][0].nbytes >= _LARGE_BYTES):
+            return False
+        part = self._going[0][0]
+        self.row[rows.OUT] = address_of(np.frombuffer(part, np.uint8))
+        self.row[rows.OUT_LEFT] = self._writing = part.nbytes
+        return True
+
+    def _account(self) -> None:
+        """What compiled code has written since is written."""
+        if self._writing:
+            sent = self._writing - int(self.row[rows.OUT_LEFT])
+            self._writing = self.row[rows.OUT_LEFT] = 0
+            self._sent_bytes += sent
             self._advance(sent)
 
     def _gather(self) -> None:
@@ -186,8 +232,15 @@ class Link:
 
     def fill(self) -> bool:
         """Read what has arrived, up to a budget; False when the peer has closed. Raises OSError, ProtocolError."""
-        budget = _READ_BUDGET_BYTES
-        while budget > 0:
+        until = self.received_bytes + _READ_BUDGET_BYTES
+        while self.received_bytes < until:
+            if self._reading:
+                came = self._fill_by_row()
+                if came == rows.NOTHING:
+                    return self._is_open()
+                if came == rows.OPEN:
+                    return True
+                continue
             space = self._inbox[self._have :]
             rest = self._rest()
             try:
@@ -203,8 +256,7 @@ class Link:
                 return True
             if got == 0:
                 return False
-            self.received_bytes += got
-            budget -= got
+            self._received_bytes += got
             if rest is not None:
                 direct = min(got, rest.nbytes)
                 self._took(direct)
@@ -220,6 +272,22 @@ class Link:
             if got < sum(view.nbytes for view in into):
                 return True
         return True
+
+    def _fill_by_row(self) -> int:
+        """Let compiled code read what has come of a body, if it has not; what that came to."""
+        from ..kernels import streams  # compiled code: loaded where it is used
+
+        came: int = streams.fill(self.row) if self.row[rows.LEFT] else rows.COMPLETE
+        if came == rows.COMPLETE:
+            self._complete()
+        return came
+
+    def _is_open(self) -> bool:
+        """Whether the connection stands, over which nothing has come; raises OSError where it broke."""
+        try:
+            return bool(self.sock.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
 
     def _read(self, into: list[memoryview]) -> int:
         if not self.is_unix:
@@ -278,15 +346,21 @@ class Link:
 
     def _begin(self, body: memoryview | Adding | None, come: memoryview) -> None:
         """A body begins, and some of it has come with its header."""
+        left = self._body_bytes() - come.nbytes
         if isinstance(body, Adding):
             self._adding = body
-            body.feed(come)
+            body.begin(self.row, self._body_bytes(), come)
+            self._reading = self.compiled and left > 0
             return
         if body is None:
             self._forgetting = True
             return
         self._body = body
         body[: come.nbytes] = come
+        if self.compiled and left >= _LARGE_BYTES:
+            into = address_of(np.frombuffer(body, np.uint8)) + come.nbytes
+            self.row[rows.CODE], self.row[rows.INTO], self.row[rows.LEFT] = rows.AS_IS, into, left
+            self._reading = True
 
     def _complete(self) -> None:
         frame = self._frame
@@ -294,7 +368,7 @@ class Link:
         if self._adding is not None:
             self._adding.close()
         self._frame = self._body = self._adding = None
-        self._forgetting = False
+        self._forgetting = self._reading = False
         self._got = 0
         self._arrival(self, frame)
 

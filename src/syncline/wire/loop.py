@@ -1,5 +1,8 @@
 """The event loop of links: which sockets are ready, a bell for other threads, and the end of connections.
 
+Where links are TCP sockets a turn is compiled code (``kernels.streams``): it moves the bodies that links have told it
+of, without the interpreter lock, and comes back for what only Python knows.
+
 Used from one thread; only ``wake`` may be called from others.
 """
 
@@ -7,15 +10,43 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import select
 import termios
 import threading
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import numpy as np
 
 from ..errors import ProtocolError
 from .link import Link
+from .scratch import address_of
+
+
+class _Compiled:
+    """The turns of compiled code for ``epoll``, which moves what the rows of ``links`` ask for."""
+
+    def __init__(self, epoll: select.epoll, links: Mapping[int, Link], watched: int) -> None:
+        from ..kernels import streams  # compiled code: loaded where it is used
+
+        self._rows = np.zeros(max(links) + 1, np.int64)
+        for fd, link in links.items():
+            self._rows[fd] = address_of(link.row)
+        self._keep = links
+        self._found = np.zeros(2 * watched, np.int64)
+        events, clock = np.zeros(streams.EVENT_WORDS * watched, np.int32), np.zeros(2, np.int64)
+        turn = streams.turn.bind(self._rows, self._found, events)
+        self._turn = partial(turn, address_of(events), address_of(clock), epoll.fileno())
+        self._clock = clock
+
+    def poll(self, timeout: float) -> list[tuple[int, int]]:
+        """As that of epoll, for what is left to be done."""
+        count = self._turn(math.ceil(timeout * 1e3))
+        found = self._found[: 2 * count].tolist()
+        return list(zip(found[::2], found[1::2], strict=True))
 
 
 class Loop:
@@ -35,6 +66,8 @@ class Loop:
         self._waiting: dict[int, Link] = {}
         for fd in self._links:
             self._epoll.register(fd, select.EPOLLIN)
+        moved = {fd: link for fd, link in self._links.items() if link.compiled}
+        self._ready = _Compiled(self._epoll, moved, len(self._links) + 1).poll if moved else self._epoll.poll
 
     @property
     def bell(self) -> int:
@@ -75,7 +108,7 @@ class Loop:
 
     def turn(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for something to do, and do it."""
-        for fd, events in self._epoll.poll(timeout):
+        for fd, events in self._ready(timeout):
             if fd == self._bell:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._bell)

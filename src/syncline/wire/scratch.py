@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,3 +33,9 @@ class Scratch:
     def give(self, buffer: NDArray[np.uint8]) -> None:
         """Back to the shelf."""
         self._free[buffer.nbytes].append(buffer)
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """Where an array begins in memory."""
+    address: int = array.__array_interface__["data"][0]
+    return address
