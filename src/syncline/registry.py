@@ -29,6 +29,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any, TypeVar
 
 from .errors import UsageError
@@ -65,7 +66,7 @@ class Entry:
     target: Callable[..., Any]
     capabilities: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The arguments a strategy text may give, in order."""
         return parameters_of(self.target)

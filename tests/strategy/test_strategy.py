@@ -490,6 +490,22 @@ def test_what_a_part_asks_for_is_done_or_refused(kind: str, properties: dict[str
         Strategy.parse(f"ring {word}=own")
 
 
+def test_what_a_part_may_be_told_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may ask for ``stats()``, which name the strategy, in every step."""
+    text = "direct codec=feedback(topk(ratio=0.5)) schedule=fixed(bucket=2MiB) transport=tcp(rate=1Gbit)"
+    before = Strategy.parse(text)
+    shown = str(before), before.exchange
+
+    def again(*_: object, **__: object) -> None:
+        raise AssertionError("annotations are read a second time")
+
+    monkeypatch.setattr(typing, "get_type_hints", again)
+    monkeypatch.setattr(registry, "parameters_of", again)
+    assert (str(Strategy.parse(text)), Strategy.parse(text).exchange) == shown
+    monkeypatch.setattr(registry, "get", again)
+    assert (str(before), before.exchange) == shown
+
+
 @pytest.mark.usefixtures("later_parts")
 def test_a_mode_whose_pushes_are_not_merged_pushes_in_every_step() -> None:
     registry.register("sync", "own")(own(Bound, due=lambda _, step: step % 2 == 1))

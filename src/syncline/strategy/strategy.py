@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from .. import registry
@@ -96,6 +96,10 @@ class Strategy(Combination):
         return cls(**parts)
 
     def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         found = []
         for word, part in self.parts():
             shown = "auto" if part == AUTO else write(kind_of(word, part.name), part)
@@ -186,7 +190,7 @@ class Strategy(Combination):
                 )
         return push, pull
 
-    @property
+    @cached_property
     def exchange(self) -> str:
         """How gradients become one average, in words; for a resolved strategy."""
         name = self.architecture.name
