@@ -33,7 +33,7 @@ def save(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
         "world_size": session.world_size,
         "steps": [made.replica.steps for made in prepared],
     }
-    if session.strategy.schedule_object().measures:
+    if _has_layouts(session):
         found["layouts"] = [
             made.replica.gradients.layout.plain() | {"measured": made.replica.gradients.measured} for made in prepared
         ]
@@ -67,7 +67,7 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
     if len(state["steps"]) != len(prepared):
         raise UsageError(f"this state is of {len(state['steps'])} prepared models, this run has {len(prepared)}")
     nothing = [None] * len(prepared)
-    if state["world_size"] == session.world_size:
+    if state["world_size"] == session.world_size and _has_layouts(session):
         _resume_layouts(prepared, state.get("layouts") or nothing)
     kept, weights = state.get("codec") or nothing, state.get("weights") or nothing
     for made, step, saved, owned in zip(prepared, state["steps"], kept, weights, strict=True):
@@ -95,6 +95,11 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
             )
     if state.get("algorithms") and state["world_size"] == session.world_size:
         session.resume_with(Choice.read(state["algorithms"]))
+
+
+def _has_layouts(session: Session) -> bool:
+    """Whether buckets, or the schedule that makes them, follow from what a run has measured."""
+    return session.chooses_schedule or session.strategy.schedule_object().measures > 0
 
 
 def _resume_layouts(prepared: Sequence[Prepared], layouts: Sequence[Mapping[str, Any] | None]) -> None:

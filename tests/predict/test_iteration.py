@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from syncline.engine.step import BucketPhase, Submit
 from syncline.errors import UsageError
 from syncline.nouns import Bucket, Layer, Spec
-from syncline.predict.iteration import Iteration, Link, Spent, predict_iteration
+from syncline.predict.iteration import IterationTimes, Link, Spent, predict_iteration
 from syncline.predict.network import LinearCost
 from syncline.schedules import Schedule
 from syncline.strategy.grammar import read_part
@@ -36,7 +36,7 @@ def schedule(text: str) -> Schedule:
 
 def predicted(
     chosen: Schedule | str, layers: Sequence[Layer], cost: LinearCost, mode: SyncMode | None = None
-) -> Iteration:
+) -> IterationTimes:
     one = schedule(chosen) if isinstance(chosen, str) else chosen
     buckets = one.buckets(layers, cost)
     laid = Laid(buckets, [one.priority(bucket) for bucket in buckets])
@@ -67,7 +67,7 @@ TWO = alike(2, 3, 1.0, 1.0)  # 2 s forward, 2 s backward, and 3 s each on the li
 )
 def test_schedules_take_what_one_computes_by_hand(text: str, whole_s: float) -> None:
     found = predicted(text, TWO, ONE_PER_ELEMENT)
-    assert found == Iteration(pytest.approx(whole_s), pytest.approx(4.0), pytest.approx(6.0))
+    assert found == IterationTimes(pytest.approx(whole_s), pytest.approx(4.0), pytest.approx(6.0))
     assert found.exposed_s == pytest.approx(whole_s - 4.0)
 
 
@@ -115,7 +115,7 @@ def test_a_computation_that_hides_all_but_the_last_exchange_is_what_an_iteration
 
 def test_a_sync_mode_that_exchanges_in_every_second_step_waits_in_these_only() -> None:
     found = predicted("fifo", TWO, ONE_PER_ELEMENT, Every(2))
-    assert found == Iteration(pytest.approx(4.0 + 6.0 / 2), pytest.approx(4.0), pytest.approx(3.0))
+    assert found == IterationTimes(pytest.approx(4.0 + 6.0 / 2), pytest.approx(4.0), pytest.approx(3.0))
 
 
 models = st.lists(

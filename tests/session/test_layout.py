@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from syncline import registry
 from syncline.errors import ProtocolError, UsageError
 from syncline.nouns import Bucket, Layer, Slice, Spec
+from syncline.predict.network import LinearCost
 from syncline.schedules import Cost
 from syncline.schedules.fixed import Fixed
 from syncline.session.layout import BUCKETS, Layout, check_buckets, decide_layout, read_layout
 from syncline.session.session import Session
+from syncline.strategy.strategy import Strategy
 
 LAYERS = (Layer(Spec("a", (4,))), Layer(Spec("b", (2, 3))), Layer(Spec("c", (5,), "float64")), Layer(Spec("d", (0,))))
 D = Slice(3, 0, 0)
@@ -132,6 +134,9 @@ def test_numbers_of_numpy_and_generators_are_buckets_too(group: Any, monkeypatch
     assert len(found[0].buckets) == len(LAYERS)
 
 
+COST = LinearCost(1e-3, 1e-9)
+
+
 def said(**changes: Any) -> bytes:
     """What rank 0 tells of a layout, but for these."""
     plain = Layout(LAYERS, tuple(WHOLE), (0.0, 0.0)).plain() | {"passed": [0, 0, False]}
@@ -152,6 +157,11 @@ NONSENSE = [
     said(times_s=[[0, 10**400]] * 4),
     said(times_s=[["nan", 0]] * 4),
     said(passed=[0, 0]),
+    said(chosen={"schedule": "fixed"}),
+    said(chosen={"schedule": "no such", "reason": "", "cost": None}),
+    said(chosen={"schedule": "priority(slice=0B)", "reason": "", "cost": None}),
+    said(chosen={"schedule": "fixed", "reason": "", "cost": ["nan", 0]}),
+    said(chosen={"schedule": "fixed", "reason": "", "cost": [1]}),
     said(passed=[-1, 0, 0]),
     said(passed=[1e9, 0, 0]),
     said(passed=[1 << 70, 0, 0]),
@@ -180,6 +190,48 @@ def test_a_layout_is_what_its_plain_values_say(data: st.DataObject) -> None:
     layers = tuple(replace(layer, forward_s=data.draw(times), backward_s=data.draw(times)) for layer in LAYERS)
     known = Layout(layers, tuple(data.draw(st.permutations(WHOLE))), (data.draw(st.floats(-9, 9)), 0.0))
     assert read_layout(LAYERS, json.loads(json.dumps(known.plain()))) == known
+    chosen = replace(known, schedule="wait_free", reason="because", cost=data.draw(st.sampled_from((COST, None))))
+    assert read_layout(LAYERS, json.loads(json.dumps(chosen.plain()))) == chosen
     wrong = known.plain() | {"priorities": [1.0]}
     with pytest.raises(ValueError, match="1 priorities of 2 buckets"):
         read_layout(LAYERS, wrong)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)"])
+def test_a_schedule_that_does_not_go_with_the_strategy_is_named(group: Any, strategy: str) -> None:
+    """Rank 0 tells one that it could not have chosen."""
+    plain = {"schedule": "split", "reason": "", "cost": None}
+
+    def body(session: Session) -> None:
+        if session.index == 0:
+            session.tell_everyone(said(chosen=plain), "telling the buckets")
+            return
+        with pytest.raises(ProtocolError, match="schedule=split exchanges in two phases"):
+            decide_layout(session, LAYERS)
+
+    group(f"{strategy} codec=int8", 2, body)
+
+
+def test_a_chosen_schedule_is_told_and_kept_where_no_other_can_be(group: Any, caplog: Any) -> None:
+    """What is chosen counts on rank 0; a choice that fails leaves the layout that there is, with its schedule."""
+
+    def body(session: Session) -> Layout:
+        def choose(lay: Any) -> Layout:
+            assert session.rank == 0
+            strategy = Strategy.parse("ring schedule=wait_free transport=inproc")
+            return replace(lay(strategy), schedule="wait_free", reason="because", cost=COST)
+
+        def fail(_: Any) -> Layout:
+            raise OSError("no clock")
+
+        found = decide_layout(session, LAYERS, choose=choose)
+        assert found.strategy_in(session.strategy).schedule.name == "wait_free"
+        assert decide_layout(session, found.layers, choose=fail, before=found) == found
+        with pytest.raises(UsageError, match="no clock"):
+            decide_layout(session, found.layers, choose=fail)
+        return found
+
+    first, second = group("ring", 2, body)
+    assert first == second
+    assert (first.schedule, first.reason, first.cost, len(first.buckets)) == ("wait_free", "because", COST, 4)
+    assert "no clock; buckets stay as they were" in caplog.text

@@ -26,7 +26,7 @@ from ..timeline.recording import SessionSpans
 from ..transports import Place, Transport
 from ..transports._auto import Auto
 from ..transports.inproc import Hub
-from ..tuning import codec_choice
+from ..tuning import codec_choice, schedule_choice
 from ..version import __version__
 from ..wire import watch
 from ..wire.handshake import run_id
@@ -48,7 +48,8 @@ def in_process(
 
     ``observers`` are those of the first ones, ``nodes`` the hosts that the workers are to be on.
     """
-    chosen = Strategy.parse(strategy).resolve(Group(workers, nodes=nodes), inproc=True)
+    asked = Strategy.parse(strategy)
+    chosen = asked.resolve(Group(workers, nodes=nodes), inproc=True)
     group = Group(workers, chosen.servers, nodes)
     told = [*observers, *[None] * group.processes][: group.processes]
     if group.processes == 1:
@@ -58,6 +59,7 @@ def in_process(
         Session(chosen, group, index, hub.transport(index), observer=observer) for index, observer in enumerate(told)
     ]
     for session in sessions:
+        session.chooses_schedule = schedule_choice.is_wanted(asked, workers)
         session.ending.neighbours = [other.ending for other in sessions if other is not session]
     return sessions
 
@@ -212,6 +214,7 @@ def _tune(session: Session, asked: Strategy) -> None:
         session.reason = f"codec={asked.codec.name} compresses between hosts only, and all ranks are on one"
         if session.index == 0:
             log.warning("%s: %s", session.name(0), session.reason)
+    session.chooses_schedule = schedule_choice.is_wanted(asked, workers)
     if workers == 1:
         return
     if session.is_worker:

@@ -35,7 +35,7 @@ _BEFORE, _COUNTED = 3, 4
 
 
 @dataclass(frozen=True)
-class Iteration:
+class IterationTimes:
     """Seconds of one steady iteration: all of it, the computation in it, and what the link carries for it."""
 
     whole_s: float
@@ -149,7 +149,7 @@ def _lane(submit: Submit) -> _Lane:
 
 def predict_iteration(
     layers: Sequence[Layer], laid: Laid, schedule: Schedule, mode: SyncMode, cost: LinearCost
-) -> Iteration:
+) -> IterationTimes:
     """One steady iteration of a worker whose ``layers``, in forward order, take the times that they say.
 
     ``laid`` are the buckets that travel, and ``cost`` what an exchange takes by its bytes. Takes tens of microseconds
@@ -169,7 +169,7 @@ def predict_iteration(
         worker.iterate()
     computing_s = math.fsum(layer.forward_s + layer.backward_s for layer in layers)
     whole_s = (worker.now_s - begun_s) / _COUNTED
-    return Iteration(whole_s, computing_s, (worker.link.carried_s - carried_s) / _COUNTED)
+    return IterationTimes(whole_s, computing_s, (worker.link.carried_s - carried_s) / _COUNTED)
 
 
 class _Worker:

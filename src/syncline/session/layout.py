@@ -6,7 +6,8 @@ not belong together. What it has made is checked before it is told.
 
 A layout may take the place of another between two steps: when layers have been timed, or as a checkpoint says. Workers
 come to that together (``replacing``), and servers have posted that they hear of it. Memory stays as it is, since a
-script may hold on to any of it: buckets have to lie in the order of tensors that there is.
+script may hold on to any of it: buckets have to lie in the order of tensors that there is. Where the schedule itself is
+chosen by measuring, a layout says which one it is of, and why.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..compression.cuts import join_cuts
-from ..errors import ProtocolError, UsageError
+from ..errors import ProtocolError, StrategyError, UsageError
 from ..nouns import Bucket, Layer, Slice, Spec
+from ..predict.network import LinearCost
 from ..schedules import Cost
+from ..strategy.grammar import read_part
+from ..strategy.strategy import Strategy
 from ..strategy.words import NONE
 from .session import MODEL_KEYS, Heard, Session
 
@@ -33,11 +38,18 @@ BUCKETS = MODEL_KEYS // 4
 
 @dataclass(frozen=True)
 class Layout:
-    """The layers of a model in forward order, and the buckets in the order in which they go, with their priorities."""
+    """The layers of a model in forward order, and the buckets in the order in which they go, with their priorities.
+
+    ``schedule`` is the text of the one that was chosen by measuring, for the ``reason`` given in words, where exchanges
+    took what ``cost`` says; it is empty where they are of the strategy's own.
+    """
 
     layers: tuple[Layer, ...]
     buckets: tuple[Bucket, ...]
     priorities: tuple[float, ...]
+    schedule: str = ""
+    reason: str = ""
+    cost: LinearCost | None = None
 
     def travels_like(self, other: Layout) -> bool:
         """Whether tensors travel alike, whatever times have been measured."""
@@ -47,7 +59,15 @@ class Layout:
         """What ``read_layout`` makes it of, beside the tensors' names and shapes: plain values, as JSON has them."""
         rows = [[bucket.dtype, [list(map(int, _range(part))) for part in bucket.slices]] for bucket in self.buckets]
         times_s = [[layer.forward_s, layer.backward_s] for layer in self.layers]
-        return {"buckets": rows, "priorities": list(self.priorities), "times_s": times_s}
+        found: dict[str, Any] = {"buckets": rows, "priorities": list(self.priorities), "times_s": times_s}
+        if self.schedule:
+            cost = self.cost and [self.cost.base_s, self.cost.per_byte_s]
+            found["chosen"] = {"schedule": self.schedule, "reason": self.reason, "cost": cost}
+        return found
+
+    def strategy_in(self, strategy: Strategy) -> Strategy:
+        """What runs of a strategy with these buckets; raises UsageError for a schedule that does not go with it."""
+        return replace(strategy, schedule=read_part(self.schedule)) if self.schedule else strategy
 
 
 class Passed(NamedTuple):
@@ -94,26 +114,32 @@ def place_bucket(bucket: Bucket, tensors: Sequence[Placed]) -> int:
     return first
 
 
+Lay = Callable[[Strategy], Layout]
+"""Makes the buckets of a strategy's schedule; raises UsageError for those that cannot be."""
+
+
 def decide_layout(
     session: Session,
     layers: Sequence[Layer],
     cost: Cost | None = None,
     *,
     chosen: Layout | None = None,
+    choose: Callable[[Lay], Layout] | None = None,
     passed: Passed = Passed(),  # noqa: B008 - a frozen value
     before: Layout | None = None,
     fits: Callable[[Sequence[Bucket]], None] = lambda _: None,
 ) -> Layout:
     """The layout that rank 0's schedule makes of ``layers``, or has chosen before, on all processes, which all call it.
 
-    ``cost``, the layers' times and ``chosen`` count on rank 0; ``passed`` is for servers. Raises UsageError on all of
-    them where a schedule has made something else than every element of every tensor in one bucket of its type, or
-    failed. Where a layout is there ``before`` it stays, with a warning, if that happens or if ``fits`` raises
-    UsageError for the buckets: a run that trains well is not ended for better ones.
+    ``choose`` makes one of those that it is offered, where the strategy leaves the schedule open. It, ``cost``, the
+    layers' times and ``chosen`` count on rank 0; ``passed`` is for servers. Raises UsageError on all of them where a
+    schedule has made something else than every element of every tensor in one bucket of its type, or failed. Where a
+    layout is there ``before`` it stays, with a warning, if that happens or if ``fits`` raises UsageError for the
+    buckets: a run that trains well is not ended for better ones.
     """
     told = {}
     if session.index == 0:
-        told = _decide(session, layers, cost, chosen, fits)
+        told = _decide(session, partial(_lay_out, layers, cost, fits), chosen, choose)
         if before is not None and "fault" in told:
             log.warning("%s: %s; buckets stay as they were", session.name(0), told["fault"])
             told = replace(before, layers=tuple(layers)).plain()
@@ -136,8 +162,10 @@ def _said(session: Session, layers: Sequence[Layer], data: bytes) -> tuple[Layou
         told = json.loads(data)
         fault = str(told.get("fault", ""))
         if not fault:
-            return read_layout(layers, told), _passed(*told["passed"])
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            layout = read_layout(layers, told)
+            layout.strategy_in(session.strategy)
+            return layout, _passed(*told["passed"])
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, StrategyError) as error:
         raise ProtocolError(
             f"{LABEL}: what {session.name(0)} tells makes no sense ({error}); do all processes run the same version on"
             " sound machines?",
@@ -173,7 +201,10 @@ def read_layout(layers: Sequence[Layer], told: Mapping[str, Any]) -> Layout:
     priorities = tuple(map(_finite, told["priorities"]))
     if len(priorities) != len(buckets):
         raise ValueError(f"{len(priorities)} priorities of {len(buckets)} buckets")
-    return Layout(tuple(timed), buckets, priorities)
+    if (by := told.get("chosen")) is None:
+        return Layout(tuple(timed), buckets, priorities)
+    cost = None if by["cost"] is None else LinearCost(*map(_finite, by["cost"]))
+    return Layout(tuple(timed), buckets, priorities, str(by["schedule"]), str(by["reason"]), cost)
 
 
 def _finite(value: Any) -> float:
@@ -182,23 +213,27 @@ def _finite(value: Any) -> float:
     return found
 
 
+def _lay_out(
+    layers: Sequence[Layer], cost: Cost | None, fits: Callable[[Sequence[Bucket]], None], by: Strategy
+) -> Layout:
+    schedule = by.schedule_object()
+    buckets = tuple(schedule.buckets(layers, cost))
+    check_buckets(layers, buckets)
+    if by.codec != NONE:
+        buckets = tuple(join_cuts(by.codec_object(), layers, buckets))
+    fits(buckets)
+    return Layout(tuple(layers), buckets, tuple(float(schedule.priority(bucket)) for bucket in buckets))
+
+
 def _decide(
-    session: Session,
-    layers: Sequence[Layer],
-    cost: Cost | None,
-    chosen: Layout | None,
-    fits: Callable[[Sequence[Bucket]], None],
+    session: Session, lay: Lay, chosen: Layout | None, choose: Callable[[Lay], Layout] | None
 ) -> dict[str, Any]:
     """What rank 0 tells; whatever a schedule does, the others must not wait for it in vain."""
     try:
-        if chosen is None:
-            schedule = session.strategy.schedule_object()
-            buckets = tuple(schedule.buckets(layers, cost))
-            check_buckets(layers, buckets)
-            if session.strategy.codec != NONE:
-                buckets = tuple(join_cuts(session.strategy.codec_object(), layers, buckets))
-            fits(buckets)
-            chosen = Layout(tuple(layers), buckets, tuple(float(schedule.priority(bucket)) for bucket in buckets))
+        if choose is not None:
+            chosen = choose(lay)
+        elif chosen is None:
+            chosen = lay(session.strategy)
         json.dumps(found := chosen.plain(), allow_nan=False)
         return found
     except Exception as error:

@@ -18,6 +18,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -30,11 +31,14 @@ from ..nouns import Bucket, Layer, numpy_dtype
 from ..plans.messages import Program
 from ..schedules import Cost
 from .communicator import BUCKET_KEYS, Array
-from .layout import Layout, Passed, decide_layout
+from .layout import Lay, Layout, Passed, decide_layout
 from .session import Session
 from .tickets import CALLS, LAYOUT
 
 LABEL = CALLS[LAYOUT]
+
+Choose = Callable[[bool, Lay], Layout]
+"""Makes one of the layouts that it is offered, given whether a worker objects to crossing iterations."""
 
 
 def agree_on_layout(
@@ -44,14 +48,21 @@ def agree_on_layout(
     cost: Cost | None = None,
     chosen: Layout | None = None,
     *,
+    choose: Choose | None = None,
+    objects: bool = False,
     passed: Passed,
     before: Layout,
     fits: Callable[[Sequence[Bucket]], None],
 ) -> Layout:
-    """The workers' part up to the point where everyone knows the layout; arguments as for ``decide_layout``."""
+    """The workers' part up to the point where everyone knows the layout; arguments as for ``decide_layout``.
+
+    ``choose`` is told, too, whether any worker ``objects`` to schedules that cross iterations.
+    """
     text = "" if chosen is None else json.dumps(chosen.plain(), sort_keys=True)
-    session.agree(LAYOUT, zlib.crc32(f"{first_key} {text}".encode()))
-    layout = decide_layout(session, layers, cost, chosen=chosen, passed=passed, before=before, fits=fits)
+    tickets = session.agree(LAYOUT, zlib.crc32(f"{first_key} {text}".encode()), flags=int(objects))
+    some = any(ticket.flags for ticket in tickets)
+    by = None if choose is None else partial(choose, some)
+    layout = decide_layout(session, layers, cost, chosen=chosen, choose=by, passed=passed, before=before, fits=fits)
     session.meet_everyone(LABEL)
     return layout
 

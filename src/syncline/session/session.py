@@ -88,6 +88,10 @@ class Session(Communicator):
         self.group = group
         self.choice: Choice | None = None
         self.chose_codec, self.reason = False, ""  # whether a codec was chosen by measuring, and why
+        self.chooses_schedule = False
+        """Whether schedules are chosen by measuring, of each model its own."""
+        self.schedules: dict[int, tuple[Strategy, str]] = {}
+        """What runs with those that have been, and why, by the first keys of their models."""
         self._models: list[weakref.ref[Any]] = []
         self.prepared: dict[int, Any] = {}  # what a framework has made of each, by its first key
 
@@ -366,6 +370,14 @@ class Session(Communicator):
         transport = self.engine.transport
         sent, received = transport.traffic()
         algorithms = {} if self.choice is None else dict(self.choice.table)
-        strategy, exchange = str(self.strategy), self.strategy.exchange
-        blocked_s = self.engine.blocked_s
-        return Stats(strategy, blocked_s, sent, received, transport.name, algorithms, exchange, self.reason)
+        exchange, blocked_s = self.strategy.exchange, self.engine.blocked_s
+        strategy, reason = self._running()
+        return Stats(str(strategy), blocked_s, sent, received, transport.name, algorithms, exchange, reason)
+
+    def _running(self) -> tuple[Strategy, str]:
+        """What runs, with the schedule that was chosen for the first model, and why."""
+        if not self.schedules:
+            return self.strategy, self.reason
+        chosen = sorted(self.schedules.items())
+        reasons = [f"model {key // MODEL_KEYS}: {reason}" if key else reason for key, (_, reason) in chosen]
+        return chosen[0][1][0], "; ".join(filter(None, (self.reason, *reasons)))

@@ -20,7 +20,7 @@ class Stats:
     (``shm+tcp`` where some peers are on its host and others are not). Under ``architecture=auto`` that was measured,
     ``algorithms`` gives what runs from which size in bytes on; it is empty where the strategy names the algorithm.
     ``exchange`` says in words how gradients become one average, ``reason`` why ``codec=auto`` took its codec, or why
-    nothing is compressed.
+    nothing is compressed, and why ``schedule=auto`` took its schedule, which may change between two steps.
     """
 
     strategy: str

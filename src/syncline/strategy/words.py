@@ -200,6 +200,6 @@ def vocabulary() -> list[Word]:
 _AUTO_SUMMARY = {
     "architecture": "The fastest for each size of array, measured when the run starts.",
     "codec": "None, bf16, or int8 or int4 with error feedback: the fastest, measured when the run starts.",
-    "schedule": "Starts as fixed.",
+    "schedule": "Starts as fixed, then what is predicted to be fastest from the times of a few steps.",
     "transport": "shm among the processes of one host, tcp between hosts.",
 }

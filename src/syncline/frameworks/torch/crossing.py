@@ -13,6 +13,9 @@ is its layer in the next forward pass. The script's loop stays as it is:
 
 Each parameter is updated by a copy of the user's optimizer object whose groups hold nothing else (``parts``).
 
+Where the schedule is yet to be chosen (``choosing``) a crossing only watches: steps end where they always did, and who
+would have to wait is noticed.
+
 Under ``apply="next_step"`` weights are updated with the gradients of the step before. With ``local`` a worker goes on
 from weights that are ahead of that by its own gradient, a step of plain SGD (``local``); the optimizer sees averages
 only, and who looks at weights between steps, on any rank, sees those that all have.
@@ -31,7 +34,7 @@ from ...engine.step import Action, Apply
 from ...engine.trace import begin
 from ...nouns import Bucket
 from .compiled import is_compiled
-from .deferred import Deferral
+from .deferred import Deferral, in_transform
 from .eager import eager
 from .local import LocalSteps
 from .parts import Values, has_hooks, update, updates_alone, values_of, write_back
@@ -66,11 +69,15 @@ class Crossing:
         self._looked: set[int] | None = None  # those that were looked at in the first pass, while that lasts
         self._unread: frozenset[int] = frozenset()  # those that no forward pass had read when a backward pass began
         self._pass = -1  # the backward pass that they are of
-        self._handles = [
+        self.looked = False
+        """Whether the script has looked at what was, or would have been, under way."""
+        self._in_forward = False  # a forward pass of the model is running, in which weights are read
+        self._handles: list[Any] = [
             parameter.register_hook(partial(self._before_gradient, number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(self._parameters)
         ]
-        replica.keep([replica.model.register_forward_hook(eager(lambda *_: self._after_forward()))])
+        self._handles.append(replica.model.register_forward_hook(eager(lambda *_: self._after_forward())))
+        replica.keep(self._handles[-1:])
 
     @property
     def model(self) -> torch.nn.Module:
@@ -85,7 +92,26 @@ class Crossing:
     @property
     def name(self) -> str:
         """The schedule's."""
-        return self._replica.session.strategy.schedule.name
+        return self._replica.gradients.layout.strategy_in(self._replica.session.strategy).schedule.name
+
+    @property
+    def watches(self) -> bool:
+        """Whether nothing waits, and who would have to is only noticed."""
+        return self._deferral.watches
+
+    @watches.setter
+    def watches(self, value: bool) -> None:
+        self._deferral.watches = value
+
+    @property
+    def attached(self) -> bool:
+        """Whether steps are still this one's affair."""
+        return bool(self._handles)
+
+    def take_looked(self) -> bool:
+        """Whether the script has looked since this was asked last."""
+        found, self.looked = self.looked, False
+        return found
 
     def detach(self) -> None:
         """Parameters are what they seem to be; what is under way is not waited for."""
@@ -97,6 +123,7 @@ class Crossing:
             )
         for handle in self._handles:
             handle.remove()
+        self._handles = []
         self._deferral.release_all()
 
     # The optimizer's side.
@@ -110,6 +137,8 @@ class Crossing:
             else:
                 self.flush()
         whole()  # without the lock: what it calls may look at parameters in a thread of autograd's, of a device
+        if self.watches:
+            self._watch_weights()
 
     def _defer_step(self) -> bool:
         """Have the weights updated later; False where the optimizer has to do it now, as somebody has looked."""
@@ -121,6 +150,7 @@ class Crossing:
         now = [action for action in actions if isinstance(action, Apply) and action.step == number]
         self._do([action for action in actions if action not in now])
         if now:
+            self._deferral.release_all()
             return False
         gradients, values = self._replica.gradients, values_of(self._optimizer)  # behind the update before
         self._owed[number] = Owed(gradients.storage_of(number), gradients.layout.buckets, values, frozenset(held))
@@ -129,6 +159,14 @@ class Crossing:
         if self.local is not None:
             self.local.go_ahead(values)
         return True
+
+    def _watch_weights(self) -> None:
+        """The optimizer has updated them: until the next forward pass nobody has to look."""
+        with self._deferral.lock:
+            self._deferral.defer(range(len(self._parameters)))
+            for parameter in self._parameters:
+                with torch._C.DisableTorchFunctionSubclass():
+                    self.looked |= _shares_memory(parameter)
 
     def at_once(self, whole: Callable[[], Any]) -> Any:
         """Let the optimizer update all that it has, with gradients as they are when it looks at them."""
@@ -153,6 +191,8 @@ class Crossing:
                 if self._parameters[number].grad is not storage.views[number]:
                     return False
         for number, (view, version) in enumerate(zip(storage.views, self._versions, strict=True)):
+            if view._version != version and self.watches:
+                return False
             if view._version != version:
                 raise self._replica.fault(
                     f"the gradient of {self._replica.named[number][0]!r} was changed through a tensor that was kept"
@@ -180,6 +220,8 @@ class Crossing:
 
     def before_forward(self) -> None:
         """The model's own forward pass begins."""
+        self._in_forward = True
+        self.looked |= in_transform()  # in which nothing can be updated
         if self._replica.machine.unstepped and self._deferral.any:
             self.flush()  # gradients will be added to these
         elif is_compiled(self._replica.model):
@@ -188,13 +230,14 @@ class Crossing:
             if torch.is_grad_enabled():  # an evaluation shows nothing of what training reads
                 self._looked = self._looked or set()
                 self._deferral.defer(range(len(self._parameters)))
-        elif self._later and torch.is_grad_enabled() and self._replica.model.training:
+        elif self.watches or (self._later and torch.is_grad_enabled() and self._replica.model.training):
             self._deferral.release_all()
         else:
             self._deferral.complete(self._parameters[number] for number in self._early)
 
     def _after_forward(self) -> None:
         """Who looks at weights from now on is not this pass."""
+        self._in_forward = False
         if self._looked is not None:
             self._deferral.release_all()
 
@@ -227,18 +270,23 @@ class Crossing:
 
     def _begin_backward(self) -> None:
         watching, unstepped = self._looked is not None and not self._owed, self._replica.machine.unstepped
+        if self.watches:
+            self.looked |= unstepped
+            self._deferral.release_all()
+            return
         if watching or (self._later and not unstepped):  # another forward pass than the model's has read them as is
             self._deferral.release_all()
             return
         if not unstepped:
             self._unread = frozenset(self._deferral.numbers.values())
             self._pass = torch._C._current_graph_task_id()
-        self.flush()
+        self.settle()
 
     def backward_over(self) -> None:
         """What is exchanged of this pass is under way from now on."""
         self._unread = frozenset()
-        self._looked, self._first = None, False
+        self._first = self._first and self._looked is None and self.watches  # it may watch from mid-step on
+        self._looked, self._in_forward = None, False
         if self._replica.machine.under_way:
             self._versions = [view._version for view in self._replica.storage.views]
             self._deferral.defer(range(len(self._parameters)))
@@ -262,11 +310,18 @@ class Crossing:
         elif self._later or self._replica.machine.unstepped:
             self.flush()
         else:
+            self.looked |= not self._in_forward
             for number in numbers:
                 self._do(self._replica.machine.needed(number))
 
     def flush(self) -> None:
-        """Wait for all that is under way, and update what the optimizer was called for."""
+        """The script wants to see what is under way: wait for it, and update what the optimizer was called for."""
+        with self._deferral.lock:
+            self.looked |= bool(self._owed) or self._deferral.any
+            self.settle()
+
+    def settle(self) -> None:
+        """The same without the script."""
         with self._deferral.lock:
             if self._owed or self._deferral.any:
                 self._do(self._replica.machine.flush())
@@ -322,3 +377,13 @@ class Owed:
     def over(self) -> bool:
         """Whether all tensors have had the update."""
         return not self._left
+
+
+def _shares_memory(parameter: torch.Tensor) -> bool:
+    """Whether other tensors have the memory of a parameter, or that is not known: who reads these is not seen."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return count is None or bool(count(parameter.untyped_storage()._cdata) > _ALONE)
+
+
+_ALONE = 2
+"""Who uses the memory of a parameter that is nobody else's: its tensor, and who asks."""

@@ -112,6 +112,8 @@ class Deferral:
         """Held by whoever completes parameters, or changes which are deferred."""
         self.numbers: dict[int, int] = {}
         """Of the deferred ones, by identity."""
+        self.watches = False
+        """Whether nothing is under way, and who looks is only told of."""
 
     @property
     def any(self) -> bool:
@@ -143,7 +145,7 @@ class Deferral:
         with self.lock:
             numbers = [number for one in parameters if (number := self.numbers.get(id(one))) is not None]
             if numbers:
-                _check_transforms()
+                self._check_transforms()
                 self._read(numbers)
                 self.release(numbers)
 
@@ -151,17 +153,21 @@ class Deferral:
         """Somebody looks at a gradient."""
         with self.lock:
             if self.numbers:
-                _check_transforms()
+                self._check_transforms()
                 self._read_all()
                 self.release_all()
 
+    def _check_transforms(self) -> None:
+        if not self.watches and in_transform():
+            raise UsageError(
+                "a transform of torch.func looks at weights whose update has not been made, and inside it none can be:"
+                " call syncline.flush() before it, or use schedule=fixed"
+            )
 
-def _check_transforms() -> None:
-    if torch._C._functorch.maybe_current_level() is not None:
-        raise UsageError(
-            "a transform of torch.func looks at weights whose update has not been made, and inside it none can be: call"
-            " syncline.flush() before it, or use schedule=fixed"
-        )
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func is running."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 _DEFERRED: dict[int, Deferral] = {}

@@ -2,8 +2,8 @@
 
 How tensors travel is a layout: buckets, the storage that is cut into them, and the codec's memory of them. Another one
 may take its place between two steps (``session.replacing``): the storage stays, with tensors where they are in it, and
-is cut into other buckets. That happens after steps in which rank 0 has timed the layers, which its ticket says, or as a
-checkpoint has it.
+is cut into other buckets. That happens after steps in which rank 0 has timed the layers, or when it chooses another
+schedule (``choosing``), which its ticket says, or as a checkpoint has it.
 
 Where the model lives on a GPU, buckets are staged through pinned memory of the transport on their way (``staging``).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from ...engine.work import Lane, Work
 from ...errors import UsageError
 from ...kernels import cpu
 from ...nouns import Bucket, Layer
-from ...schedules import Cost, Schedule
+from ...predict.network import LinearCost
+from ...schedules import Schedule
 from ...session.layout import BUCKETS, Layout, Passed, decide_layout, place_tensors
 from ...session.replacing import Recompressing, agree_on_layout, push_nothing
 from ...session.session import Session
@@ -33,7 +34,10 @@ from .staging import Copier, device_of, staging_for
 from .storage import Storage, layers_of
 from .timing import BucketTimes, LayerTimes, clock_of
 
-_MEASURED = 1
+if TYPE_CHECKING:
+    from .choosing import Choosing
+
+REPLACES = 1
 """Flag of rank 0's ticket: another layout takes the place of this one after the step."""
 
 
@@ -66,17 +70,20 @@ class Gradients:
         self.compression: Compression | None = None
         self.compress()
         self._exchanges = 0  # in this layout
-        self.replaces = False
-        """Whether another layout has to take the place of this one before the next exchange."""
+        self._shown: Meeting | None = None  # of the last step, where what rank 0 tells in it counts
+        self._replaces = False
         self.measured = schedule.measures == 0
         """Whether the schedule asks for no other layout any more."""
-        self._model, self._schedule = model, schedule
+        self._model, self.schedule = model, schedule
         self.times: LayerTimes | None = None
         """What measures the layers, on rank 0 while it does."""
         self._costs: BucketTimes | None = None
         self._lanes = _lanes(schedule.in_flight)
         if not self.measured:
-            self._measure()
+            self.measure(schedule.measures, forward=schedule.apply == "layer")  # others do not ask for it
+
+    choosing: Choosing | None = None
+    """What chooses the schedule, where the strategy leaves it open."""
 
     push: Callable[..., Work] | None = None
     """Starts the push of a bucket by its number and label, where others own the weights."""
@@ -186,25 +193,39 @@ class Gradients:
     @property
     def flags(self) -> int:
         """What this rank's ticket says of the layout."""
-        return _MEASURED if self.times is not None and self.times.last else 0
+        last = REPLACES if self.times is not None and self.times.last else 0
+        return last if self.choosing is None else last | self.choosing.flags()
 
     def exchanged(self, meeting: Meeting | None) -> None:
-        """A step is over, in which rank 0 may have told that it has measured enough."""
+        """A step is over, in which rank 0 may tell that another layout is wanted."""
         self._exchanges += 1
-        if not self.measured and meeting is not None:
+        watches = self.choosing is not None and not self.choosing.over
+        if watches or not self.measured:
+            self._shown = meeting
+
+    @property
+    def replaces(self) -> bool:
+        """Whether another layout has to take the place of this one before the next exchange; between two steps."""
+        if self._shown is not None:
+            meeting, self._shown = self._shown, None
             self.session.engine.wait(*([] if meeting.work is None else [meeting.work]))
-            first = meeting.tickets()[0]
-            self.replaces = first.kind == STEP and first.flags == _MEASURED
+            tickets = meeting.tickets()
+            self._replaces = tickets[0].kind == STEP and bool(tickets[0].flags & REPLACES)
+            if self.choosing is not None:
+                self.choosing.saw(tickets)
+        return self._replaces
 
     def replace_layout(self) -> None:
-        """Go on with the buckets that the schedule makes of measured times.
+        """Go on with the buckets that the schedule makes of measured times, or with another schedule's.
 
         Between steps; all workers call it together, and rank 0's count.
         """
         layers = self.layout.layers if self.times is None else self.times.of(self.layout.layers)
-        cost = None if self._costs is None else self._costs.cost(self.layout.buckets)
+        cost = self.layout.cost if self._costs is None else self._costs.cost(self.layout.buckets)
         self._measure_no_more()
-        self._replace(Passed(self._exchanges, self._codec_step), layers, cost)
+        self._replace(Passed(self._exchanges, self._codec_step), layers, cost, choosing=self.choosing)
+        if self.choosing is not None:
+            self.choosing.replaced()
 
     def resume_with(self, layout: Layout, measured: bool) -> None:
         """Go on with the buckets that a run before had, and measure where that one still did; all workers call it.
@@ -212,12 +233,18 @@ class Gradients:
         Raises UsageError for those that do not fit.
         """
         self._fits(layout.buckets)
-        if not layout.travels_like(self.layout):
-            self._replace(Passed(self._exchanges, self._codec_step), layout.layers, chosen=layout)
-        if measured:
+        if self.choosing is not None:
+            self.choosing.resume(layout, measured)
+        if not layout.travels_like(self.layout) or layout.schedule != self.layout.schedule:
+            passed = Passed(self._exchanges, self._codec_step)
+            self._replace(passed, layout.layers, layout.cost, layout, self.choosing)
+        if self.choosing is not None:
+            self._measure_no_more()
+            self.choosing.resumed(measured)
+        elif measured:
             self._measure_no_more()
         elif self.measured:
-            self._measure()
+            self.measure(self.schedule.measures, forward=self.schedule.apply == "layer")
 
     def begin_at(self, step: int) -> None:
         """A run that is resumed goes on from that step, counted from 0; all workers call it together.
@@ -234,13 +261,33 @@ class Gradients:
         return 0 if self.compression is None else self.compression.step
 
     def _replace(
-        self, passed: Passed, layers: Sequence[Layer], cost: Cost | None = None, chosen: Layout | None = None
+        self,
+        passed: Passed,
+        layers: Sequence[Layer],
+        cost: LinearCost | None = None,
+        chosen: Layout | None = None,
+        choosing: Choosing | None = None,
     ) -> None:
         before, session = self.layout, self.session
         lay_out = None if self.on_replacing is None else self.on_replacing()
+        choose = None if choosing is None else partial(choosing.choose, layers, cost, chosen)
         self.layout = agree_on_layout(
-            session, layers, self.first_key, cost, chosen, passed=passed, before=before, fits=self._fits
+            session,
+            layers,
+            self.first_key,
+            cost,
+            chosen,
+            choose=choose,
+            objects=choosing is not None and choosing.objects(),
+            passed=passed,
+            before=before,
+            fits=self._fits,
         )
+        running = self.layout.strategy_in(session.strategy)
+        self.schedule = running.schedule_object()
+        self._lanes = _lanes(self.schedule.in_flight)
+        if self.layout.schedule:
+            session.schedules[self.first_key] = running, self.layout.reason
         if self.layout.travels_like(before) and not passed.anew:
             return
         compression = Recompressing(session, self.compression)
@@ -260,20 +307,19 @@ class Gradients:
         if self.compression is not None:
             self.compression.check_cuts(buckets)
 
-    def _measure(self) -> None:
-        """One exchange after the other, so that each shows what it takes by itself."""
+    def measure(self, steps: int, *, forward: bool) -> None:
+        """From now on time the layers, and one exchange after the other, so that each shows what it takes by itself."""
         self.measured, self._lanes = False, _lanes(1)
         if self.session.rank == 0:
-            schedule, clock = self._schedule, clock_of(device_of(self.named))
-            forward = schedule.apply == "layer"  # others do not ask for it
-            self.times = LayerTimes(self._model, self.named, schedule.measures, clock, forward=forward)
+            clock = clock_of(device_of(self.named))
+            self.times = LayerTimes(self._model, self.named, steps, clock, forward=forward)
             self._costs = BucketTimes()
 
     def _measure_no_more(self) -> None:
         if self.times is not None:
             self.times.detach()
-        self._lanes = _lanes(self._schedule.in_flight)
-        self.times, self._costs, self.measured, self.replaces = None, None, True, False
+        self._lanes = _lanes(self.schedule.in_flight)
+        self.times, self._costs, self.measured, self._shown, self._replaces = None, None, True, None, False
 
 
 def _lanes(in_flight: int) -> dict[Phase, Lane]:

@@ -21,6 +21,7 @@ from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
 from .advice import tell_of_slow_start
 from .agreement import check_same_model, copy_from_worker
+from .choosing import Choosing
 from .computing import steps_of
 from .intact import Forms
 from .optimizer import give_back, put_together, take_over
@@ -117,6 +118,8 @@ def prepare(
         made = _attach_all_reduced(session, optimizer, replica)
     else:
         made = _attach_served(session, optimizer, keeps_state, replica)
+    if session.chooses_schedule:
+        replica.gradients.choosing = Choosing(replica, optimizer)
     if before is not None:
         made.replica.steps = before.replica.steps
     made.replica.keep(steps_of(session, optimizer))

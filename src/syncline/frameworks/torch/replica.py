@@ -130,6 +130,11 @@ class Replica:
         if self.crossing is not None:
             self.crossing.flush()
 
+    def _settle(self) -> None:
+        """The same, for what is ours: it is no sign of a script that looks."""
+        if self.crossing is not None:
+            self.crossing.settle()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside accumulate local gradients; the next one outside exchanges their sum."""
@@ -141,7 +146,7 @@ class Replica:
 
     def shadow_until_all_joined(self) -> None:
         """Take part in the others' steps with weight 0 until every rank has run out of batches."""
-        self.flush()
+        self._settle()
         number = self.machine.begun
         while True:
             if self.gradients.replaces:
@@ -181,14 +186,16 @@ class Replica:
 
     def replace_layout(self) -> None:
         """As ``Gradients.replace_layout``."""
-        self.flush()
+        self._settle()
         self.gradients.replace_layout()
+        self._schedule = self.gradients.schedule
         self.steps = self._steps  # the state machine goes by the buckets
 
     def resume_with(self, layout: Layout, measured: bool) -> None:
         """As ``Gradients.resume_with``."""
-        self.flush()
+        self._settle()
         self.gradients.resume_with(layout, measured)
+        self._schedule = self.gradients.schedule
         self.steps = self._steps
 
     def keep(self, handles: Iterable[Any]) -> None:

@@ -31,12 +31,16 @@ class Stepping:
         if not self._crossing.updates_alone:  # it may call the closure as often as it likes
             self._opt_called = True
             return self._crossing.at_once(partial(super().step, *(() if closure is None else (closure,))))  # type: ignore[misc]
-        loss = None
+        loss, crossing, whole = None, self._crossing, super().step  # type: ignore[misc]
         if closure is not None:
+            crossing.looked = True
             with torch.enable_grad():
                 loss = closure()
         self._opt_called = True  # what learning-rate schedulers look at
-        self._crossing.step(super().step)  # type: ignore[misc]
+        if crossing.attached:
+            crossing.step(whole)
+        else:  # the closure's backward pass has chosen a schedule that does not cross iterations
+            whole()
         return loss
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made before and after prepare find _opt_called kept
@@ -84,12 +88,16 @@ class Stepping:
         return copyreg._reconstructor, (plain, object, None), *whole.__reduce_ex__(protocol)[2:]  # type: ignore[attr-defined]
 
 
-def defer_steps(replica: Replica, optimizer: torch.optim.Optimizer) -> None:
-    """Let the steps of a model end in the next iteration: the optimizer's updates wait until they are needed."""
-    schedule = replica.session.strategy.schedule_object()
+def defer_steps(replica: Replica, optimizer: torch.optim.Optimizer, *, watches: bool = False) -> None:
+    """Let the steps of a model end in the next iteration: the optimizer's updates wait until they are needed.
+
+    ``watches`` says that nothing waits yet, as ``Crossing.watches`` has it.
+    """
+    schedule = replica.gradients.schedule
     plain, later = type(optimizer), schedule.apply == "next_step"
     hidden = hide_step(optimizer)
     crossing = Crossing(replica, optimizer, plain, later=later, local=goes_ahead(schedule))
+    crossing.watches = watches
     replica.crossing = crossing
     optimizer._crossing, optimizer._hidden = crossing, hidden  # type: ignore[attr-defined]
     mix_in(optimizer, Stepping)

@@ -1,0 +1,165 @@
+"""``schedule=auto`` for one model: what runs is chosen when the first steps have been measured, and may change back.
+
+    begun       as ``fixed``, for steps that count for nothing
+    measuring   in buckets of all sizes; rank 0 times its layers and exchanges, and every rank watches its script
+    chosen      what rank 0 predicts to be fastest (``tuning.schedule_choice``)
+
+Steps may end in the next iteration only where that pays: where no rank looks at gradients between backward and the
+optimizer's step, changes them, calls the optimizer with a closure, or looks at weights between two steps. Ranks watch
+for it as they would complete what is looked at (``crossing``), and their tickets say what they have seen. Rank 0
+chooses such a schedule if no rank has seen anything in the steps that were measured, and the best of the others when
+one does later. Every rank is told with the layout, and goes by that alone: whatever is looked at before is right under
+the schedule that runs. Some ranks, models and optimizers can make no such steps; their tickets say so all along.
+
+What nobody sees are tensors that share the memory of a parameter and were made before. Where there are any, iterations
+are not crossed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...errors import UsageError
+from ...nouns import Layer
+from ...predict.network import LinearCost
+from ...session.layout import Lay, Layout
+from ...session.tickets import STEP, Ticket
+from ...strategy.strategy import Strategy
+from ...tuning.schedule_choice import candidates, choose_schedule, with_measuring_buckets
+from .compiled import is_compiled
+from .gradients import REPLACES
+from .parts import updates_alone
+from .stepping import defer_steps, end_deferred_steps
+from .supported import check_crossing
+
+if TYPE_CHECKING:
+    from .replica import Replica
+
+_OBJECTS = 2
+"""Flag of any rank's ticket: it cannot cross iterations, or its script has looked since the last one."""
+
+_UNCOUNTED, _MEASURED = 2, 6
+"""Steps before those that are measured, which load what is needed, and those."""
+
+_BEGUN, _MEASURING, _CHOSEN = range(3)
+
+
+class Choosing:
+    """Chooses the schedule of the model of ``replica``; ``optimizer`` updates its weights, if one is known."""
+
+    def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer | None) -> None:
+        self._replica, self._optimizer = replica, optimizer
+        self._strategy = replica.session.strategy
+        crossing = [one for one in candidates(self._strategy, crossing=True) if _crosses(one)]
+        self._crossed = crossing[0] if crossing and optimizer is not None else None
+        """One of the strategies that would be taken, if any."""
+        self._phase = _BEGUN
+        self._steps = 0
+        self._refused = False  # by this rank
+        self._seen = False  # that some rank objects, in the steps that were measured or since one crosses
+        replica.gradients.measured = False
+        replica.session.schedules.pop(replica.first_key, None)  # of the same model, prepared before
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing will be chosen any more."""
+        return self._phase == _CHOSEN and self._replica.crossing is None
+
+    # Between two tickets.
+
+    def objects(self) -> bool:
+        """Whether this rank cannot cross iterations, or its script has looked since it was asked last."""
+        crossing = self._replica.crossing
+        return self._refused or crossing is None or crossing.take_looked()
+
+    def flags(self) -> int:
+        """What this rank's ticket says."""
+        found = _OBJECTS if self._phase != _BEGUN and not self.over and self.objects() else 0
+        if self._replica.session.rank == 0 and self._wants_another:
+            found |= REPLACES
+        return found
+
+    @property
+    def _wants_another(self) -> bool:
+        """Whether rank 0 shall choose after the step that begins; the last one that is measured says it by itself."""
+        if self._phase == _BEGUN:
+            return self._steps + 1 >= _UNCOUNTED
+        return self._phase == _CHOSEN and self._seen
+
+    def saw(self, tickets: Sequence[Ticket]) -> None:
+        """A step is over."""
+        self._steps += 1
+        self._seen |= any(ticket.kind == STEP and ticket.flags & _OBJECTS for ticket in tickets)
+
+    # Another layout.
+
+    def choose(
+        self, layers: Sequence[Layer], cost: LinearCost | None, resumed: Layout | None, objected: bool, lay: Lay
+    ) -> Layout:
+        """Rank 0's choice; ``objected`` says whether a rank does now, ``resumed`` what a run before went on with."""
+        if resumed is not None and not (objected and _crosses(resumed.strategy_in(self._strategy))):
+            return resumed
+        if self._phase == _BEGUN and resumed is None:
+            return with_measuring_buckets(self._strategy, lay)
+        crossing = self._phase == _MEASURING and not (self._seen or objected)
+        return choose_schedule(self._strategy, layers, cost, lay, crossing)
+
+    def replaced(self) -> None:
+        """The layout is another one."""
+        self._seen = False
+        if self._phase == _BEGUN:
+            self._phase = _MEASURING
+            self._watch()
+            forward = self._crossed is not None and not is_compiled(self._replica.model)
+            self._replica.gradients.measure(_MEASURED, forward=forward)
+        else:
+            self._settle()
+
+    def resume(self, layout: Layout, measured: bool) -> None:
+        """A layout of a run before is about to take the place of this one."""
+        if measured and _crosses(layout.strategy_in(self._strategy)):
+            self._watch()
+
+    def resumed(self, measured: bool) -> None:
+        """It has; a run that had not measured enough begins to."""
+        self._seen, self._steps = False, 0
+        if measured:
+            self._settle()
+        else:
+            self._phase = _BEGUN
+            self._replica.gradients.measured = False
+            self._detach()
+
+    def _settle(self) -> None:
+        self._phase = _CHOSEN
+        crossing = self._replica.crossing
+        if self._replica.gradients.schedule.apply == "step":
+            self._detach()
+        elif crossing is not None:
+            crossing.watches = False
+
+    def _watch(self) -> None:
+        """See from now on whether the script looks at what could be under way."""
+        if self._crossed is None or self._optimizer is None or self._replica.crossing is not None:
+            return
+        model = self._replica.model
+        try:
+            if not updates_alone(self._optimizer) or is_compiled(model):
+                raise UsageError("nothing is gained")
+            check_crossing(self._crossed, self._optimizer, self._replica.selection)
+            defer_steps(self._replica, self._optimizer, watches=True)
+        except UsageError:
+            self._refused = True
+
+    def _detach(self) -> None:
+        if self._replica.crossing is not None:
+            self._replica.crossing.detach()
+            self._replica.crossing = None
+            end_deferred_steps(self._optimizer)
+
+
+def _crosses(strategy: Strategy) -> bool:
+    return strategy.schedule_object().apply != "step"

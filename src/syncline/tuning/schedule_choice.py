@@ -1,0 +1,101 @@
+"""``schedule=auto``: which schedule lets an iteration end soonest here, predicted from what a few steps have measured.
+
+The steps of a run time the layers and the exchanges of buckets of all sizes. From these the time of an iteration under
+every candidate is predicted (``predict.iteration``) by the state machine that would run it: to try each in turn would
+cost more steps, and ranks that are busy otherwise would choose. Rank 0 decides and tells the others with the layout.
+
+Candidates are those that leave the mathematics as it is and go with the rest of the strategy. The simplest counts that
+is as fast as the best, give or take ``MARGIN``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..errors import StrategyError, UsageError
+from ..nouns import Layer
+from ..predict.iteration import IterationTimes, predict_iteration
+from ..predict.network import LinearCost
+from ..session.layout import Lay, Layout
+from ..strategy.grammar import read_part
+from ..strategy.parts import write
+from ..strategy.strategy import Strategy
+from ..strategy.words import AUTO
+from . import mode
+
+FIRST = "fixed"
+"""What a run begins with."""
+
+MEASURING = "merged"
+"""Its first buckets double in size, so that it shows what exchanges of all sizes take."""
+
+CANDIDATES = (FIRST, "fixed(bucket=8MiB)", "fixed(bucket=2MiB)", "wait_free", "merged", "priority", "split")
+"""The simplest first."""
+
+MARGIN = 0.02
+
+
+def is_wanted(asked: Strategy, workers: int) -> bool:
+    """Whether there is a schedule to choose: between workers that come together in their steps."""
+    return asked.schedule == AUTO and workers > 1 and asked.sync_mode().merges and mode() != "off"
+
+
+def candidates(strategy: Strategy, crossing: bool) -> list[Strategy]:
+    """The strategy with each schedule that goes with the rest of it; ``crossing`` says if steps may end in the next.
+
+    None may where servers hold the weights: scripts that look at gradients are refused there, not waited for.
+    """
+    found, crossing = [], crossing and not strategy.server_holds_weights
+    for text in CANDIDATES:
+        try:
+            one = replace(strategy, schedule=read_part(text))
+        except StrategyError:
+            continue
+        if crossing or one.schedule_object().apply == "step":
+            found.append(one)
+    return found
+
+
+def with_measuring_buckets(strategy: Strategy, lay: Lay) -> Layout:
+    """What the steps that are measured run."""
+    found = lay(replace(strategy, schedule=read_part(MEASURING)))
+    return replace(found, schedule=MEASURING, reason=f"schedule={MEASURING} while steps are measured")
+
+
+def choose_schedule(
+    strategy: Strategy, layers: Sequence[Layer], cost: LinearCost | None, lay: Lay, crossing: bool
+) -> Layout:
+    """The layout of the schedule that is predicted to be fastest with these times of layers and exchanges.
+
+    ``lay`` makes a schedule's buckets; those that it refuses are left out. Takes some tenths of a second in models of
+    hundreds of tensors.
+    """
+    first, *others = candidates(strategy, crossing)
+    if cost is None or not any(layer.backward_s for layer in layers):
+        return _chosen(first, lay(first), cost, "nothing was measured")
+    found: list[tuple[Strategy, Layout, IterationTimes]] = []
+    for one in (first, *others):
+        try:
+            laid = lay(one)
+        except UsageError:
+            continue
+        times = predict_iteration(layers, laid, one.schedule_object(), one.sync_mode(), cost)
+        found.append((one, laid, times))
+    best_s = min(times.whole_s for *_, times in found)
+    by, laid, times = next(row for row in found if row[2].whole_s <= best_s * (1 + MARGIN))
+    return _chosen(by, laid, cost, _why(times, found[0][2]))
+
+
+def _why(times: IterationTimes, first: IterationTimes) -> str:
+    beside = "" if times is first else f", {_ms(first.whole_s)} with {FIRST}"
+    return f"predicted {_ms(times.whole_s)} per iteration{beside}, {_ms(times.computing_s)} computing"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms"
+
+
+def _chosen(by: Strategy, laid: Layout, cost: LinearCost | None, why: str) -> Layout:
+    text = write("schedules", by.schedule)
+    return replace(laid, schedule=text, reason=f"schedule={text}: {why}", cost=cost)

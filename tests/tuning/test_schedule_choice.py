@@ -1,0 +1,158 @@
+"""``schedule=auto``: what is chosen where links and layers take the times that they are said to take."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.errors import UsageError
+from syncline.nouns import Group, Layer, Spec
+from syncline.predict.iteration import predict_iteration
+from syncline.predict.network import LinearCost
+from syncline.session.layout import Layout
+from syncline.strategy.strategy import Strategy
+from syncline.tuning.schedule_choice import (
+    CANDIDATES,
+    MARGIN,
+    candidates,
+    choose_schedule,
+    is_wanted,
+    with_measuring_buckets,
+)
+
+MEGABYTE = 1 << 18
+"""So many elements have it."""
+
+
+def strategy(text: str, workers: int = 4) -> Strategy:
+    return Strategy.parse(text).resolve(Group(workers), hosts=workers)
+
+
+def model(count: int, elements: int, forward_s: float, backward_s: float) -> list[Layer]:
+    return [Layer(Spec(f"layer {number}", (elements,)), forward_s, backward_s) for number in range(count)]
+
+
+def names(text: str, crossing: bool = True, workers: int = 4) -> set[str]:
+    return {one.schedule.name for one in candidates(strategy(text, workers), crossing)}
+
+
+INSIDE = {"fixed", "wait_free", "merged"}
+CROSSING = {"priority", "split"}
+
+
+@pytest.mark.parametrize(
+    ("text", "cross"),
+    [
+        ("ring", CROSSING),
+        ("direct", CROSSING),
+        ("recursive_doubling", {"priority"}),  # no rank owns a sum between two phases
+        ("ring codec=int8", {"priority"}),
+        ("ps(servers=1, update=worker)", {"priority"}),
+        ("ps(servers=1)", set()),  # owners hold the weights
+        ("native transport=torch", set()),  # nothing overtakes there
+    ],
+)
+def test_candidates_are_those_that_go_with_the_rest(text: str, cross: set[str]) -> None:
+    """Never one that changes the mathematics, or fifo, which is no faster than fixed with all in one bucket."""
+    assert names(text) == INSIDE | cross
+    assert names(text, crossing=False) == INSIDE
+
+
+class Made:
+    """Lays tensors out as a strategy's schedule does."""
+
+    def __init__(self, layers: list[Layer], cost: LinearCost | None) -> None:
+        self.layers, self.cost = layers, cost
+
+    def lay(self, by: Strategy) -> Layout:
+        schedule = by.schedule_object()
+        buckets = tuple(schedule.buckets(self.layers, self.cost))
+        return Layout(tuple(self.layers), buckets, tuple(map(schedule.priority, buckets)))
+
+    def chosen(self, crossing: bool = True, text: str = "ring") -> Layout:
+        return choose_schedule(strategy(text), self.layers, self.cost, self.lay, crossing)
+
+
+SLOW, FAST = LinearCost(1e-3, 2.5e-8), LinearCost(1e-6, 1e-12)
+
+
+def test_what_is_near_enough_is_left_as_it_is() -> None:
+    found = Made(model(20, MEGABYTE, 0.01, 0.02), FAST).chosen()
+    assert found.schedule == "fixed"
+    assert found.reason == "schedule=fixed: predicted 600 ms per iteration, 600 ms computing"
+
+
+def test_a_slow_network_is_hidden_behind_the_next_forward_pass_if_that_may_be() -> None:
+    made = Made(model(20, MEGABYTE, 0.01, 0.02), SLOW)
+    crossing, inside = made.chosen(), made.chosen(crossing=False)
+    assert crossing.schedule in ("priority", "split")
+    assert inside.schedule in CANDIDATES
+    assert inside.strategy_in(strategy("ring")).schedule_object().apply == "step"
+    assert crossing.cost == SLOW
+    assert "with fixed" in crossing.reason
+
+
+def test_latencies_that_cost_much_merge() -> None:
+    """So many small tensors alone would take a latency each; all in one wait for the last."""
+    found = Made(model(60, 1000, 1e-4, 1e-3), LinearCost(0.02, 1e-12)).chosen(crossing=False)
+    assert found.schedule in ("fixed", "merged")
+    assert len(found.buckets) < 10
+
+
+@pytest.mark.parametrize("cost", [None, SLOW])
+def test_where_nothing_was_measured_it_stays_with_the_simplest(cost: LinearCost | None) -> None:
+    times = (0.0, 0.0) if cost is not None else (0.01, 0.02)
+    found = Made(model(4, 10, *times), cost).chosen()
+    assert (found.schedule, found.reason) == ("fixed", "schedule=fixed: nothing was measured")
+
+
+def test_buckets_that_cannot_be_are_left_out() -> None:
+    made = Made(model(20, MEGABYTE, 0.01, 0.02), SLOW)
+
+    def lay(by: Strategy) -> Layout:
+        if by.schedule.name in CROSSING:
+            raise UsageError("too many")
+        return made.lay(by)
+
+    found = choose_schedule(strategy("ring"), made.layers, SLOW, lay, crossing=True)
+    assert found == made.chosen(crossing=False)
+
+
+def test_steps_are_measured_in_buckets_of_all_sizes() -> None:
+    made = Made(model(40, MEGABYTE // 8, 0.0, 0.0), None)
+    found = with_measuring_buckets(strategy("ring"), made.lay)
+    sizes = [bucket.nbytes for bucket in found.buckets]
+    assert found.schedule == "merged"
+    assert max(sizes) > 8 * min(sizes)
+
+
+models = st.lists(
+    st.tuples(st.integers(1, 1 << 22), st.floats(0, 0.01), st.floats(1e-6, 0.02)), min_size=1, max_size=6
+).map(lambda rows: [Layer(Spec(str(i), (size,)), forward, back) for i, (size, forward, back) in enumerate(rows)])
+
+
+@given(models, st.builds(LinearCost, st.floats(0, 0.01), st.floats(1e-12, 1e-8)), st.booleans())
+def test_the_simplest_counts_of_those_that_are_predicted_to_be_as_fast_as_the_best(
+    layers: list[Layer], cost: LinearCost, crossing: bool
+) -> None:
+    made = Made(layers, cost)
+    found = made.chosen(crossing)
+    whole_s = {}
+    for one in candidates(strategy("ring"), crossing):
+        times = predict_iteration(layers, made.lay(one), one.schedule_object(), one.sync_mode(), cost)
+        whole_s[str(one)] = times.whole_s
+    best_s, mine = min(whole_s.values()), str(found.strategy_in(strategy("ring")))
+    fast = [text for text, seconds in whole_s.items() if seconds <= best_s * (1 + MARGIN)]
+    assert fast[0] == mine
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "wanted"), [("ring", 2, True), ("ring", 1, False), ("ring schedule=fixed", 2, False)]
+)
+def test_there_is_something_to_choose_between_workers_where_it_is_left_open(
+    monkeypatch: pytest.MonkeyPatch, text: str, workers: int, wanted: bool
+) -> None:
+    assert not is_wanted(Strategy.parse(text), workers)  # tests measure nothing
+    monkeypatch.setenv("SYNCLINE_TUNING", "on")
+    assert is_wanted(Strategy.parse(text), workers) == wanted
