@@ -77,6 +77,17 @@ def test_authors_of_parts_need_no_test_framework() -> None:
     assert not loaded & (HEAVY | {"pytest", "hypothesis"})
 
 
+def test_replayed_networks_are_counted_without_torchs_compiler() -> None:
+    """Which takes seconds to import, in every rank."""
+    names = "alexnet", "googlenet", "resnet50"
+    script = (
+        "import sys\nfrom syncline.workloads.replay import replay\n"
+        f"for name in {names!r}: assert replay(name).trace.layers\n"
+        "assert 'torch._dynamo' not in sys.modules and 'torch.onnx' not in sys.modules"
+    )
+    assert "torch" in loaded_by(script)
+
+
 def test_the_local_launcher_loads_no_numpy() -> None:
     assert not loaded_by("import syncline.launch.local") & (HEAVY | {"numpy"})
 

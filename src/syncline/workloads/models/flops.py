@@ -1,8 +1,9 @@
 """From a network to a trace: times of whole passes, shared out among its layers by their floating-point operations.
 
 Owns the counting. A layer is a module that has parameters of its own; pooling, activations and the like take no time of
-their own, which makes their neighbours' a little longer. The network runs once on tensors without memory (torch's meta
-device), so nothing is computed and the shapes are the real ones.
+their own, which makes their neighbours' a little longer. The network runs once on no samples: nothing is computed, and
+the shapes of a sample are the real ones; its weights are memory that nobody touches. (On torch's meta device many
+operations are references in Python, for the first of which torch loads its compiler: seconds in every rank.)
 
 Operations for an output of n elements: a convolution or linear layer of k inputs per output makes n k multiplications
 and as many additions forward; backward as many for its weights, and again for its input unless that is the data. Batch
@@ -17,9 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ...errors import UsageError
 from ...nouns import Spec
@@ -69,21 +73,33 @@ def _count(build: Callable[[], nn.Module], image: tuple[int, int, int]) -> list[
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         return lambda module, inputs, output: found.append(_counted(name, module, inputs[0], output))
 
-    with torch.device("meta"):
+    with _Uninitialised():
         model = build()
-        for name, module in model.named_modules():
-            if next(module.parameters(recurse=False), None) is not None:
-                module.register_forward_hook(hook(name))
-        # One sample, since shares are the same for any number; the data themselves need no gradient.
-        model.train()(torch.empty(1, *image))
+    for name, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_hook(hook(name))
+    model.train()(torch.empty(0, *image))  # the data themselves need no gradient
     return found
 
 
+class _Uninitialised(TorchFunctionMode):
+    """Tensors keep what their memory has in place of initial values."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return given["tensor"] if "tensor" in given else args[0]
+        return func(*args, **given)
+
+
 def _counted(name: str, module: nn.Module, given: Tensor, output: Tensor) -> _Counted:
+    elements = prod(output.shape[1:])  # of a sample
     if isinstance(module, (nn.Conv2d, nn.Linear)):
-        forward = 2.0 * output.numel() * module.weight[0].numel()
+        forward = 2.0 * elements * module.weight[0].numel()
         return _Counted(name, module, forward, 2 * forward if given.requires_grad else forward)
     if isinstance(module, nn.BatchNorm2d):
-        forward = float(_NORMALISING * output.numel())
+        forward = float(_NORMALISING * elements)
         return _Counted(name, module, forward, 2 * forward)
     raise UsageError(f"the operations of {name} ({type(module).__name__}) are not known: its time cannot be derived")
