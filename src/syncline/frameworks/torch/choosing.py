@@ -73,7 +73,7 @@ class Choosing:
     def objects(self) -> bool:
         """Whether this rank cannot cross iterations, or its script has looked since it was asked last."""
         crossing = self._replica.crossing
-        return self._refused or crossing is None or crossing.take_looked()
+        return self._refused or crossing is None or crossing.take_looked() or crossing.refused
 
     def flags(self) -> int:
         """What this rank's ticket says."""
@@ -150,7 +150,7 @@ class Choosing:
             if not updates_alone(self._optimizer) or is_compiled(model):
                 raise UsageError("nothing is gained")
             check_crossing(self._crossed, self._optimizer, self._replica.selection)
-            defer_steps(self._replica, self._optimizer, watches=True)
+            defer_steps(self._replica, self._optimizer, gives_way=True)
         except UsageError:
             self._refused = True
 

@@ -32,6 +32,7 @@ import torch
 
 from ...engine.step import Action, Apply
 from ...engine.trace import begin
+from ...errors import UsageError
 from ...nouns import Bucket
 from .compiled import is_compiled
 from .deferred import Deferral, in_transform
@@ -39,6 +40,7 @@ from .eager import eager
 from .local import LocalSteps
 from .parts import Values, has_hooks, update, updates_alone, values_of, write_back
 from .storage import Storage
+from .supported import check_held
 
 if TYPE_CHECKING:
     from .replica import Replica
@@ -71,6 +73,10 @@ class Crossing:
         self._pass = -1  # the backward pass that they are of
         self.looked = False
         """Whether the script has looked at what was, or would have been, under way."""
+        self.gives_way = False
+        """Whether another schedule may take the place of one that crosses iterations."""
+        self.refused = False
+        """Whether it has to, since the optimizer holds what does not go with one."""
         self._in_forward = False  # a forward pass of the model is running, in which weights are read
         self._handles: list[Any] = [
             parameter.register_hook(partial(self._before_gradient, number))  # type: ignore[no-untyped-call]
@@ -175,6 +181,15 @@ class Crossing:
             if self._replica.machine.unstepped:
                 self._do(self._replica.machine.stepped())
         return whole()
+
+    def check_added(self, group: dict[str, Any]) -> None:
+        """Raise UsageError where a group that is given to the optimizer cannot be, unless another schedule can."""
+        try:
+            check_held(self.name, self.model, group)
+        except UsageError:
+            if not self.gives_way:
+                raise
+            self.refused = True
 
     def _of_groups(self) -> list[int]:
         """The parameters that the optimizer updates."""

@@ -18,7 +18,6 @@ from ...schedules import goes_ahead
 from .crossing import Crossing
 from .optimizer import hide_step, looks_at_gradients, mix_in, own_class
 from .replica import Replica
-from .supported import check_held
 
 
 class Stepping:
@@ -54,7 +53,7 @@ class Stepping:
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Behind the updates that were due before; what is added has to be of the model too."""
         self._crossing.flush()
-        check_held(self._crossing.name, self._crossing.model, group)
+        self._crossing.check_added(group)
         super().add_param_group(group)  # type: ignore[misc]
 
     @property
@@ -88,16 +87,16 @@ class Stepping:
         return copyreg._reconstructor, (plain, object, None), *whole.__reduce_ex__(protocol)[2:]  # type: ignore[attr-defined]
 
 
-def defer_steps(replica: Replica, optimizer: torch.optim.Optimizer, *, watches: bool = False) -> None:
+def defer_steps(replica: Replica, optimizer: torch.optim.Optimizer, *, gives_way: bool = False) -> None:
     """Let the steps of a model end in the next iteration: the optimizer's updates wait until they are needed.
 
-    ``watches`` says that nothing waits yet, as ``Crossing.watches`` has it.
+    ``gives_way`` says that another schedule may take the place of one that crosses iterations.
     """
     schedule = replica.gradients.schedule
     plain, later = type(optimizer), schedule.apply == "next_step"
     hidden = hide_step(optimizer)
     crossing = Crossing(replica, optimizer, plain, later=later, local=goes_ahead(schedule))
-    crossing.watches = watches
+    crossing.gives_way, crossing.watches = gives_way, schedule.apply == "step"
     replica.crossing = crossing
     optimizer._crossing, optimizer._hidden = crossing, hidden  # type: ignore[attr-defined]
     mix_in(optimizer, Stepping)
