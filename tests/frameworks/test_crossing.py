@@ -378,6 +378,61 @@ def zero_filled(here: Here) -> dict[str, torch.Tensor]:
     return weights(here.model)
 
 
+class Branches(torch.nn.Module):
+    """Of two layers one is used, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = torch.nn.Linear(4, 3).double(), torch.nn.Linear(4, 3).double()
+
+    def forward(self, x: torch.Tensor, left: bool, right: bool) -> torch.Tensor:
+        return sum((layer(x) for layer, used in ((self.left, left), (self.right, right)) if used), torch.zeros(3))
+
+
+def branches(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+    from toy import fill
+
+    model = fill(Branches())
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def branching(here: Here) -> dict[str, torch.Tensor]:
+    """Which layers are used differs from rank to rank and from step to step."""
+    for step in range(STEPS):
+        here.optimizer.zero_grad()
+        ranks = [0, 1] if here.replica is None else [here.rank]
+        for rank in ranks:
+            output = here.model(batch(step)[6 * rank : 6 * rank + 6], (step + rank) % 3 != 0, (step + rank) % 3 != 1)
+            (loss_of(output) / len(ranks)).backward()
+        for parameter in here.model.parameters():
+            if here.replica is None and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        here.optimizer.step()
+    return weights(here.model)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_which_parameters_are_used_may_change_and_differ_from_rank_to_rank(group: Any, strategy: str) -> None:
+    found, other = on_group(group, strategy, 2, branches, branching, unused="zeros")
+    close(found, other, 0.0)
+    if strategy != ALL[-1]:
+        close(found, alone(branches, branching))
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_a_parameter_that_is_no_longer_used_is_named_where_that_is_not_said_to_be_meant(
+    group: Any, strategy: str
+) -> None:
+    def body(here: Here) -> None:
+        for step in range(3):
+            here.optimizer.zero_grad()
+            loss_of(here.model(here.share(batch(step)), True, step != 1 or here.rank == 1)).backward()
+            here.optimizer.step()
+
+    with pytest.raises(GradientError, match=r"2 parameters got no gradient .*'right.weight', 'right.bias'.*unused"):
+        on_group(group, strategy, 2, branches, body)
+
+
 class Unseen(torch.nn.Module):
     """Reads a weight in a way that torch does not tell of, as extensions do: always, or from a step on."""
 
@@ -485,11 +540,17 @@ def of_class(kind: type[torch.optim.SGD]) -> Callable[[int], tuple[torch.nn.Modu
     return make
 
 
-def test_an_optimizer_that_nobody_knows_updates_all_at_once(group: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("strategy", ALL[:2])
+def test_an_optimizer_that_nobody_knows_updates_all_at_once(
+    group: Any, strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
     wanted = alone(coupled, plain)
-    for found in on_group(group, LAYERED[1], 2, coupled, settled):
+    for found in on_group(group, strategy, 2, coupled, settled):
         close(found, wanted)
     assert "Global is none of torch's own optimizers" in caplog.text
+
+
+def test_delayed_steps_need_an_optimizer_that_is_known(group: Any) -> None:
     with pytest.raises(UsageError, match=r"Global, which is none of torch's own, .*schedule=fixed"):
         on_group(group, "ring schedule=delayed", 2, coupled, settled)
 
@@ -500,11 +561,14 @@ def settled(here: Here) -> dict[str, torch.Tensor]:
     return weights(here.model)
 
 
-def test_an_optimizer_that_says_it_updates_parameters_alone_is_tried(group: Any) -> None:
+@pytest.mark.parametrize("strategy", ALL)
+def test_an_optimizer_that_says_it_updates_parameters_alone_is_tried(group: Any, strategy: str) -> None:
     with pytest.raises(UsageError, match=r"Sure cannot update parameters one after the other.*depends on others"):
-        on_group(group, LAYERED[0], 2, of_class(Sure), plain)
+        on_group(group, strategy, 2, of_class(Sure), plain)
     wanted = alone(of_class(Alone), plain)
-    for found in on_group(group, LAYERED[1], 2, of_class(Alone), plain):
+    found, other = on_group(group, strategy, 2, of_class(Alone), plain)
+    close(found, other, 0.0)
+    if strategy != ALL[-1]:
         close(found, wanted)
 
 
