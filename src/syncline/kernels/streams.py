@@ -70,15 +70,21 @@ def took(row, size):
     _took(row, size)
 
 
-@compiled("(int64[], int64, int64)")
-def feed(row, source, nbytes):
-    """So many bytes of it lie at an address."""
+@compiled("(int64[], int64, int64, int64, int64, int64, int64, int64)")
+def begin(row, code, item, into, size, scratch, source, nbytes):
+    """A body of ``size`` bytes is added to what lies at ``into``; ``nbytes`` of it have come, and lie at ``source``."""
+    row[CODE] = code
+    row[ITEM] = item
+    row[INTO] = into
+    row[LEFT] = size
+    row[SCRATCH] = scratch
+    row[CARRY] = 0
     while nbytes > 0:
-        size = min(nbytes, PIECE_BYTES - row[CARRY])
-        memcpy(row[SCRATCH] + row[CARRY], source, size)
-        _took(row, size)
-        source += size
-        nbytes -= size
+        part = min(nbytes, PIECE_BYTES - row[CARRY])
+        memcpy(scratch + row[CARRY], source, part)
+        _took(row, part)
+        source += part
+        nbytes -= part
 
 
 @inner

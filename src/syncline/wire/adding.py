@@ -5,6 +5,7 @@ Pieces may end within an element: what is left of it waits at the beginning of t
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,15 +30,12 @@ class Adding:
         self._streams, self._into, self._keep = streams, into, keep
         self._scratch = keep.take(rows.PIECE_BYTES)
 
-    def begin(self, row: NDArray[np.int64], size: int, come: memoryview) -> None:
-        """``size`` bytes come, of which these are the first."""
-        from ..kernels import passes
-
+    def begin(self, row: NDArray[np.int64], size: int, come_at: int, nbytes: int) -> None:
+        """``size`` bytes come, of which so many lie at an address already."""
         self._row = row
-        row[rows.CODE], row[rows.ITEM] = passes.CODES[self._into.dtype.name], self._into.itemsize
-        row[rows.INTO], row[rows.LEFT] = address_of(self._into), size
-        row[rows.SCRATCH], row[rows.CARRY] = address_of(self._scratch), 0
-        self._streams.feed(row, address_of(np.frombuffer(come, np.uint8)), come.nbytes)
+        code, item = _code_of(self._into.dtype)
+        into_at, scratch_at = address_of(self._into), address_of(self._scratch)
+        self._streams.begin(row, code, item, into_at, size, scratch_at, come_at, nbytes)
 
     def room(self) -> memoryview:
         """Where the next bytes may be read to."""
@@ -51,6 +49,13 @@ class Adding:
     def close(self) -> None:
         """Give the scratch memory back; nothing more is coming."""
         self._keep.give(self._scratch)
+
+
+@cache
+def _code_of(dtype: np.dtype[Any]) -> tuple[int, int]:
+    from ..kernels.passes import CODES
+
+    return CODES[dtype.name], dtype.itemsize
 
 
 def can_add(dtype: np.dtype[Any]) -> bool:

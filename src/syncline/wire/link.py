@@ -104,7 +104,8 @@ class Link:
         self._going: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
         self._going_priority = CONTROL
         self._fd: int | None = None
-        self._inbox = memoryview(bytearray(_INBOX_BYTES))
+        inbox = np.zeros(_INBOX_BYTES, np.uint8)
+        self._inbox, self._inbox_at = memoryview(inbox), address_of(inbox)
         self._have = 0  # valid bytes in the inbox
         self._frame: Frame | None = None
         self._body: memoryview | None = None
@@ -334,7 +335,7 @@ class Link:
             self._frame = Frame(first & 0xFF, size, tag, argument)
             if size:
                 self._got = min(size, self._have - at)
-                self._begin(self._sink(self, self._frame), self._inbox[at : at + self._got])
+                self._begin(self._sink(self, self._frame), at)
                 at += self._got
                 if self._got < size:
                     break
@@ -344,21 +345,21 @@ class Link:
             self._inbox[:left] = bytes(self._inbox[at : self._have])
         self._have = left
 
-    def _begin(self, body: memoryview | Adding | None, come: memoryview) -> None:
-        """A body begins, and some of it has come with its header."""
-        left = self._body_bytes() - come.nbytes
+    def _begin(self, body: memoryview | Adding | None, at: int) -> None:
+        """A body begins, and what has come of it with its header is in the inbox."""
+        come, left = self._got, self._body_bytes() - self._got
         if isinstance(body, Adding):
             self._adding = body
-            body.begin(self.row, self._body_bytes(), come)
+            body.begin(self.row, self._body_bytes(), self._inbox_at + at, come)
             self._reading = self.compiled and left > 0
             return
         if body is None:
             self._forgetting = True
             return
         self._body = body
-        body[: come.nbytes] = come
+        body[:come] = self._inbox[at : at + come]
         if self.compiled and left >= _LARGE_BYTES:
-            into = address_of(np.frombuffer(body, np.uint8)) + come.nbytes
+            into = address_of(np.frombuffer(body, np.uint8)) + come
             self.row[rows.CODE], self.row[rows.INTO], self.row[rows.LEFT] = rows.AS_IS, into, left
             self._reading = True
 
