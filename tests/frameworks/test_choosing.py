@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 from toy import STAGED, Here, adam, alone, batch, close, fill, loss_of, on_group, sgd, train, weights
 
 from syncline import checkpoint
@@ -222,6 +223,46 @@ def test_one_look_of_one_rank_later_makes_all_go_back(group: Any, asked: Asked, 
     assert first[-2:] == [False] * 2
     assert all(one == first for one in found)
     assert asked == [True, False]
+
+
+def test_iterations_are_crossed_again_when_nobody_has_looked_for_long(
+    group: Any, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice as late each time; a look while ranks watch lets them wait again."""
+    patience = 4
+    monkeypatch.setattr(choosing, "_PATIENCE", patience)
+    again = STEPS + 2 + 2 + patience + choosing._MEASURED  # a look at once, three steps until all are back
+    looks = (STEPS, again + 2, again + 5 + 2 * patience + 2)
+    last = again + 5 + 2 * patience + choosing._MEASURED + 4 * patience + choosing._MEASURED + 4
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        seen = []
+        for number in range(last):
+            (reads_the_state if number in looks else step)(here, number)
+            if here.session is not None:
+                seen.append(crosses(here))
+        if here.session is not None:
+            changes = [number for number in range(1, last) if seen[number] != seen[number - 1]]
+            assert changes[:3] == [STEPS, STEPS + 3, STEPS + 3 + patience + choosing._MEASURED]
+            assert seen[-1]
+        return weights(here.model)
+
+    wanted = alone(sgd, body)
+    for found in on_group(group, "ring", 2, sgd, body):
+        close(found, wanted)
+    assert asked == [True, False, True, False, False, True], asked
+
+
+def test_weights_that_are_used_without_the_models_forward_pass_are_looked_at(group: Any, asked: Asked) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for number in range(STEPS + 3):
+            trains_a_part(here, number)
+        return weights(here.model)
+
+    wanted = alone(sgd, body)
+    for found in on_group(group, "ring", 2, sgd, body, weight=1):
+        close(found, wanted)
+    assert asked == [False]
 
 
 def test_a_step_in_which_all_look_gives_one_workers_weights_and_all_go_back(group: Any, asked: Asked) -> None:
@@ -486,3 +527,39 @@ def test_two_models_choose_each_for_itself(group: Any, asked: Asked) -> None:
     assert "schedule=priority(slice=40B)" in found[0][0]
     assert found[0][1].count("as a test would have it") == 2
     assert sorted(asked) == [False, True]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_learning_rate_schedulers_may_be_made_before_or_after(group: Any, asked: Asked, before: bool) -> None:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, optimizer = sgd(index)
+        if before:
+            optimizer.scheduler = StepLR(optimizer, 1, 0.9)  # type: ignore[attr-defined]
+        return model, optimizer
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        scheduler = here.optimizer.scheduler if before else StepLR(here.optimizer, 1, 0.9)  # type: ignore[attr-defined]
+        for number in range(STEPS + 8):
+            (clips if number == STEPS + 4 else step)(here, number)
+            scheduler.step()
+        return weights(here.model)
+
+    wanted = alone(make, body)
+    for found in on_group(group, "ring", 2, make, body):
+        close(found, wanted)
+    assert asked == [True, False]
+
+
+def test_what_is_kept_is_not_left_behind(group: Any) -> None:
+    """When all is over the optimizer is the user's own, and the model has no hooks but those that it always has."""
+
+    def body(here: Here) -> tuple[list[int], type, set[str]]:
+        for number in range(STEPS + 4):
+            (clips if number == 4 else step)(here, number)
+        modules = list(here.model.modules())
+        hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules]
+        hooks += [len(parameter._backward_hooks or ()) for parameter in here.model.parameters()]
+        return hooks, type(here.optimizer), {*vars(here.optimizer), *vars(here.model)} - {"_opt_called"}
+
+    chosen, named = (on_group(group, f"ring{schedule}", 2, sgd, body) for schedule in ("", " schedule=wait_free"))
+    assert chosen == named

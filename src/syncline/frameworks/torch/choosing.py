@@ -2,14 +2,18 @@
 
     begun       as ``fixed``, for steps that count for nothing
     measuring   in buckets of all sizes; rank 0 times its layers and exchanges, and every rank watches its script
-    chosen      what rank 0 predicts to be fastest (``tuning.schedule_choice``)
+    crossing    the fastest ends its steps in the next iteration (``tuning.schedule_choice`` predicts which it is)
+    waiting     the best of the others runs, for some time; twice as long each time
+    watching    it does, and every rank watches its script again
+    over        the best runs, and none that crosses iterations goes with the strategy
 
 Steps may end in the next iteration only where that pays: where no rank looks at gradients between backward and the
 optimizer's step, changes them, calls the optimizer with a closure, or looks at weights between two steps. Ranks watch
 for it as they would complete what is looked at (``crossing``), and their tickets say what they have seen. Rank 0
-chooses such a schedule if no rank has seen anything in the steps that were measured, and the best of the others when
-one does later. Every rank is told with the layout, and goes by that alone: whatever is looked at before is right under
-the schedule that runs. Some ranks, models and optimizers can make no such steps; their tickets say so all along.
+chooses such a schedule if no rank has seen anything in the steps that were measured, or watched, and the best of the
+others when one does later. Every rank is told with the layout, and goes by that alone: all phases follow from it, and
+whatever is looked at before is right under the schedule that runs. Some ranks, models and optimizers can make no such
+steps; their tickets say so all along.
 
 What nobody sees are tensors that share the memory of a parameter and were made before. Where there are any, iterations
 are not crossed.
@@ -44,7 +48,10 @@ _OBJECTS = 2
 _UNCOUNTED, _MEASURED = 2, 6
 """Steps before those that are measured, which load what is needed, and those."""
 
-_BEGUN, _MEASURING, _CHOSEN = range(3)
+_PATIENCE = 100
+"""Steps until scripts are watched again, at first: a checkpoint looks at all weights, and then nobody for long."""
+
+_BEGUN, _MEASURING, _CROSSING, _WAITING, _WATCHING, _OVER = range(6)
 
 
 class Choosing:
@@ -54,19 +61,19 @@ class Choosing:
         self._replica, self._optimizer = replica, optimizer
         self._strategy = replica.session.strategy
         crossing = [one for one in candidates(self._strategy, crossing=True) if _crosses(one)]
-        self._crossed = crossing[0] if crossing and optimizer is not None else None
+        self._crossed = crossing[0] if crossing else None
         """One of the strategies that would be taken, if any."""
-        self._phase = _BEGUN
-        self._steps = 0
+        self._phase, self._patience = _BEGUN, _PATIENCE
+        self._steps = 0  # in this phase
         self._refused = False  # by this rank
-        self._seen = False  # that some rank objects, in the steps that were measured or since one crosses
+        self._seen = False  # that some rank objects, in this phase
         replica.gradients.measured = False
         replica.session.schedules.pop(replica.first_key, None)  # of the same model, prepared before
 
     @property
     def over(self) -> bool:
         """Whether nothing will be chosen any more."""
-        return self._phase == _CHOSEN and self._replica.crossing is None
+        return self._phase == _OVER
 
     # Between two tickets.
 
@@ -77,7 +84,8 @@ class Choosing:
 
     def flags(self) -> int:
         """What this rank's ticket says."""
-        found = _OBJECTS if self._phase != _BEGUN and not self.over and self.objects() else 0
+        watched = self._phase in (_MEASURING, _CROSSING, _WATCHING)
+        found = _OBJECTS if watched and self.objects() else 0
         if self._replica.session.rank == 0 and self._wants_another:
             found |= REPLACES
         return found
@@ -85,9 +93,10 @@ class Choosing:
     @property
     def _wants_another(self) -> bool:
         """Whether rank 0 shall choose after the step that begins; the last one that is measured says it by itself."""
-        if self._phase == _BEGUN:
-            return self._steps + 1 >= _UNCOUNTED
-        return self._phase == _CHOSEN and self._seen
+        if self._phase == _CROSSING:
+            return self._seen
+        wanted = {_BEGUN: _UNCOUNTED, _WAITING: self._patience, _WATCHING: _MEASURED}.get(self._phase)
+        return wanted is not None and self._steps + 1 >= wanted
 
     def saw(self, tickets: Sequence[Ticket]) -> None:
         """A step is over."""
@@ -104,17 +113,22 @@ class Choosing:
             return resumed
         if self._phase == _BEGUN and resumed is None:
             return with_measuring_buckets(self._strategy, lay)
-        crossing = self._phase == _MEASURING and not (self._seen or objected)
-        return choose_schedule(self._strategy, layers, cost, lay, crossing)
+        if self._phase == _WAITING and resumed is None:
+            return self._replica.gradients.layout
+        watched = self._phase in (_MEASURING, _WATCHING)
+        return choose_schedule(self._strategy, layers, cost, lay, watched and not (self._seen or objected))
 
     def replaced(self) -> None:
-        """The layout is another one."""
-        self._seen = False
+        """The layout is another one, or was found to be best again."""
+        self._seen, self._steps = False, 0
         if self._phase == _BEGUN:
             self._phase = _MEASURING
             self._watch()
             forward = self._crossed is not None and not is_compiled(self._replica.model)
             self._replica.gradients.measure(_MEASURED, forward=forward)
+        elif self._phase == _WAITING:
+            self._phase, self._patience = _WATCHING, 2 * self._patience
+            self._watch()
         else:
             self._settle()
 
@@ -134,25 +148,24 @@ class Choosing:
             self._detach()
 
     def _settle(self) -> None:
-        self._phase = _CHOSEN
         crossing = self._replica.crossing
-        if self._replica.gradients.schedule.apply == "step":
+        if crossing is not None and self._replica.gradients.schedule.apply != "step":
+            self._phase, crossing.watches = _CROSSING, False
+        else:
+            self._phase = _OVER if self._crossed is None else _WAITING
             self._detach()
-        elif crossing is not None:
-            crossing.watches = False
 
     def _watch(self) -> None:
         """See from now on whether the script looks at what could be under way."""
         if self._crossed is None or self._optimizer is None or self._replica.crossing is not None:
             return
-        model = self._replica.model
-        try:
-            if not updates_alone(self._optimizer) or is_compiled(model):
-                raise UsageError("nothing is gained")
-            check_crossing(self._crossed, self._optimizer, self._replica.selection)
-            defer_steps(self._replica, self._optimizer, gives_way=True)
-        except UsageError:
-            self._refused = True
+        self._refused = not updates_alone(self._optimizer) or is_compiled(self._replica.model)
+        if not self._refused:
+            try:
+                check_crossing(self._crossed, self._optimizer, self._replica.selection)
+                defer_steps(self._replica, self._optimizer, gives_way=True)
+            except UsageError:
+                self._refused = True
 
     def _detach(self) -> None:
         if self._replica.crossing is not None:
