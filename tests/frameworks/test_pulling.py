@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_crossing import (
+from scripts import (
     STEPS,
     accumulated,
     changed_weights,

@@ -1,0 +1,125 @@
+"""``delayed`` is its recursion, computed by hand, and synchronous where somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scripts import (
+    STEPS,
+    added_up,
+    clipped,
+    copied,
+    moving_average,
+    never_zeroed,
+    own_gradients,
+    plain,
+    saved,
+    scaled,
+    scheduled,
+    skipped,
+    with_closure,
+    zeroed_otherwise,
+)
+from toy import STAGED, Here, alone, batch, close, loss_of, mlp, on_group, sgd, weights
+
+from syncline.errors import GradientError
+
+
+def test_a_gradient_that_is_still_under_way_is_not_added_to(group: Any) -> None:
+    with pytest.raises(GradientError, match=r"adds to the gradient of .* still under way.*call zero_grad"):
+        on_group(group, "ring schedule=delayed", 2, sgd, never_zeroed)
+
+
+def delayed_by_hand(local: bool) -> list[dict[str, torch.Tensor]]:
+    """The recursion, for two workers: W(t+1) = W(t) - lr mean g(t); w(t+1) = W(t) - lr g(t)."""
+    shared = [mlp()]
+    optimizer = torch.optim.SGD(shared[0].parameters(), lr=0.1, momentum=0.9)
+    workers = [mlp(), mlp()]
+    waiting: list[torch.Tensor] | None = None
+    for step in range(STEPS):
+        mine = []
+        for rank, model in enumerate(workers):
+            model.zero_grad()
+            x = batch(step)
+            loss_of(model(x[6 * rank : 6 * rank + 6])).backward()
+            mine.append([parameter.grad for parameter in model.parameters()])
+        if waiting is not None:
+            update(shared[0], optimizer, waiting)
+        waiting = [(a + b) / 2 for a, b in zip(*mine, strict=True) if a is not None and b is not None]
+        with torch.no_grad():
+            for model, own in zip(workers, mine, strict=True):
+                for parameter, whole, gradient in zip(model.parameters(), shared[0].parameters(), own, strict=True):
+                    assert gradient is not None
+                    parameter.copy_(whole - 0.1 * gradient if local else whole)
+    assert waiting is not None
+    update(shared[0], optimizer, waiting)
+    return [weights(shared[0])] * 2
+
+
+def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> None:
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+@pytest.mark.parametrize("place", ["ring", "ps(servers=1, on=workers, update=worker)", "ring" + STAGED])
+@pytest.mark.parametrize("local", [True, False])
+def test_delayed_steps_are_their_recursion(group: Any, place: str, local: bool) -> None:
+    """To the bit, with buckets of a tensor each; whoever looks sees the weights that all have."""
+    architecture, staged = place.removesuffix(STAGED), STAGED if place.endswith(STAGED) else ""
+    text = f"{architecture} schedule=delayed(bucket=1B, local={'on' if local else 'off'}){staged}"
+    for found, wanted in zip(on_group(group, text, 2, sgd, plain), delayed_by_hand(local), strict=True):
+        close(found, wanted, 1e-15)
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_local_step_is_of_the_last_backward_pass_alone(group: Any, given_up: bool) -> None:
+    """Not of one whose gradients were read, or that was given up: a layer that it does not use stays where it is."""
+
+    def body(here: Here) -> tuple[torch.Tensor, torch.Tensor]:
+        first, last = here.model.get_submodule("0"), here.model.get_submodule("2")
+        x = here.share(batch(0))
+
+        def fail(_: torch.Tensor) -> None:
+            raise ValueError("given up")
+
+        if given_up:
+            handle = first.weight.register_hook(fail)
+            with pytest.raises(ValueError, match="given up"):
+                loss_of(here.model(x)).backward()
+            handle.remove()
+        else:
+            loss_of(here.model(x)).backward()
+            torch.nn.utils.clip_grad_norm_(here.model.parameters(), 1e9)
+            here.optimizer.step()
+        here.optimizer.zero_grad()
+        before = last.weight.detach().clone()
+        here.model(x)
+        first(x).sum().backward()
+        here.optimizer.step()
+        own: list[torch.Tensor] = []
+        last.register_forward_pre_hook(lambda module, _: own.append(module.weight.detach().clone()))
+        here.model(x)
+        return own[0], before
+
+    for own, before in on_group(group, "ring schedule=delayed(local=on)", 2, sgd, body, weight=1, unused="zeros"):
+        assert torch.equal(own, before)
+
+
+@pytest.mark.parametrize("script", [clipped, scaled])
+def test_who_reads_every_gradient_makes_delayed_steps_synchronous(group: Any, script: Callable[[Here], Any]) -> None:
+    wanted = alone(sgd, script)
+    for found in on_group(group, "ring schedule=delayed", 2, sgd, script):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [moving_average, saved, scheduled, added_up, zeroed_otherwise, skipped, own_gradients, copied, with_closure],
+)
+def test_delayed_scripts_leave_the_same_weights_on_all_ranks(group: Any, script: Callable[[Here], Any]) -> None:
+    found, other = on_group(group, "ring schedule=delayed", 2, sgd, script)
+    close(found, other, 0.0)
