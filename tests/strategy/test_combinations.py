@@ -1,0 +1,245 @@
+"""What goes together and what does not: each impossible combination names the nearest that works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+
+from syncline import registry
+from syncline.errors import StrategyError, UsageError
+from syncline.nouns import Group
+from syncline.schedules.fixed import Fixed
+from syncline.strategy.grammar import Part
+from syncline.strategy.strategy import Strategy
+from syncline.sync.bsp import Bsp
+from syncline.testing.training import Bound, Free
+
+
+@pytest.fixture
+def later_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for parts of the grammar, in a registry of this test's own."""
+    for kind in registry.KINDS:
+        if kind != "workloads":
+            registry.names(kind)
+        monkeypatch.setitem(registry._entries, kind, dict(registry._entries[kind]))
+
+    monkeypatch.setitem(registry._entries, "codecs", {"none": registry._entries["codecs"]["none"]})
+
+    @registry.register("codecs", "topk")
+    @dataclass(frozen=True)
+    class TopK:
+        biased: ClassVar[bool] = True
+        contraction: ClassVar[bool] = True
+        ratio: float
+
+    @registry.register("codecs", "qsgd")
+    @dataclass(frozen=True)
+    class Qsgd:
+        biased: ClassVar[bool] = False
+        contraction: ClassVar[bool] = False
+        levels: int = 256
+
+    @registry.register("codecs", "feedback", wraps="codec")
+    @dataclass(frozen=True)
+    class Feedback:
+        codec: Any
+        decay: float = 1.0
+        biased: ClassVar[bool] = False
+        combine: ClassVar[str] = "owner"
+
+    @registry.register("sync", "ssp")
+    @dataclass(frozen=True)
+    class Ssp:
+        staleness: int = 3
+        exchanges: ClassVar[str] = "gradients"
+        merges: ClassVar[bool] = False
+
+        def due(self, step: int) -> bool:  # noqa: ARG002
+            return True
+
+        def may_proceed(self, clock: int, slowest: int) -> bool:
+            return clock <= slowest + self.staleness
+
+
+@pytest.mark.usefixtures("later_parts")
+class TestCombinations:
+    @pytest.mark.parametrize(
+        ("text", "canonical"),
+        [
+            ("ring codec=topk(ratio=0.01)", "ring codec=feedback(topk(ratio=0.01))"),
+            ("codec=feedback(topk(ratio=0.01))", "codec=feedback(topk(ratio=0.01))"),
+            ("codec=feedback(codec=topk(ratio=0.01), decay=0.5)", "codec=feedback(topk(ratio=0.01), decay=0.5)"),
+            ("codec=topk(ratio=0.01) feedback=off", "codec=topk(ratio=0.01) feedback=off"),
+            ("codec=qsgd", "codec=qsgd"),
+        ],
+    )
+    def test_nested_codecs(self, text: str, canonical: str) -> None:
+        strategy = Strategy.parse(text)
+        assert str(strategy) == canonical
+        assert Strategy.parse(canonical) == strategy
+        built: Any = strategy.codec_object()
+        if strategy.codec.name == "feedback":
+            assert built.codec.ratio == 0.01
+
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("native transport=tcp", "the nearest that works is 'native transport=torch'"),
+            ("native codec=qsgd", "knows nothing of codec=qsgd; the nearest that works is 'codec=qsgd'"),
+            ("ring transport=torch(backend=nccl)", "no plan.*is 'native transport=torch\\(backend=nccl\\)'"),
+            ("native(x=1)", "native takes no arguments"),
+            ("ring sync=ssp", r"owners of the weights .* ring has none; the nearest .* 'ps\(servers=1\) sync=ssp'"),
+            ("sync=ssp", r"auto has none; the nearest that works is 'ps\(servers=1\) sync=ssp'"),
+            ("native sync=ssp", r"native has none; the nearest that works is 'ps\(servers=1\) sync=ssp'"),
+            ("ps(servers=2, update=worker) sync=ssp", r"ps has none; the nearest .* 'ps\(servers=2\) sync=ssp'"),
+            ("ps(servers=1) sync=ssp schedule=priority", r"itself, of all buckets; .* is 'ps\(servers=1\) sync=ssp'"),
+            ("codec=feedback(qsgd)", "diverges.*nearest that works is 'codec=qsgd'"),
+            ("codec=feedback", r"needs codec, as in feedback\(CODEC, decay=1.0\)"),
+            ("codec=feedback(topk(ratio=1), codec=qsgd)", "given twice"),
+            ("codec=topk", "topk needs ratio"),
+            ("codec=feedback(int8)", "'int8' is not built yet"),
+            ("codec=feedback(tokp(ratio=1))", "did you mean 'topk'"),
+        ],
+    )
+    def test_impossible_ones_name_the_nearest_that_works(self, text: str, says: str) -> None:
+        with pytest.raises(UsageError, match=says):
+            Strategy.parse(text)
+
+    def test_native_brings_its_own_transport(self) -> None:
+        strategy = Strategy.parse("native")
+        assert strategy.transport == Part("auto")
+        assert strategy.resolve(Group(3), hosts=2).transport.name == "torch"
+        assert Strategy.parse("native transport=mpi").resolve(Group(3)).transport.name == "mpi"
+
+    def test_native_is_a_collective_and_has_no_plan(self) -> None:
+        for text in ("native", "native transport=mpi", "native transport=torch(backend=nccl)"):
+            strategy = Strategy.parse(text)
+            assert strategy.collective is not None
+            assert strategy.collective.goal == "allreduce"
+            with pytest.raises(UsageError, match="native has no plan"):
+                strategy.plan(Group(2))
+        assert Strategy.parse("ring transport=mpi").collective is None
+        assert Strategy().collective is None
+
+
+def own(base: type, **properties: Any) -> type:
+    """A part like another one but for these properties; one that is None it does not have."""
+    names = [name for name in dir(base) if not name.startswith("_") and properties.get(name, "") is not None]
+    return type("Own", (), {name: getattr(base, name) for name in names} | {k: v for k, v in properties.items() if v})
+
+
+@pytest.mark.usefixtures("later_parts")
+@pytest.mark.parametrize(
+    ("kind", "properties", "says"),
+    [
+        ("schedules", {"release": "whenever"}, "release='whenever', which no engine does: it is 'ready' or"),
+        ("schedules", {"phases": "thirds"}, "phases='thirds', which no engine does: it is 'whole' or 'split'"),
+        ("schedules", {"apply": "never"}, "apply='never', which .* 'step' or 'layer' or 'next_step'"),
+        ("schedules", {"apply": None}, "apply=None"),
+        ("schedules", {"in_flight": -1}, "lets -1 buckets be under way"),
+        ("schedules", {"in_flight": "all"}, "lets 'all' buckets be under way"),
+        ("schedules", {"measures": -1}, "measures -1 steps: it has to be 0 or more"),
+        ("schedules", {"measures": None}, "measures None steps"),
+        ("schedules", {"priority": None}, r"has no priority\(\)"),
+        (
+            "schedules",
+            {"local": True},
+            r"steps of their own \(local=True\) with apply='step', which .*'next_step' only",
+        ),
+        ("schedules", {"local": True, "apply": "layer"}, "with apply='layer', which"),
+        ("schedules", {"local": "on", "apply": "next_step"}, "has local='on': it says by True or False"),
+        ("sync", {"exchanges": "parameters"}, "exchanges 'parameters', and engines exchange 'gradients' only"),
+        ("sync", {"may_proceed": lambda *_: True}, "lets workers run ahead of each other"),
+        (
+            "sync",
+            {"may_proceed": lambda _, clock, slowest: clock <= slowest or slowest > 40},
+            "run ahead of each other",
+        ),
+        ("sync", {"may_proceed": lambda *_: False}, "lets nobody go on after step 0"),
+        ("sync", {"due": lambda _, step: 1 / (step - 3)}, "says -0.33.* of whether step 0 is due"),
+        ("sync", {"due": lambda _, step: 1 // (step - 3) == 0}, "fails at step 3 .ZeroDivisionError"),
+        ("sync", {"merges": None}, "has merges=None: it says by True or False whether all pushes are one update"),
+        ("sync", {"due": None}, r"has no due\(\)"),
+    ],
+)
+def test_what_a_part_asks_for_is_done_or_refused(kind: str, properties: dict[str, Any], says: str) -> None:
+    word, base = ("schedule", Fixed) if kind == "schedules" else ("sync", Bsp)
+    registry.register(kind, "own")(own(base, **properties))
+    with pytest.raises(StrategyError, match=f"{word}=own.*{says}.*the nearest that works is 'ring'"):
+        Strategy.parse(f"ring {word}=own")
+
+
+@pytest.mark.usefixtures("later_parts")
+def test_a_mode_whose_pushes_are_not_merged_pushes_in_every_step() -> None:
+    registry.register("sync", "own")(own(Bound, due=lambda _, step: step % 2 == 1))
+    with pytest.raises(StrategyError, match=r"which owners of the weights miss; .* works is 'ps\(servers=1\)'"):
+        Strategy.parse("ps sync=own")
+
+
+@pytest.mark.usefixtures("later_parts")
+@pytest.mark.parametrize(
+    ("text", "says", "works"),
+    [
+        ("native schedule=urgent", "which native's collectives cannot", "schedule=urgent"),
+        ("ring schedule=urgent transport=slow", "which messages of transport=slow cannot", "ring schedule=urgent"),
+    ],
+)
+def test_a_schedule_with_urgent_buckets_needs_parts_that_let_them_overtake(text: str, says: str, works: str) -> None:
+    urgent = own(Fixed, priority=lambda _, bucket: float(bucket.slices[0].tensor))
+    registry.register("schedules", "urgent")(urgent)
+    registry.register("transports", "slow", priority=False)(type("Slow", (), {}))
+    for fits in ("ring schedule=urgent transport=tcp", "native schedule=fixed", "ring transport=slow"):
+        Strategy.parse(fits)
+    with pytest.raises(StrategyError, match=f"schedule=urgent lets urgent buckets overtake.*{says}") as refused:
+        Strategy.parse(text)
+    assert f"the nearest that works is {works!r}" in str(refused.value)
+
+
+@pytest.mark.usefixtures("later_parts")
+def test_buckets_of_measured_times_need_workers_that_come_together() -> None:
+    registry.register("schedules", "timed")(own(Fixed, measures=3))
+    registry.register("sync", "free")(Free)
+    assert str(Strategy.parse("ring schedule=timed")) == "ring schedule=timed"
+    with pytest.raises(StrategyError, match=r"schedule=timed makes its .* under sync=free they never come together"):
+        Strategy.parse("ps(servers=1) sync=free schedule=timed")
+
+
+@pytest.mark.usefixtures("later_parts")
+@pytest.mark.parametrize("properties", [{"phases": "split"}, {"apply": "layer"}, {}])
+def test_what_some_engine_does_is_accepted(properties: dict[str, Any]) -> None:
+    registry.register("schedules", "own")(own(Fixed, **properties))
+    registry.register("sync", "odd")(own(Bsp, due=lambda _, step: step % 2 == 1))
+    assert str(Strategy.parse("ring schedule=own sync=odd")) == "ring sync=odd schedule=own"
+
+
+@pytest.mark.usefixtures("later_parts")
+def test_two_steps_under_way_are_those_of_every_step() -> None:
+    registry.register("schedules", "late")(own(Fixed, apply="next_step"))
+    registry.register("sync", "odd")(own(Bsp, due=lambda _, step: step % 2 == 1))
+    with pytest.raises(StrategyError, match=r"two steps under way.*every step.*nearest that works is 'ring sch"):
+        Strategy.parse("ring sync=odd schedule=late")
+
+
+@pytest.mark.parametrize(
+    ("text", "says", "works"),
+    [
+        ("recursive_doubling schedule=split", "two phases.*cannot be split", "schedule=split"),
+        ("ring codec=int8 schedule=split", r"two phases.*\(int8\) sends is not the sum", "ring schedule=split"),
+        (
+            "native schedule=split transport=torch",
+            "which native's collectives cannot",
+            "schedule=split transport=torch",
+        ),
+        ("ps(servers=1, update=worker) schedule=split", "servers answer", "schedule=split"),
+        ("ps(servers=1) schedule=split", "push and pull are these already", "ps(servers=1) schedule=priority"),
+        ("ps(servers=1) schedule=delayed", "owners of the weights take them one by one", "ps(servers=1)"),
+        ("ps(servers=1, update=worker) schedule=delayed", "servers that only sum", "schedule=delayed"),
+        ("ring codec=int8 schedule=delayed", r"two steps under way.*\(int8\) keeps", "ring schedule=delayed"),
+    ],
+)
+def test_steps_that_end_later_are_refused_where_they_cannot(text: str, says: str, works: str) -> None:
+    with pytest.raises(StrategyError, match=says) as refused:
+        Strategy.parse(text)
+    assert f"the nearest that works is {works!r}" in str(refused.value)
