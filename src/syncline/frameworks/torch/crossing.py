@@ -242,9 +242,11 @@ class Crossing:
         elif is_compiled(self._replica.model):
             self.flush()
         elif self._first:
-            if torch.is_grad_enabled():  # an evaluation shows nothing of what training reads
+            if torch.is_grad_enabled():
                 self._looked = self._looked or set()
                 self._deferral.defer(range(len(self._parameters)))
+            else:  # an evaluation shows nothing of what training reads
+                self._deferral.release_all()
         elif self.watches or (self._later and torch.is_grad_enabled() and self._replica.model.training):
             self._deferral.release_all()
         else:
