@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scripts import (
@@ -25,7 +26,10 @@ from scripts import (
 )
 from toy import STAGED, Here, alone, batch, close, loss_of, mlp, on_group, sgd, weights
 
+from syncline.codecs import Codec, Floats, State, codec_of, relay_of
 from syncline.errors import GradientError
+from syncline.nouns import Spec
+from syncline.strategy.strategy import Strategy
 
 
 def test_a_gradient_that_is_still_under_way_is_not_added_to(group: Any) -> None:
@@ -33,7 +37,40 @@ def test_a_gradient_that_is_still_under_way_is_not_added_to(group: Any) -> None:
         on_group(group, "ring schedule=delayed", 2, sgd, never_zeroed)
 
 
-def delayed_by_hand(local: bool) -> list[dict[str, torch.Tensor]]:
+Mean = Callable[[int, Sequence[torch.Tensor], int], torch.Tensor]
+"""Of a tensor's gradients, by its number, at a step."""
+
+
+def plain_mean(tensor: int, gradients: Sequence[torch.Tensor], step: int) -> torch.Tensor:  # noqa: ARG001
+    return (gradients[0] + gradients[1]) / 2
+
+
+def coded_mean(text: str) -> Mean:
+    """By payloads, each with what the one before has left; where an owner adds them up, so has its own."""
+    specs = [Spec(name, tuple(one.shape)) for name, one in mlp().named_parameters()]
+    applied = [codec_of(Strategy.parse(f"ring codec={text}").codec_object(), spec) for spec in specs]
+    mine = [[a.codec.init(spec, rank, a.feedback) for a, spec in zip(applied, specs, strict=True)] for rank in (0, 1)]
+    again = [relay_of(a.codec).init(spec, -1, a.feedback) for a, spec in zip(applied, specs, strict=True)]
+
+    def through(codec: Codec, values: Floats, state: State, step: int) -> Floats:
+        payload, found = np.zeros(codec.wire_bytes(state.spec)[1] // 4, np.uint32), np.zeros_like(values)
+        state.step, state.world = step, 2
+        codec.decode(payload[: codec.encode(values, payload, state).words], found, state)
+        return found
+
+    def mean(tensor: int, gradients: Sequence[torch.Tensor], step: int) -> torch.Tensor:
+        codec, feedback, _ = applied[tensor]
+        halves = [(0.5 * one).reshape(-1).numpy().astype(np.float32) for one in gradients]
+        total = sum(through(codec, half, mine[rank][tensor], step) for rank, half in enumerate(halves))
+        if codec.combine == "owner":
+            total = through(relay_of(codec), total, again[tensor], step)
+        assert not feedback or np.any(mine[0][tensor].residual)
+        return torch.from_numpy(total).double().reshape(gradients[0].shape)
+
+    return mean
+
+
+def delayed_by_hand(local: bool, mean: Mean = plain_mean) -> list[dict[str, torch.Tensor]]:
     """The recursion, for two workers: W(t+1) = W(t) - lr mean g(t); w(t+1) = W(t) - lr g(t)."""
     shared = [mlp()]
     optimizer = torch.optim.SGD(shared[0].parameters(), lr=0.1, momentum=0.9)
@@ -48,7 +85,8 @@ def delayed_by_hand(local: bool) -> list[dict[str, torch.Tensor]]:
             mine.append([parameter.grad for parameter in model.parameters()])
         if waiting is not None:
             update(shared[0], optimizer, waiting)
-        waiting = [(a + b) / 2 for a, b in zip(*mine, strict=True) if a is not None and b is not None]
+        pairs = enumerate(zip(*mine, strict=True))
+        waiting = [mean(tensor, (a, b), step) for tensor, (a, b) in pairs if a is not None and b is not None]
         with torch.no_grad():
             for model, own in zip(workers, mine, strict=True):
                 for parameter, whole, gradient in zip(model.parameters(), shared[0].parameters(), own, strict=True):
@@ -107,6 +145,46 @@ def test_a_local_step_is_of_the_last_backward_pass_alone(group: Any, given_up: b
 
     for own, before in on_group(group, "ring schedule=delayed(local=on)", 2, sgd, body, weight=1, unused="zeros"):
         assert torch.equal(own, before)
+
+
+@pytest.mark.parametrize("codec", ["topk(ratio=0.4)", "onebit", "sign", "threshold(ratio=0.3, momentum=0.5)", "int8"])
+@pytest.mark.parametrize("local", [True, False])
+def test_delayed_steps_of_a_codec_are_their_recursion(group: Any, codec: str, local: bool) -> None:
+    """What a step leaves goes into the next one, whichever of two buffers its gradients are in."""
+    text = f"codec={codec} schedule=delayed(bucket=1B, local={'on' if local else 'off'})"
+    wanted = delayed_by_hand(local, coded_mean(codec))
+    for place in ("ring", "direct"):
+        for found, other in zip(on_group(group, f"{place} {text}", 2, sgd, plain), wanted, strict=True):
+            close(found, other, 1e-6)
+
+
+CODED = [
+    "ring codec=powersgd(rank=1)",
+    "ps(servers=2, on=workers, update=worker) codec=onebit",
+    "codec=gtopk(ratio=0.4)",
+]
+
+
+@pytest.mark.parametrize("text", [*CODED, "ring codec=topk(ratio=0.4)" + STAGED, "hierarchical codec=ternary"])
+def test_a_codecs_delayed_steps_are_synchronous_where_every_gradient_is_read(group: Any, text: str) -> None:
+    """To the bit: the codec remembers the same."""
+    architecture, staged = text.removesuffix(STAGED), STAGED if text.endswith(STAGED) else ""
+    nodes = (0, 0, 1, 1) if "hierarchical" in text else (0, 1, 2, 3)
+    found, wanted = (
+        on_group(group, f"{architecture} schedule={schedule}(bucket=1B){staged}", 4, sgd, clipped, nodes)
+        for schedule in ("delayed", "fixed")
+    )
+    for one, other in zip(found, wanted, strict=True):
+        close(one, other, 0.0)
+
+
+@pytest.mark.parametrize("text", [*CODED, "hierarchical codec=ternary"])
+def test_a_codecs_delayed_steps_leave_the_same_weights_on_all_ranks(group: Any, text: str) -> None:
+    """With all that a codec can be, and two steps under way; a run gives the same again."""
+    nodes = (0, 0, 1, 1) if "hierarchical" in text else (0, 1, 2, 3)
+    runs = [on_group(group, f"{text} schedule=delayed(bucket=1B)", 4, sgd, plain, nodes) for _ in range(2)]
+    for found in (*runs[0], *runs[1]):
+        close(found, runs[0][0], 0.0)
 
 
 @pytest.mark.parametrize("script", [clipped, scaled])

@@ -236,7 +236,6 @@ def test_two_steps_under_way_are_those_of_every_step() -> None:
         ("ps(servers=1) schedule=split", "push and pull are these already", "ps(servers=1) schedule=priority"),
         ("ps(servers=1) schedule=delayed", "owners of the weights take them one by one", "ps(servers=1)"),
         ("ps(servers=1, update=worker) schedule=delayed", "servers that only sum", "schedule=delayed"),
-        ("ring codec=int8 schedule=delayed", r"two steps under way.*\(int8\) keeps", "ring schedule=delayed"),
     ],
 )
 def test_steps_that_end_later_are_refused_where_they_cannot(text: str, says: str, works: str) -> None:

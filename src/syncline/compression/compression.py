@@ -14,6 +14,9 @@ Buckets that take the place of others between two steps (``on``) find everything
 they have kept back, since elements have other owners then (``kept_by_owner``, ``take_over``), and so do the ranks of a
 host (``kept_for_host``, ``take_over_for_host``).
 
+Where steps overlap, a step's gradients lie beside those of the step before, and what one leaves goes into the next
+(``beside``).
+
 Where owners hold the weights, gradients stay with them, and what they encode again is an update (``updates``).
 """
 
@@ -195,7 +198,7 @@ class Compression:
 
     def resume_at(self, step: int) -> None:
         """Go on from that step, counted from 0: seeds follow from it."""
-        self._clock = [step] * len(self._buckets)
+        self._clock[:] = [step] * len(self._buckets)
         for state in (*self._states, *self._again):
             state.step = step
 
@@ -204,6 +207,15 @@ class Compression:
         options: dict[str, Any] = {"served": self._served, "held": self._held, "alone": self._alone, "name": self._name}
         made = Compression(self._codec, self._layers, buckets, arrays, self.participant, **options)
         made.resume_at(self.step)
+        return made
+
+    def beside(self, arrays: Sequence[Array]) -> Compression:
+        """This one, for gradients that lie in other arrays: what it remembers, and its count of steps, are the same.
+
+        A bucket's gradients of one step go behind those of the step before, in whichever arrays these are.
+        """
+        made = copy.copy(self)
+        made._arrays, made._converted, made._pieces = arrays, {}, {}
         return made
 
     def on(self, buckets: Sequence[Bucket], arrays: Sequence[Array], step: int) -> Compression:
@@ -276,7 +288,7 @@ class Compression:
         clock = saved[0].get("clock")
         if clock is None or (len(saved) == me.workers and clock.size != len(self._clock)):
             raise UsageError("the codec's part of this state is of another model or schedule")
-        self._clock = clock.tolist() if clock.size == len(self._clock) else [int(clock.max())] * len(self._clock)
+        self._clock[:] = clock.tolist() if clock.size == len(self._clock) else [int(clock.max())] * len(self._clock)
         before = by_encoder(saved)
         for state in self._states if me.works else ():
             for what, array in arrays_of(state):

@@ -277,10 +277,6 @@ def _what_is_applied_later_is_of_all(given: Combination) -> Fault | None:
     if given.servers:
         why = "and servers that only sum take them one by one"
         return f"{reason}, {why}", [{"architecture": AUTO}, {"schedule": AUTO}]
-    if given.codec != NONE:
-        codec = write("codecs", given.codec)
-        why = f"and what codec={codec} keeps back of one goes into the next"
-        return f"{reason}, {why}", [{"codec": NONE}, {"schedule": AUTO}]
     return None
 
 

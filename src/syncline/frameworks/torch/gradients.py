@@ -67,7 +67,8 @@ class Gradients:
         ]
         self.storage = self.storages[0]
         """Where the gradients of the present step are made."""
-        self.compression: Compression | None = None
+        self._compressions: list[Compression] = []  # of each storage, where there is a codec
+        self._reduced: dict[int, Work] = {}  # the last reduction of each bucket, where steps overlap
         self.compress()
         self._exchanges = 0  # in this layout
         self._shown: Meeting | None = None  # of the last step, where what rank 0 tells in it counts
@@ -91,9 +92,22 @@ class Gradients:
     on_replacing: Callable[[], Callable[[], None]] | None = None
     """Called when another layout is about to take the place of this one; what it gives is called when it has."""
 
+    @property
+    def compression(self) -> Compression | None:
+        """The codec's memory; None where buckets travel as they are."""
+        return self._compressions[0] if self._compressions else None
+
     def compress(self) -> None:
         """Compress as the session's strategy says, with a memory that is empty; between steps."""
-        self.compression = self.session.compression(self.layout.layers, self.layout.buckets, self.storage.arrays)
+        arrays = self.storages[0].arrays
+        self._compress(self.session.compression(self.layout.layers, self.layout.buckets, arrays))
+
+    def _compress(self, compression: Compression | None) -> None:
+        others = self.storages[1:]
+        self._compressions = (
+            [] if compression is None else [compression, *(compression.beside(o.arrays) for o in others)]
+        )
+        self._reduced = {}
 
     def close(self) -> None:
         """Gradients keep their values."""
@@ -160,14 +174,26 @@ class Gradients:
         key, label = self._key(operation), f"bucket {number} ({bucket.describe(self.layout.layers)})"
         if self.push is not None:
             return self.push(number, label, **options)
-        if self.compression is not None:
-            return self.session.reduce(self.compression, number, key, label, **options)
+        if self._compressions:
+            return self._reduce(operation, key, label, options)
         if operation.phase == "allreduce":
             program = self.session.bucket_program(array.nbytes)
         else:
             program = self.session.phase_program(operation.phase, array.nbytes)
             label = f"{label}, {operation.phase.replace('_', '-')}"
         return self.session.engine.exchange(program, array, key, label, **options)
+
+    def _reduce(self, operation: BucketPhase, key: int, label: str, options: dict[str, Any]) -> Work:
+        """Reduce a compressed bucket, behind that of the step before: what it has left goes into this one."""
+        compression = self._compressions[operation.step % len(self._compressions)]
+        before = self._reduced.get(operation.bucket)
+        if before is not None and not before.done:
+            gate = options["gate"]
+            options["gate"] = before if gate is None else self.session.engine.then(label, [gate, before])
+        work = self.session.reduce(compression, operation.bucket, key, label, **options)
+        if len(self._compressions) > 1:
+            self._reduced[operation.bucket] = work
+        return work
 
     def _key(self, operation: BucketPhase) -> int:
         """Of two phases of a bucket, and of two steps, both may be under way."""
@@ -295,7 +321,7 @@ class Gradients:
         push_nothing(session, program, before.buckets, self.compression, self.first_key)
         for storage in self.storages:
             storage.cut(self.layout.buckets)
-        self.compression = compression.on(self.layout.buckets, self.storage.arrays, passed)
+        self._compress(compression.on(self.layout.buckets, self.storages[0].arrays, passed))
         self._exchanges = 0
         if lay_out is not None:
             lay_out()
