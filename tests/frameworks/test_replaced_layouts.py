@@ -16,7 +16,7 @@ from syncline import checkpoint, registry
 from syncline.errors import GradientError
 from syncline.frameworks.torch import Prepared
 from syncline.nouns import Bucket, Layer
-from syncline.schedules import Cost
+from syncline.schedules import Cost, PushAndPull
 
 Asked = list[tuple[Sequence[Layer], Cost | None]]
 
@@ -75,6 +75,11 @@ def test_training_goes_on_as_on_one_worker(group: Any, remade: Asked, place: str
     assert all(layer.backward_s >= 0 for layer in layers)
     assert cost is not None
     assert 0 < cost(1000) <= cost(1_000_000)
+    if place.startswith("ps") and "update=worker" not in place:  # each by itself, as they go in two directions
+        assert isinstance(cost, PushAndPull)
+        assert min(cost.push(1_000_000), cost.pull(1_000_000)) > 0
+    else:
+        assert not isinstance(cost, PushAndPull)
 
 
 @pytest.mark.parametrize(

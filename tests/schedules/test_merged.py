@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from syncline.nouns import Bucket, Layer, Spec
 from syncline.predict.network import LinearCost, fit_line
+from syncline.schedules import PushAndPull
 from syncline.schedules.fixed import Fifo, Fixed, WaitFree
 from syncline.schedules.merged import Merged
 
@@ -70,6 +71,33 @@ def groups(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
         else:
             found.append([bucket])
     return found
+
+
+def pulled_s(layers: Sequence[Layer], cuts: Sequence[Sequence[Bucket]], cost: PushAndPull) -> float:
+    """When the last pull ends: each goes behind its push, the pull before, and the end of backward."""
+    pushed_s, end_s, over_s = 0.0, 0.0, sum(layer.backward_s for layer in layers)
+    for group in cuts:
+        first = min(part.tensor for bucket in group for part in bucket.slices)
+        ready_s = sum(layer.backward_s for layer in layers[first:])
+        pushed_s = max(pushed_s, ready_s) + sum(cost.push(bucket.nbytes) for bucket in group)
+        end_s = max(end_s, pushed_s, over_s) + sum(cost.pull(bucket.nbytes) for bucket in group)
+    return end_s
+
+
+@given(LAYERS, st.builds(PushAndPull, COSTS, COSTS))
+def test_no_pull_ends_sooner_where_weights_come_back(layers: list[Layer], cost: PushAndPull) -> None:
+    """Beside the pushes that follow, so that what is best is neither by the pushes alone nor by the sum of both."""
+    if not any(layer.backward_s for layer in layers):
+        layers = [Layer(layer.spec, 0.0, 0.001) for layer in layers]
+    best_s = min(pulled_s(layers, cuts, cost) for cuts in every_cut(layers))
+    made = Merged().buckets(layers, cost)
+    assert pulled_s(layers, groups(made), cost) <= best_s * (1 + 1e-9)
+
+
+def test_a_pull_that_costs_nothing_changes_nothing() -> None:
+    layers = [Layer(Spec(f"w{index}", (400 * index + 1,)), 0.0, 0.001 * (index + 1)) for index in range(12)]
+    push = LinearCost(1e-3, 1e-6)
+    assert Merged().buckets(layers, PushAndPull(push, LinearCost(0.0, 0.0))) == Merged().buckets(layers, push)
 
 
 @given(LAYERS, COSTS)

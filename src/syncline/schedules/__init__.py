@@ -13,6 +13,7 @@ buckets are listed in the order in which backward completes them (the last layer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from ..nouns import Bucket, Layer
@@ -23,6 +24,21 @@ Application = Literal["step", "layer", "next_step"]
 
 Cost = Callable[[int], float]
 """Seconds to exchange that many bytes, measured or modelled."""
+
+
+@dataclass(frozen=True)
+class PushAndPull:
+    """The cost where others hold the weights: gradients go to them, and weights come back the other way.
+
+    The two directions of a link are used at once. Called it is a ``Cost``, of one after the other.
+    """
+
+    push: Cost
+    pull: Cost
+
+    def __call__(self, nbytes: int) -> float:
+        """The seconds of both."""
+        return self.push(nbytes) + self.pull(nbytes)
 
 
 class Schedule(Protocol):

@@ -24,7 +24,7 @@ from ...errors import UsageError
 from ...kernels import cpu
 from ...nouns import Bucket, Layer
 from ...predict.network import LinearCost
-from ...schedules import Schedule
+from ...schedules import PushAndPull, Schedule
 from ...session.layout import BUCKETS, Layout, Passed, decide_layout, place_tensors
 from ...session.replacing import Recompressing, agree_on_layout, push_nothing
 from ...session.session import Session
@@ -79,6 +79,7 @@ class Gradients:
         self.times: LayerTimes | None = None
         """What measures the layers, on rank 0 while it does."""
         self._costs: BucketTimes | None = None
+        self._pull_costs: BucketTimes | None = None  # the same where weights are pulled, and have not come with that
         self._lanes = _lanes(schedule.in_flight)
         if not self.measured:
             self.measure(schedule.measures, forward=schedule.apply == "layer")  # others do not ask for it
@@ -168,6 +169,16 @@ class Gradients:
         work = self._begin(operation, storage, options | {"before": begin})
         return self.session.engine.then(work.label, [work], partial(costs.end, operation.bucket))
 
+    def pull(self, number: int, start: Callable[..., Work], **options: Any) -> Work:
+        """Pull a bucket's new weights, as ``start`` does; in steps that are measured one exchange follows the other."""
+        if self.measured:
+            return start(number, **options)
+        options["lane"], costs = self._lanes["allreduce"], self._pull_costs
+        if costs is None:
+            return start(number, **options)
+        work = start(number, before=partial(costs.begin, number), **options)
+        return self.session.engine.then(work.label, [work], partial(costs.end, number))
+
     def _begin(self, operation: BucketPhase, storage: Storage, options: dict[str, Any]) -> Work:
         number = operation.bucket
         bucket, array = storage.buckets[number], storage.arrays[number]
@@ -247,9 +258,11 @@ class Gradients:
         Between steps; all workers call it together, and rank 0's count.
         """
         layers = self.layout.layers if self.times is None else self.times.of(self.layout.layers)
-        cost = self.layout.cost if self._costs is None else self._costs.cost(self.layout.buckets)
+        buckets = self.layout.buckets
+        cost = self.layout.cost if self._costs is None else self._costs.cost(buckets)
+        pull = None if self._pull_costs is None else self._pull_costs.cost(buckets)
         self._measure_no_more()
-        self._replace(Passed(self._exchanges, self._codec_step), layers, cost, choosing=self.choosing)
+        self._replace(Passed(self._exchanges, self._codec_step), layers, cost, choosing=self.choosing, pull=pull)
         if self.choosing is not None:
             self.choosing.replaced()
 
@@ -293,15 +306,17 @@ class Gradients:
         cost: LinearCost | None = None,
         chosen: Layout | None = None,
         choosing: Choosing | None = None,
+        pull: LinearCost | None = None,
     ) -> None:
         before, session = self.layout, self.session
         lay_out = None if self.on_replacing is None else self.on_replacing()
         choose = None if choosing is None else partial(choosing.choose, layers, cost, chosen)
+        both = cost if cost is None or pull is None or choosing is not None else PushAndPull(cost, pull)
         self.layout = agree_on_layout(
             session,
             layers,
             self.first_key,
-            cost,
+            both,
             chosen,
             choose=choose,
             objects=choosing is not None and choosing.objects(),
@@ -339,13 +354,14 @@ class Gradients:
         if self.session.rank == 0:
             clock = clock_of(device_of(self.named))
             self.times = LayerTimes(self._model, self.named, steps, clock, forward=forward)
-            self._costs = BucketTimes()
+            self._costs, self._pull_costs = BucketTimes(), BucketTimes()
 
     def _measure_no_more(self) -> None:
         if self.times is not None:
             self.times.detach()
         self._lanes = _lanes(self.schedule.in_flight)
-        self.times, self._costs, self.measured, self._shown, self._replaces = None, None, True, None, False
+        self.times = self._costs = self._pull_costs = None
+        self.measured, self._shown, self._replaces = True, None, False
 
 
 def _lanes(in_flight: int) -> dict[Phase, Lane]:

@@ -107,7 +107,7 @@ class Client:
         self.worker.step(groups)
         works = []
         for number, priority in enumerate(self.replica.gradients.layout.priorities):
-            pulled = self.worker.pull(number, priority=priority)
+            pulled = self.replica.gradients.pull(number, self.worker.pull, priority=priority)
             works.append(self._staging.up(self._weights.pair(number), pulled, pulled.label))
         self.replica.session.engine.wait(*works)
         self.replica.do(self.replica.machine.stepped())
