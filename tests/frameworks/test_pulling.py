@@ -226,6 +226,8 @@ def clamped(here: Here) -> None:
 
 
 def loaded(here: Here) -> None:
+    assert here.replica is not None
+    here.replica.flush()  # PyTorch has errors of its own for what comes up while a state is loaded
     here.model.load_state_dict(mlp(5).state_dict())
 
 
