@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from syncline.engine.step import BucketPhase, Submit
 from syncline.errors import UsageError
 from syncline.nouns import Bucket, Layer, Spec
-from syncline.predict.iteration import IterationTimes, Link, Spent, predict_iteration
+from syncline.predict.iteration import IterationTimes, Spent, VirtualLink, predict_iteration
 from syncline.predict.network import LinearCost
 from syncline.schedules import Schedule
 from syncline.strategy.grammar import read_part
@@ -146,7 +146,7 @@ def test_where_exchanges_go_one_by_one_the_merged_buckets_end_soonest(layers: li
 
 
 def test_a_link_that_is_never_given_what_is_waited_for_says_so() -> None:
-    link = Link(lambda _: Spent(0.0, 1.0), 1)
+    link = VirtualLink(lambda _: Spent(0.0, 1.0), 1)
     first = BucketPhase(0, 0, "reduce_scatter")
     link.submit(0.0, Submit(BucketPhase(0, 0, "all_gather"), 0.0, after=first))
     with pytest.raises(UsageError, match="nothing that is under way leads to it"):

@@ -66,7 +66,7 @@ class _Queue:
         self.active = 0
 
 
-class Link:
+class VirtualLink:
     """Carries operations that take what ``spent`` says, up to ``in_flight`` of each priority at a time.
 
     ``done_at`` is when they were done, ``carried_s`` how long it was busy with their bytes.
@@ -161,7 +161,7 @@ def predict_iteration(
         share = 1.0 if operation.phase == "allreduce" else 0.5
         return Spent(share * cost.base_s, share * cost.per_byte_s * nbytes[operation.bucket])
 
-    worker = _Worker(layers, Steps(len(layers), laid, schedule, mode), Link(spent, schedule.in_flight))
+    worker = _Worker(layers, Steps(len(layers), laid, schedule, mode), VirtualLink(spent, schedule.in_flight))
     for _ in range(_BEFORE):
         worker.iterate()
     begun_s, carried_s = worker.now_s, worker.link.carried_s
@@ -175,7 +175,7 @@ def predict_iteration(
 class _Worker:
     """Computes on a clock that begins at 0."""
 
-    def __init__(self, layers: Sequence[Layer], steps: Steps, link: Link) -> None:
+    def __init__(self, layers: Sequence[Layer], steps: Steps, link: VirtualLink) -> None:
         self.layers, self.steps, self.link = layers, steps, link
         self.now_s = 0.0
 

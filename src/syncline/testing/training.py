@@ -7,9 +7,8 @@ from a link that carries one element a second, the urgent before the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from ..engine import step as machine
 from ..engine.step import Agree, Steps, Submit, Wait
 from ..nouns import Bucket, Layer, Slice
+from ..predict.iteration import Spent, VirtualLink
 from ..schedules import Cost, Schedule
 from ..sync import SyncMode
 from .laws import require
@@ -112,39 +112,6 @@ class Laid(NamedTuple):
     priorities: list[float]
 
 
-@dataclass
-class Link:
-    """Carries one operation at a time, of those that may go that with the smallest priority; an element takes a second.
-
-    ``free_at`` is when it may begin the next one.
-    """
-
-    elements: Callable[[int], int]
-    waiting: list[tuple[float, int, float, Submit]] = field(default_factory=list)
-    done_at: dict[machine.BucketPhase, float] = field(default_factory=dict)
-    free_at: float = 0.0
-    serial: count[int] = field(default_factory=count)
-
-    def submit(self, now: float, submit: Submit) -> None:
-        """Hand an operation over."""
-        self.waiting.append((submit.priority, next(self.serial), now, submit))
-
-    def carry_until(self, wanted: machine.BucketPhase) -> float:
-        """Carry what goes before an operation, and that; when it is done."""
-        while wanted not in self.done_at:
-            ready = [
-                (max(at, 0.0 if submit.after is None else self.done_at[submit.after]), priority, serial, submit)
-                for priority, serial, at, submit in self.waiting
-                if submit.after is None or submit.after in self.done_at
-            ]
-            require(bool(ready), f"{wanted} is waited for, and nothing that is under way leads to it")
-            begin = max(self.free_at, min(entry[0] for entry in ready))
-            _, _, serial, submit = min((e for e in ready if e[0] <= begin), key=lambda e: e[1:3])
-            self.waiting = [entry for entry in self.waiting if entry[1] != serial]
-            self.free_at = self.done_at[submit.operation] = begin + self.elements(submit.operation.bucket)
-        return self.done_at[wanted]
-
-
 class Worker:
     """Drives ``Steps`` through training on a virtual clock and holds every answer to the laws.
 
@@ -157,7 +124,7 @@ class Worker:
         self.buckets = schedule.buckets(layers, cost)
         laid = Laid(self.buckets, [schedule.priority(bucket) for bucket in self.buckets])
         self.steps = Steps(len(layers), laid, schedule, mode)
-        self.link = Link(lambda bucket: self.buckets[bucket].elements)
+        self.link = VirtualLink(self._spent, schedule.in_flight)
         self.now = 0.0
         self.step = 0
         self.submitted: dict[machine.BucketPhase, float] = {}
@@ -184,6 +151,9 @@ class Worker:
             self._do(self.steps.stepped())
         self._do(self.steps.flush())
         self._check_end()
+
+    def _spent(self, operation: machine.BucketPhase) -> Spent:
+        return Spent(0.0, self.buckets[operation.bucket].elements)
 
     def _do(self, actions: Sequence[Agree | Submit | Wait | machine.Apply]) -> None:
         for action in actions:

@@ -21,6 +21,7 @@ are not crossed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,8 @@ from .supported import check_crossing
 
 if TYPE_CHECKING:
     from .replica import Replica
+
+log = logging.getLogger("syncline")
 
 _OBJECTS = 2
 """Flag of any rank's ticket: it cannot cross iterations, or its script has looked since the last one."""
@@ -154,6 +157,8 @@ class Choosing:
         else:
             self._phase = _OVER if self._crossed is None else _WAITING
             self._detach()
+        session = self._replica.session
+        log.info("%s: schedule=auto: %s", session.name(session.index), self._replica.gradients.layout.reason)
 
     def _watch(self) -> None:
         """See from now on whether the script looks at what could be under way."""
