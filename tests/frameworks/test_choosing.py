@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
@@ -563,3 +564,48 @@ def test_what_is_kept_is_not_left_behind(group: Any) -> None:
 
     chosen, named = (on_group(group, f"ring{schedule}", 2, sgd, body) for schedule in ("", " schedule=wait_free"))
     assert chosen == named
+
+
+def reads_gradients(here: Here, number: int) -> None:
+    here.optimizer.zero_grad()
+    loss_of(here.model(here.share(batch(number)))).backward()
+    assert all(parameter.grad is not None for parameter in here.model.parameters())
+    here.optimizer.step()
+
+
+def evaluates(here: Here, number: int) -> None:
+    step(here, number)
+    here.model.eval()
+    with torch.no_grad():
+        here.model(batch(number))
+    here.model.train()
+
+
+def flushes(here: Here, number: int) -> None:
+    step(here, number)
+    if here.replica is not None:
+        here.replica.flush()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_ranks_look_at_and_when_all_run_the_same_and_the_weights_are_those_of_fifo(
+    group: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """To the bit between two, whose sums are the same however tensors are cut."""
+    monkeypatch.setattr(choosing, "_PATIENCE", 3)
+    ways = [step] * 24 + [reads_gradients, evaluates, flushes, reads_the_state, averages_weights]
+    chosen = np.random.default_rng(seed).integers(len(ways), size=(2, 60))
+
+    def body(here: Here) -> tuple[list[str], dict[str, torch.Tensor]]:
+        seen = []
+        for number, way in enumerate(chosen[here.rank]):
+            ways[way](here, number)
+            seen.append(schedule_of(here))
+        return seen, weights(here.model)
+
+    (first, found), (second, other) = on_group(group, "ring", 2, sgd, body)
+    assert first == second
+    assert {"fixed", "merged", "wait_free"} <= set(first)
+    (_, wanted), _ = on_group(group, "ring schedule=fifo", 2, sgd, body)
+    close(found, wanted, 0.0)
+    close(other, wanted, 0.0)
