@@ -5,8 +5,8 @@ from __future__ import annotations
 from multiprocessing.connection import Connection
 from typing import Any
 
+import fault_bodies
 import numpy as np
-import rank_bodies
 import torch
 from rank_bodies import BATCH, Place, batch, build, joined
 
@@ -74,4 +74,4 @@ def add_up(line: Connection, place: Place, strategy: str) -> None:
 def train_until(line: Connection, *case: Any) -> None:
     """As the one of merged pushes."""
     register()
-    rank_bodies.train_until(line, *case)
+    fault_bodies.train_until(line, *case)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
+import fault_bodies
 import pytest
 import rank_bodies as bodies
 from pool import Group, Pool
@@ -70,7 +71,7 @@ def test_worlds_leave_nothing_behind(pool: Pool, address: str) -> None:
 
 
 def test_a_barrier_names_who_is_missing(pool: Pool, address: str) -> None:
-    with pool.start(bodies.late_to_barrier, everyone(3, address)) as group:
+    with pool.start(fault_bodies.late_to_barrier, everyone(3, address)) as group:
         group.hear(1)
         group.end(among=[0, 2])
         group.ranks[1].line.send("now")
@@ -86,7 +87,7 @@ def test_a_barrier_names_who_is_missing(pool: Pool, address: str) -> None:
     ],
 )
 def test_calls_that_do_not_match_name_the_ranks(pool: Pool, address: str, calls: list[str], parts: list[str]) -> None:
-    with pool.start(bodies.mismatch, everyone(3, address, calls)) as group:
+    with pool.start(fault_bodies.mismatch, everyone(3, address, calls)) as group:
         failures(group, *parts)
 
 
@@ -100,17 +101,17 @@ def test_calls_that_do_not_match_name_the_ranks(pool: Pool, address: str, calls:
     ],
 )
 def test_the_first_parameter_that_differs_is_named(pool: Pool, address: str, how: str, parts: list[str]) -> None:
-    with pool.start(bodies.other_models, everyone(3, address, "ring", how)) as group:
+    with pool.start(fault_bodies.other_models, everyone(3, address, "ring", how)) as group:
         failures(group, "rank 2 (", *parts)
 
 
 def test_a_server_with_another_model_is_named(pool: Pool, address: str) -> None:
-    with pool.start(bodies.other_models, everyone(3, address, "ps(servers=1)", "shape")) as group:
+    with pool.start(fault_bodies.other_models, everyone(3, address, "ps(servers=1)", "shape")) as group:
         failures(group, "server rank 2 (", "'1.weight'")
 
 
 def test_one_that_leaves_while_others_need_it_is_named(pool: Pool, address: str) -> None:
-    with pool.start(bodies.leaves_early, everyone(3, address)) as group:
+    with pool.start(fault_bodies.leaves_early, everyone(3, address)) as group:
         group.end()
         assert group.ranks[1].status == 0
         for rank in (group.ranks[0], group.ranks[2]):
@@ -121,7 +122,7 @@ def test_one_that_leaves_while_others_need_it_is_named(pool: Pool, address: str)
 
 def test_servers_pass_barriers_and_refuse_other_collectives(pool: Pool, address: str) -> None:
     """They run the script up to prepare, also where workers meet before it."""
-    with pool.start(bodies.server_calls, everyone(3, address)) as group:
+    with pool.start(fault_bodies.server_calls, everyone(3, address)) as group:
         *workers, server = group.results()
     assert workers == ["done", "done"]
     assert "server rank 2 (" in server

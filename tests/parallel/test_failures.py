@@ -7,8 +7,8 @@ import signal
 import socket
 from typing import Any
 
+import fault_bodies
 import pytest
-import rank_bodies as bodies
 from pool import Pool
 
 from syncline.wire.watch import LIVENESS_S
@@ -41,7 +41,7 @@ def test_everyone_names_who_fails_in_mid_step(
 ) -> None:
     """Three processes, so that somebody other than the victim's neighbours learns of it too."""
     case = group_of(3, address, strategy, victim, number, 1.0)
-    with pool.start(bodies.train_until, case) as group:
+    with pool.start(fault_bodies.train_until, case) as group:
         group.hear(2, among=range(WORKERS))
         if victim >= WORKERS:  # a server does not come by a place in the script
             os.kill(group.ranks[victim].pid, number)
@@ -65,7 +65,7 @@ def test_everyone_names_who_fails_in_mid_step(
 def test_a_stopped_process_is_found_by_default_too(pool: Pool, address: str) -> None:
     assert LIVENESS_S + 1.0 < 10.0  # it is looked for once a second
     case = group_of(3, address, "ring", 1, signal.SIGSTOP, LIVENESS_S)
-    with pool.start(bodies.train_until, case) as group:
+    with pool.start(fault_bodies.train_until, case) as group:
         group.hear(2)
         group.ranks[1].line.send("all are there")
         group.end(3 * LIMIT_S, among=[0, 2])
@@ -78,7 +78,7 @@ def test_a_stopped_process_is_found_by_default_too(pool: Pool, address: str) -> 
 def test_nobody_is_blamed_after_all_were_stopped_and_continued(pool: Pool, address: str) -> None:
     """As by a batch system: for longer than nothing may move, while two wait for one that comes then."""
     progress_s = 3.0
-    with pool.start(bodies.waits_for_one, group_of(3, address, progress_s)) as group:
+    with pool.start(fault_bodies.waits_for_one, group_of(3, address, progress_s)) as group:
         group.hear(1)
         for number, lasts_s in ((0, progress_s / 5), (signal.SIGSTOP, 1.2 * progress_s)):
             for rank in group.ranks:
@@ -95,7 +95,7 @@ def test_nobody_is_blamed_after_all_were_stopped_and_continued(pool: Pool, addre
 @pytest.mark.parametrize("strategy", ["ring transport=tcp", "ps(servers=1) transport=shm"])
 def test_an_exception_of_one_rank_reaches_all_with_its_text(pool: Pool, address: str, strategy: str) -> None:
     processes = 4 if "ps" in strategy else 3
-    with pool.start(bodies.raises, group_of(processes, address, strategy)) as group:
+    with pool.start(fault_bodies.raises, group_of(processes, address, strategy)) as group:
         group.end(LIMIT_S)
         for rank in group.ranks:
             assert rank.status == 1, rank
@@ -108,7 +108,7 @@ def test_an_exception_of_one_rank_reaches_all_with_its_text(pool: Pool, address:
 
 
 def test_a_script_can_catch_the_failure_of_another(pool: Pool, address: str) -> None:
-    with pool.start(bodies.survives, group_of(3, address)) as group:
+    with pool.start(fault_bodies.survives, group_of(3, address)) as group:
         group.end(LIMIT_S)
         assert [rank.status for rank in group.ranks] == [0, 3, 0]
         group.hear(1, among=[0, 2])
@@ -116,7 +116,7 @@ def test_a_script_can_catch_the_failure_of_another(pool: Pool, address: str) -> 
 
 
 def test_an_interrupted_rank_ends_the_others(pool: Pool, address: str) -> None:
-    with pool.start(bodies.interrupted, group_of(3, address)) as group:
+    with pool.start(fault_bodies.interrupted, group_of(3, address)) as group:
         group.hear(1)
         os.kill(group.ranks[2].pid, signal.SIGINT)
         group.end(LIMIT_S)
@@ -131,7 +131,7 @@ def test_an_interrupted_rank_ends_the_others(pool: Pool, address: str) -> None:
 def test_a_rank_that_is_lost_after_the_last_step_fails_the_others(
     pool: Pool, address: str, how: str, explicit: bool
 ) -> None:
-    with pool.start(bodies.loses_one_at_the_end, group_of(3, address, how, explicit)) as group:
+    with pool.start(fault_bodies.loses_one_at_the_end, group_of(3, address, how, explicit)) as group:
         group.end(LIMIT_S)
         for rank in (group.ranks[0], group.ranks[2]):
             assert rank.status == 1, rank

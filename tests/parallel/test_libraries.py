@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fault_bodies
 import pytest
 import rank_bodies as bodies
 from pool import Pool
@@ -65,7 +66,7 @@ def test_worlds_over_torch_leave_nothing_behind(pool: Pool, address: str) -> Non
 @pytest.mark.parametrize(("strategy", "number"), [("ring", signal.SIGKILL), ("native", signal.SIGSTOP)])
 def test_everyone_over_torch_names_who_fails(pool: Pool, address: str, strategy: str, number: int) -> None:
     case = everyone(3, address, f"{strategy} transport=torch", 1, number, 1.0)
-    with pool.start(bodies.train_until, case) as group:
+    with pool.start(fault_bodies.train_until, case) as group:
         group.hear(2)
         group.ranks[1].line.send("all are there")
         others = [rank for rank in group.ranks if rank.index != 1]

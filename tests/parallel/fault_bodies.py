@@ -1,0 +1,172 @@
+"""What ranks of the pool do when something goes wrong: one is gone, comes late, makes another call, is interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+from rank_bodies import SECRET, Place, joined
+
+import syncline
+from syncline.errors import PeerError, UsageError
+
+
+def train_until(line: Connection, place: Place, strategy: str, victim: int, number: int, liveness: float) -> None:
+    """Train for ever; a victim that computes sends itself a signal in the middle of its third backward pass.
+
+    It waits for a word before: the others may not have all of the step before it yet.
+    """
+    index = place[0]
+    with joined(place, strategy, liveness=liveness):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(6)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer = syncline.prepare(model, optimizer)
+        for step in range(1_000_000):
+            optimizer.zero_grad()
+            if step == 2 and index == victim:
+                line.recv()
+                model[3].weight.register_hook(lambda _: os.kill(os.getpid(), number))
+            model(torch.ones(4, 300)).sum().backward()
+            optimizer.step()
+            if step < 2:
+                line.send(step)
+
+
+def waits_for_one(line: Connection, place: Place, progress: float) -> None:
+    """Rank 1 does not come to the barrier until the test says so."""
+    with joined(place, "ring transport=tcp", progress=progress):
+        syncline.barrier()
+        line.send("joined")
+        if place[0] == 1:
+            line.recv()
+        syncline.barrier()
+    line.send("met")
+
+
+def raises(line: Connection, place: Place, strategy: str) -> None:
+    """Rank 1 raises between two steps."""
+    with joined(place, strategy):
+        model = torch.nn.Linear(100, 100)
+        model, optimizer = syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        for step in range(1_000_000):
+            if step == 2 and place[0] == 1:
+                raise ValueError("the data of this rank are spoilt: caf\udce9.jpg")
+            optimizer.zero_grad()
+            model(torch.ones(4, 100)).sum().backward()
+            optimizer.step()
+    line.send("never")
+
+
+def server_calls(line: Connection, place: Place) -> None:
+    """A script whose servers come by collective calls, since these stand before prepare."""
+    with joined(place, "ps(servers=1)"):
+        syncline.barrier()
+        try:
+            syncline.broadcast(np.zeros(3))
+        except UsageError as error:
+            line.send(str(error))
+        else:
+            line.send("done")
+
+
+def late_to_barrier(line: Connection, place: Place) -> None:
+    """Rank 1 does not come to the barrier until the test says so."""
+    with joined(place, "ring"):
+        syncline.barrier(timeout=30)
+        line.send("joined")
+        if place[0] == 1:
+            line.recv()
+        syncline.barrier(timeout=0.2)
+
+
+def mismatch(line: Connection, place: Place, calls: list[str]) -> None:
+    """Every rank makes its own call."""
+    with joined(place, "ring"):
+        syncline.barrier()
+        call = calls[place[0]]
+        if call == "barrier":
+            syncline.barrier()
+        elif call == "broadcast":
+            syncline.broadcast(np.zeros(5))
+        elif call == "step":
+            model = torch.nn.Linear(2, 1)
+            syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        else:
+            syncline.allreduce(np.zeros(int(call), np.float32))
+        syncline.barrier()
+    line.send("never")
+
+
+def other_models(line: Connection, place: Place, strategy: str, how: str) -> None:
+    """The last process's model differs in one way."""
+    odd = place[0] == place[1] - 1
+    with joined(place, strategy):
+        width = 9 if odd and how == "shape" else 8
+        layers = [torch.nn.Linear(4, 8), torch.nn.Linear(8, width), torch.nn.Linear(width, 2)]
+        if odd and how == "more":
+            layers.append(torch.nn.Linear(2, 2))
+        model = torch.nn.Sequential(*layers)
+        if odd and how == "type":
+            model[1].double()
+        if odd and how == "frozen":
+            model[1].weight.requires_grad_(False)
+        model, optimizer = syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    line.send("never")
+
+
+def leaves_early(line: Connection, place: Place) -> None:
+    """Rank 1's script ends while the others still need it."""
+    with joined(place, "ring"):
+        for step in range(1_000_000):
+            if step == 2 and place[0] == 1:
+                break
+            syncline.allreduce(np.ones(10_000))
+    line.send("ended")
+
+
+def interrupted(line: Connection, place: Place) -> None:
+    """Runs until SIGINT, with Python's own handler for it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with joined(place, "ring"):
+        syncline.barrier()
+        line.send("running")
+        while True:
+            syncline.allreduce(np.ones(1000))
+
+
+def survives(line: Connection, place: Place) -> None:
+    """Another process's failure is an exception that a script can catch."""
+    index = place[0]
+    with joined(place, "ring"):
+        syncline.barrier()
+        if index == 1:
+            sys.stdout.flush()
+            os._exit(3)
+        try:
+            while True:
+                syncline.allreduce(np.ones(1000))
+        except PeerError as error:
+            line.send((error.rank, error.host))
+
+
+def loses_one_at_the_end(line: Connection, place: Place, how: str, explicit: bool) -> None:
+    """Rank 1 is gone after the last step; the others end as soon as they have heard of it, with and without a call."""
+    syncline.init("ring", rank=place[0], world_size=place[1], address=place[2], secret=SECRET)
+    syncline.barrier()
+    if place[0] == 1:
+        if how == "exit":
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    watcher = syncline.api.session().ending.watcher
+    assert watcher is not None
+    assert watcher.failed.wait(30)
+    if explicit:
+        syncline.shutdown()
+    line.send("ended well")
