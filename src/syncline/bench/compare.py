@@ -88,7 +88,7 @@ def carry_out(comparison: Comparison, limit_s: float, progress: Console, output:
         progress.print("interrupted: the rows so far are kept")
     output.print(table.render(result))
     for row in result.rows:
-        if "codec=auto" in row.strategy and row.chosen:
+        if row.reasoned:
             output.print(f"{row.strategy}: {row.chosen}", markup=False, highlight=False)
     _publish(comparison, result, output, assembly)
     if interrupted:

@@ -104,6 +104,11 @@ class Row:
         return self.strategy if self.requested is None else f"{self.requested}: {self.strategy}"
 
     @property
+    def reasoned(self) -> bool:
+        """Whether something was chosen by measuring, of which ``chosen`` says why (``session.stats``)."""
+        return self.chosen is not None and " (" in self.chosen
+
+    @property
     def finished(self) -> bool:
         """True when the row ran to its end and its replicas agree."""
         return self.error is None and self.replicas_equal is True
