@@ -454,6 +454,16 @@ def test_what_follows_several_works_is_called_once_after_all_of_them() -> None:
         assert len(called) == 1
 
 
+def test_any_number_of_works_that_are_done_may_be_followed() -> None:
+    """As by the update of all buckets at once, of which there may be thousands."""
+    called = []
+    with engines() as (engine, _):
+        before = [engine.then("a push", []) for _ in range(3000)]
+        engine.wait(*before, timeout=LIMIT_S)
+        engine.wait(engine.then("the update", before, lambda: called.append("update")), timeout=LIMIT_S)
+    assert called == ["update"]
+
+
 def test_a_fault_in_what_follows_reaches_who_waits() -> None:
     def fail() -> None:
         raise ValueError("the device is full")

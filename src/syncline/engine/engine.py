@@ -236,11 +236,12 @@ class Engine(Driver):
         waiting = list(works)
 
         def step() -> None:
-            if waiting:
-                waiting.pop().when_done(step)
-            else:
-                call()
-                self._finish(work, None)
+            while waiting:  # of which any number may be done: a call for each would be deep
+                if not (one := waiting.pop()).done:
+                    one.when_done(step)
+                    return
+            call()
+            self._finish(work, None)
 
         self._post(step, tolerant)
         return work
