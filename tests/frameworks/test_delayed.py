@@ -113,6 +113,25 @@ def test_delayed_steps_are_their_recursion(group: Any, place: str, local: bool) 
         close(found, wanted, 1e-15)
 
 
+def test_a_local_step_goes_up_where_the_optimizer_maximizes(group: Any) -> None:
+    """The same steps of what has the opposite sign."""
+
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = mlp()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, maximize=True)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(STEPS):
+            here.optimizer.zero_grad()
+            (-loss_of(here.model(here.share(batch(step))))).backward()
+            here.optimizer.step()
+        return weights(here.model)
+
+    found = on_group(group, "ring schedule=delayed(bucket=1B)", 2, make, body)
+    for one, wanted in zip(found, delayed_by_hand(local=True), strict=True):
+        close(one, wanted, 1e-15)
+
+
 @pytest.mark.parametrize("given_up", [False, True])
 def test_a_local_step_is_of_the_last_backward_pass_alone(group: Any, given_up: bool) -> None:
     """Not of one whose gradients were read, or that was given up: a layer that it does not use stays where it is."""

@@ -4,8 +4,9 @@ While the gradients of step t are under way, a worker computes the next ones at
 
     w(t+1) = W(t) - lr g(t)
 
-with its own gradient g(t), and W(t), the weights that all have, updated with the average of step t-1 ("OD-SGD", Xu et
-al., ACM TACO 2020). Memory: a copy of the weights, and the worker's own gradients.
+with its own gradient g(t), plus it for an optimizer that maximizes, and W(t), the weights that all have, updated with
+the average of step t-1 ("OD-SGD", Xu et al., ACM TACO 2020). Memory: a copy of the weights, and the worker's own
+gradients.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class LocalSteps:
             for group in values:
                 for parameter in group["params"]:
                     if (gradient := self._mine.get(self._numbers.get(id(parameter), -1))) is not None:
-                        parameter.sub_(gradient * group["lr"])
+                        parameter.add_(gradient * group["lr"], alpha=1 if group.get("maximize") else -1)
         self._mine, self._ahead = {}, True
 
     def go_back(self) -> None:
