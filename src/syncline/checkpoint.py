@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 def save(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
     """The state of the run, its models in the order in which they were prepared; all workers call it."""
-    for made in prepared:
-        made.replica.flush()
+    _rest(prepared, "syncline.state_dict()")
     found: dict[str, Any] = {
         "strategy": str(session.strategy),
         "algorithms": [] if session.choice is None else [list(row) for row in session.choice.table],
@@ -57,8 +56,7 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
     Raises UsageError for the state of another strategy or other models. Warns of what it lacks, as if the caller's
     caller did.
     """
-    for made in prepared:
-        made.replica.flush()
+    _rest(prepared, "syncline.load_state_dict()")
     if state["strategy"] != str(session.strategy) and session.resume_codec(state["strategy"]):
         for made in prepared:
             made.replica.gradients.compress()
@@ -95,6 +93,14 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
             )
     if state.get("algorithms") and state["world_size"] == session.world_size:
         session.resume_with(Choice.read(state["algorithms"]))
+
+
+def _rest(prepared: Sequence[Prepared], what: str) -> None:
+    """Wait for what is under way; raises GradientError where owners of weights are ahead of the script."""
+    for made in prepared:
+        made.replica.flush()
+        if made.client is not None:
+            made.client.settle(what)
 
 
 def _has_layouts(session: Session) -> bool:

@@ -29,7 +29,9 @@ from scripts import (
 )
 from toy import OPTIMIZERS, STAGED, Here, adam, alone, batch, close, loss_of, making, mlp, on_group, sgd, train, weights
 
+from syncline import checkpoint
 from syncline.errors import GradientError, MismatchError, StrategyError, SynclineError
+from syncline.frameworks.torch import Prepared
 from syncline.strategy.strategy import Strategy
 
 PLACES = ["ps(servers=1)", "ps(servers=2)", "ps(servers=2, on=workers)"]
@@ -246,6 +248,19 @@ def clipped_by_owners(here: Here) -> None:
     here.client.clip(1.0)
 
 
+def prepared(here: Here) -> tuple[Any, list[Prepared]]:
+    assert here.replica is not None
+    return here.session, [Prepared(here.model, here.optimizer, here.replica, here.client)]
+
+
+def saved_by_syncline(here: Here) -> None:
+    checkpoint.save(*prepared(here))
+
+
+def loaded_by_syncline(here: Here) -> None:
+    checkpoint.load(*prepared(here), {})
+
+
 def again(here: Here) -> None:
     loss_of(here.model(here.share(batch(3)))).backward()
 
@@ -261,6 +276,8 @@ def again(here: Here) -> None:
         (clipped_past_autograd, r"the gradient of '0.weight' was changed between backward\(\) and step\(\)"),
         (clipped_by_owners, r"under schedule=priority owners of the weights update each bucket when it comes"),
         (lambda here: here.optimizer.state_dict(), r"optimizer.state_dict\(\) between backward\(\) and step\(\)"),
+        (saved_by_syncline, r"syncline.state_dict\(\) between backward\(\) and step\(\)"),
+        (loaded_by_syncline, r"syncline.load_state_dict\(\) between backward\(\) and step\(\)"),
         (lambda here: here.optimizer.zero_grad(), r"the gradient of '0.weight' was changed"),
         (again, r"a second backward\(\) before step\(\)"),
     ],
