@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import coupled
 from toy import STAGED, Here, adam, alone, batch, close, fill, loss_of, on_group, sgd, weights
 
 from remade import Remade
 from syncline import checkpoint, registry
+from syncline.engine.engine import Engine
+from syncline.engine.work import Work
 from syncline.errors import GradientError
 from syncline.frameworks.torch import Prepared
 from syncline.nouns import Bucket, Layer
@@ -332,3 +335,21 @@ def copied(here: Here, what: str, state: Any = None) -> Any:
     here.optimizer.load_state_dict(state[1])
     checkpoint.load(here.session, prepared, state[2])
     return None
+
+
+@pytest.mark.parametrize("make", [sgd, coupled])
+def test_owners_hold_on_to_no_buckets_that_are_gone(group: Any, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    """For what updates them next, which keeps their memory: at the end only the last buckets do."""
+    promised: list[Work] = []
+    promise = Engine.promise
+
+    def noted(self: Engine, label: str, tolerant: bool = False) -> Work:
+        work = promise(self, label, tolerant)
+        promised.append(work)
+        return work
+
+    monkeypatch.setattr(Engine, "promise", noted)
+    on_group(group, with_schedule("ps(servers=1)", "remade(cut=1)"), 2, make, train)
+    assert any(work.done for work in promised)
+    labels = [work.label for work in promised if not work.done]
+    assert len(labels) == len(set(labels))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -105,3 +106,25 @@ def test_no_bucket_waits_for_another(data: st.DataObject, buckets: int) -> None:
         engine.fulfil(pushes[bucket])
         assert works[bucket].done
         assert (len(updated), updated[-1]) == (count, bucket)
+
+
+@given(buckets=st.integers(1, 4), apart=st.booleans(), told=st.integers(0, 2))
+def test_nothing_stays_behind_what_is_closed(buckets: int, apart: bool, told: int) -> None:
+    """Pushes have come for which no values will; nothing follows them."""
+    engine: Any = Turning()
+    updating = Updating(engine, buckets, apart)
+    updated: list[int] = []
+    went_on: list[int] = []
+    for step in range(told + 1):
+        pushes = [engine.promise("a push") for _ in range(buckets)]
+        for bucket, push in enumerate(pushes):
+            updating.after(bucket, [push], partial(went_on.append, bucket))
+        if step < told:
+            updating.say(updated.append)()
+        for push in pushes:
+            engine.fulfil(push)
+    before = list(updated)
+    updating.close()
+    assert engine.left == 0
+    assert updated == before
+    assert len(went_on) == told * buckets

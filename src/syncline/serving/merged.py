@@ -57,6 +57,10 @@ class Merged:
         """Wait for the pulls."""
         self._engine.wait(*self._pulls.values())
 
+    def close(self) -> None:
+        """The pushes that have come are none."""
+        self._updating.close()
+
     def _expect(self, number: int) -> None:
         """Update a bucket when its push, which is posted, has come, and the pull before does not read the weights."""
         before = self._pulls.get(number)

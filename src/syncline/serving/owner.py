@@ -306,6 +306,7 @@ class Server:
         leaving = Leaving(session, self._shard, self._traffic.keeps)
         session.meet_everyone(REPLACING)
         self._exchanges.settle(ALL)
+        self._exchanges.close()
         gradients, weights = relay.lay(layout.buckets)
         copy_weights(session, weights)
         coded = compression.on(layout.buckets, gradients, passed)

@@ -156,6 +156,9 @@ class _Owned:
     def rest(self) -> None:
         """What is sent are copies."""
 
+    def close(self) -> None:
+        """Nothing takes the place of these."""
+
     def _give(self, worker: int, number: int) -> Work:
         sent = self._carrier.send(worker, number, f"weights of bucket {number} to rank {worker}")
         return self._expect(worker, number, sent)

@@ -54,6 +54,10 @@ class Exchanges(Protocol):
         """Return when nothing under way reads the weights."""
         ...
 
+    def close(self) -> None:
+        """Leave nothing behind: others take the place of these, after the last update."""
+        ...
+
 
 class Traffic(Protocol):
     """This process's part in the pushes and pulls of one model."""

@@ -31,6 +31,7 @@ class Updating:
         self._told = 0  # steps whose values have been told
         self._lock = threading.Lock()  # values are told in another thread than pushes end in
         self._steps: dict[int, _Step] = {}  # of which something is left to update
+        self._closed = False
 
     def after(self, number: int, came: Sequence[Work], call: Callable[[], None] = lambda: None) -> Work:
         """Update a bucket for the next step that it has not been handed over for, once all of ``came`` is done.
@@ -46,7 +47,7 @@ class Updating:
         step.handed_over += 1
         if step.over is None:
             step.over = self._engine.promise("the update of all buckets", tolerant=True)
-        updated = self._engine.then(label, [step.over], call, tolerant=True)
+        updated = self._engine.then(label, [step.over], partial(self._go_on, call), tolerant=True)
         if step.handed_over == len(self._expected):
             self._engine.then("update", [*step.came, step.said], partial(self._all, count), tolerant=True)
         return updated
@@ -57,7 +58,20 @@ class Updating:
         self._told += 1
         step = self._step(count)
         step.update = update
-        return partial(self._engine.fulfil, step.said)
+        return step.open
+
+    def close(self) -> None:
+        """Update nothing more: what waits for values that nobody will tell is done without, and nothing follows it.
+
+        Called by who tells values, behind the last update.
+        """
+        with self._lock:
+            self._closed = True
+            steps, self._steps = list(self._steps.values()), {}
+        for step in steps:
+            step.open()
+            if step.over is not None:
+                self._engine.fulfil(step.over)
 
     def _step(self, count: int) -> _Step:
         with self._lock:
@@ -66,6 +80,8 @@ class Updating:
             return self._steps[count]
 
     def _one(self, count: int, number: int, call: Callable[[], None]) -> None:
+        if self._closed:
+            return
         step = self._steps[count]
         step.update(number)
         step.left -= 1
@@ -74,22 +90,35 @@ class Updating:
         call()
 
     def _all(self, count: int) -> None:
+        if self._closed:
+            return
         step = self._steps.pop(count)
         step.update(ALL)
         assert step.over is not None
         self._engine.fulfil(step.over)
+
+    def _go_on(self, call: Callable[[], None]) -> None:
+        if not self._closed:
+            call()
 
 
 class _Step:
     """What is known of one step."""
 
     def __init__(self, engine: Engine, buckets: int) -> None:
+        self._engine, self._opened = engine, False
         self.said = engine.promise("the values of a step", tolerant=True)
         self.over: Work | None = None
         self.update: Update = _nothing
         self.left = buckets
         self.came: list[Work] = []
         self.handed_over = 0
+
+    def open(self) -> None:
+        """Let what waits for the values go on, if it does not already."""
+        if not self._opened:
+            self._opened = True
+            self._engine.fulfil(self.said)
 
 
 def _nothing(bucket: int) -> None:
