@@ -176,3 +176,12 @@ def test_rows_of_nonsense_are_read_as_such(tmp_path: Path) -> None:
     (row,) = parse(rows[:64] + b"\xff" * 63 + b"\x00", names).spans
     assert (row.kind, row.label, row.within) == ("work", "", -1)
     assert parse(rows + b"more", names + b'"half a na').spans == parse(rows, names).spans
+
+
+def test_names_that_are_nested_too_deeply_are_no_part(tmp_path: Path) -> None:
+    """A peer's, which may be anything, do not end the timeline of the others."""
+    file = opened(tmp_path)
+    file.close()
+    rows, names = (path.read_bytes() for path in file.paths)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse(rows, names + b"[" * 100_000 + b"\n")

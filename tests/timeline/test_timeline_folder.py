@@ -107,3 +107,31 @@ def test_a_timeline_is_not_written_through_links(shared: Path, mine: Path, name:
     write(shared / name, [])
     assert victim.read_bytes() == VICTIM
     assert not (shared / name).is_symlink()
+
+
+def test_a_folder_that_others_may_read_is_taken_from_them(shared: Path) -> None:
+    """As an earlier run, or a mask, has left it."""
+    folder = folder_of(shared / "t.json")
+    folder.mkdir()
+    folder.chmod(0o755)
+    open_part(folder, 0, 0).close()
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_another_process_tries_there_is_left_to_it(shared: Path) -> None:
+    """One of another host or container may have the same number."""
+    folder = folder_of(shared / "t.json")
+    folder.mkdir(mode=0o700)
+    theirs = folder / f".{os.getpid()}"
+    theirs.write_bytes(VICTIM)
+    open_part(folder, 0, 0).close()
+    assert theirs.read_bytes() == VICTIM
+
+
+def test_links_to_folders_are_not_followed_when_runs_are_removed(shared: Path, mine: Path) -> None:
+    folder = folder_of(shared / "t.json")
+    folder.mkdir(mode=0o700)
+    (folder / "run-0").symlink_to(mine)
+    with pytest.raises(UsageError, match="run-0 is a link: remove it"):
+        Assembly(shared / "t.json").environ("a run")
+    assert [path.read_bytes() for path in mine.iterdir()] == [VICTIM] * 4

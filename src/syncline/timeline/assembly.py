@@ -74,6 +74,6 @@ def write_all(target: Path, folder: Path) -> Written | None:
 
 
 def _remove(folder: Path) -> None:
-    for found in [*folder.glob("run-*"), folder]:
+    for found in [*(run for run in folder.glob("run-*") if not run.is_symlink()), folder]:
         (found / _TITLE).unlink(missing_ok=True)
         remove_parts(found)

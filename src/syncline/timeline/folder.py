@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 import socket
 from pathlib import Path
 
@@ -49,10 +50,11 @@ def make_folder(folder: Path) -> None:
     """Make it, for this user alone, if it is not there; raises UsageError where it cannot be, or is not this user's."""
     try:
         with private_folder(folder.parent, folder.name) as fd:
-            probe = path_of(fd) / f".{os.getpid()}"
-            probe.unlink(missing_ok=True)
+            if os.fstat(fd).st_uid == os.geteuid():  # others may read what an earlier run, or a mask, has left so
+                os.fchmod(fd, 0o700)
+            probe = path_of(fd) / f".{secrets.token_hex(8)}"  # processes of other hosts may be here, too
             os.close(new_file(probe))
-            probe.unlink()
+            probe.unlink(missing_ok=True)
     except NotPrivateError as error:
         raise UsageError(f"{error}; parts of a timeline lie there. Or choose another path") from None
     except OSError as error:

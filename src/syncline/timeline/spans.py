@@ -255,11 +255,15 @@ def parse_names(names: bytes) -> tuple[dict[str, Any], list[str]]:
     """The notes and the texts of a process; raises ValueError for what none of this version has written."""
     notes, texts = dict[str, Any](), list[str]()
     for line in names.split(b"\n")[:-1]:  # what was written last may be no whole line
-        said = json.loads(line)
+        try:
+            said = json.loads(line)
+            text = str(said)
+        except RecursionError:
+            raise ValueError("a line of it is nested too deeply") from None
         if isinstance(said, dict):
             notes |= said
         else:
-            texts.append(str(said))
+            texts.append(text)
     if not all(type(notes.get(name)) is int and notes[name] >= 0 for name in ("process", "session")):
         raise ValueError("it does not say of which process it is")
     return notes, texts
