@@ -235,3 +235,20 @@ def test_a_chosen_schedule_is_told_and_kept_where_no_other_can_be(group: Any, ca
     assert first == second
     assert (first.schedule, first.reason, first.cost, len(first.buckets)) == ("wait_free", "because", COST, 4)
     assert "no clock; buckets stay as they were" in caplog.text
+
+
+def test_a_choice_that_fails_says_at_which_schedule(group: Any, caplog: Any) -> None:
+    before = Layout(LAYERS, tuple(WHOLE), (0.0, 0.0), "merged", "because", COST)
+
+    def choose(lay: Any) -> Layout:
+        found: Layout = lay(Strategy.parse("ring schedule=wait_free transport=inproc"))
+        return found
+
+    def refuse(_: Sequence[Bucket]) -> None:
+        raise UsageError("they are too many")
+
+    def body(session: Session) -> Layout:
+        return decide_layout(session, LAYERS, choose=choose, before=before, fits=refuse)
+
+    assert group("ring", 2, body) == [before] * 2
+    assert "schedule=auto, at wait_free: they are too many; buckets stay as they were" in caplog.text

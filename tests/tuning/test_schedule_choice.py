@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from syncline.nouns import Group, Layer, Spec
 from syncline.predict.iteration import predict_iteration
 from syncline.predict.network import LinearCost
 from syncline.session.layout import Layout
+from syncline.strategy.parts import write
 from syncline.strategy.strategy import Strategy
 from syncline.tuning.schedule_choice import (
     CANDIDATES,
@@ -117,6 +120,43 @@ def test_buckets_that_cannot_be_are_left_out() -> None:
 
     found = choose_schedule(strategy("ring"), made.layers, SLOW, lay, crossing=True)
     assert found == made.chosen(crossing=False)
+
+
+def test_what_is_predicted_of_is_named_where_fixed_cannot_be() -> None:
+    made = Made(model(20, MEGABYTE, 0.01, 0.02), SLOW)
+
+    def lay(by: Strategy) -> Layout:
+        if write("schedules", by.schedule) == "fixed":
+            raise UsageError("too large")
+        return made.lay(by)
+
+    found = choose_schedule(strategy("ring"), made.layers, SLOW, lay, crossing=True)
+    assert found.schedule in CROSSING
+    assert re.search(r" ms with fixed\(bucket=8MiB\), ", found.reason)
+
+
+def test_a_candidate_that_fails_is_named_and_the_first_one_runs(caplog: pytest.LogCaptureFixture) -> None:
+    """With what was measured: neither the buckets of steps that are measured nor their reason stay."""
+    made = Made(model(20, MEGABYTE, 0.01, 0.02), SLOW)
+
+    def lay(by: Strategy) -> Layout:
+        if by.schedule.name == "merged":
+            raise ZeroDivisionError("no time at all")
+        return made.lay(by)
+
+    found = choose_schedule(strategy("ring"), made.layers, SLOW, lay, crossing=True)
+    why = "nothing was predicted, as merged failed (ZeroDivisionError: no time at all)"
+    assert (found.schedule, found.cost, found.reason) == ("fixed", SLOW, f"schedule=fixed: {why}")
+    assert why in caplog.text
+
+
+@pytest.mark.parametrize("cost", [None, SLOW])
+def test_where_no_schedule_fits_that_is_said(cost: LinearCost | None) -> None:
+    def lay(by: Strategy) -> Layout:
+        raise UsageError(f"{by.schedule.name} is too large")
+
+    with pytest.raises(UsageError, match="split is too large; no other schedule that might be chosen fits"):
+        choose_schedule(strategy("ring"), model(3, 10, 0.01, 0.02), cost, lay, crossing=True)
 
 
 def test_steps_are_measured_in_buckets_of_all_sizes() -> None:

@@ -26,8 +26,9 @@ from ..nouns import Bucket, Layer, Slice, Spec
 from ..predict.network import LinearCost
 from ..schedules import Cost
 from ..strategy.grammar import read_part
+from ..strategy.parts import write
 from ..strategy.strategy import Strategy
-from ..strategy.words import NONE
+from ..strategy.words import AUTO, NONE
 from .session import MODEL_KEYS, Heard, Session
 
 log = logging.getLogger("syncline")
@@ -229,16 +230,24 @@ def _decide(
     session: Session, lay: Lay, chosen: Layout | None, choose: Callable[[Lay], Layout] | None
 ) -> dict[str, Any]:
     """What rank 0 tells; whatever a schedule does, the others must not wait for it in vain."""
+    at = session.strategy.schedule.name
+
+    def tried(by: Strategy) -> Layout:
+        nonlocal at
+        at = f"auto, at {write('schedules', by.schedule)}"
+        return lay(by)
+
     try:
         if choose is not None:
-            chosen = choose(lay)
+            at = AUTO.name
+            chosen = choose(tried)
         elif chosen is None:
             chosen = lay(session.strategy)
         json.dumps(found := chosen.plain(), allow_nan=False)
         return found
     except Exception as error:
         said = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-        return {"fault": f"schedule={session.strategy.schedule.name}: {said}"}
+        return {"fault": f"schedule={at}: {said}"}
 
 
 def _range(part: Slice) -> tuple[int, int, int]:

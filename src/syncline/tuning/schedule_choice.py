@@ -10,6 +10,7 @@ is as fast as the best, give or take ``MARGIN``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,6 +24,8 @@ from ..strategy.parts import write
 from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO
 from . import mode
+
+log = logging.getLogger("syncline")
 
 FIRST = "fixed"
 """What a run begins with."""
@@ -68,34 +71,54 @@ def choose_schedule(
 ) -> Layout:
     """The layout of the schedule that is predicted to be fastest with these times of layers and exchanges.
 
-    ``lay`` makes a schedule's buckets; those that it refuses are left out. Takes some tenths of a second in models of
-    hundreds of tensors.
+    ``lay`` makes a schedule's buckets; those that it refuses are left out. Whatever else fails, the first one
+    runs: the buckets of steps that are measured are not to stay. Raises UsageError where all are refused. Takes some
+    tenths of a second in models of hundreds of tensors.
     """
-    first, *others = candidates(strategy, crossing)
+    offered = candidates(strategy, crossing)
     if cost is None or not any(layer.backward_s for layer in layers):
-        return _chosen(first, lay(first), cost, "nothing was measured")
+        return _simplest(offered, lay, cost, "nothing was measured")
     found: list[tuple[Strategy, Layout, IterationTimes]] = []
-    for one in (first, *others):
+    for one in offered:
         try:
             laid = lay(one)
+            times = predict_iteration(layers, laid, one.schedule_object(), one.sync_mode(), cost)
         except UsageError:
             continue
-        times = predict_iteration(layers, laid, one.schedule_object(), one.sync_mode(), cost)
+        except Exception as error:
+            why = f"nothing was predicted, as {_text(one)} failed ({type(error).__name__}: {error})"
+            log.warning("schedule=auto: %s", why)
+            return _simplest(offered, lay, cost, why)
         found.append((one, laid, times))
+    if not found:
+        return _simplest(offered, lay, cost, "nothing could be predicted")
     best_s = min(times.whole_s for *_, times in found)
     by, laid, times = next(row for row in found if row[2].whole_s <= best_s * (1 + MARGIN))
-    return _chosen(by, laid, cost, _why(times, found[0][2]))
+    first, _, beside = found[0]
+    others = "" if by is first else f", {_ms(beside.whole_s)} with {_text(first)}"
+    why = f"predicted {_ms(times.whole_s)} per iteration{others}, {_ms(times.computing_s)} computing"
+    return _chosen(by, laid, cost, why)
 
 
-def _why(times: IterationTimes, first: IterationTimes) -> str:
-    beside = "" if times is first else f", {_ms(first.whole_s)} with {FIRST}"
-    return f"predicted {_ms(times.whole_s)} per iteration{beside}, {_ms(times.computing_s)} computing"
+def _simplest(offered: Sequence[Strategy], lay: Lay, cost: LinearCost | None, why: str) -> Layout:
+    """The first that can be laid out; raises UsageError where none can."""
+    refusal: UsageError | None = None
+    for one in offered:
+        try:
+            return _chosen(one, lay(one), cost, why)
+        except UsageError as error:
+            refusal = error
+    raise UsageError(f"{refusal}; no other schedule that might be chosen fits this model, either") from refusal
 
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.4g} ms"
 
 
+def _text(by: Strategy) -> str:
+    return write("schedules", by.schedule)
+
+
 def _chosen(by: Strategy, laid: Layout, cost: LinearCost | None, why: str) -> Layout:
-    text = write("schedules", by.schedule)
+    text = _text(by)
     return replace(laid, schedule=text, reason=f"schedule={text}: {why}", cost=cost)
