@@ -17,8 +17,11 @@ from toy import STAGED, Here, adam, alone, batch, close, fill, loss_of, on_group
 from syncline import checkpoint
 from syncline.errors import UsageError
 from syncline.frameworks.torch import Options, Prepared, choosing, prepare
-from syncline.nouns import Layer
+from syncline.frameworks.torch.timing import BucketTimes
+from syncline.nouns import Bucket, Layer
 from syncline.predict.network import LinearCost
+from syncline.schedules import Cost, PushAndPull
+from syncline.schedules.merged import Merged
 from syncline.session.layout import Lay, Layout
 from syncline.session.session import Session
 from syncline.strategy.grammar import read_part
@@ -425,6 +428,91 @@ def test_a_state_of_what_was_chosen_goes_with_the_schedule_by_name(group: Any) -
     on_group(group, "ring", 2, sgd, first)
     on_group(group, "ring schedule=fixed", 2, sgd, resumed)
     on_group(group, "ring", 2, sgd, strange)
+
+
+def test_schedules_are_chosen_for_the_codec_that_is_resumed(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where codec=auto has taken another one than the run before: it may not go with what goes with that."""
+    asked_for: list[Strategy] = []
+
+    def choose(strategy: Strategy, _: Any, cost: LinearCost, lay: Lay, crossing: bool) -> Layout:
+        assert crossing
+        asked_for.append(strategy)
+        laid = lay(replace(strategy, schedule=read_part("wait_free")))
+        return replace(laid, schedule="wait_free", reason="as a test would have it", cost=cost)
+
+    monkeypatch.setattr(choosing, "choose_schedule", choose)
+    kept: dict[int, Any] = {}
+
+    def prepared(here: Here) -> list[Prepared]:
+        assert here.replica is not None
+        return [Prepared(here.model, here.optimizer, here.replica, here.client)]
+
+    def first(here: Here) -> None:
+        step(here, 0)
+        assert here.session is not None
+        kept[here.rank] = checkpoint.save(here.session, prepared(here))
+
+    def resumed(here: Here) -> Strategy:
+        assert here.session is not None
+        here.session.chose_codec = True
+        checkpoint.load(here.session, prepared(here), kept[here.rank])
+        for number in range(1, STEPS + 3):
+            step(here, number)
+        assert schedule_of(here) == "wait_free"
+        return here.session.strategy
+
+    on_group(group, "ring codec=int8", 2, sgd, first)
+    running, _ = on_group(group, "ring", 2, sgd, resumed)
+    assert "int8" in str(running)
+    assert asked_for == [running]
+
+
+@pytest.mark.parametrize("place", ["ps(servers=1)", "ps(servers=2, on=workers)"])
+def test_a_push_and_its_pull_are_predicted_as_one_and_cut_as_two(
+    group: Any, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    predicted: list[LinearCost | None] = []
+    cut: list[Cost | None] = []
+    half, buckets = LinearCost(1.0, 2.0), Merged.buckets
+
+    def noted(self: Merged, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:
+        cut.append(cost)
+        return buckets(self, layers, cost)
+
+    def choose(strategy: Strategy, _: Any, cost: LinearCost | None, lay: Lay, crossing: bool) -> Layout:
+        assert not crossing
+        predicted.append(cost)
+        laid = lay(replace(strategy, schedule=read_part("merged")))
+        return replace(laid, schedule="merged", reason="as a test would have it", cost=cost)
+
+    monkeypatch.setattr(choosing, "choose_schedule", choose)
+    monkeypatch.setattr(Merged, "buckets", noted)
+    monkeypatch.setattr(BucketTimes, "cost", lambda *_: half)
+    on_group(group, place, 2, sgd, lambda here: train(here, range(STEPS + 1)))
+    assert predicted == [LinearCost(2.0, 4.0)]
+    assert [cost for cost in cut if cost is not None] == [PushAndPull(half, half)]
+
+
+def test_what_was_measured_is_kept_where_no_schedule_can_be_chosen(
+    group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cost = LinearCost(1.0, 2.0)
+
+    def choose(*_: object) -> Layout:
+        raise UsageError("none fits")
+
+    def body(here: Here) -> Layout:
+        train(here, range(STEPS + 1))
+        assert here.replica is not None
+        return here.replica.gradients.layout
+
+    monkeypatch.setattr(choosing, "choose_schedule", choose)
+    monkeypatch.setattr(BucketTimes, "cost", lambda times, _: cost if times._shortest_s else None)
+    first, second = on_group(group, "ring", 2, sgd, body)
+    assert first == second
+    assert (first.schedule, first.cost) == ("merged", cost)
+    assert any(layer.backward_s for layer in first.layers)
+    assert "schedule=auto: none fits; buckets stay as they were" in caplog.text
 
 
 @pytest.mark.parametrize("counts", [[3, 12, 7], [12, 3, 3], [STEPS, STEPS + 1, STEPS + 3]])

@@ -47,6 +47,10 @@ class LinearCost:
         """The seconds of an exchange of that size."""
         return self.base_s + self.per_byte_s * nbytes
 
+    def __add__(self, other: LinearCost) -> LinearCost:
+        """The cost of one exchange behind another of the same size."""
+        return LinearCost(self.base_s + other.base_s, self.per_byte_s + other.per_byte_s)
+
 
 def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> LinearCost | None:
     """The line that is nearest to measured times of sizes in bytes, by relative distance; None where none shows.

@@ -62,10 +62,6 @@ class Choosing:
 
     def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer | None) -> None:
         self._replica, self._optimizer = replica, optimizer
-        self._strategy = replica.session.strategy
-        crossing = [one for one in candidates(self._strategy, crossing=True) if _crosses(one)]
-        self._crossed = crossing[0] if crossing else None
-        """One of the strategies that would be taken, if any."""
         self._phase, self._patience = _BEGUN, _PATIENCE
         self._steps = 0  # in this phase
         self._refused = False  # by this rank
@@ -77,6 +73,16 @@ class Choosing:
     def over(self) -> bool:
         """Whether nothing will be chosen any more."""
         return self._phase == _OVER
+
+    @property
+    def _strategy(self) -> Strategy:
+        """What the schedule goes with; a run that is resumed may bring another codec (``Session.resume_codec``)."""
+        return self._replica.session.strategy
+
+    @property
+    def _crossed(self) -> Strategy | None:
+        """One of the strategies with which iterations would be crossed, if any."""
+        return next(filter(_crosses, candidates(self._strategy, crossing=True)), None)
 
     # Between two tickets.
 
@@ -162,12 +168,13 @@ class Choosing:
 
     def _watch(self) -> None:
         """See from now on whether the script looks at what could be under way."""
-        if self._crossed is None or self._optimizer is None or self._replica.crossing is not None:
+        crossed = self._crossed
+        if crossed is None or self._optimizer is None or self._replica.crossing is not None:
             return
         self._refused = not updates_alone(self._optimizer) or is_compiled(self._replica.model)
         if not self._refused:
             try:
-                check_crossing(self._crossed, self._optimizer, self._replica.selection)
+                check_crossing(crossed, self._optimizer, self._replica.selection)
                 defer_steps(self._replica, self._optimizer, gives_way=True)
             except UsageError:
                 self._refused = True

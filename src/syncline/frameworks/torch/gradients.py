@@ -11,6 +11,7 @@ Where the model lives on a GPU, buckets are staged through pinned memory of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from ...errors import UsageError
 from ...kernels import cpu
 from ...nouns import Bucket, Layer
 from ...predict.network import LinearCost
-from ...schedules import PushAndPull, Schedule
+from ...schedules import Cost, PushAndPull, Schedule
 from ...session.layout import BUCKETS, Layout, Passed, decide_layout, place_tensors
 from ...session.replacing import Recompressing, agree_on_layout, push_nothing
 from ...session.session import Session
@@ -310,8 +311,11 @@ class Gradients:
     ) -> None:
         before, session = self.layout, self.session
         lay_out = None if self.on_replacing is None else self.on_replacing()
+        both: Cost | None = cost
+        if cost is not None and pull is not None:  # predicted as if one came behind the other
+            both, cost = PushAndPull(cost, pull), cost + pull
         choose = None if choosing is None else partial(choosing.choose, layers, cost, chosen)
-        both = cost if cost is None or pull is None or choosing is not None else PushAndPull(cost, pull)
+        kept = before if choosing is None else replace(before, cost=cost)  # where none can be chosen
         self.layout = agree_on_layout(
             session,
             layers,
@@ -321,7 +325,7 @@ class Gradients:
             choose=choose,
             objects=choosing is not None and choosing.objects(),
             passed=passed,
-            before=before,
+            before=kept,
             fits=self._fits,
         )
         running = self.layout.strategy_in(session.strategy)
