@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -233,7 +234,7 @@ def test_iterations_are_crossed_again_when_nobody_has_looked_for_long(
     group: Any, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice as late each time; a look while ranks watch lets them wait again."""
-    patience = 4
+    patience = 8  # longer than iterations are crossed here
     monkeypatch.setattr(choosing, "_PATIENCE", patience)
     again = STEPS + 2 + 2 + patience + choosing._MEASURED  # a look at once, three steps until all are back
     looks = (STEPS, again + 2, again + 5 + 2 * patience + 2)
@@ -255,6 +256,93 @@ def test_iterations_are_crossed_again_when_nobody_has_looked_for_long(
     for found in on_group(group, "ring", 2, sgd, body):
         close(found, wanted)
     assert asked == [True, False, True, False, False, True], asked
+
+
+def test_ranks_wait_no_longer_than_at_first_once_iterations_have_been_crossed_for_longer(
+    group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a checkpoint now and then: all go back three steps behind it."""
+    patience, crossed = 4, 11
+    monkeypatch.setattr(choosing, "_PATIENCE", patience)
+    period = crossed + patience + choosing._MEASURED
+
+    def body(here: Here) -> list[int]:
+        seen = []
+        for number in range(STEPS + 3 * period + 1):
+            looks = number >= STEPS and (number - STEPS) % period == crossed - 3
+            (reads_the_state if looks else step)(here, number)
+            seen.append(crosses(here))
+        return [number - STEPS for number in range(1, len(seen)) if seen[number] != seen[number - 1]]
+
+    wanted = [0, crossed, period, period + crossed, 2 * period, 2 * period + crossed, 3 * period]
+    assert on_group(group, "ring", 2, sgd, body) == [wanted] * 2
+
+
+@pytest.mark.parametrize("at", [4, STEPS + 1])
+def test_methods_that_were_kept_are_the_plain_ones_when_all_have_gone_back(group: Any, asked: Asked, at: int) -> None:
+    """Kept while steps are watched, or iterations crossed; a scheduler looks at whether the optimizer was called."""
+
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, optimizer = sgd(index)
+        optimizer.scheduler = StepLR(optimizer, 5, 0.9)  # type: ignore[attr-defined]
+        return model, optimizer
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        optimizer: Any = here.optimizer
+        for number in range(STEPS + 8):
+            if number <= at:
+                zero_grad, state = optimizer.zero_grad, optimizer.state_dict
+                load, add = optimizer.load_state_dict, optimizer.add_param_group
+            zero_grad()
+            loss_of(here.model(here.share(batch(number)))).backward()
+            if number == STEPS + 3:
+                assert all(parameter.grad is not None for parameter in here.model.parameters())
+            if number <= at:
+                update = partial(optimizer.step)
+            update()
+            optimizer.scheduler.step()
+        load(state())
+        if here.replica is not None:
+            assert type(optimizer) is torch.optim.SGD
+        with pytest.raises(TypeError, match="param_group must be a dict"):
+            add([])
+        return weights(here.model)
+
+    wanted = alone(make, body)
+    for found in on_group(group, "ring", 2, make, body):
+        close(found, wanted)
+    assert asked == [True, False]
+
+
+def counted(call: Callable[[], Any], calls: list[int]) -> Callable[[], None]:
+    def counts() -> None:
+        calls.append(1)
+        call()
+
+    return counts
+
+
+def test_a_step_that_the_script_puts_on_the_optimizer_meanwhile_stays(group: Any, asked: Asked) -> None:
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, optimizer = sgd(index)
+        optimizer.scheduler = StepLR(optimizer, 5, 0.9)  # type: ignore[attr-defined]
+        return model, optimizer
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        optimizer: Any = here.optimizer
+        calls: list[int] = []
+        for number in range(STEPS + 8):
+            if number == STEPS + 1:
+                optimizer.step = counted(optimizer.step, calls)
+            (reads_gradients if number == STEPS + 3 else step)(here, number)
+            optimizer.scheduler.step()
+        assert len(calls) == 7
+        return weights(here.model)
+
+    wanted = alone(make, body)
+    for found in on_group(group, "ring", 2, make, body):
+        close(found, wanted)
+    assert asked == [True, False]
 
 
 def test_weights_that_are_used_without_the_models_forward_pass_are_looked_at(group: Any, asked: Asked) -> None:

@@ -3,7 +3,8 @@
     begun       as ``fixed``, for steps that count for nothing
     measuring   in buckets of all sizes; rank 0 times its layers and exchanges, and every rank watches its script
     crossing    the fastest ends its steps in the next iteration (``tuning.schedule_choice`` predicts which it is)
-    waiting     the best of the others runs, for some time; twice as long each time
+    waiting     the best of the others runs, for some time; twice as long each time, unless iterations have been crossed
+                for longer than that
     watching    it does, and every rank watches its script again
     over        the best runs, and none that crosses iterations goes with the strategy
 
@@ -129,6 +130,8 @@ class Choosing:
 
     def replaced(self) -> None:
         """The layout is another one, or was found to be best again."""
+        if self._phase == _CROSSING and self._steps > self._patience // 2:  # longer than ranks have waited for it
+            self._patience = _PATIENCE
         self._seen, self._steps = False, 0
         if self._phase == _BEGUN:
             self._phase = _MEASURING

@@ -227,7 +227,7 @@ def _restore(optimizer: Any, state: Mapping[Any, Any]) -> None:
     for name in _OURS:
         vars(optimizer).pop(name, None)
     if hidden is not None:
-        optimizer.step = hidden
+        vars(optimizer).setdefault("step", hidden)  # unless the script has put something there meanwhile
     optimizer.state = defaultdict(dict, state)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -19,12 +19,29 @@ from .crossing import Crossing
 from .optimizer import hide_step, looks_at_gradients, mix_in, own_class
 from .replica import Replica
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _or_plain(method: _Method) -> _Method:
+    """Let a method that somebody has kept, bound, be the plain class's when the optimizer has that again."""
+
+    @wraps(method)
+    def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, Stepping):
+            return method(self, *args, **kwargs)
+        if method.__name__ == "step":
+            self._opt_called = True  # no scheduler has wrapped what was kept
+        return getattr(type(self), method.__name__)(self, *args, **kwargs)
+
+    return cast(_Method, either)
+
 
 class Stepping:
     """Mixed into the class of a user's optimizer."""
 
     _crossing: Crossing
 
+    @_or_plain
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Have the weights updated as soon as they are needed; the closure's loss."""
         if not self._crossing.updates_alone:  # it may call the closure as often as it likes
@@ -45,11 +62,13 @@ class Stepping:
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made before and after prepare find _opt_called kept
     step.hooked = True  # type: ignore[attr-defined]  # torch adds profiling and hooks to the user's own, which is called
 
+    @_or_plain
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the optimizer's own; torch's looks at no gradient where it sets them to None."""
         plain = partial(super().zero_grad, *args, **kwargs)  # type: ignore[misc]
         self._crossing.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
 
+    @_or_plain
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Behind the updates that were due before; what is added has to be of the model too."""
         self._crossing.flush()
@@ -66,17 +85,20 @@ class Stepping:
     def state(self, value: Any) -> None:
         vars(self)["state"] = value
 
+    @_or_plain
     def state_dict(self) -> dict[str, Any]:
         """When all updates have been made."""
         self._crossing.flush()
         found: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return found
 
+    @_or_plain
     def load_state_dict(self, state: Any) -> None:
         """Behind the updates that were due before."""
         self._crossing.flush()
         super().load_state_dict(state)  # type: ignore[misc]
 
+    @_or_plain
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain optimizer, when all updates have been made."""
         self._crossing.flush()
@@ -112,7 +134,7 @@ def end_deferred_steps(optimizer: Any) -> None:
     hidden = vars(optimizer).pop("_hidden", None)
     del optimizer._crossing
     if hidden is not None:
-        optimizer.step = hidden
+        vars(optimizer).setdefault("step", hidden)  # unless the script has put something there meanwhile
     vars(crossing.model).pop("zero_grad", None)
 
 
