@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import threading
 import time
@@ -262,6 +263,19 @@ def test_nothing_moving_for_the_limit_names_whom_it_waits_for() -> None:
         with pytest.raises(PeerTimeout, match=r"nothing has moved .*rank 1 \(bucket 0 \(weight\)\)") as caught:
             both[0].wait(work, timeout=LIMIT_S)
         assert caught.value.rank == 1
+
+
+def test_a_message_that_creeps_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which nothing but bytes is seen for longer than the limit: only the caller's own time is over."""
+    with engines(limit_s=0.01) as both:
+        bytes_so_far = itertools.count()
+        monkeypatch.setattr(both[0].transport, "traffic", lambda: ({1: next(bytes_so_far)}, {}))
+        work = both[0].exchange(ring(0), np.ones(4), 0, "bucket 0")
+        with pytest.raises(PeerTimeout, match="not done within"):
+            both[0].wait(work, timeout=0.3)
+        monkeypatch.undo()
+        with pytest.raises(PeerTimeout, match="nothing has moved"):
+            both[0].wait(work, timeout=LIMIT_S)
 
 
 def test_who_had_only_not_read_its_messages_yet_is_not_blamed() -> None:

@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from syncline.errors import ProtocolError
 from syncline.kernels.passes import CODES
 from syncline.kernels.rows import PIECE_BYTES
-from syncline.wire.adding import Adding
-from syncline.wire.link import _LARGE_BYTES, Frame, Link, header
+from syncline.wire.adding import Adding, can_add
+from syncline.wire.link import _LARGE_BYTES, Frame, Link, broken, header
 from syncline.wire.loop import Loop
 from syncline.wire.scratch import Scratch
 
@@ -111,7 +113,7 @@ class Taker:
         if frame.kind == KEPT:
             self._into = np.empty(frame.size, np.uint8)
             return memoryview(self._into)
-        array = np.ones(frame.size // self.dtype.itemsize, self.dtype)
+        array = np.ones(-(-frame.size // self.dtype.itemsize), self.dtype)
         self._into = array.view(np.uint8)
         return Adding(array, self.scratch)
 
@@ -173,25 +175,27 @@ def send_cut(raw: socket.socket, stream: bytes, cuts: list[int]) -> None:
         at, turn = at + step, turn + 1
 
 
-@pytest.mark.parametrize("dtype", CODES)
-def test_pieces_that_end_within_an_element_are_added_whole(dtype: str) -> None:
-    item = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-    if dtype == "bfloat16":
-        pytest.importorskip("ml_dtypes")
-    size = PIECE_BYTES + 5 * item
-    body = np.ones(size // item, np.dtype(dtype))
-    stream = header(SUMMED, size, 0, 0) + body.tobytes()
+@pytest.mark.parametrize("dtype", [name for name in CODES if name != "bfloat16"])
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_pieces_that_end_within_an_element_are_added_whole(dtype: str, beyond: int) -> None:
+    """With ``beyond``, so does the body: what is left of it is added to nothing."""
+    item = np.dtype(dtype).itemsize
+    body = np.ones(PIECE_BYTES // item + 5, np.dtype(dtype))
+    stream = header(SUMMED, body.nbytes + beyond, 0, 0) + body.tobytes() + bytes(beyond)
+    cuts = [0, 25, 25 + item, PIECE_BYTES + 25, len(stream)]
     with tcp() as (raw, sock):
         taker = Taker(sock, dtype)
-        for part in (stream[:27], stream[27 : 24 + item + 1], stream[24 + item + 1 : PIECE_BYTES + 25]):
-            raw.sendall(part)
-            taker.loop.turn(0.1)  # over when what had come is there: the body is not complete
-        assert not taker.done
-        raw.sendall(stream[PIECE_BYTES + 25 :])
+        for start, stop in pairwise(cuts):
+            assert not taker.done
+            raw.sendall(stream[start:stop])
+            while taker.link.received_bytes < stop:
+                taker.loop.turn(5.0)
         while not taker.done:
             taker.loop.turn(5.0)
         taker.loop.close()
-    assert (taker.done[0][1].view(np.dtype(dtype)) == 2 * body).all()
+    found = taker.done[0][1].view(np.dtype(dtype))
+    assert (found[: body.size] == 2).all()
+    assert (found[body.size :] == 1).all()
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closes", "resets"])
@@ -249,16 +253,85 @@ def test_two_loops_write_and_read_large_bodies_at_once_and_count_their_bytes() -
     assert sorted(written) == [(one, number) for one in (0, 1) for number in range(len(sent))]
 
 
-def test_a_turn_ends_when_it_is_woken_and_when_its_time_is_over_though_a_body_is_coming() -> None:
+def test_a_turn_ends_when_its_time_is_over_though_a_body_keeps_coming() -> None:
+    with tcp() as (raw, sock):
+        taker, came_back = Taker(sock), threading.Event()
+        stream = header(KEPT, 2_000_000, 0, 0) + bytes(1_000_000)
+        raw.sendall(stream[:200_000])
+        while taker.link.received_bytes < 200_000:
+            taker.loop.turn(0.01)
+
+        def trickle() -> None:
+            for at in range(200_000, len(stream), 1000):
+                if came_back.wait(0.005):
+                    return
+                raw.sendall(stream[at : at + 1000])
+
+        sender = threading.Thread(target=trickle)
+        sender.start()
+        taker.loop.turn(0.04)
+        came_back.set()
+        sender.join()
+        assert taker.link.received_bytes < len(stream)  # it was not the sender who ended it
+        taker.loop.close()
+
+
+def test_a_turn_ends_when_it_is_woken_though_a_body_is_coming() -> None:
     with tcp() as (raw, sock):
         taker = Taker(sock)
         raw.sendall(header(KEPT, 1_000_000, 0, 0) + bytes(200_000))
         while taker.link.received_bytes < 200_024:
             taker.loop.turn(0.01)
         taker.loop.turn(0.0)
-        taker.loop.turn(0.01)
         taker.loop.wake()
-        taker.loop.turn(1e6)  # woken: it would not end otherwise
+        taker.loop.turn(1e9)  # more than the kernel can be asked for: it would not end otherwise
         assert not taker.done
         assert not taker.lost
         taker.loop.close()
+
+
+def turn_on(loop: Loop) -> None:
+    while True:
+        loop.turn(5.0)
+
+
+@pytest.mark.parametrize("refused_first", [True, False])
+def test_a_body_that_is_complete_is_not_forgotten_where_another_link_breaks_the_protocol(refused_first: bool) -> None:
+    """Compiled code has read all of it: the kernel will not say again that there is something."""
+    with tcp() as (one, mine), tcp() as (other, yours):
+        taker, lost = Taker(mine), list[int]()
+
+        def refuse(link: Link, frame: Frame) -> memoryview:  # noqa: ARG001
+            raise broken(link.peer, "it sends what nobody wants")
+
+        loop = Loop([taker.link, Link(yours, 2, refuse, lambda *_: None)], lost.append)
+        one.sendall(header(KEPT, 150_000, 0, 0) + bytes(100_000))
+        while taker.link.received_bytes < 100_024:
+            loop.turn(5.0)
+        ends = {yours: (other, header(KEPT, 1, 0, 0) + b"x"), mine: (one, bytes(50_000))}
+        for end in (yours, mine) if refused_first else (mine, yours):
+            sender, data = ends[end]
+            sender.sendall(data)
+            while len(end.recv(len(data), socket.MSG_PEEK)) < len(data):
+                pass
+        with pytest.raises(ProtocolError, match="nobody wants"):
+            turn_on(loop)
+        while not taker.done:
+            loop.turn(5.0)
+        assert lost == [2]
+        assert not taker.lost
+        loop.close()
+        taker.loop.close()
+
+
+def test_a_wait_that_fails_raises() -> None:
+    with tcp() as (_, sock):
+        taker = Taker(sock)
+        taker.loop._epoll.close()
+        with pytest.raises((OSError, ValueError)):
+            taker.loop.turn(0.0)
+
+
+def test_numbers_in_another_byte_order_are_not_added_while_they_come() -> None:
+    assert can_add(np.dtype("<f4"))
+    assert not can_add(np.dtype(">f4"))

@@ -78,6 +78,7 @@ class Driver(ABC):
         self._tolerated = 0  # works that nobody waits for
         self._driver = 0  # the thread that drives
         self._moves = self._looks = 0  # how often something has moved, and how often nothing had
+        self._traffic = 0  # bytes sent and received, when nothing had moved last
         self._shown = -ANEW  # how often nothing had when that was asked last
         self._closing = False
         self._thread = threading.Thread(target=self._progress, name="syncline-progress", daemon=True)
@@ -367,7 +368,7 @@ class Driver(ABC):
                     left = min(left, max(0.0, deadline - time.perf_counter()))
                 if self._looks < self._shown + ANEW or (self._reducing and self._open_another()):
                     left = 0.0  # who has asked wants to know soon that it was looked since
-                if self._exchange.progress(left, spins):
+                if self._exchange.progress(left, spins) or self._crept():
                     self._moves += 1
                     stall = None
                 else:
@@ -379,6 +380,11 @@ class Driver(ABC):
             with contextlib.suppress(Exception):  # an explanation that fails must not hide the fault
                 shown = self._explain(shown)
             self.fail(shown)
+
+    def _crept(self) -> bool:
+        """Whether bytes have moved since this was asked last: of a message that is longer under way than any look."""
+        before, self._traffic = self._traffic, sum(sum(each.values()) for each in self.transport.traffic())
+        return before != self._traffic
 
     def _look_on(self, stall: Stall | None, look_s: float) -> Stall | None:
         """Nothing has moved; what is known of that so far. Raises PeerTimeout once it is certain who is to blame."""

@@ -37,6 +37,7 @@ from .rows import (
     WORDS,
 )
 
+_MOST_MS: Final = 50  # from which on a turn that has moved bytes lets the interpreter look after signals
 _BUDGET_BYTES: Final = 2 * 1024 * 1024  # of one socket, before it is another one's turn
 _READABLE: Final = 0x1
 _WRITABLE: Final = 0x4
@@ -45,7 +46,7 @@ _FLAGS: Final = 0x40 | 0x4000  # do not wait, no signal
 _MONOTONIC: Final = 1
 
 # struct epoll_event: 32 bits of what has happened, and 64 of which the first are the descriptor; x86-64 leaves no gap.
-_PACKED: Final = platform.machine() == "x86_64"
+_PACKED: Final = platform.machine() in ("x86_64", "i686")  # a 64-bit program may be told of the smaller one
 EVENT_WORDS: Final = 3 if _PACKED else 4
 """The words, of 32 bits, of an event."""
 _EVENT_FD: Final = 1 if _PACKED else 2
@@ -152,27 +153,26 @@ def turn(rows, found, events, events_at, clock_at, epoll, wait_ms):
     """Wait up to ``wait_ms`` for sockets, without end where it is negative; how many are left to be looked at.
 
     ``rows`` has the addresses of rows by descriptor, 0 where there is none; ``found`` is filled with pairs, a
-    descriptor and its events. 0 when the time is over, and when a signal came. ``events_at`` is where ``events`` lies,
-    and at ``clock_at`` is room for a struct timespec.
+    descriptor and its events. 0 when the time is over, and now and then while bodies come; negative when a signal came,
+    or the wait failed. ``events_at`` is where ``events`` lies, and at ``clock_at`` is room for a struct timespec.
     """
     most = np.int32(events.size // EVENT_WORDS)
-    until = _now_ms(clock_at) + wait_ms
+    begun, left_ms = _now_ms(clock_at), wait_ms
     while True:
-        count = epoll_wait(np.int32(epoll), events_at, most, np.int32(wait_ms))
+        count = epoll_wait(np.int32(epoll), events_at, most, np.int32(left_ms))
         if count <= 0:
-            return 0
+            return count
         left = 0
         for i in range(count):
             what, fd = np.int64(events[i * EVENT_WORDS]), np.int64(events[i * EVENT_WORDS + _EVENT_FD])
-            if fd < rows.size and rows[fd] != 0:
+            if 0 <= fd < rows.size and rows[fd] != 0:
                 what = _left_over(view(rows[fd], np.int64(0), WORDS), what)
             if what != 0:
                 found[2 * left] = fd
                 found[2 * left + 1] = what
                 left += 1
-        if left > 0:
+        passed_ms = _now_ms(clock_at) - begun
+        if left > 0 or passed_ms >= _MOST_MS or 0 <= wait_ms <= passed_ms:
             return left
         if wait_ms >= 0:
-            wait_ms = until - _now_ms(clock_at)
-            if wait_ms <= 0:
-                return 0
+            left_ms = wait_ms - passed_ms

@@ -6,6 +6,7 @@ watcher over the control connections. Between threads there is nothing to prove 
 
 from __future__ import annotations
 
+import importlib
 import logging
 import socket
 import time
@@ -136,6 +137,10 @@ def _form(
 ) -> _Formed:
     """Roll call and connections; nothing stays open where they fail. All processes have to have ``agreed`` alike."""
     client, index, processes = joined.client, joined.environment.rank, joined.environment.world
+    if strategy.transport == AUTO or strategy.transport.name == "tcp":
+        importlib.import_module(
+            "syncline.kernels.streams"
+        )  # compiled, where nobody has, before others wait for this one
     listener = Listener(address, run_id(run), joined.secret, index, processes)
     with closing(listener), ExitStack() as undo:
         terms = {"strategy": str(strategy), "version": __version__, tuning.VARIABLE: tuning.mode(), **agreed}

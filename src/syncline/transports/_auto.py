@@ -2,14 +2,13 @@
 
 What ``transport=auto`` runs where some processes share a host and others do not: shared memory inside, TCP between.
 Messages to and from a peer go through one member transport, so that what a transport promises holds as it is. One wait
-covers all members: their descriptors are registered in one epoll.
+covers all members: that of the last one, which watches the others' descriptors as well.
 
 Knows nothing of its members but what ``Member`` says.
 """
 
 from __future__ import annotations
 
-import select
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
@@ -27,6 +26,10 @@ class Member(Transport, Protocol):
         """A descriptor that is readable whenever ``poll`` would find something to do, a ``wake`` included."""
         ...
 
+    def watch(self, fd: int) -> None:
+        """From now on end a wait when that descriptor of another is readable, too."""
+        ...
+
     def settle(self) -> bool:
         """Get ready for a wait: write what has gathered. True when ``poll`` has something to return at once."""
         ...
@@ -36,6 +39,7 @@ class Auto:
     """Member transports of process ``rank``, each with the peers that it reaches; the first one allocates memory.
 
     What the first one allocates the others have to send from: so it is the one whose memory matters (shared memory).
+    The last one waits for all: so it is the one whose bodies are moved while it waits (TCP).
     """
 
     def __init__(self, rank: int, members: Mapping[Member, Collection[int]]) -> None:
@@ -45,9 +49,9 @@ class Auto:
         self._to = {peer: member for member, peers in members.items() for peer in peers}
         self.world = len(self._to) + 1
         self._closed = False
-        self._epoll = select.epoll()
-        for member in self._members:
-            self._epoll.register(member.fileno(), select.EPOLLIN)
+        *self._others, self._waiter = self._members
+        for member in self._others:
+            self._waiter.watch(member.fileno())
 
     def lends_from(self, src: int) -> bool:
         return self._member(src).lends_from(src)
@@ -81,9 +85,9 @@ class Auto:
         """Waits for whichever member has something first."""
         if self._closed:
             raise ClosedError("this transport is closed")
-        at_once = [member.settle() for member in self._members]
-        self._epoll.poll(0.0 if any(at_once) else timeout)
-        return [handle for member in self._members for handle in member.poll(0.0)]
+        at_once = [member.settle() for member in self._others]
+        come = self._waiter.poll(0.0 if any(at_once) else timeout)
+        return [handle for member in self._others for handle in member.poll(0.0)] + come
 
     @property
     def idle(self) -> bool:
@@ -106,7 +110,6 @@ class Auto:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._epoll.close()
             for member in self._members:
                 member.close()
 

@@ -45,6 +45,9 @@ class Looped(ABC):
     def fileno(self) -> int:
         return self._loop.fileno()
 
+    def watch(self, fd: int) -> None:
+        self._loop.watch(fd)
+
     def settle(self) -> bool:
         self._loop.write()
         return bool(self._operations.completed)

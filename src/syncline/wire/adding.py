@@ -62,4 +62,4 @@ def can_add(dtype: np.dtype[Any]) -> bool:
     """Whether elements of that type can be added while they come in."""
     from ..kernels.passes import CODES
 
-    return dtype.name in CODES
+    return dtype.isnative and dtype.name in CODES

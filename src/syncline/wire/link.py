@@ -238,7 +238,7 @@ class Link:
             if self._reading:
                 came = self._fill_by_row()
                 if came == rows.NOTHING:
-                    return self._is_open()
+                    return self._fill_by_hand()
                 if came == rows.OPEN:
                     return True
                 continue
@@ -283,12 +283,22 @@ class Link:
             self._complete()
         return came
 
-    def _is_open(self) -> bool:
-        """Whether the connection stands, over which nothing has come; raises OSError where it broke."""
+    def _fill_by_hand(self) -> bool:
+        """Find out why compiled code could not read a byte; False when the peer has closed. Raises OSError."""
+        row, left = self.row, int(self.row[rows.LEFT])
+        assert self._adding is not None or self._body is not None
+        room = self._body[-left:] if self._adding is None else self._adding.room()  # type: ignore[index]
         try:
-            return bool(self.sock.recv(1, socket.MSG_PEEK))
+            got = self.sock.recv_into(room)
         except BlockingIOError:
             return True
+        row[rows.RECEIVED] += got
+        if self._adding is not None:
+            self._adding.took(got)
+        else:
+            row[rows.INTO] += got
+            row[rows.LEFT] -= got
+        return got > 0
 
     def _read(self, into: list[memoryview]) -> int:
         if not self.is_unix:

@@ -16,6 +16,7 @@ import select
 import termios
 import threading
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -24,6 +25,9 @@ import numpy as np
 from ..errors import ProtocolError
 from .link import Link
 from .scratch import address_of
+
+_MOST_MS = 2**31 - 1
+"""The longest wait that the kernel can be asked for."""
 
 
 class _Compiled:
@@ -40,11 +44,18 @@ class _Compiled:
         events, clock = np.zeros(streams.EVENT_WORDS * watched, np.int32), np.zeros(2, np.int64)
         turn = streams.turn.bind(self._rows, self._found, events)
         self._turn = partial(turn, address_of(events), address_of(clock), epoll.fileno())
-        self._clock = clock
+        self._epoll, self._clock = epoll, clock
+
+    def forget(self, fd: int) -> None:
+        """A link has ended."""
+        if fd < self._rows.size:
+            self._rows[fd] = 0
 
     def poll(self, timeout: float) -> list[tuple[int, int]]:
         """As that of epoll, for what is left to be done."""
-        count = self._turn(math.ceil(timeout * 1e3))
+        count = self._turn(min(math.ceil(timeout * 1e3), _MOST_MS))
+        if count < 0:
+            return self._epoll.poll(0.0)  # raises what was wrong; nothing where it was a signal
         found = self._found[: 2 * count].tolist()
         return list(zip(found[::2], found[1::2], strict=True))
 
@@ -67,7 +78,8 @@ class Loop:
         for fd in self._links:
             self._epoll.register(fd, select.EPOLLIN)
         moved = {fd: link for fd, link in self._links.items() if link.compiled}
-        self._ready = _Compiled(self._epoll, moved, len(self._links) + 1).poll if moved else self._epoll.poll
+        self._compiled = _Compiled(self._epoll, moved, len(self._links) + 1) if moved else None
+        self._ready: deque[tuple[int, int]] = deque()  # what a turn has found and nobody has looked at yet
 
     @property
     def bell(self) -> int:
@@ -97,6 +109,10 @@ class Loop:
             self._writing.add(fd)
             self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
 
+    def watch(self, fd: int) -> None:
+        """From now on ``turn`` returns when another's descriptor is readable, too, which is the other's to see to."""
+        self._epoll.register(fd, select.EPOLLIN)
+
     def fileno(self) -> int:
         """Readable when ``turn`` would have something to do: for a loop around this one."""
         return self._epoll.fileno()
@@ -107,8 +123,14 @@ class Loop:
         return not self._waiting and not self._writing
 
     def turn(self, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds for something to do, and do it."""
-        for fd, events in self._ready(timeout):
+        """Wait up to ``timeout`` seconds for something to do, and do it.
+
+        What is left when an error is raised is done in the next turn: compiled code may have read all that had come.
+        """
+        if not self._ready:
+            self._ready.extend((self._epoll if self._compiled is None else self._compiled).poll(timeout))
+        while self._ready:
+            fd, events = self._ready.popleft()
             if fd == self._bell:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._bell)
@@ -173,5 +195,7 @@ class Loop:
         self._writing.discard(fd)
         with contextlib.suppress(OSError):
             self._epoll.unregister(fd)
+        if self._compiled is not None:
+            self._compiled.forget(fd)
         link.close()
         self._on_lost(link.peer)
