@@ -157,6 +157,28 @@ def zeroed_otherwise(here: Here) -> dict[str, torch.Tensor]:
     return plain(here)
 
 
+def zeroed_by_kept(here: Here) -> dict[str, torch.Tensor]:
+    """Right behind each step, by gradients that were read once."""
+    for step in range(STEPS):
+        loss_of(here.model(here.share(batch(step)))).backward()
+        here.optimizer.step()
+        if step == 0:
+            kept = [parameter.grad for parameter in here.model.parameters() if parameter.grad is not None]
+        torch._foreach_zero_(kept)
+    return weights(here.model)
+
+
+def zeroed_by_their_memory(here: Here) -> dict[str, torch.Tensor]:
+    """The same by what shares the memory of gradients."""
+    for step in range(STEPS):
+        loss_of(here.model(here.share(batch(step)))).backward()
+        here.optimizer.step()
+        if step == 0:
+            kept = [parameter.grad.data for parameter in here.model.parameters() if parameter.grad is not None]
+        torch._foreach_zero_(kept)
+    return weights(here.model)
+
+
 def skipped(here: Here) -> dict[str, torch.Tensor]:
     """A step is given up behind backward, as scripts do whose loss is not a number; another is made twice."""
     for step in range(STEPS):
@@ -277,7 +299,7 @@ def in_another_mode(here: Here) -> dict[str, torch.Tensor]:
 SCRIPTS = [
     plain, clipped, clipped_now_and_then, moving_average, saved, scheduled, accumulated, added_up, never_zeroed,
     zeroed_otherwise, skipped, own_gradients, changed_weights, penalised, copied, with_closure, scaled, in_another_mode,
-    adversarial,
+    adversarial, zeroed_by_kept,
 ]  # fmt: skip
 
 

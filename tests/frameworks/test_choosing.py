@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -123,6 +125,25 @@ def changes_kept_gradients(here: Here, number: int) -> None:
     here.optimizer.zero_grad(set_to_none=False)
 
 
+def zeroes_by(keep: Callable[[torch.Tensor], Any], tensors: Callable[[Any], list[torch.Tensor]] = list) -> Script:
+    """Zeroes gradients behind the step, by what it has kept once, and never reads them by name again."""
+
+    def zeroes(here: Here, number: int) -> None:
+        loss_of(here.model(here.share(batch(number)))).backward()
+        here.optimizer.step()
+        if "kept" not in vars(here):
+            read = [parameter.grad for parameter in here.model.parameters()]
+            vars(here)["kept"] = [keep(one) for one in read if one is not None]
+        torch._foreach_zero_(tensors(vars(here)["kept"]))
+
+    return zeroes
+
+
+zeroes_kept_gradients = zeroes_by(lambda gradient: gradient)
+zeroes_their_memory = zeroes_by(lambda gradient: gradient.data)
+zeroes_unseen = zeroes_by(weakref.ref, lambda kept: [one() for one in kept])
+
+
 def uses_a_closure(here: Here, number: int) -> None:
     def closure() -> torch.Tensor:
         here.optimizer.zero_grad()
@@ -167,11 +188,22 @@ def trains_a_part(here: Here, number: int) -> None:
     here.optimizer.step()
 
 
+def reads_behind_a_failure(here: Here, number: int) -> None:
+    """A forward pass that fails is over."""
+    step(here, number)
+    with torch.no_grad(), contextlib.suppress(RuntimeError):
+        here.model(torch.zeros(2, 5, dtype=torch.float64))
+    weights(here.model)
+
+
 LOOKS = [
     clips,
     scales,
     replaces_gradients,
     changes_kept_gradients,
+    zeroes_kept_gradients,
+    zeroes_their_memory,
+    zeroes_unseen,
     uses_a_closure,
     averages_weights,
     keeps_their_memory,
@@ -208,7 +240,10 @@ def test_scripts_that_look_get_one_workers_weights(group: Any, look: Script) -> 
         close(found, wanted)
 
 
-@pytest.mark.parametrize("look", [clips, scales, replaces_gradients, uses_a_closure, averages_weights, reads_the_state])
+@pytest.mark.parametrize(
+    "look",
+    [clips, scales, replaces_gradients, uses_a_closure, averages_weights, reads_the_state, reads_behind_a_failure],
+)
 @pytest.mark.parametrize("who", [0, 2])
 def test_one_look_of_one_rank_later_makes_all_go_back(group: Any, asked: Asked, look: Script, who: int) -> None:
     """In the step after the one whose ticket tells of it."""
@@ -256,6 +291,71 @@ def test_iterations_are_crossed_again_when_nobody_has_looked_for_long(
     for found in on_group(group, "ring", 2, sgd, body):
         close(found, wanted)
     assert asked == [True, False, True, False, False, True], asked
+
+
+@pytest.mark.parametrize("at", [STEPS, STEPS + 2])
+@pytest.mark.parametrize("keep", ["weights", "gradients", "memory of gradients"])
+def test_what_is_kept_while_iterations_are_crossed_is_found_in_the_same_step(
+    group: Any, asked: Asked, keep: str, at: int
+) -> None:
+    """Tensors with the memory of weights, made where nothing is under way, or gradients that are zeroed by them."""
+
+    def body(here: Here) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        found: list[torch.Tensor] = []
+        for number in range(STEPS + 7):
+            if number < at:
+                step(here, number)
+                continue
+            output = here.model(here.share(batch(number)))
+            if keep == "weights" and number == at:
+                kept = [parameter.detach() for parameter in here.model.parameters()]
+            loss_of(output).backward()
+            here.optimizer.step()
+            if keep == "weights":
+                found += [one.clone() for one in kept]
+                here.optimizer.zero_grad()
+                continue
+            if number == at:
+                read = [parameter.grad for parameter in here.model.parameters()]
+                kept = [one if keep == "gradients" else one.data for one in read if one is not None]
+                del read
+            torch._foreach_zero_(kept)
+        assert here.session is None or not crosses(here)
+        return [*found, *weights(here.model).values()]
+
+    wanted = dict(enumerate(alone(sgd, body)))
+    for found in on_group(group, "ring", 2, sgd, body):
+        close(dict(enumerate(found)), wanted)  # type: ignore[arg-type]
+    assert asked == [True, False]
+
+
+def in_shared_memory(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model, optimizer = sgd(index)
+    model.share_memory()
+    return model, optimizer
+
+
+def over_numpy(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model, optimizer = sgd(index)
+    for parameter in model.parameters():
+        parameter.data = torch.from_numpy(parameter.detach().numpy().copy())
+    return model, optimizer
+
+
+@pytest.mark.parametrize("make", [in_shared_memory, over_numpy])
+def test_iterations_are_not_crossed_where_others_than_tensors_have_the_memory_of_weights(
+    group: Any, asked: Asked, make: Any
+) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for number in range(STEPS + 2):
+            step(here, number)
+        return weights(here.model)
+
+    wanted = alone(make, body)
+    for found in on_group(group, "ring", 2, make, body):
+        close(found, wanted)
+    assert asked == [False]
 
 
 def test_ranks_wait_no_longer_than_at_first_once_iterations_have_been_crossed_for_longer(

@@ -18,6 +18,7 @@ from scripts import (
     plain_of_fifo,
     tied,
     zero_filled,
+    zeroed_by_their_memory,
 )
 from toy import Here, adam, alone, batch, close, loss_of, mlp, on_group, sgd, train, weights
 
@@ -27,6 +28,14 @@ from toy import Here, adam, alone, batch, close, loss_of, mlp, on_group, sgd, tr
 def test_scripts_get_one_workers_weights(group: Any, strategy: str, script: Callable[[Here], Any]) -> None:
     wanted = alone(sgd, script)
     for found in on_group(group, strategy, 2, sgd, script):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", LAYERED[1:4])
+def test_gradients_may_be_changed_by_what_shares_their_memory(group: Any, strategy: str) -> None:
+    """On a device nobody knows of it."""
+    wanted = alone(sgd, zeroed_by_their_memory)
+    for found in on_group(group, strategy, 2, sgd, zeroed_by_their_memory):
         close(found, wanted)
 
 

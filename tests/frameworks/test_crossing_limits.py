@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,18 @@ def test_a_weight_that_was_read_too_early_is_refused(group: Any) -> None:
         on_group(group, LAYERED[1], 2, unseen(2), plain)
 
 
+def test_a_forward_pass_that_fails_shows_nothing_of_what_training_reads(group: Any) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        with pytest.raises(RuntimeError):
+            here.model(torch.zeros(2, 5, dtype=torch.float64))
+        weights(here.model)
+        return plain(here)
+
+    wanted = alone(unseen(0), body)
+    for found in on_group(group, LAYERED[1], 2, unseen(0), body, weight=1):
+        close(found, wanted)
+
+
 def test_an_evaluation_before_training_shows_nothing_of_what_training_reads(group: Any) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         with torch.no_grad():
@@ -97,6 +110,31 @@ def test_gradients_changed_behind_the_exchange_are_refused(group: Any) -> None:
         here.optimizer.step()
 
     with pytest.raises(GradientError, match=r"the gradient of '0\.weight' was changed through a tensor that was kept"):
+        on_group(group, LAYERED[1], 2, sgd, body)
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_gradients_that_are_changed_unseen_while_they_are_under_way_are_refused(group: Any, when: str) -> None:
+    """By what nobody is seen to keep, before the optimizer is called or behind it."""
+
+    def body(here: Here) -> None:
+        parameter = here.model.get_parameter("0.weight")
+        train(here, range(1))
+        kept = weakref.ref(parameter.grad)  # type: ignore[arg-type]
+        loss_of(here.model(here.share(batch(1)))).backward()
+        assert under_way(here)
+        gradient: Any = kept()
+        if when == "before":
+            gradient.zero_()
+            assert parameter.grad is not None
+            return
+        del gradient
+        here.optimizer.step()
+        assert under_way(here)
+        kept().zero_()  # type: ignore[union-attr]
+        here.model(here.share(batch(2)))
+
+    with pytest.raises(GradientError, match=r"the gradient of '0.weight' was changed .* kept .* schedule=fixed"):
         on_group(group, LAYERED[1], 2, sgd, body)
 
 

@@ -25,6 +25,7 @@ from scripts import (
     under_way,
     with_closure,
     zero_filled,
+    zeroed_by_kept,
     zeroed_otherwise,
 )
 from toy import OPTIMIZERS, STAGED, Here, adam, alone, batch, close, loss_of, making, mlp, on_group, sgd, train, weights
@@ -39,7 +40,7 @@ LAYERED = [f"{place} schedule=priority(slice=40B)" for place in PLACES]
 LAYERED += [f"ps(servers=1) schedule=priority(slice=40B){STAGED}", "ps(servers=2, on=workers) schedule=priority"]
 SCRIPTS = [
     plain, moving_average, saved, scheduled, accumulated, zeroed_otherwise, changed_weights, penalised, copied,
-    with_closure, in_another_mode,
+    with_closure, in_another_mode, zeroed_by_kept,
 ]  # fmt: skip
 
 

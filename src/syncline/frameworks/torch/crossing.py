@@ -6,6 +6,8 @@ is its layer in the next forward pass. The script's loop stays as it is:
 
 * Who looks at a gradient (clipping, a GradScaler) waits for all of them, and has averages from there on. The optimizer
   then updates at once, whatever has become of them. So it does where a script has put gradients of its own in place.
+* Who has kept gradients from before, to change them by, waits in ``optimizer.step()``; who changes them in a way that
+  nobody could know of is refused.
 * Who looks at a weight (an evaluation, a moving average, ``state_dict``) has it updated first.
 * A second backward pass without a step, and whatever ends an exchange (a checkpoint, another layout, the end), waits.
 * Weights of compiled models, and those of whose use torch does not tell, wait at the model's own forward pass. The
@@ -24,7 +26,7 @@ only, and who looks at weights between steps, on any rank, sees those that all h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +35,14 @@ import torch
 from ...engine.step import Action, Apply
 from ...engine.trace import begin
 from ...errors import UsageError
-from ...nouns import Bucket
 from .compiled import is_compiled
 from .deferred import Deferral, in_transform
 from .eager import eager
+from .intact import Writes
 from .local import LocalSteps
+from .owed import Owed
 from .parts import Values, has_hooks, update, updates_alone, values_of, write_back
-from .storage import Storage
+from .storage import shares_memory
 from .supported import check_held
 
 if TYPE_CHECKING:
@@ -65,7 +68,8 @@ class Crossing:
         self._alone = updates_alone(optimizer)
         self._owed: dict[int, Owed] = {}  # updates, by step
         self._failed: BaseException | None = None  # what kept an update from being made
-        self._versions: list[int] = []  # of the gradients, as backward has left them
+        self._written = Writes(replica.storage)  # the gradients, as backward has left them
+        self._left: Writes | None = None  # the same as the optimizer has, where steps are watched
         self._early: list[int] = []  # parameters that are read where nobody sees it
         self._first = True  # no step has been exchanged
         self._looked: set[int] | None = None  # those that were looked at in the first pass, while that lasts
@@ -82,7 +86,8 @@ class Crossing:
             parameter.register_hook(partial(self._before_gradient, number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(self._parameters)
         ]
-        self._handles.append(replica.model.register_forward_hook(eager(lambda *_: self._after_forward())))
+        after = eager(lambda *_: self._after_forward())
+        self._handles.append(replica.model.register_forward_hook(after, always_call=True))  # also where the pass fails
         replica.keep(self._handles[-1:])
 
     @property
@@ -159,7 +164,8 @@ class Crossing:
             self._deferral.release_all()
             return False
         gradients, values = self._replica.gradients, values_of(self._optimizer)  # behind the update before
-        self._owed[number] = Owed(gradients.storage_of(number), gradients.layout.buckets, values, frozenset(held))
+        storage, buckets = gradients.storage_of(number), gradients.layout.buckets
+        self._owed[number] = Owed(storage, self._written, buckets, values, frozenset(held))
         self._deferral.defer(range(len(self._parameters)))
         self._update_others(values)
         if self.local is not None:
@@ -170,9 +176,7 @@ class Crossing:
         """The optimizer has updated them: until the next forward pass nobody has to look."""
         with self._deferral.lock:
             self._deferral.defer(range(len(self._parameters)))
-            for parameter in self._parameters:
-                with torch._C.DisableTorchFunctionSubclass():
-                    self.looked |= _shares_memory(parameter)
+            self._left = Writes(self._replica.storage)
 
     def at_once(self, whole: Callable[[], Any]) -> Any:
         """Let the optimizer update all that it has, with gradients as they are when it looks at them."""
@@ -205,15 +209,27 @@ class Crossing:
             for number in held:
                 if self._parameters[number].grad is not storage.views[number]:
                     return False
-        for number, (view, version) in enumerate(zip(storage.views, self._versions, strict=True)):
-            if view._version != version and self.watches:
-                return False
-            if view._version != version:
-                raise self._replica.fault(
-                    f"the gradient of {self._replica.named[number][0]!r} was changed through a tensor that was kept"
-                    " from before the end of backward(), while it was exchanged: read parameter.grad after backward()"
-                )
-        return True
+        if not self.watches:
+            self._check_unwritten(self._written)
+        elif self._written.since() is not None:
+            return False
+        return not self._keeps()
+
+    def _keeps(self) -> bool:
+        """Whether the script has kept what shows, or changes, what is under way: nobody would see it do so."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.gives_way and any(shares_memory(parameter) for parameter in self._parameters):
+                return True
+            return self._replica.storage.kept
+
+    def _check_unwritten(self, written: Writes, tensors: Iterable[int] | None = None) -> None:
+        """Raise GradientError where one of these gradients, or of all, was changed while it was under way."""
+        if (number := written.since(tensors)) is not None:
+            raise self._replica.fault(
+                f"the gradient of {self._replica.named[number][0]!r} was changed through a tensor that was kept from"
+                " before, while it was exchanged: read parameter.grad anew each time before it is changed, or use"
+                " schedule=fixed"
+            )
 
     def _update_others(self, values: Values) -> None:
         """Parameters whose gradients are not exchanged are updated at once."""
@@ -235,6 +251,8 @@ class Crossing:
 
     def before_forward(self) -> None:
         """The model's own forward pass begins."""
+        if self._in_forward:  # the pass before was interrupted
+            self._looked = None
         self._in_forward = True
         self.looked |= in_transform()  # in which nothing can be updated
         if self._replica.machine.unstepped and self._deferral.any:
@@ -260,6 +278,9 @@ class Crossing:
 
     def _before_gradient(self, number: int, _: torch.Tensor) -> None:
         """Backward is about to add to the gradient of a parameter."""
+        if self._left is not None:
+            self.looked |= self._left.since() is not None
+            self._left = None
         if self._deferral.any:
             self._begin_backward()
         if self._later:
@@ -305,7 +326,7 @@ class Crossing:
         self._first = self._first and self._looked is None and self.watches  # it may watch from mid-step on
         self._looked, self._in_forward = None, False
         if self._replica.machine.under_way:
-            self._versions = [view._version for view in self._replica.storage.views]
+            self._written = Writes(self._replica.storage)
             self._deferral.defer(range(len(self._parameters)))
 
     # What completes parameters.
@@ -341,6 +362,8 @@ class Crossing:
         """The same without the script."""
         with self._deferral.lock:
             if self._owed or self._deferral.any:
+                if self._replica.machine.unstepped and self._deferral.any and not self.watches:
+                    self._check_unwritten(self._written)
                 self._do(self._replica.machine.flush())
                 self._deferral.release_all()
 
@@ -350,6 +373,7 @@ class Crossing:
         if owed is None:
             return  # the optimizer has done it at once
         tensors = owed.complete(action.buckets)
+        self._check_unwritten(owed.written, tensors)
         self._deferral.release(tensors)
         if self.local is not None:
             self.local.go_back()
@@ -365,42 +389,3 @@ class Crossing:
         if owed.over:
             write_back(self._optimizer, owed.values, owed.after)
             del self._owed[action.step]
-
-
-class Owed:
-    """What a step still owes to the weights."""
-
-    def __init__(self, storage: Storage, buckets: Sequence[Bucket], values: Values, held: Collection[int]) -> None:
-        self.storage, self.values, self.after = storage, values, values
-        self._held = held
-        self._buckets = buckets
-        self._left: dict[int, int] = {}  # buckets of each tensor
-        for bucket in buckets:
-            for part in bucket.slices:
-                self._left[part.tensor] = self._left.get(part.tensor, 0) + 1
-
-    def complete(self, buckets: Iterable[int]) -> list[int]:
-        """The tensors that the optimizer has of which these were the last buckets."""
-        found = []
-        for number in buckets:
-            for part in self._buckets[number].slices:
-                self._left[part.tensor] -= 1
-                if self._left[part.tensor] == 0:
-                    del self._left[part.tensor]
-                    found.append(part.tensor)
-        return [tensor for tensor in found if tensor in self._held]
-
-    @property
-    def over(self) -> bool:
-        """Whether all tensors have had the update."""
-        return not self._left
-
-
-def _shares_memory(parameter: torch.Tensor) -> bool:
-    """Whether other tensors have the memory of a parameter, or that is not known: who reads these is not seen."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return count is None or bool(count(parameter.untyped_storage()._cdata) > _ALONE)
-
-
-_ALONE = 2
-"""Who uses the memory of a parameter that is nobody else's: its tensor, and who asks."""

@@ -1,15 +1,16 @@
 """Whether tensors are still where and what ``prepare`` or an exchange has left them.
 
-Autograd counts the in-place writes to a tensor, but not those through ``tensor.data``, and not that ``tensor.data`` is
-given other memory. Both are found here: how a tensor lies is compared as a whole, and of what it holds a few elements
-of every tensor, bit by bit, others each time. A write past autograd that hits none of them is not seen.
+Autograd counts the in-place writes to a tensor (``Writes``), but not those through ``tensor.data``, and not that
+``tensor.data`` is given other memory. Both are found here: how a tensor lies is compared as a whole, and of what it
+holds a few elements of every tensor, bit by bit, others each time. A write past autograd that hits none of them is not
+seen.
 
 Cost: below a microsecond per tensor for how it lies, two passes over ``SAMPLES`` elements per tensor for what it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -45,6 +46,20 @@ class Forms:
                     " now (by .double(), .half(), .to() or .data?): bring the model into its form before prepare()"
                 )
         return None
+
+
+class Writes:
+    """How often autograd had counted a write to each tensor of a storage when this was made."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._counts = [view._version for view in storage.views]
+
+    def since(self, tensors: Iterable[int] | None = None) -> int | None:
+        """The first of these tensors, or of all, that has been written to since then; None where none has."""
+        views, counts = self._storage.views, self._counts
+        wanted = range(len(views)) if tensors is None else tensors
+        return next((tensor for tensor in wanted if views[tensor]._version != counts[tensor]), None)
 
 
 class Contents:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...engine.step import Apply
-from .crossing import Crossing, Owed
+from .crossing import Crossing
 from .optimizer import group_values
+from .owed import Owed
 from .served import Client
 from .stepping import watch_zero_grad
 from .storage import Storage
@@ -37,6 +38,8 @@ class Pulling(Crossing):
     def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, client: Client, weights: Storage) -> None:
         super().__init__(replica, optimizer, type(optimizer), later=False, local=False)
         self._client, self._weights = client, weights
+        for storage in replica.gradients.storages:
+            storage.count_users()  # the client has become one
 
     def take_step(self) -> None:
         """The script has called the optimizer: from now on weights are the new ones, whenever they come."""
@@ -45,9 +48,12 @@ class Pulling(Crossing):
             number, everything = machine.begun - 1, range(len(self._parameters))
             actions = machine.stepped()
             if not actions:  # nobody has looked
-                self._owed[number] = Owed(gradients.storage_of(number), gradients.layout.buckets, [], set(everything))
+                storage, buckets = gradients.storage_of(number), gradients.layout.buckets
+                self._owed[number] = Owed(storage, self._written, buckets, [], set(everything))
                 self._deferral.defer(everything)
             self._do(actions)
+            if self._keeps():
+                self.settle()
 
     def flush(self) -> None:
         """Wait for all that is under way. Who does it before the optimizer's step may look at gradients from now on."""
@@ -59,13 +65,15 @@ class Pulling(Crossing):
 
     def apply(self, action: Apply) -> None:
         """The weights of these buckets have come."""
+        owed = self._owed.get(action.step)
+        tensors = [] if owed is None else owed.complete(action.buckets)
+        if owed is not None:
+            self._check_unwritten(owed.written, tensors)
         for number in action.buckets:
             self._weights.bring_up(number)
-        owed = self._owed.get(action.step)
-        if owed is not None:
-            self._deferral.release(owed.complete(action.buckets))
-            if owed.over:
-                del self._owed[action.step]
+        self._deferral.release(tensors)
+        if owed is not None and owed.over:
+            del self._owed[action.step]
 
     def detach(self) -> None:
         """Parameters are what they seem to be."""

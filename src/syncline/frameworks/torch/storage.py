@@ -111,6 +111,39 @@ def _holders(tensors: list[torch.Tensor], index: int) -> int:
 _NOBODY_ELSE = _holders([torch.empty(0)], 0)
 
 
+def _holders_of_gradient() -> int:
+    parameter, tensors = torch.nn.Parameter(torch.empty(0)), [torch.empty(0)]
+    parameter.grad = tensors[0]
+    return _holders(tensors, 0)
+
+
+_ONLY_ITS_PARAMETER = _holders_of_gradient()
+
+
+def _users(memory: torch.UntypedStorage) -> int | None:
+    """How many have this memory: tensors, and who asks; None where torch does not tell."""
+    return None if _USE_COUNT is None else int(_USE_COUNT(memory._cdata))
+
+
+_USE_COUNT = getattr(torch._C, "_storage_Use_Count", None)
+
+_ALONE = 2
+"""Who uses the memory of a tensor that is nobody else's: that tensor, and who asks."""
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether others have the memory of a tensor, or that is not known: who reads these is not seen.
+
+    Other tensors, other processes, and what has made the memory where torch has not: NumPy, a file that is mapped.
+    Below a microsecond.
+    """
+    memory = tensor.untyped_storage()
+    users = _users(memory)
+    if users is None or users > _ALONE:
+        return True
+    return tensor.is_cpu and (memory.is_shared() or not memory.resizable())
+
+
 class Pair(NamedTuple):
     """The same elements, flat, where the tensors live and in the transport's memory; both are one where that is one."""
 
@@ -154,6 +187,7 @@ class Storage:
         self.views = [self._view(tensor) for tensor in range(len(self.placed))]
         self.places = tuple(view.data_ptr() for view in self.views)
         self.cut(buckets)
+        self.count_users()
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
         """Let ``arrays`` be these buckets of the same tensors; raises UsageError unless they lie together in one."""
@@ -181,6 +215,22 @@ class Storage:
         placed = self.placed[tensor]
         view = view_like(self.resident[placed.dtype][placed.start : placed.stop], self._forms[tensor])
         return view.data  # with a version of its own
+
+    def count_users(self) -> None:
+        """All who have the memory now are the library's own."""
+        self._users = {dtype: _users(flat.untyped_storage()) for dtype, flat in self.flat.items()}
+
+    @property
+    def kept(self) -> bool:
+        """Whether somebody holds a tensor, a gradient, beside its parameter, or what shares its memory.
+
+        The latter is not known where tensors live elsewhere than in the transport's memory: copies have it, too.
+        """
+        views = self.views
+        if any(_holders(views, tensor) > _ONLY_ITS_PARAMETER for tensor in range(len(views))):
+            return True
+        here = self.flat is self.resident
+        return here and any(_users(flat.untyped_storage()) != self._users[dtype] for dtype, flat in self.flat.items())
 
     def pair(self, number: int) -> Pair:
         """A bucket where its tensors live, and in the transport's memory."""
