@@ -38,6 +38,10 @@ CANDIDATES = (FIRST, "fixed(bucket=8MiB)", "fixed(bucket=2MiB)", "wait_free", "m
 
 MARGIN = 0.02
 
+CROSSING_COST = 0.05
+"""What iterations that are crossed take beyond the prediction and beyond the others, as a share: weights are updated in
+parts, and exchanges go on in forward passes, too, which both want the processor (docs/performance.md)."""
+
 
 def is_wanted(asked: Strategy, workers: int) -> bool:
     """Whether there is a schedule to choose: between workers that come together in their steps."""
@@ -92,8 +96,11 @@ def choose_schedule(
         found.append((one, laid, times))
     if not found:
         return _simplest(offered, lay, cost, "nothing could be predicted")
-    best_s = min(times.whole_s for *_, times in found)
-    by, laid, times = next(row for row in found if row[2].whole_s <= best_s * (1 + MARGIN))
+    expected_s = [
+        times.whole_s * (1 + CROSSING_COST * (one.schedule_object().apply != "step")) for one, _, times in found
+    ]
+    enough_s = min(expected_s) * (1 + MARGIN)
+    by, laid, times = next(row for row, seconds in zip(found, expected_s, strict=True) if seconds <= enough_s)
     first, _, beside = found[0]
     others = "" if by is first else f", {_ms(beside.whole_s)} with {_text(first)}"
     why = f"predicted {_ms(times.whole_s)} per iteration{others}, {_ms(times.computing_s)} computing"
