@@ -78,7 +78,7 @@ class Made:
         return choose_schedule(strategy(text), self.layers, self.cost, self.lay, crossing)
 
 
-SLOW, FAST = LinearCost(1e-3, 2.5e-8), LinearCost(1e-6, 1e-12)
+SLOW, FAST = LinearCost(1e-3, 4e-8), LinearCost(1e-6, 1e-12)
 
 
 def test_what_is_near_enough_is_left_as_it_is() -> None:
