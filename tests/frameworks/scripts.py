@@ -375,3 +375,11 @@ class Global(torch.optim.SGD):
 def coupled(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
     model = mlp()
     return model, Global(model.parameters(), lr=0.1)
+
+
+def weights_and_state(here: Here) -> dict[str, torch.Tensor]:
+    """What training leaves, the optimizer's state too."""
+    train(here, range(STEPS))
+    state = here.optimizer.state_dict()["state"]
+    kept = {f"{i} {key}": value for i, one in state.items() for key, value in one.items() if torch.is_tensor(value)}
+    return weights(here.model) | kept

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import ALL, LAYERED, STEPS, Global, coupled, plain, under_way
+from scripts import ALL, LAYERED, STEPS, Global, coupled, plain, under_way, weights_and_state
 from torch.optim.lr_scheduler import StepLR
 from toy import OPTIMIZERS, Here, alone, batch, close, loss_of, making, mlp, on_group, sgd, train, weights
 
@@ -20,14 +20,8 @@ from syncline.errors import UsageError
 def test_optimizers_in_parts_do_what_they_do_at_once(group: Any, strategy: str, optimizer: str) -> None:
     """Their state too."""
 
-    def body(here: Here) -> dict[str, torch.Tensor]:
-        train(here, range(STEPS))
-        state = here.optimizer.state_dict()["state"]
-        kept = {f"{i} {key}": value for i, one in state.items() for key, value in one.items() if torch.is_tensor(value)}
-        return weights(here.model) | kept
-
-    wanted = alone(making(optimizer), body)
-    for found in on_group(group, strategy, 2, making(optimizer), body):
+    wanted = alone(making(optimizer), weights_and_state)
+    for found in on_group(group, strategy, 2, making(optimizer), weights_and_state):
         close(found, wanted)
 
 

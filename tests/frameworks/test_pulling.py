@@ -23,6 +23,7 @@ from scripts import (
     scheduled,
     tied,
     under_way,
+    weights_and_state,
     with_closure,
     zero_filled,
     zeroed_by_kept,
@@ -75,14 +76,8 @@ def test_a_codecs_bits_do_not_depend_on_the_schedule(group: Any, place: str, cod
 def test_owners_know_what_one_optimizer_would(group: Any, strategy: str, optimizer: str) -> None:
     """Their state too, put together while weights are under way."""
 
-    def body(here: Here) -> dict[str, torch.Tensor]:
-        train(here, range(STEPS))
-        state = here.optimizer.state_dict()["state"]
-        kept = {f"{i} {key}": value for i, one in state.items() for key, value in one.items() if torch.is_tensor(value)}
-        return weights(here.model) | kept
-
-    wanted = alone(making(optimizer), body)
-    for found in on_group(group, strategy, 2, making(optimizer), body):
+    wanted = alone(making(optimizer), weights_and_state)
+    for found in on_group(group, strategy, 2, making(optimizer), weights_and_state):
         close(found, wanted)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from syncline.errors import DataError
 from syncline.report.rows import Point, Result, Row
+from syncline.session.stats import Stats
 
 TOP_KEYS = {"machine", "cores", "versions", "commit", "workload", "rows"}
 ROW_KEYS = {
@@ -99,3 +100,12 @@ def test_saving_replaces_the_file_in_one_piece(tmp_path: Path, mixed: Result) ->
     mixed.save(path)
     assert Result.from_json(path.read_text()) == mixed
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_a_reason_is_what_stands_behind_what_was_chosen() -> None:
+    texts = {None: False, "ring schedule=fixed(bucket=8MiB) transport=tcp": False, "gloo over eth0": False,
+             "ring schedule=priority transport=tcp (schedule=priority: predicted 655 ms)": True}  # fmt: skip
+    for chosen, wanted in texts.items():
+        assert Row("ring", 2, chosen=chosen).reasoned is wanted
+    said = Stats("ring schedule=fixed(bucket=8MiB)", reason="schedule=fixed(bucket=8MiB): predicted 413 ms").chosen
+    assert Row("ring", 2, chosen=said).reasoned

@@ -37,7 +37,7 @@ from .rows import (
     WORDS,
 )
 
-_MOST_MS: Final = 50  # from which on a turn that has moved bytes lets the interpreter look after signals
+_BACK_AFTER_MS: Final = 50  # from which on a turn that has moved bytes lets the interpreter look after signals
 _BUDGET_BYTES: Final = 2 * 1024 * 1024  # of one socket, before it is another one's turn
 _READABLE: Final = 0x1
 _WRITABLE: Final = 0x4
@@ -172,7 +172,7 @@ def turn(rows, found, events, events_at, clock_at, epoll, wait_ms):
                 found[2 * left + 1] = what
                 left += 1
         passed_ms = _now_ms(clock_at) - begun
-        if left > 0 or passed_ms >= _MOST_MS or 0 <= wait_ms <= passed_ms:
+        if left > 0 or passed_ms >= _BACK_AFTER_MS or 0 <= wait_ms <= passed_ms:
             return left
         if wait_ms >= 0:
             left_ms = wait_ms - passed_ms
