@@ -53,6 +53,8 @@ _FOREVER = datetime.timedelta(days=365)
 _END_S = 1.0
 """How long a rank that ends waits for the last frames of others, which may still need what it has sent."""
 
+_END = datetime.timedelta(seconds=_END_S)
+
 _BREAK_S = 5.0
 """How long threads may take to come back over broken connections: they only need the interpreter for a moment."""
 
@@ -90,7 +92,8 @@ class Torch(Enveloped):
             self._readers[peer].start()
 
     def _put(self, peer: int, frame: Bytes, done: Event) -> None:
-        self._send(peer, _FRAMES, frame, done)
+        # Of what is sent just when the peer's end closes the connection, Gloo may forget to say that it has failed.
+        self._send(peer, _FRAMES, frame, done, _END if is_last(frame) else _FOREVER)
 
     def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
         self._send(peer, slot, body, done)
@@ -133,7 +136,7 @@ class Torch(Enveloped):
             _all_ended(threads, _BREAK_S)
         self._group = self._collective = None  # its connections close here
 
-    def _send(self, peer: int, tag: int, data: Bytes, done: Event) -> None:
+    def _send(self, peer: int, tag: int, data: Bytes, done: Event, within: datetime.timedelta = _FOREVER) -> None:
         def sent(_data: Bytes = data) -> None:  # Gloo reads the memory until then
             self._sending[peer] -= 1
             done()
@@ -141,7 +144,7 @@ class Torch(Enveloped):
         with self._reported(peer):
             work = self._group.send([_tensor(data)], peer, tag)
             self._sending[peer] += 1
-            self._wait(peer, work, sent)
+            self._wait(peer, work, sent, within)
 
     @contextlib.contextmanager
     def _reported(self, peer: int) -> Any:
@@ -151,8 +154,8 @@ class Torch(Enveloped):
         except RuntimeError:
             self._tell_progress(lambda: self._lose(peer))
 
-    def _wait(self, peer: int, work: Work, done: Callable[[], None]) -> None:
-        self._waiter(peer).add(lambda: work.wait(_FOREVER), done, lambda _: self._lose(peer))
+    def _wait(self, peer: int, work: Work, done: Callable[[], None], within: datetime.timedelta = _FOREVER) -> None:
+        self._waiter(peer).add(lambda: work.wait(within), done, lambda _: self._lose(peer))
 
     def _waiter(self, peer: int) -> _Waiter:
         if peer not in self._waiters:
