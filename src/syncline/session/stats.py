@@ -21,6 +21,11 @@ class Stats:
     ``algorithms`` gives what runs from which size in bytes on; it is empty where the strategy names the algorithm.
     ``exchange`` says in words how gradients become one average, ``reason`` why ``codec=auto`` took its codec, or why
     nothing is compressed, and why ``schedule=auto`` took its schedule, which may change between two steps.
+
+    How this worker was coordinated with the others: ``staleness`` counts its steps by how many clocks it was ahead of the
+    slowest worker when they began; ``version_lag`` counts its pushes by how many updates the owners had made to the
+    weights since those on which they were computed; ``waited_s`` is the time that it was held up before steps, by the
+    rank that it waited for.
     """
 
     strategy: str
@@ -31,6 +36,9 @@ class Stats:
     algorithms: Mapping[int, str] = field(default_factory=dict)
     exchange: str = ""
     reason: str = ""
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    version_lag: Mapping[int, int] = field(default_factory=dict)
+    waited_s: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def chosen(self) -> str:
