@@ -274,10 +274,10 @@ def join() -> Iterator[None]:
     optimizer state of all ranks are those of the rank that trained longest; learning-rate schedulers are the script's.
     """
     here = _session_of_torch("join()")
-    if not here.alone and any(made.client is not None for made in _prepared):
-        raise NotBuiltError(
-            "join() with a parameter server that holds the weights is not built yet: use ps(update=worker), ring or"
-            " another allreduce, or give every rank the same number of batches"
+    if any(made.client is not None and made.client.crossing is not None for made in _prepared):
+        raise UsageError(
+            "join() where owners of the weights update each bucket when it comes, as under schedule=priority, is not"
+            " possible: a rank without batches cannot say with which values; use schedule=fixed"
         )
     if not here.alone and len(_prepared) > 1:
         raise NotBuiltError("join() with several models is not built yet: give every rank the same number of batches")
@@ -292,14 +292,19 @@ def join() -> Iterator[None]:
             " BatchNorm, or give every rank the same number of batches"
         )
     yield
+    if not _prepared:
+        return
+    from .frameworks.torch.joining import shadow_until_all_joined
+
     for made in _prepared:
-        made.replica.shadow_until_all_joined()
+        shadow_until_all_joined(made.replica, made.client)
 
 
-def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
+def clip_grad_norm_(parameters: Any, max_norm: float, *, scaler: torch.amp.GradScaler | None = None) -> torch.Tensor:
     """Clip the averaged gradients to a Euclidean norm of ``max_norm`` between ``backward`` and ``step``; their norm.
 
     ``parameters`` is the model, or its parameters. Works under every strategy, also where servers hold the gradients.
+    A GradScaler that the loss was scaled by is given as ``scaler``, in place of a call of its ``unscale_``.
     """
     import torch
 
@@ -312,9 +317,13 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     wanted = {id(tensor) for tensor in found if tensor.requires_grad} - ignored
     for client in clients:
         if wanted == {id(parameter) for parameter in client.parameters}:
-            return torch.tensor(client.clip(max_norm))
+            return torch.tensor(client.clip(max_norm, 1.0 if scaler is None else scaler.get_scale()))
     if clients:
         raise UsageError("under a parameter server clip_grad_norm_ takes all parameters of one prepared model")
+    if scaler is not None:
+        for optimizer in {id(made.optimizer): made.optimizer for made in _prepared if made.optimizer}.values():
+            if any(id(tensor) in wanted for group in optimizer.param_groups for tensor in group["params"]):
+                scaler.unscale_(optimizer)
     return torch.nn.utils.clip_grad_norm_(found, max_norm)
 
 

@@ -17,9 +17,10 @@ def test_a_push_and_a_pull_are_between_one_worker_and_the_owners(workers: int, o
     strategy = Strategy.parse(f"ps(servers={owners}, on={on})")
     roles = strategy.roles
     assert roles is not None
-    places = roles.places(workers)
+    group = Group(workers, strategy.servers)
+    places = roles.places(group)
     for worker in range(workers if on == "ranks" or owners <= workers else 0):
-        push, pull = roles.halves_of(Group(workers, strategy.servers), worker)
+        push, pull = roles.halves_of(group, worker)
         for plan in (push, pull):
             check(plan)
             assert plan.owners == places
@@ -36,3 +37,26 @@ def test_workers_turn_to_the_owners_after_their_own_number_first() -> None:
     assert roles is not None
     first = [roles.halves_of(Group(3, 3), worker)[0].dst[0] for worker in range(3)]
     assert first == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("servers", "nodes", "wanted"),
+    [
+        (2, (0, 0, 1, 1), (0, 2)),
+        (3, (0, 0, 1, 1), (0, 1, 2)),
+        (4, (0, 0, 1, 1), (0, 1, 2, 3)),
+        (3, (0, 0, 0, 1), (0, 1, 3)),
+        (3, (0, 1, 0, 1, 2, 2), (0, 1, 4)),
+        (2, (), (0, 1)),
+    ],
+)
+def test_serving_workers_stand_on_different_hosts(
+    servers: int, nodes: tuple[int, ...], wanted: tuple[int, ...]
+) -> None:
+    strategy = Strategy.parse(f"ps(servers={servers}, on=workers)")
+    group, roles = Group(len(nodes) or 4, nodes=nodes), strategy.roles
+    assert roles is not None
+    assert roles.places(group) == wanted
+    for half in (*strategy.halves(group), strategy.plan(group)):
+        check(half)
+    assert strategy.halves(group)[0].owners == wanted

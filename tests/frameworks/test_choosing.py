@@ -20,6 +20,7 @@ from toy import STAGED, Here, adam, alone, batch, close, fill, loss_of, on_group
 from syncline import checkpoint
 from syncline.errors import UsageError
 from syncline.frameworks.torch import Options, Prepared, choosing, prepare
+from syncline.frameworks.torch.joining import shadow_until_all_joined
 from syncline.frameworks.torch.timing import BucketTimes
 from syncline.nouns import Bucket, Layer
 from syncline.predict.network import LinearCost
@@ -717,7 +718,7 @@ def test_ranks_without_batches_come_along(group: Any, counts: list[int]) -> None
                 here.optimizer.zero_grad()
                 loss_of(here.model(part(number, here.rank))).backward()
                 here.optimizer.step()
-            here.replica.shadow_until_all_joined()
+            shadow_until_all_joined(here.replica, here.client)
         return weights(here.model)
 
     def union(here: Here) -> dict[str, torch.Tensor]:

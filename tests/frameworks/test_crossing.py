@@ -22,6 +22,8 @@ from scripts import (
 )
 from toy import Here, adam, alone, batch, close, loss_of, mlp, on_group, sgd, train, weights
 
+from syncline.frameworks.torch.joining import shadow_until_all_joined
+
 
 @pytest.mark.parametrize("strategy", LAYERED)
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -96,7 +98,7 @@ def test_ranks_with_fewer_batches_take_part(group: Any, strategy: str) -> None:
         train(here, range(6 if here.rank == 0 else 3))
         assert here.replica is not None
         here.replica.on_joined = lambda _: None
-        here.replica.shadow_until_all_joined()
+        shadow_until_all_joined(here.replica, here.client)
         return weights(here.model)
 
     found, other = on_group(group, strategy, 2, sgd, body)

@@ -12,6 +12,8 @@ import pytest
 import torch
 from toy import REPLICAS, STRATEGIES, Here, batch, close, fill, gradients, loss_of, mlp, on_group, sgd, weights
 
+from syncline.frameworks.torch.joining import shadow_until_all_joined
+
 Loss = Callable[[torch.nn.Module, int], torch.Tensor]
 
 
@@ -147,7 +149,7 @@ def test_join_divides_by_the_ranks_that_are_left(group: Any) -> None:
             here.optimizer.zero_grad()
             unequal(here.model, here.rank).backward()
             seen = gradients(here.model)
-        here.replica.shadow_until_all_joined()
+        shadow_until_all_joined(here.replica, here.client)
         return seen
 
     found = on_group(group, "ring", 3, sgd, body, weight=1)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from toy import REPLICAS, Here, adam, alone, batch, close, fill, loss_of, on_group, weights
+from toy import REPLICAS, SERVED, Here, adam, alone, batch, close, fill, loss_of, on_group, weights
 
 from syncline.errors import MismatchError, PeerError
+from syncline.frameworks.torch.joining import shadow_until_all_joined
 
 COUNTS = [2, 5, 3]
 
@@ -18,6 +19,12 @@ def train(here: Here, steps: range) -> None:
         here.optimizer.zero_grad()
         loss_of(here.model(batch(10 * step + here.rank, 4))).backward()
         here.optimizer.step()
+
+
+def clip(here: Here, max_norm: float) -> float:
+    if here.client is not None:
+        return here.client.clip(max_norm)
+    return float(torch.nn.utils.clip_grad_norm_(here.model.parameters(), max_norm))
 
 
 def union(here: Here, counts: list[int], start: int = 0) -> None:
@@ -49,7 +56,7 @@ def test_a_rank_that_goes_on_to_another_call_is_named_with_the_remedy(group: Any
         on_group(group, strategy, 3, adam, body)
 
 
-@pytest.mark.parametrize("strategy", REPLICAS)
+@pytest.mark.parametrize("strategy", REPLICAS + SERVED)
 def test_joined_ranks_count_all_batches_and_end_equal(group: Any, strategy: str) -> None:
     """Two epochs: the optimizer's state is equal too, so that training goes on from one point."""
 
@@ -57,7 +64,7 @@ def test_joined_ranks_count_all_batches_and_end_equal(group: Any, strategy: str)
         assert here.replica is not None
         for start, counts in ((0, COUNTS), (20, COUNTS[::-1])):
             train(here, range(start, start + counts[here.rank]))
-            here.replica.shadow_until_all_joined()
+            shadow_until_all_joined(here.replica, here.client)
         return weights(here.model)
 
     def both(here: Here) -> dict[str, torch.Tensor]:
@@ -72,11 +79,71 @@ def test_joined_ranks_count_all_batches_and_end_equal(group: Any, strategy: str)
         assert all(torch.equal(found[name], tensor) for name, tensor in results[0].items())
 
 
+@pytest.mark.parametrize("strategy", [*SERVED, "ps(servers=2) codec=fp16", "ps(servers=3, on=workers) codec=fp16"])
+def test_who_has_no_batches_takes_part_in_clipping_by_owners(group: Any, strategy: str) -> None:
+    """It does not know who clips when, nor with which learning rate: the others' count."""
+    counts = [1, 5, 3]
+
+    def clipped(here: Here, step: int, loss: torch.Tensor) -> float:
+        here.optimizer.zero_grad()
+        loss.backward()
+        norm = 0.0
+        if step % 2:
+            norm = clip(here, 0.2)
+        here.optimizer.param_groups[0]["lr"] = 0.02 / (step + 1)
+        here.optimizer.step()
+        return norm
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        assert here.replica is not None
+        norms = [
+            clipped(here, step, loss_of(here.model(batch(10 * step + here.rank, 4))))
+            for step in range(counts[here.rank])
+        ]
+        shadow_until_all_joined(here.replica, here.client)
+        found = weights(here.model)
+        return {**found, "norms": torch.tensor(norms, dtype=torch.float64)} if here.rank == 1 else found
+
+    def one(here: Here) -> dict[str, torch.Tensor]:
+        norms = []
+        for step in range(max(counts)):
+            parts = [batch(10 * step + rank, 4) for rank, count in enumerate(counts) if step < count]
+            norms.append(clipped(here, step, loss_of(here.model(torch.cat(parts)))))
+        return {**weights(here.model), "norms": torch.tensor(norms, dtype=torch.float64)}
+
+    wanted = alone(adam, one)
+    results = on_group(group, strategy, 3, adam, body)
+    if "codec" not in strategy:
+        close(results[1], wanted)
+    for found in results:
+        assert all(torch.equal(found[name], results[1][name]) for name in found if name != "norms")
+
+
+@pytest.mark.parametrize("strategy", SERVED)
+def test_training_goes_on_after_a_join_with_owners(group: Any, strategy: str) -> None:
+    """Batch statistics are those of the rank that trained longest, and no weights look changed by the script."""
+
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = fill(torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)).double())
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        assert here.replica is not None
+        for start, counts in ((0, [1, 3]), (20, [4, 2])):
+            train(here, range(start, start + counts[here.rank]))
+            shadow_until_all_joined(here.replica, here.client)
+        return weights(here.model)
+
+    first, second = on_group(group, strategy, 2, make, body)
+    assert int(first["0.num_batches_tracked"]) == 7
+    assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
+
+
 def test_a_rank_without_any_batch_joins_at_once(group: Any) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         assert here.replica is not None
         train(here, range([0, 2][here.rank]))
-        here.replica.shadow_until_all_joined()
+        shadow_until_all_joined(here.replica, here.client)
         return weights(here.model)
 
     def one(here: Here) -> dict[str, torch.Tensor]:
@@ -92,7 +159,7 @@ def test_joining_with_equal_numbers_of_batches_changes_nothing(group: Any) -> No
     def body(here: Here) -> dict[str, torch.Tensor]:
         assert here.replica is not None
         train(here, range(2))
-        here.replica.shadow_until_all_joined()
+        shadow_until_all_joined(here.replica, here.client)
         return weights(here.model)
 
     def one(here: Here) -> dict[str, torch.Tensor]:
@@ -114,7 +181,7 @@ def test_a_joined_rank_gets_the_buffers_of_those_that_train_on(group: Any) -> No
     def body(here: Here) -> dict[str, torch.Tensor]:
         assert here.replica is not None
         train(here, range([1, 3][here.rank]))
-        here.replica.shadow_until_all_joined()
+        shadow_until_all_joined(here.replica, here.client)
         return weights(here.model)
 
     first, second = on_group(group, "ring", 2, make, body)
@@ -129,7 +196,7 @@ def test_ranks_that_take_turns_in_having_more_batches_end_equal(group: Any) -> N
         assert here.replica is not None
         for start, counts in ((0, (3, 5)), (20, (5, 3))):
             train(here, range(start, start + counts[here.rank]))
-            here.replica.shadow_until_all_joined()
+            shadow_until_all_joined(here.replica, here.client)
         return weights(here.model)
 
     first, second = on_group(group, "ring", 2, adam, body)

@@ -18,6 +18,7 @@ from syncline.engine.engine import Engine
 from syncline.engine.work import Work
 from syncline.errors import GradientError
 from syncline.frameworks.torch import Prepared
+from syncline.frameworks.torch.joining import shadow_until_all_joined
 from syncline.nouns import Bucket, Layer
 from syncline.schedules import Cost, PushAndPull
 
@@ -128,7 +129,7 @@ def test_ranks_without_batches_follow(group: Any, place: str, counts: list[int])
                 here.optimizer.zero_grad()
                 loss_of(here.model(part(step, here.rank))).backward()
                 here.optimizer.step()
-            here.replica.shadow_until_all_joined()
+            shadow_until_all_joined(here.replica, here.client)
         assert len(here.replica.gradients.layout.buckets) == 2
         return weights(here.model)
 

@@ -132,7 +132,7 @@ def test_one_ranks_overflow_makes_all_ranks_skip_the_step(group: Any, strategy: 
     assert results[1:] == results[:1] * 2
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1, update=worker)"])
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1, update=worker)", *SERVED])
 def test_grad_scaler_trains_as_on_one_worker(group: Any, strategy: str) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -147,23 +147,72 @@ def test_grad_scaler_trains_as_on_one_worker(group: Any, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", SERVED)
-@pytest.mark.parametrize("overflow", [False, True])
-@pytest.mark.parametrize("unscale", [False, True])
-def test_grad_scaler_is_refused_by_servers_with_the_remedy(
-    group: Any, strategy: str, overflow: bool, unscale: bool
-) -> None:
-    """In the first step already, whether or not this step would be skipped."""
+@pytest.mark.parametrize("clips", [False, True])
+def test_one_ranks_overflow_makes_owners_skip_the_step(group: Any, strategy: str, clips: bool) -> None:
+    """Every rank's scaler hears of it, so scales stay equal."""
 
+    def body(here: Here) -> tuple[list[float], list[bool]]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scales, moved = [], []
+        for step in range(STEPS):
+            here.optimizer.zero_grad()
+            before = weights(here.model)
+            x = here.share(batch(step)).float()
+            factor = float("inf") if (here.rank, step) == (1, 2) else 1.0
+            scaler.scale(loss_of(here.model(x)) * factor).backward()
+            if clips and here.client is not None:
+                here.client.clip(1.0, scaler.get_scale())
+            scaler.step(here.optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            moved.append(any(not torch.equal(before[name], tensor) for name, tensor in weights(here.model).items()))
+        return scales, moved
+
+    results = on_group(group, strategy, 3, small, body)
+    assert results[0] == ([1024.0, 1024.0, 512.0, 512.0], [True, True, False, True])
+    assert results[1:] == results[:1] * 2
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("strategy", SERVED)
+def test_grad_scaler_and_clipping_by_owners_train_as_on_one_worker(group: Any, strategy: str, make: Any) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        scaler, norms = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2), []
+        for step in range(STEPS):
+            here.optimizer.zero_grad()
+            scaler.scale(loss_of(here.model(here.share(batch(step))))).backward()
+            if here.client is None:
+                scaler.unscale_(here.optimizer)
+                norms.append(clip(here, 0.3))
+            else:
+                norms.append(here.client.clip(0.3, scaler.get_scale()))
+            scaler.step(here.optimizer)
+            scaler.update()
+        return {**weights(here.model), "norms": torch.tensor(norms, dtype=torch.float64)}
+
+    same_as_alone(group, strategy, 2, make, body)
+
+
+@pytest.mark.parametrize("strategy", SERVED)
+def test_unscaling_what_owners_have_is_refused_with_the_remedy(group: Any, strategy: str) -> None:
     def body(here: Here) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        factor = float("inf") if overflow else 1.0
-        scaler.scale(loss_of(here.model(here.share(batch(0)))) * factor).backward()
-        if unscale:
-            scaler.unscale_(here.optimizer)
+        scaler.scale(loss_of(here.model(here.share(batch(0))))).backward()
+        scaler.unscale_(here.optimizer)
         scaler.step(here.optimizer)
 
-    with pytest.raises(GradientError, match=r"GradScaler.*ps\(update=worker\)"):
+    with pytest.raises(GradientError, match=r"syncline.clip_grad_norm_.*scaler= in place of a GradScaler's unscale_"):
         on_group(group, strategy, 2, sgd, body)
+
+
+def test_a_grad_scaler_cannot_hold_back_what_owners_update_at_once(group: Any) -> None:
+    def body(here: Here) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scaler.scale(loss_of(here.model(here.share(batch(0))))).backward()
+        scaler.step(here.optimizer)
+
+    with pytest.raises(GradientError, match=r"GradScaler has to know all gradients.*schedule=fixed"):
+        on_group(group, "ps(servers=1) schedule=priority", 2, sgd, body)
 
 
 def test_a_disabled_grad_scaler_is_fine_with_servers(group: Any) -> None:

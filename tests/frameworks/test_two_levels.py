@@ -10,6 +10,7 @@ from toy import STAGED, Here, adam, close, on_group, sgd, train, weights
 
 from remade import Remade
 from syncline import registry
+from syncline.frameworks.torch.joining import shadow_until_all_joined
 
 NODES = [(0, 0, 1, 1), (0, 1, 1)]
 CODECS = ["int8", "onebit", "fp16", "topk(ratio=0.4)", "powersgd(rank=1)", "gtopk(ratio=0.4)"]
@@ -71,7 +72,7 @@ def test_ranks_without_batches_give_zeros(group: Any) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         assert here.replica is not None
         train(here, range(1 if here.rank == 3 else 3))
-        here.replica.shadow_until_all_joined()
+        shadow_until_all_joined(here.replica, here.client)
         return weights(here.model)
 
     coded, plain = (

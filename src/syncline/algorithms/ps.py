@@ -1,8 +1,8 @@
 """Parameter server as a plan: push is a reduce to the servers, pull is a copy from them.
 
-Owns where servers stand and which part each holds. Does not know who applies the optimizer: with ``update=worker`` a
-training step runs this plan, with ``update=server`` the servers hold weights and run a protocol of their own, whose
-traffic has this shape.
+Owns who sends what to the servers and which part each holds. Does not know who applies the optimizer: with
+``update=worker`` a training step runs this plan, with ``update=server`` the servers hold weights and run a protocol of
+their own, whose traffic has this shape.
 
 Theory. Each of S servers holds one part of S. All workers push each part to its server and pull the result from it, so
 that a server's port carries N/S times the bytes of a worker's: the bottleneck with few servers, and less traffic per
@@ -13,6 +13,7 @@ GPU/CPU clusters" (BytePS), OSDI 2020.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -20,7 +21,7 @@ from ..errors import UsageError
 from ..nouns import Group
 from ..plans.plan import COPY, REDUCE, Plan
 from ..registry import register
-from . import Roles
+from . import Roles, spread
 
 
 def _roles(servers: int, on: Literal["ranks", "workers"], update: Literal["server", "worker"]) -> Roles:
@@ -37,6 +38,8 @@ def ps(
     update: Literal["server", "worker"] = "server",  # noqa: ARG001 - who updates does not change who sends what to whom
 ) -> Plan:
     """Parameter server: workers push gradients to servers of their own ranks, or to workers that serve, and pull back.
+
+    Fewer serving workers than there are stand on different hosts, as far as these suffice.
 
     Cost: max(nb, Nnb/S) + latencies with push and pull overlapped, twice that when pull follows push; one server:
     2N(a + nb) (Li et al. 2014). Raises UsageError for fewer than one server, more serving workers than workers, and a
@@ -61,7 +64,7 @@ def push_and_pull(group: Group, *, servers: int = 1, on: Literal["ranks", "worke
 _Rows = list[tuple[int, int, int, int, int, int]]
 
 
-def _transfers(group: Group, servers: int, on: str) -> tuple[_Rows, _Rows, list[int]]:
+def _transfers(group: Group, servers: int, on: str) -> tuple[_Rows, _Rows, Sequence[int]]:
     """The rows of push and pull, and where the server of each part stands."""
     workers = group.workers
     if servers < 1:
@@ -75,8 +78,7 @@ def _transfers(group: Group, servers: int, on: str) -> tuple[_Rows, _Rows, list[
         raise UsageError(
             f"ps(on=workers) has {workers} workers to place {servers} servers on: ask for servers={workers}"
         )
-    first = workers if on == "ranks" else 0
-    places = [first + part for part in range(servers)]
+    places = range(workers, workers + servers) if on == "ranks" else spread(group, servers)
     # The k-th message of a worker goes to the k-th server after its own number, and servers answer in the same way.
     turns = [(worker, (worker + k) % servers) for k in range(servers) for worker in range(workers)]
     pushes = [(0, worker, places[part], part, 1, REDUCE) for worker, part in turns if worker != places[part]]

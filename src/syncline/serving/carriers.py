@@ -56,7 +56,7 @@ class Plans:
         self._keys = _Keys(model, session.group.workers)
         roles = session.strategy.roles
         assert roles is not None
-        self._places = roles.places(session.group.workers)
+        self._places = roles.places(session.group)
         wanted = range(session.group.workers) if session.index in self._places else [session.index]
         plans = {worker: roles.halves_of(session.group, worker) for worker in wanted}
         self._programs = {

@@ -42,7 +42,7 @@ def check_fields(
         value = message.get(name)
         kinds: Any = (int, float) if kind is float else kind
         negative = kind is int and isinstance(value, int) and value < 0
-        if not isinstance(value, kinds) or isinstance(value, bool) or negative:
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool) or negative:
             raise nonsense(session, source, label, f"{name} is {value!r:.100}")
 
 

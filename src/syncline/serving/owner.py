@@ -45,9 +45,13 @@ _FIELDS: dict[str, dict[str, type]] = {
     "resume": {"size": int, "step": int},
     "norm": {"clock": int},
     "push": {"clock": int, "version": int, "values": dict},
+    "shadow": {"clock": int, "version": int},
     "leave": {},
 }
 """What each kind of request has to say."""
+
+_OF_STEPS = ("norm", "push", "shadow")
+"""Requests that the protocol is about."""
 
 
 class Moves(Protocol):
@@ -108,7 +112,8 @@ class Owner:
     def _apply(self, action: Apply, bucket: int) -> None:
         """One update; raises ProtocolError that names the worker whose values are none of this optimizer's."""
         try:
-            self.shard.apply(bucket, action.values["groups"], action.values["scale"])
+            if not action.values["skip"]:
+                self.shard.apply(bucket, action.values["groups"], action.values["scale"])
         except SynclineError:
             raise
         except Exception as error:
@@ -171,7 +176,7 @@ class Server:
             return request
         if worker not in self._messages:
             self._messages[worker] = self._read(worker, request.result)
-        if self._messages[worker]["kind"] in ("norm", "push"):
+        if self._messages[worker]["kind"] in _OF_STEPS:
             return next((work for work in self._exchanges.coming(worker) if not work.done), request)
         return request
 
@@ -234,12 +239,12 @@ class Server:
         check_fields(self._session, worker, label, message, fields)
         if message["kind"] == "push":
             values = message["values"]
-            check_fields(self._session, worker, label, values, {"groups": list, "scale": float})
+            check_fields(self._session, worker, label, values, {"groups": list, "scale": float, "skip": bool})
             if not all(isinstance(group, dict) for group in values["groups"]):
                 raise nonsense(self._session, worker, label, "its groups are no groups")
-            if message["version"] != self._told[worker]:
-                why = f"it is of version {message['version']} of the weights, and it was sent {self._told[worker]}"
-                raise nonsense(self._session, worker, label, why)
+        if "version" in fields and message["version"] != self._told[worker]:
+            why = f"it is of version {message['version']} of the weights, and it was sent {self._told[worker]}"
+            raise nonsense(self._session, worker, label, why)
         return message
 
     def _expects(self) -> dict[int, str]:
@@ -254,7 +259,7 @@ class Server:
 
     def _answer(self, worker: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
-        if kind in ("norm", "push"):
+        if kind in _OF_STEPS:
             self._owner.handle(Request(kind, worker, message["clock"], message.get("values", {})))
             return
         if kind != "load":  # which alone does not touch the weights

@@ -21,7 +21,7 @@ from .owner import REPLY_BYTES, REQUEST_BYTES, Owner
 from .protocol import Kind, Request
 from .records import Record, pack, unpack
 from .relaying import Leaving
-from .shard import Groups, Shard
+from .shard import Shard, Values
 from .traffic import Traffic
 from .updating import Update, Updating
 
@@ -40,15 +40,23 @@ class Owners(Protocol):
         """The squared norm of all averaged gradients of step ``clock``."""
         ...
 
-    def tell(self, clock: int, groups: Groups, scale: float, changed: int = 0) -> None:
+    def tell(self, clock: int, values: Values, changed: int = 0) -> None:
         """Have the update of step ``clock`` applied, whose gradients are under way, or will be.
 
-        ``changed`` tells the changes of weights before it from others; it has to be the same on all workers.
+        ``values`` are what it needs of a worker. ``changed`` tells the changes of weights before it from others; it has
+        to be the same on all workers.
         """
         ...
 
     def told(self) -> None:
         """Return when the owners have taken what they were told last: this worker may go on."""
+        ...
+
+    def shadow(self, kind: int, clock: int, teller: int) -> bool:
+        """Take part in what workers with batches do, who show tickets of ``kind``; whether to pull weights then.
+
+        ``teller`` is one of them.
+        """
         ...
 
     def updated(self, number: int, push: Work) -> Work:
@@ -103,6 +111,7 @@ class LocalOwners:
         self._pushes: dict[int, Work] = {}  # the last ones
         self._open: Callable[[], None] = _nothing  # lets the updates of the step begin that has been told
         self._known: Sequence[Work] = ()  # done when it is known that all tell the same
+        self._telling: tuple[Meeting, Values] | None = None  # what they tell, while that is not known
         self._squared = 0.0
         self._leaving: Leaving | None = None
         roles = session.strategy.roles
@@ -112,21 +121,43 @@ class LocalOwners:
     def squared_norm(self, clock: int) -> float:
         """Summed in rank order, so that all ranks get the same bits."""
         self._session.agree(NORM, clock)
+        return self._norm(clock)
+
+    def _norm(self, clock: int) -> float:
         self._take("norm", clock, {})
         return sum(float(part) for part in self._session.gather(repr(self._squared).encode()))
 
-    def tell(self, clock: int, groups: Groups, scale: float, changed: int = 0) -> None:
+    def tell(self, clock: int, values: Values, changed: int = 0) -> None:
         """All ranks must bring the same values; owners then update their slices."""
-        said = json.dumps([clock, groups, scale, changed], sort_keys=True)
+        said = json.dumps([clock, values, changed], sort_keys=True)
         meeting = self._session.meet(COMMIT, zlib.crc32(said.encode()))
-        self._take("push", clock, {"groups": groups, "scale": scale})
+        self._take("push", clock, values)
         opens, self._open = self._open, _nothing
         works = [] if meeting.work is None else [meeting.work]
         self._known = [self._session.engine.then(CALLS[COMMIT], works, partial(_agreed, meeting, opens))]
+        self._telling = meeting, values
 
     def told(self) -> None:
-        """All have come, with the same."""
+        """All have come, with the same; who has no batches is told what that is."""
         self._session.engine.wait(*self._known)
+        if self._telling is not None:
+            (meeting, values), self._telling = self._telling, None
+            tellers = [rank for rank, ticket in enumerate(meeting.tickets()) if ticket.kind == COMMIT]
+            if len(tellers) < self._session.world_size:
+                self._session.tell_all(json.dumps(values).encode(), tellers[0])
+
+    def shadow(self, kind: int, clock: int, teller: int) -> bool:
+        """What is done together; weights come with the optimizer's step."""
+        if kind == NORM:
+            self._norm(clock)
+        if kind != COMMIT:
+            return False
+        label = "the values of a step"
+        values = read_message(self._session, teller, label, self._session.tell_all(b"", teller), {"groups": list})
+        self._take("push", clock, values)
+        opens, self._open = self._open, _nothing
+        opens()
+        return True
 
     def updated(self, number: int, push: Work) -> Work:
         """In the thread that drives."""
@@ -211,7 +242,7 @@ class RemoteOwners:
         self._session = session
         roles = session.strategy.roles
         assert roles is not None
-        self._servers = roles.places(session.group.workers)
+        self._servers = roles.places(session.group)
         self.count = len(self._servers)
         self._versions = [0] * self.count  # of the weights that each sent last
         self._replies: list[Work] = []  # to what they were told last
@@ -220,15 +251,14 @@ class RemoteOwners:
         """Summed in server order."""
         return sum(float(reply["squared"]) for reply in self._ask({"kind": "norm", "clock": clock}, {"squared": float}))
 
-    def tell(self, clock: int, groups: Groups, scale: float, changed: int = 0) -> None:
+    def tell(self, clock: int, values: Values, changed: int = 0) -> None:
         """Every server answers once it knows what all workers tell, or where each is an update by itself, has made it.
 
         It may be asked for something else behind that.
         """
-        values = {"groups": groups, "scale": scale, "changed weights": changed}
         self.told()
-        each = [{"version": version} for version in self._versions]
-        self._replies = self._begin({"kind": "push", "clock": clock, "values": values}, each)
+        told = {**values, "changed weights": changed}
+        self._replies = self._begin({"kind": "push", "clock": clock, "values": told}, self._each())
 
     def told(self) -> None:
         """It has all answers."""
@@ -236,9 +266,19 @@ class RemoteOwners:
             answers = self._finish("push", self._replies, {"version": int})
             self._versions, self._replies = [answer["version"] for answer in answers], []
 
+    def shadow(self, kind: int, clock: int, teller: int) -> bool:  # noqa: ARG002
+        """Of a step's backward pass alone the workers tell each other."""
+        self.told()
+        self._replies = self._begin({"kind": "shadow", "clock": clock}, self._each())
+        self.told()
+        return True
+
     def updated(self, number: int, push: Work) -> Work:  # noqa: ARG002
         """Nothing is here."""
         return push
+
+    def _each(self) -> list[dict[str, int]]:
+        return [{"version": version} for version in self._versions]
 
     def state(self) -> list[Record]:
         """Any worker may ask, alone."""

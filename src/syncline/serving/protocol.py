@@ -5,7 +5,8 @@ who moves messages and weights tells it what has come, and does what it answers.
 
 A worker pushes its gradients of a step, with the values that the update needs from it, and goes on when it is released;
 before that it may ask for their norm. What is pushed by itself is applied and released by itself: a bucket, or ``ALL``
-of them where one message says that the whole step has been pushed.
+of them where one message says that the whole step has been pushed. A worker without batches is the ``shadow`` of the
+others where their pushes are merged: it pushes zeros, and has no say in what they agree on.
 
 The sync mode is the rule. Where it merges, the pushes of all workers for a step are one update, with values on which
 they agree; an owner may take them in by one plan. Where it does not, every push is an update by itself, with the values
@@ -48,12 +49,14 @@ class Rule(Protocol):
         ...
 
 
-Kind = Literal["norm", "push"]
+Kind = Literal["norm", "push", "shadow"]
 
 
 @dataclass(frozen=True)
 class Request:
     """A worker's message: ``push`` says that its gradients are under way, ``norm`` asks for their norm before.
+
+    ``shadow`` is a push of zeros without values.
 
     ``values`` are what the update needs from the worker: the optimizer's group values and the clipping factor.
     """
@@ -116,6 +119,7 @@ class Ledger:
         self._rule = rule
         self._pages = {bucket: _Page([0] * workers) for bucket in buckets}
         self._asked: dict[int, dict[int, Request]] = {}  # step -> worker -> its question for the norm
+        self._shadows: dict[int, set[int]] = {}  # step -> workers without batches
 
     @property
     def clocks(self) -> list[int]:
@@ -133,7 +137,8 @@ class Ledger:
                     if reached < clock and not self._rule.may_proceed(clock, reached):
                         late[worker] = reached + 1
         for step, asked in list(self._asked.items()):
-            late |= {worker: step for worker in self._workers if worker not in asked}
+            here = {*asked, *self._shadows.get(step, ())}
+            late |= {worker: step for worker in self._workers if worker not in here}
         return late
 
     def handle(self, request: Request) -> list[Action]:
@@ -143,7 +148,9 @@ class Ledger:
         those that it has to be merged with.
         """
         self._check_turn(request)
-        if self._rule.merges:
+        if request.kind == "shadow":
+            self._check_shadow(request)
+        elif self._rule.merges:
             self._check_norm(request)
             self._check_values(request)
         if request.kind == "norm":
@@ -151,27 +158,39 @@ class Ledger:
         page = self._pages[request.bucket]
         page.clocks[request.worker] = request.clock
         page.waiting.add(request.worker)
-        return [*self._apply(page, request), *self._release(page, request.bucket)]
+        measured: list[Action] = []
+        if request.kind == "shadow":
+            self._shadows.setdefault(request.clock, set()).add(request.worker)
+            measured = self._measured(request.clock)
+        return [*measured, *self._apply(page, request), *self._release(page, request.bucket)]
 
     def _measure(self, request: Request) -> list[Action]:
         worker, clock = request.worker, request.clock
         if not self._rule.merges:
             return [Measure(worker, clock, (worker,))]
         self._asked.setdefault(clock, {})[worker] = request
-        if len(self._asked[clock]) < len(self._workers):
+        return self._measured(clock)
+
+    def _measured(self, clock: int) -> list[Action]:
+        """The norm of a step, once all have asked that have batches."""
+        asked = self._asked.get(clock)
+        if asked is None or len(asked) + len(self._shadows.get(clock, ())) < len(self._workers):
             return []
         del self._asked[clock]
-        return [Measure(ALL, clock, tuple(self._workers))]
+        return [Measure(ALL, clock, tuple(sorted(asked)))]
 
     def _apply(self, page: _Page, request: Request) -> list[Action]:
         if not self._rule.merges:
             page.version += 1
             return [Apply(request.worker, page.version, request.bucket, request.values)]
-        page.pushed.setdefault(request.clock, request)
+        if request.kind == "push":
+            page.pushed.setdefault(request.clock, request)
         found: list[Action] = []
         while page.version < min(page.clocks):
             page.version += 1
             found.append(Apply(ALL, page.version, request.bucket, page.pushed.pop(page.version).values))
+        done = min(one.version for one in self._pages.values())
+        self._shadows = {step: workers for step, workers in self._shadows.items() if step > done}
         return found
 
     def _release(self, page: _Page, bucket: int) -> list[Action]:
@@ -200,7 +219,16 @@ class Ledger:
             elif page.clocks[worker] == clock - 1 and worker not in page.waiting:
                 ready.add(bucket)
         all_known = len(begun) + len(ready) == len(self._pages)
-        return all_known and (request.bucket in ready if request.kind == "push" else not begun)
+        return all_known and (request.bucket in ready if request.kind != "norm" else not begun)
+
+    def _check_shadow(self, request: Request) -> None:
+        """Somebody has to have batches, whose values count, and to wait for all."""
+        shadows = {*self._shadows.get(request.clock, ()), request.worker}
+        if not self._rule.merges or len(shadows) == len(self._workers):
+            raise MismatchError(
+                f"rank {request.worker} takes part in step {request.clock} without batches, and"
+                f" {'so do all' if self._rule.merges else 'every push is an update by itself'}"
+            )
 
     def _check_norm(self, request: Request) -> None:
         """A worker that waits for the norm would wait forever for one that pushes without asking."""

@@ -48,6 +48,6 @@ class Leaving:
     def _shared(self, data: bytes) -> Iterator[Record]:
         session, roles = self._session, self._session.strategy.roles
         assert roles is not None
-        owners = roles.places(session.group.workers)
+        owners = roles.places(session.group)
         for process, told in zip(owners, session.share(owners, data, LABEL), strict=True):
             yield from unpack(told, session.name(process), process)

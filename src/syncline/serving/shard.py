@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from ..compression.updates import Updates
 from ..engine.runs import chunk_edges
@@ -26,6 +26,14 @@ WEIGHTS = "weights"
 
 Groups = Sequence[Mapping[str, Any]]
 """The values of an optimizer's parameter groups, as JSON can say them."""
+
+
+class Values(TypedDict):
+    """What an update needs of a worker: with ``skip`` it is none, as of gradients that have overflown."""
+
+    groups: Groups
+    scale: float
+    skip: bool
 
 
 @dataclass(frozen=True, eq=False)

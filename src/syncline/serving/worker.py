@@ -8,6 +8,7 @@ the owners are told is that of ``owners``.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ class Worker:
         self._session, self.owners, self._traffic = session, owners, traffic
         self.scale = 1.0
         """What the next update's gradients are multiplied by."""
+        self._squared: float | None = None  # the squared norm of the gradients that have been pushed, once asked for
         self.steps = 0
         """The clock of this session's protocol; a resumed run begins at 0 again."""
         self._unsaid = 0  # which changed weights the owners have taken while the workers have not compared them
@@ -44,9 +46,18 @@ class Worker:
 
     def clip(self, max_norm: float) -> float:
         """Have the next update's gradients clipped to a norm of ``max_norm``; their norm."""
-        norm: float = self.scale * self.owners.squared_norm(self.steps + 1) ** 0.5
+        norm: float = self.scale * self._squared_norm() ** 0.5
         self.scale *= min(1.0, max_norm / (norm + 1e-6))
         return norm
+
+    def overflown(self) -> bool:
+        """Whether anything in the pushed gradients of all workers is not finite; all of them ask."""
+        return not math.isfinite(self._squared_norm())
+
+    def _squared_norm(self) -> float:
+        if self._squared is None:
+            self._squared = self.owners.squared_norm(self.steps + 1)
+        return self._squared
 
     def change(self, weights: list[Record], number: int) -> None:
         """Give the owners weights that the script has changed; the next step tells by ``number`` which.
@@ -61,17 +72,26 @@ class Worker:
         self.owners.replace(weights)
         self._unsaid = (self._unsaid + number) & 0xFFFFFFFF
 
-    def step(self, groups: Groups) -> None:
-        """Have the pushed gradients applied; returns when the owners let this worker pull."""
-        self.begin(groups)
+    def step(self, groups: Groups, *, skip: bool = False) -> None:
+        """Have the pushed gradients applied, or dropped; returns when the owners let this worker pull."""
+        self.begin(groups, skip=skip)
         self.owners.told()
 
-    def begin(self, groups: Groups) -> None:
+    def begin(self, groups: Groups, *, skip: bool = False) -> None:
         """Have the gradients of a step applied that begins, or that has been pushed; returns at once."""
-        scale, self.scale = self.scale, 1.0
+        scale, self.scale, self._squared = self.scale, 1.0, None
         changed, self._unsaid = self._unsaid, 0
         self.steps += 1
-        self.owners.tell(self.steps, groups, scale, changed)
+        self.owners.tell(self.steps, {"groups": groups, "scale": scale, "skip": skip}, changed)
+
+    def shadow(self, kind: int, teller: int) -> bool:
+        """Take part, without batches, in what workers do who show tickets of ``kind``; whether to pull weights then.
+
+        ``teller`` is one of them. The step's gradients have been pushed, zeros here.
+        """
+        pulls = self.owners.shadow(kind, self.steps + 1, teller)
+        self.steps += pulls
+        return pulls
 
     def push(self, number: int, label: str, **options: Any) -> Work:
         """Start the push of a bucket whose gradients are complete; ``options`` are those of ``Engine.exchange``."""

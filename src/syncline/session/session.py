@@ -205,7 +205,7 @@ class Session(Communicator):
     def _participant(self) -> Participant:
         """This process among those that reduce what is compressed: owners are the servers, or else all workers."""
         workers, roles = self.group.workers, self.strategy.roles
-        owners = tuple(range(workers)) if roles is None else roles.places(workers)
+        owners = tuple(range(workers)) if roles is None else roles.places(self.group)
         return Participant(self.index, workers, owners, self.engine.room, hosts=self.strategy.hosts(self.group))
 
     def run_by(self, choice: Choice) -> None:

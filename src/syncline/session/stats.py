@@ -22,8 +22,8 @@ class Stats:
     ``exchange`` says in words how gradients become one average, ``reason`` why ``codec=auto`` took its codec, or why
     nothing is compressed, and why ``schedule=auto`` took its schedule, which may change between two steps.
 
-    How this worker was coordinated with the others: ``staleness`` counts its steps by how many clocks it was ahead of the
-    slowest worker when they began; ``version_lag`` counts its pushes by how many updates the owners had made to the
+    How this worker was coordinated with the others: ``staleness`` counts its steps by how many clocks it was ahead of
+    the slowest worker when they began; ``version_lag`` counts its pushes by how many updates the owners had made to the
     weights since those on which they were computed; ``waited_s`` is the time that it was held up before steps, by the
     rank that it waited for.
     """

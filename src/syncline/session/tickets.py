@@ -36,6 +36,10 @@ CALLS = {
 }
 
 
+_OF_STEPS = {STEP, NORM, COMMIT}
+"""What a worker without batches takes part in."""
+
+
 class Ticket(NamedTuple):
     """What a worker shows at a collective call: which, the how manieth, an argument that must agree, its weight."""
 
@@ -80,9 +84,9 @@ class Meeting:
     def tickets(self) -> list[Ticket]:
         """All workers' tickets in rank order, once the work is done."""
         found = [read_ticket(self._table, rank) for rank in range(self._table.size // TICKET_BYTES)]
-        joining = {STEP, JOINED}
         for rank, ticket in enumerate(found):
-            if {ticket.kind, self._mine.kind} == joining:
+            kinds = {ticket.kind, self._mine.kind}
+            if JOINED in kinds and kinds & _OF_STEPS:
                 continue
             if (ticket.kind, ticket.argument) != (self._mine.kind, self._mine.argument):
                 raise self._mismatch(rank, ticket)

@@ -183,10 +183,10 @@ class Strategy(Combination):
             raise UsageError(f"{self.architecture.name} has no servers to push to and to pull from")
         push, pull = roles.halves(group)
         for half in (push, pull):
-            if half.owners != roles.places(group.workers):
+            if half.owners != roles.places(group):
                 raise UsageError(
                     f"{half.name} leaves its parts with {half.owners}, and the roles of {self.architecture.name} say"
-                    f" {roles.places(group.workers)}: let the algorithm declare the owners that its plans have"
+                    f" {roles.places(group)}: let the algorithm declare the owners that its plans have"
                 )
         return push, pull
 

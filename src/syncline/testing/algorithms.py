@@ -187,7 +187,7 @@ def owners_are_where_the_roles_say(case: Case) -> None:
     roles = case.subject.roles
     assert roles is not None
     push, pull = roles.halves(case.group)
-    places = roles.places(case.group.workers)
+    places = roles.places(case.group)
     for half, goal in ((push, "reduce_scatter"), (pull, "all_gather")):
         check(half)
         require(half.goal == goal, f"{half.name} is for {half.goal}, and the halves are push and pull: {goal}")

@@ -36,23 +36,26 @@ class Served:
     _client: Client
     param_groups: Groups
     defaults: dict[str, Any]
+    grad_scale: torch.Tensor
+    found_inf: torch.Tensor
 
-    _step_supports_amp_scaling = True  # GradScaler then comes to step() even when it would skip it
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a GradScaler asks before it looks for an overflow, and then it leaves all else to ``step``."""
+        self._client.share_overflow()
+        return True
 
     @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commit the gradients of the last backward and wait for the new weights; the closure's loss."""
-        if hasattr(self, "grad_scale"):
-            raise self._client.replica.fault(
-                "GradScaler cannot unscale gradients that a parameter server holds: use ps(update=worker) or an"
-                " allreduce such as ring, or autocast to bfloat16 without a GradScaler"
-            )
-        loss = None
+        loss, scaled = None, hasattr(self, "grad_scale")
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._opt_called = True  # what learning-rate schedulers look at
-        self._client.step(group_values(self.param_groups))
+        if scaled:  # a GradScaler has set these
+            self._client.unscale(float(self.grad_scale))
+        self._client.step(group_values(self.param_groups), skip=scaled and bool(self.found_inf))
         return loss
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made before and after prepare find _opt_called kept

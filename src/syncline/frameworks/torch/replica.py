@@ -34,8 +34,7 @@ from ...engine.work import Work
 from ...errors import GradientError
 from ...session.layout import Layout
 from ...session.session import Session
-from ...session.tickets import JOINED, STEP, Meeting, step_argument
-from .agreement import copy_from_worker
+from ...session.tickets import STEP, Meeting, step_argument
 from .backward import Backward
 from .batch_norm import SyncBatchNorm, synchronise
 from .buffers import Buffers
@@ -84,7 +83,7 @@ class Replica:
             self._counting = self._samples = Samples(options.weight, self._came_through_output)
         self._schedule = schedule
         self.steps = 0
-        self._local = False  # steps have been made that were not exchanged
+        self.made_local_steps = False  # which were not exchanged
         self._buffers = Buffers(session, self.selection, self.gradients.staging, first_key, self.fault)
         self._share = 1.0 / session.world_size
         self._synchronising = True
@@ -130,7 +129,7 @@ class Replica:
         if self.crossing is not None:
             self.crossing.flush()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """The same, for what is ours: it is no sign of a script that looks."""
         if self.crossing is not None:
             self.crossing.settle()
@@ -144,36 +143,8 @@ class Replica:
         finally:
             self._synchronising = before
 
-    def shadow_until_all_joined(self) -> None:
-        """Take part in the others' steps with weight 0 until every rank has run out of batches."""
-        self._settle()
-        number = self.machine.begun
-        while True:
-            if self.gradients.replaces:
-                self.replace_layout()
-            meeting = self.session.meet(JOINED, flags=self.steps)
-            if meeting.work is None:
-                return
-            self.session.engine.wait(meeting.work)
-            tickets = meeting.tickets()
-            if all(ticket.kind == JOINED for ticket in tickets):
-                break
-            self._shadow(meeting, number)
-            number += 1
-            self.gradients.exchanged(meeting)
-            self._reset()
-        steps = [ticket.flags for ticket in tickets]
-        longest = steps.index(max(steps))
-        if min(steps) < max(steps) or self._local:
-            with torch.no_grad():
-                tensors = [tensor.detach() for _, tensor in self.selection.tensors()]
-                copy_from_worker(self.session, tensors, root=longest, everyone=False)
-            if self.on_joined is not None:
-                self.on_joined(longest)
-        self.steps = max(steps)
-
-    def _shadow(self, meeting: Meeting, number: int) -> None:
-        """The others' step of that number, with zeros."""
+    def shadow(self, meeting: Meeting, number: int) -> None:
+        """Take part in the others' step of that number with zeros."""
         self._meeting = meeting
         self._of_buffers = self._buffers.start(meeting)
         self.gradients.turn(number)
@@ -183,17 +154,19 @@ class Replica:
             self.do([action for action in steps.produced(index) if not isinstance(action, Agree)])
         self.do([*steps.backward_ended(), *steps.flush()])
         self._finish_buffers()
+        self.gradients.exchanged(meeting)
+        self._reset()
 
     def replace_layout(self) -> None:
         """As ``Gradients.replace_layout``."""
-        self._settle()
+        self.settle()
         self.gradients.replace_layout()
         self._schedule = self.gradients.schedule
         self.steps = self._steps  # the state machine goes by the buckets
 
     def resume_with(self, layout: Layout, measured: bool) -> None:
         """As ``Gradients.resume_with``."""
-        self._settle()
+        self.settle()
         self.gradients.resume_with(layout, measured)
         self._schedule = self.gradients.schedule
         self.steps = self._steps
@@ -468,7 +441,7 @@ class Replica:
             self.gradients.exchanged(meeting)
         if self.gradients.times is not None:
             self.gradients.times.end_step()
-        self._local |= not due
+        self.made_local_steps |= not due
         self.exchanged = True
         self._reset()
         if self.crossing is not None:

@@ -12,12 +12,14 @@ changed after they had been sent, and a second exchange before the step. Clippin
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from ...engine.work import Work
 from ...errors import GradientError, UsageError
 from ...nouns import Slice
 from ...serving.records import Record
@@ -50,6 +52,8 @@ class Client:
         self._loaded = False
         self._begun: Groups = ()  # the values that owners were told at the first gradient of the step
         self._looked = False  # what the gradients hold is remembered, as somebody may change it
+        self._scaler_looks = False  # a GradScaler has them, between ``share_overflow`` and ``step``
+        self._unscaled = False  # the next update divides by a GradScaler's scale
         self._remember_weights()
         replica.on_second_backward = self._refuse_second_backward
         replica.on_exchanged = self._remember
@@ -81,8 +85,8 @@ class Client:
                 " have made the update of this step already; do it after step(), or use schedule=fixed"
             )
 
-    def clip(self, max_norm: float) -> float:
-        """Have the next update's gradients clipped to a norm of ``max_norm``; their norm."""
+    def clip(self, max_norm: float, scale: float = 1.0) -> float:
+        """Have the next update's gradients clipped to a norm of ``max_norm``, once divided by ``scale``; their norm."""
         if self.crossing is not None:
             raise self.replica.fault(
                 "clip_grad_norm_() has to know all gradients before any weight is updated, and under"
@@ -90,25 +94,53 @@ class Client:
                 " schedule=fixed, or ps(update=worker)"
             )
         self._check_pushed()
+        if scale != 1.0:
+            self.unscale(scale)
         session = self.replica.session
         # What was pushed is a share of the mean, or one of the single worker's own gradient.
         shares = 1 if session.strategy.sync_mode().merges else session.world_size
         return self.worker.clip(max_norm / shares) * shares
 
-    def step(self, groups: Groups) -> None:
-        """Have the pushed gradients applied and wait for the new weights, which come while pushes are under way."""
+    def share_overflow(self) -> None:
+        """A GradScaler is about to look whether this worker's gradients overflow: it shall see those of all workers.
+
+        It looks in a way that counts as a change, so what the gradients hold is not looked at again.
+        """
+        if not self.replica.exchanged:
+            return  # which ``step`` says
+        if self.crossing is not None:
+            raise self.replica.fault(
+                "GradScaler has to know all gradients before any weight is updated, and under"
+                f" schedule={self.crossing.name} owners of the weights update each bucket when it comes: use"
+                " schedule=fixed, or ps(update=worker)"
+            )
         self._check_pushed()
+        if self.worker.overflown():
+            view = next(view for view in self.replica.storage.views if view.numel())
+            view.view(-1)[:1].fill_(math.inf)
+        self._scaler_looks = True
+
+    def unscale(self, scale: float) -> None:
+        """Have the next update's gradients divided by ``scale``, unless ``clip`` has already."""
+        if not self._unscaled:
+            self.worker.scale *= 1.0 / scale
+            self._unscaled = True
+
+    def step(self, groups: Groups, *, skip: bool = False) -> None:
+        """Have the pushed gradients applied and wait for the new weights, which come while pushes are under way.
+
+        With ``skip`` the gradients are dropped, on all workers.
+        """
+        self._check_pushed()
+        self._scaler_looks = self._unscaled = False
         if self.crossing is not None:
             self._check_same(self.crossing.name, groups)
             self.crossing.take_step()
             self.replica.exchanged = False
             return
         self._tell_changed()
-        self.worker.step(groups)
-        works = []
-        for number, priority in enumerate(self.replica.gradients.layout.priorities):
-            pulled = self.replica.gradients.pull(number, self.worker.pull, priority=priority)
-            works.append(self._staging.up(self._weights.pair(number), pulled, pulled.label))
+        self.worker.step(groups, skip=skip)
+        works = self._start_pulls()
         self.replica.session.engine.wait(*works)
         self.replica.do(self.replica.machine.stepped())
         self._staging.join()
@@ -116,6 +148,25 @@ class Client:
         self.replica.exchanged = False
         if self.replica.gradients.replaces:
             self.replica.replace_layout()
+
+    def shadow(self, kind: int, teller: int) -> bool:
+        """Take part, without batches, in what other workers do, who show tickets of ``kind``; ``teller`` is of them.
+
+        Whether the step is over.
+        """
+        if not self.worker.shadow(kind, teller):
+            return False
+        self.replica.session.engine.wait(*self._start_pulls())
+        self._staging.join()
+        self._remember_weights()
+        return True
+
+    def _start_pulls(self) -> list[Work]:
+        works = []
+        for number, priority in enumerate(self.replica.gradients.layout.priorities):
+            pulled = self.replica.gradients.pull(number, self.worker.pull, priority=priority)
+            works.append(self._staging.up(self._weights.pair(number), pulled, pulled.label))
+        return works
 
     def _check_same(self, schedule: str, groups: Groups) -> None:
         """Raise GradientError where the update that owners have made is not the one that the script asks for."""
@@ -211,6 +262,8 @@ class Client:
         """The owners must have seen what the worker sees."""
         if not self.replica.exchanged:
             raise GradientError("step() before backward(): the parameter server has no gradients of this step")
+        if self._scaler_looks:
+            return
         storage = self.replica.storage
         with torch._C.DisableTorchFunctionSubclass():
             for index, (name, parameter) in enumerate(self.replica.named):
@@ -280,8 +333,9 @@ class Client:
         session = self.replica.session
         error = GradientError(
             f"{session.name(session.index)}: the gradient of {name!r} was changed between backward() and"
-            " step(), after the parameter server had received it. Clip with syncline.clip_grad_norm_(); for"
-            " GradScaler and other changes use ps(update=worker) or an allreduce such as ring"
+            " step(), after the parameter server had received it. Clip with syncline.clip_grad_norm_(), which takes"
+            " scaler= in place of a GradScaler's unscale_(); for other changes use ps(update=worker) or an allreduce"
+            " such as ring"
         )
         session.fail(error)
         return error

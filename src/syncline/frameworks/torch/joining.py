@@ -1,0 +1,61 @@
+"""Ranks with different numbers of batches: who has run out is the others' shadow until all have.
+
+A shadow shows what the others show at every collective call of a step, but for its ticket, which says that it has no
+batches. It takes part in their exchanges with zeros and weight 0, and in what workers that own weights do together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...session.tickets import JOINED, STEP
+from .agreement import copy_from_worker
+
+if TYPE_CHECKING:
+    from .replica import Replica
+    from .served import Client
+
+
+def shadow_until_all_joined(replica: Replica, client: Client | None = None) -> None:
+    """Take part in the others' steps with weight 0 until every rank has run out of batches.
+
+    All ranks then have the model of the rank that trained longest; the optimizer's state is ``on_joined``'s affair, or
+    that of the owners, with whom ``client`` deals.
+    """
+    session = replica.session
+    replica.settle()
+    number = replica.machine.begun
+    while True:
+        if replica.gradients.replaces:
+            replica.replace_layout()
+        over = False
+        while not over:
+            meeting = session.meet(JOINED, flags=replica.steps)
+            if meeting.work is None:
+                return
+            session.engine.wait(meeting.work)
+            tickets = meeting.tickets()
+            kinds = [ticket.kind for ticket in tickets]
+            others = [rank for rank, kind in enumerate(kinds) if kind != JOINED]
+            if not others:
+                _end(replica, [ticket.flags for ticket in tickets], held=client is not None)
+                return
+            if STEP in kinds:
+                replica.shadow(meeting, number)
+            over = client is None or client.shadow(kinds[others[0]], others[0])
+        number += 1
+
+
+def _end(replica: Replica, steps: list[int], held: bool) -> None:
+    """Nobody has batches any more, after so many steps of each rank; others may hold the weights, which all have."""
+    longest = steps.index(max(steps))
+    if min(steps) < max(steps) or replica.made_local_steps:
+        weights = {id(tensor) for _, tensor in replica.named} if held else set[int]()
+        with torch.no_grad():
+            tensors = [tensor.detach() for _, tensor in replica.selection.tensors() if id(tensor) not in weights]
+            copy_from_worker(replica.session, tensors, root=longest, everyone=False)
+        if replica.on_joined is not None:
+            replica.on_joined(longest)
+    replica.steps = max(steps)
