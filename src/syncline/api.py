@@ -317,7 +317,8 @@ def clip_grad_norm_(parameters: Any, max_norm: float, *, scaler: torch.amp.GradS
     wanted = {id(tensor) for tensor in found if tensor.requires_grad} - ignored
     for client in clients:
         if wanted == {id(parameter) for parameter in client.parameters}:
-            return torch.tensor(client.clip(max_norm, 1.0 if scaler is None else scaler.get_scale()))
+            norm = client.clip(max_norm, 1.0 if scaler is None else scaler.get_scale())
+            return torch.tensor(norm, dtype=client.parameters[0].dtype)
     if clients:
         raise UsageError("under a parameter server clip_grad_norm_ takes all parameters of one prepared model")
     if scaler is not None:
