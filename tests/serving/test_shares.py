@@ -11,7 +11,7 @@ from syncline.strategy.strategy import Strategy
 
 pytest.importorskip("torch")
 
-from syncline.workloads import layers, load  # noqa: E402
+from syncline.workloads import layers, load
 
 
 @pytest.mark.parametrize("schedule", ["fixed", "wait_free", "priority", "fifo"])
