@@ -26,7 +26,7 @@ ROWS = (
     ("predict",),
     ("session",),
     ("tuning", "serving", "timeline"),
-    ("launch", "testing", "workloads"),
+    ("launch", "testing", "workloads", "sampling"),
     ("frameworks", "report"),
     ("lab", "checkpoint"),
     ("api",),

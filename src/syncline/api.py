@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
@@ -24,6 +24,8 @@ from .launch.environment import Environment
 from .launch.guard import end_with_launcher
 from .launch.meeting import MeetingPoint, secret_bytes
 from .launch.places import Variables
+from .sampling import Sampler, sampler_of
+from .sampling.order import Order
 from .session.printing import watch_exceptions
 from .session.session import Session
 from .session.stats import Stats
@@ -366,6 +368,20 @@ def gather(data: bytes) -> list[bytes]:
 def barrier(timeout: float | None = None) -> None:
     """Wait until all workers are here; an error names those that are not after ``timeout`` seconds."""
     session().barrier(timeout)
+
+
+def sampler(dataset: Sized | int, *, batch_size: int | None = None, seed: int = 0, shuffle: bool = True) -> Sampler:
+    """Which samples of ``dataset``, or of a number of samples, this worker trains on; all workers call it.
+
+    With ``batch_size`` it gives lists, for ``DataLoader(dataset, batch_sampler=)``, else indices, for
+    ``DataLoader(dataset, batch_size=, sampler=)``. Under strategies whose workers exchange in step it splits an epoch
+    as DistributedSampler does, into as many samples for each, a few of them twice where the number does not divide.
+    Where each worker goes at its own pace (``asp``, ``ssp``) all take their batches from one pool: every sample once
+    per epoch, a slow worker fewer of them, and the epoch is over for all when the pool is empty. Each iteration is the
+    next epoch, shuffled anew from ``seed``; ``set_epoch`` chooses.
+    """
+    samples = dataset if isinstance(dataset, int) else len(dataset)
+    return sampler_of(session(), Order(samples, batch_size, seed, shuffle))
 
 
 def stats() -> Stats:

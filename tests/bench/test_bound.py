@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from syncline.bench.bound import bound_s, bounded, link_bytes_per_s
 from syncline.nouns import Seconds, Spec
 from syncline.report.rows import Row
-from syncline.workloads import Pipeline
+from syncline.workloads import Pipeline, Speed
 from syncline.workloads._trace import Trace, TracedLayer
 
 
@@ -34,6 +34,13 @@ def test_loading_and_copies_are_part_of_compute() -> None:
     assert bound_s(trace, 4, None, replace(slow, prefetch=2)) == pytest.approx(0.5)
     assert bound_s(trace, 4, goodput, replace(slow, prefetch=2)) == pytest.approx(wire_s)
     assert bounded(Row("ring", 2, iteration_s=2.0), trace, None, slow).of_bound == pytest.approx(0.5)
+
+
+def test_a_step_that_takes_longer_than_the_trace_is_part_of_compute() -> None:
+    trace = trace_of(13_378_280, 0.4)
+    slow = Speed(step=Seconds(0.7), slow_rank=1, slowdown=3.0, jitter=1.0)
+    assert bound_s(trace, 4, None, Pipeline(loading=Seconds(0.1)), slow) == pytest.approx(0.8)
+    assert bounded(Row("ring", 2, iteration_s=2.8), trace, None, speed=slow).of_bound == pytest.approx(0.25)
 
 
 def test_a_link_gives_its_goodput_or_the_payload_of_its_rate() -> None:

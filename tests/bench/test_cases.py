@@ -71,6 +71,15 @@ def test_every_row_does_the_same_work() -> None:
         ({"strategies": ["ring", "ring codec=none"]}, "listed twice"),
         ({"strategies": ["ddp", "ddp(bucket=25MiB)"]}, "ddp is listed twice"),
         ({"workload": "replay:googlenet", "batch": 32}, "leave --batch out"),
+        ({"target": 0.0}, "--target has to be an accuracy above 0 and up to 1, such as 0.97, got 0"),
+        ({"target": 1.01}, "got 1.01"),
+        ({"target": 97.0}, "got 97"),
+        ({"target": float("nan")}, "--target has to be an accuracy"),
+        ({"evaluate_every": 0}, "--evaluate-every has to be 1 or more"),
+        ({"workload": "replay:googlenet", "target": 0.5}, "--target: .* has no test set: use digits"),
+        ({"workload": "replay:googlenet", "evaluate_every": 5}, "--evaluate-every: .* has no test set"),
+        ({"workload": "digits(slow_rank=4, slowdown=3)"}, "slow_rank=4 is none of 4 workers"),
+        ({"workload": "digits(slow_rank=3, slowdown=3)", "workers": (2, 4)}, "slow_rank=3 is none of 2 workers"),
     ],
 )
 def test_wrong_values_are_refused(changes: dict[str, Any], words: str) -> None:
@@ -173,3 +182,21 @@ def test_a_folder_without_write_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(UsageError, match="Permission denied"):
         comparison(json_path=tmp_path / "r.json")
+
+
+def test_a_target_is_looked_for_several_times_in_an_epoch() -> None:
+    assert {(case.evaluate_every, case.target) for case in comparison().cases} == {(0, None)}
+    assert {(case.evaluate_every, case.target) for case in comparison(target=0.97).cases} == {(2, 0.97)}  # of 23 steps
+    assert {case.evaluate_every for case in comparison(target=0.97, evaluate_every=5).cases} == {5}
+    assert {case.evaluate_every for case in comparison(batch=1000, target=0.97).cases} == {1}
+
+
+def test_cases_remember_the_text_that_was_given() -> None:
+    cases = comparison(strategies=[" ring  codec=none", "ddp( )", "mxnet"]).cases
+    assert [case.requested for case in cases] == ["single", "ring  codec=none", "ddp( )", "mxnet"]
+
+
+def test_the_slow_worker_need_not_be_there_where_one_trains_alone() -> None:
+    found = comparison(workload="digits(slow_rank=3, slowdown=3)")
+    assert found.speed.slow_rank == 3
+    assert len(comparison(workload="digits(slow_rank=3, slowdown=3)", strategies=["single"], workers=1).cases) == 1

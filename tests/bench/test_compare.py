@@ -63,11 +63,14 @@ def test_a_failing_row_keeps_the_others(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_rows_say_what_their_strategy_was_asked_for_as() -> None:
-    case = Case("ring", 2, 0, 64, 10, preset=PRESETS["caffe-mpi"])
+    case = Case("ring", 2, 0, 64, 10, preset=PRESETS["caffe-mpi"], requested="caffe-mpi")
     row = compare._asked(case, finished(case))
-    assert (row.strategy, row.requested, row.note) == ("ring", "caffe-mpi", "the original sums with NCCL")
+    assert (row.strategy, row.preset, row.note) == ("ring", "caffe-mpi", "the original sums with NCCL")
+    assert row.requested == "caffe-mpi"
     assert row.name == "caffe-mpi: ring"
-    assert compare._asked(replace(case, preset=None), finished(case)) == finished(case)
+    plain = compare._asked(replace(case, preset=None, requested="ring codec=none"), finished(case))
+    assert plain == replace(finished(case), requested="ring codec=none")
+    assert plain.name == "ring"
 
 
 def test_without_the_single_worker_there_is_no_efficiency(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_peers_that_train_are_found_and_documented() -> None:
 )
 def test_every_contender_has_one_text(text: str, canonical: str) -> None:
     found = contender_of(text, 2, one_host=True)
-    assert found.text == canonical
+    assert (found.text, found.requested) == (canonical, text.strip())
     assert contender_of(canonical, 2, one_host=True) == found
 
 

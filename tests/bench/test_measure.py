@@ -10,8 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.bench.measure import COMPUTE_STAGES, MEASURES, IterationClock, Record, row_of, scaled, traffic, warmup
-from syncline.report.rows import STAGES, Row
+from syncline.bench.measure import (
+    COMPUTE_STAGES,
+    MEASURES,
+    IterationClock,
+    Record,
+    row_of,
+    scaled,
+    timed,
+    traffic,
+    warmup,
+)
+from syncline.report.rows import STAGES, Point, Row
 
 spans = st.lists(st.tuples(st.sampled_from(COMPUTE_STAGES), st.floats(0, 10), st.floats(0, 1)), min_size=1, max_size=12)
 
@@ -59,7 +69,7 @@ def report_of(durations: list[float], sha256: str = "a", **changes: Any) -> dict
     record = record_of(durations, **{key: changes.pop(key) for key in ("samples", "loss", "sent") if key in changes})
     record.evaluated(0.5, 0.25)
     peers = {"chosen": "ring transport=shm", "sha256": sha256, "sent": {}, "received": {}}
-    peers |= {"start_s": 0.5, "peak_bytes": 1 << 28}
+    peers |= {"start_s": 0.5, "peak_bytes": 1 << 28, "staleness": {}, "version_lag": {}, "waited_s": {}}
     # In a run `sent` per peer comes from the transport, here it is not what the test is about.
     return {**record.report(), **peers, **changes}
 
@@ -114,7 +124,7 @@ def test_what_nobody_counts_is_unknown_and_not_zero() -> None:
     for _ in range(4):
         record.add({**dict.fromkeys(STAGES, 0.01), "iteration_s": 0.1, "compute_s": 0.1}, 1.0, 8, 0)
     report = {**record.report(), "chosen": "ddp", "sha256": "a", "sent": {}, "received": {}}
-    report |= {"start_s": 0.5, "peak_bytes": 1 << 28}
+    report |= {"start_s": 0.5, "peak_bytes": 1 << 28, "staleness": {}, "version_lag": {}, "waited_s": {}}
     row = row_of("ddp", 2, 0, 16, [report, report])
     assert (row.exposed_comm_s, row.compute_s, row.bytes_sent_per_step, row.traffic) == (None, None, None, ())
     assert row.iteration_s == pytest.approx(0.1)
@@ -140,3 +150,64 @@ def test_efficiency_compares_with_the_single_worker() -> None:
 def test_what_servers_send_is_what_workers_received_from_them() -> None:
     matrix = traffic([{"2": 10.0}, {"2": 20.0}], [{"2": 30.0}, {"2": 40.0, "0": 99.0}], servers=1)
     assert matrix == ((0.0, 0.0, 10.0), (0.0, 0.0, 20.0), (30.0, 40.0, 0.0))
+
+
+def test_throughput_is_what_each_worker_did_in_its_time() -> None:
+    """Not of a median iteration, which stalls would not show in."""
+    row = row_of("asp", 2, 0, 16, [report_of([0.1, 0.1, 0.1, 0.7]), report_of([0.5, 0.5])])
+    assert row.images_per_s == pytest.approx(4 * 8 / 1.0 + 2 * 8 / 1.0)
+    assert row.iteration_s == pytest.approx((0.1 + 0.5) / 2)
+    assert (row.steps, row.iterations) == ((4, 2), 3)
+
+
+def test_bytes_are_the_mean_over_the_run_the_warm_up_included() -> None:
+    record = Record(20)
+    for step in range(20):
+        record.add({**dict.fromkeys(STAGES, 0.01), "iteration_s": 0.1, "compute_s": 0.1}, 1.0, 8, 160 * (step % 8 == 0))
+    assert record.report()["measures"]["bytes_sent_per_step"] == 160 * 3 / 20
+
+
+def test_points_are_where_the_run_is_and_not_where_the_worker_is() -> None:
+    record = Record(3)
+    times = {**dict.fromkeys(STAGES, 0.01), "iteration_s": 0.1, "compute_s": 0.1}
+    for position in (1, 1, 2, 3, 3):
+        record.add(times, 1.0, 8, 0, position)
+    record.evaluated(0.5, 0.25, position=2, seconds=0.3)
+    record.evaluated(0.75, 0.125)
+    points = [(point["iteration"], point["accuracy"]) for point in record.report()["curve"]]
+    assert points == [(1, None), (1, None), (2, None), (2, 0.5), (3, None), (3, None), (3, 0.75)]
+
+
+def test_how_workers_were_coordinated_is_added_up() -> None:
+    first = report_of([0.1] * 4, staleness={"0": 3, "10": 1}, version_lag={"2": 4}, waited_s={"1": 2.0})
+    second = report_of([0.1] * 2, staleness={"0": 2, "1": 5}, waited_s={"0": 0.5})
+    row = row_of("ssp", 2, 0, 16, [first, second])
+    assert row.staleness == {0: 5, 1: 5, 10: 1}
+    assert list(row.staleness) == [0, 1, 10]
+    assert row.version_lag == {2: 4}
+    assert row.waits == ((0.0, 2.0), (0.5, 0.0))
+    assert row.wait_s_per_step == pytest.approx((2.0 / 4 + 0.5 / 2) / 2)
+
+
+def test_nobody_knows_of_waits_where_clocks_are_not_watched() -> None:
+    row = row_of("ring", 2, 0, 16, [report_of([0.1] * 4), report_of([0.1] * 4)])
+    assert (row.staleness, row.waits, row.wait_s_per_step) == ({}, (), None)
+    watched = report_of([0.1] * 4, staleness={"0": 4})
+    assert row_of("asp", 2, 0, 16, [watched, watched]).wait_s_per_step == 0
+
+
+@pytest.mark.parametrize(("third", "slowest"), [(0.12, None), (0.13, 2), (0.3, 2), (0.01, None)])
+def test_the_slowest_worker_is_named_where_there_is_one(third: float, slowest: int | None) -> None:
+    row = row_of("ring", 3, 0, 24, [report_of([0.1] * 4), report_of([0.1] * 4), report_of([third] * 4)])
+    assert row.compute_by_rank_s == pytest.approx((0.09, 0.09, 0.9 * third))
+    assert row.slowest_rank == slowest
+    assert row_of("single", 1, 0, 8, [report_of([third] * 4)]).slowest_rank is None
+
+
+def test_the_time_to_an_accuracy_is_that_of_the_first_look_that_saw_it() -> None:
+    scores = [(0.5, None), (None, 0.9), (1.0, 0.96), (1.5, 0.97), (2.0, 0.96), (2.5, 0.99)]
+    curve = tuple(Point(1, seconds or 0.0, accuracy=accuracy) for seconds, accuracy in scores)
+    assert timed(Row("ring", 2, curve=curve), 0.97).time_to_accuracy_s == 1.5
+    assert timed(Row("ring", 2, curve=curve), 1.0).time_to_accuracy_s is None
+    assert timed(Row("ring", 2, curve=curve), None).time_to_accuracy_s is None
+    assert timed(Row("ring", 2, error="lost"), 0.97).time_to_accuracy_s is None

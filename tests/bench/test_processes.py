@@ -27,7 +27,8 @@ def result(sha256="a"):
              "bytes_sent_per_step").split()
     send("result", iterations=10, warmup=2, measures=dict.fromkeys(names, 1.0 + rank), chosen="ring transport=shm",
          curve=[{"iteration": 10, "seconds": 1.0, "loss": 0.5, "accuracy": None, "test_loss": None}],
-         sent={}, received={}, sha256=sha256, start_s=0.5, peak_bytes=1 << 28)
+         sent={}, received={}, sha256=sha256, start_s=0.5, peak_bytes=1 << 28,
+         staleness={}, version_lag={}, waited_s={}, mean_compute_s=1.0)
 def forever():
     while True:
         signal.pause()

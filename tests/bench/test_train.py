@@ -16,7 +16,7 @@ from syncline.report.rows import BASELINE
 
 torch = pytest.importorskip("torch")
 
-from syncline.bench import train  # noqa: E402
+from syncline.bench import looks, train  # noqa: E402
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
 
@@ -93,6 +93,9 @@ class Pretender:
     bytes_sent: Mapping[int, int] = field(default_factory=lambda: {1: 500})
     bytes_received: Mapping[int, int] = field(default_factory=dict)
     chosen: str = "ring transport=inproc"
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    version_lag: Mapping[int, int] = field(default_factory=dict)
+    waited_s: Mapping[int, float] = field(default_factory=dict)
 
     def rank(self) -> int:
         return 0
@@ -116,6 +119,33 @@ class Pretender:
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")
+
+
+def test_looks_between_epochs_change_no_bit_and_end_at_the_target() -> None:
+    plain, looked = (
+        messages_of(job_of(batch=700, iterations=6, **looks))[-1]
+        for looks in ({}, {"evaluate_every": 1, "target": 1e-6})
+    )
+    assert plain["sha256"] == looked["sha256"]
+    scores = [
+        {point["iteration"]: point["accuracy"] for point in row["curve"] if point["accuracy"] is not None}
+        for row in (plain, looked)
+    ]
+    assert list(scores[0]) == [3, 6]
+    assert list(scores[1]) == [1, 3, 6]  # reached at the first, epochs are looked at anyway
+    assert scores[0].items() <= scores[1].items()
+    times = [point["seconds"] for point in looked["curve"]]
+    assert times == sorted(times)
+
+
+def test_of_a_large_model_no_more_copies_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = messages_of(job_of(iterations=6, evaluate_every=1))[-1]["curve"]
+    monkeypatch.setattr(looks, "KEPT_BYTES", 1)
+    assert scores_of(messages_of(job_of(iterations=6, evaluate_every=1))[-1]["curve"]) == scores_of(before)
+
+
+def scores_of(curve: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    return [(point["iteration"], point["accuracy"]) for point in curve if point["accuracy"] is not None]
 
 
 def test_blocked_time_and_bytes_are_those_of_the_contender() -> None:

@@ -29,6 +29,15 @@ ROW_KEYS = {
     "exposed_comm_s",
     "bytes_sent_per_step",
     "replicas_equal",
+    "requested",
+    "preset",
+    "staleness",
+    "version_lag",
+    "wait_s_per_step",
+    "waits",
+    "slowest_rank",
+    "time_to_accuracy_s",
+    "steps",
 }
 
 numbers = st.none() | st.floats(allow_nan=False, allow_infinity=False)
@@ -43,6 +52,16 @@ rows = st.builds(
     curve=st.lists(points, max_size=3).map(tuple),
     traffic=st.lists(st.lists(st.floats(0, 1e9), max_size=3).map(tuple), max_size=3).map(tuple),
     error=st.none() | st.text(),
+    requested=st.none() | st.text(),
+    preset=st.none() | st.text(),
+    steps=st.lists(st.integers(0, 10**6), max_size=3).map(tuple),
+    staleness=st.dictionaries(st.integers(0, 10**6), st.integers(1, 10**6), max_size=3),
+    version_lag=st.dictionaries(st.integers(0, 10**6), st.integers(1, 10**6), max_size=3),
+    waits=st.lists(st.lists(st.floats(0, 1e9), max_size=3).map(tuple), max_size=3).map(tuple),
+    wait_s_per_step=numbers,
+    compute_by_rank_s=st.lists(st.floats(0, 1e3), max_size=3).map(tuple),
+    slowest_rank=st.none() | st.integers(0, 63),
+    time_to_accuracy_s=numbers,
 )
 results = st.builds(
     Result,
@@ -65,6 +84,19 @@ def test_the_file_has_every_documented_key(mixed: Result) -> None:
     assert set(data) >= TOP_KEYS
     for row in data["rows"]:
         assert set(row) >= ROW_KEYS
+
+
+def test_counts_are_by_number_as_text() -> None:
+    data = json.loads(Result("m", 1, {}, None, "digits", (Row("asp", 2, staleness={0: 3, 12: 1}),)).to_json())
+    assert data["rows"][0]["staleness"] == {"0": 3, "12": 1}
+
+
+def test_a_file_of_a_version_that_told_the_preset_only_is_read() -> None:
+    data = json.loads(Result("m", 1, {}, None, "digits", (Row("ring", 2, requested="caffe-mpi"),)).to_json())
+    for name in ("preset", "staleness", "version_lag", "waits", "steps", "compute_by_rank_s"):
+        del data["rows"][0][name]
+    (row,) = Result.from_json(json.dumps(data)).rows
+    assert (row.name, row.staleness, row.waits) == ("caffe-mpi: ring", {}, ())
 
 
 def test_numbers_that_are_not_finite_become_null() -> None:

@@ -16,7 +16,7 @@ COUNTS = (1, 2, 4)
 def several(mixed: Result) -> Result:
     """Two strategies, one of them asked for as a preset, and a peer that counts no waiting, on 1, 2 and 4 workers."""
     single, ring, served = mixed.rows[:3]
-    preset = replace(served, requested="mxnet", note="tcp in the place of ZeroMQ")
+    preset = replace(served, preset="mxnet", note="tcp in the place of ZeroMQ")
     peer = replace(ring, strategy="ddp", exposed_comm_s=None, bytes_sent_per_step=None, traffic=())
     rows = [replace(row, workers=count) for count in COUNTS for row in (ring, preset, peer)]
     return replace(mixed, rows=(single, *rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 
 from syncline.errors import UsageError
 from syncline.frameworks.torch import prepare
-from syncline.nouns import Spec
+from syncline.nouns import Seconds, Spec
 from syncline.session.session import Session
-from syncline.workloads import Workload, load
+from syncline.workloads import Speed, Workload, load
 from syncline.workloads._pace import Pacer
 from syncline.workloads._trace import Trace, TracedLayer
 from syncline.workloads.models.replayed import Replayed
@@ -151,3 +152,17 @@ def test_unknown_networks_are_refused_with_the_remedy() -> None:
         load("replay:googlnet")
     with pytest.raises(UsageError, match=r"choose one of alexnet.*trace:FILE.csv"):
         load("replay")
+
+
+def test_a_slow_worker_takes_the_times_of_the_trace_so_many_times() -> None:
+    model, log = model_and_log()
+    model.stretch(3.0)
+    loss_of(model, torch.ones(2, 1)).backward()
+    assert log.at == pytest.approx(3.0 * TRACE.total_s)
+
+
+@pytest.mark.parametrize(("rank", "factor"), [(0, 2.0), (1, 6.0)])
+def test_the_workload_stretches_the_model_of_the_worker_that_it_is_for(rank: int, factor: float) -> None:
+    speed = Speed(step=Seconds(2 * TRACE.total_s), slow_rank=1, slowdown=3.0)
+    model: Any = replace(replayed("r", TRACE), speed=speed).model(0, rank)
+    assert model._pacer.stretch == pytest.approx(factor)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..report.rows import Row
-from ..workloads import AT_ONCE, Pipeline, Trace
+from ..workloads import AT_ONCE, EVEN, Pipeline, Speed, Trace
 
 PAYLOAD_SHARE = 1448 / 1514
 
@@ -35,17 +35,19 @@ def link_bytes_per_s(goodput_bytes_per_s: float | None, lab_rate: float | None, 
     return min(limits, default=None)
 
 
-def bound_s(trace: Trace, workers: int, link: float | None, pipeline: Pipeline = AT_ONCE) -> float:
-    """Seconds that an iteration takes at least; ``link`` in bytes/s."""
+def bound_s(trace: Trace, workers: int, link: float | None, pipeline: Pipeline = AT_ONCE, speed: Speed = EVEN) -> float:
+    """Seconds that an iteration takes at least, on a worker that nothing slows down; ``link`` in bytes/s."""
     wire_s = 0.0 if link is None else 2 * (workers - 1) / workers * trace.nbytes / link
-    return max(pipeline.least_s(trace.total_s), wire_s)
+    return max(pipeline.least_s(speed.least_s(trace.total_s)), wire_s)
 
 
-def bounded(row: Row, trace: Trace | None, link: float | None, pipeline: Pipeline = AT_ONCE) -> Row:
+def bounded(
+    row: Row, trace: Trace | None, link: float | None, pipeline: Pipeline = AT_ONCE, speed: Speed = EVEN
+) -> Row:
     """The row with its bound and the share of it that was reached; as it was for a workload that is not replayed."""
     if trace is None:
         return row
-    bound = bound_s(trace, row.workers, link, pipeline)
+    bound = bound_s(trace, row.workers, link, pipeline, speed)
     return replace(row, bound_s=bound, of_bound=bound / row.iteration_s if row.iteration_s else None)
 
 

@@ -7,7 +7,7 @@ packages that a report needs. Starts nothing and leaves nothing behind.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,16 +20,19 @@ from ..report.rows import BASELINE
 from ..strategy.grammar import read_value
 from ..strategy.presets import Preset
 from ..timeline.folder import checked_target
-from ..workloads import AT_ONCE, Pipeline, Trace, Workload, load
+from ..workloads import AT_ONCE, EVEN, Pipeline, Speed, Trace, Workload, load
 from .contenders import Contender, contender_of
+
+LOOKS = 8
+"""How often in an epoch a model is looked at whose time to an accuracy is asked for."""
 
 
 @dataclass(frozen=True)
 class Case:
     """One row to measure: a strategy or peer on so many workers and servers, ``batch`` being the global one.
 
-    ``rate`` is what the strategy limits itself to, in bits/s, None when it does not. ``preset`` is what it was
-    asked for as.
+    ``rate`` is what the strategy limits itself to, in bits/s, None when it does not. ``requested`` is the text that it
+    was asked for with, ``preset`` the preset that this names. ``evaluate_every`` and ``target`` are those of ``Job``.
     """
 
     strategy: str
@@ -39,6 +42,9 @@ class Case:
     iterations: int
     rate: float | None = None
     preset: Preset | None = None
+    requested: str | None = None
+    evaluate_every: int = 0
+    target: float | None = None
 
     @property
     def name(self) -> str:
@@ -51,8 +57,8 @@ class Comparison:
     """Everything a comparison will do, checked.
 
     ``lab`` is the rate of the links between the hosts of a lab, None to run on this machine as it is. ``trace`` is that
-    of a replayed workload, from which the rows get their bounds, with ``pipeline``. ``scored`` says that there is a
-    test set.
+    of a replayed workload, from which the rows get their bounds, with ``pipeline`` and ``speed``. ``scored`` says that
+    there is a test set, ``target`` is the accuracy whose time is asked for.
     """
 
     workload: str
@@ -67,6 +73,8 @@ class Comparison:
     scored: bool = False
     pipeline: Pipeline = AT_ONCE
     timeline_path: Path | None = None
+    speed: Speed = EVEN
+    target: float | None = None
 
     @property
     def processes(self) -> int:
@@ -86,17 +94,23 @@ def comparison_of(
     report_path: str | Path | None,
     lab: str | None = None,
     timeline_path: str | Path | None = None,
+    target: float | None = None,
+    evaluate_every: int | None = None,
 ) -> Comparison:
     """Check the whole comparison and say what it will do; raises UsageError or another error with the remedy.
 
-    With several numbers of ``workers`` every strategy has a row for each.
+    With several numbers of ``workers`` every strategy has a row for each. With a ``target`` accuracy the model is
+    looked at ``LOOKS`` times in an epoch unless ``evaluate_every`` says after how many steps.
     """
     counts = _counts([workers] if isinstance(workers, int) else workers)
     if epochs is not None and iterations is not None:
         raise UsageError("--epochs and --iterations both set the length of training: give one of them")
-    for name, value in (("--epochs", epochs), ("--iterations", iterations), ("--batch", batch)):
+    numbers = {"--epochs": epochs, "--iterations": iterations, "--batch": batch, "--evaluate-every": evaluate_every}
+    for name, value in numbers.items():
         if value is not None and value < 1:
             raise UsageError(f"{name} has to be 1 or more, got {value}")
+    if target is not None and not 0 < target <= 1:
+        raise UsageError(f"--target has to be an accuracy above 0 and up to 1, such as 0.97, got {target:g}")
     if seed < 0:
         raise UsageError(f"--seed has to be 0 or more, got {seed}")
     timeline = None if timeline_path is None else checked_target(timeline_path)
@@ -106,9 +120,13 @@ def comparison_of(
     loaded = load(workload)
     if iterations is None and epochs is None:
         epochs = loaded.epochs
+    _check_scored(loaded, target, evaluate_every)
     cases = [_case(loaded, Contender(BASELINE), 1, batch, epochs, iterations)]
     for count, found in contenders.items():
+        if found:
+            loaded.speed.check(count)
         cases += [_case(loaded, contender, count, batch, epochs, iterations) for contender in found]
+    cases = [_looked_at(case, loaded, target, evaluate_every) for case in cases]
     return Comparison(
         loaded.name,
         tuple(cases),
@@ -122,7 +140,24 @@ def comparison_of(
         scored=loaded.test is not None,
         pipeline=loaded.pipeline,
         timeline_path=timeline,
+        speed=loaded.speed,
+        target=target,
     )
+
+
+def _check_scored(workload: Workload, target: float | None, evaluate_every: int | None) -> None:
+    """Raise UsageError for questions about the accuracy of a workload that has none."""
+    asked = {"--target": target, "--evaluate-every": evaluate_every}
+    for name, value in asked.items():
+        if value is not None and workload.test is None:
+            raise UsageError(f"{name}: the workload {workload.name} has no test set: use digits or cifar10:PATH")
+
+
+def _looked_at(case: Case, workload: Workload, target: float | None, evaluate_every: int | None) -> Case:
+    """The case with the looks that are asked for at how accurate its model is."""
+    if evaluate_every is None and target is not None:
+        evaluate_every = max(1, workload.steps_per_epoch(case.batch, case.workers) // LOOKS)
+    return replace(case, evaluate_every=evaluate_every or 0, target=target)
 
 
 def _counts(workers: Sequence[int]) -> list[int]:
@@ -170,7 +205,8 @@ def _case(
         iterations = steps * (workload.epochs if epochs is None else epochs)
     if steps < 1:
         raise UsageError(f"the workload {workload.name} is smaller than one batch of {total}: use a smaller --batch")
-    return Case(contender.text, workers, contender.servers, total, iterations, contender.rate, contender.preset)
+    asked = contender.preset, contender.requested or contender.text
+    return Case(contender.text, workers, contender.servers, total, iterations, contender.rate, *asked)
 
 
 def result_paths(paths: Mapping[str, str | Path | None]) -> tuple[Path | None, ...]:

@@ -25,7 +25,7 @@ from ..timeline.window import middle
 from .bound import bounded, link_bytes_per_s
 from .cases import Case, Comparison, comparison_of, console_beside
 from .machine import provenance
-from .measure import scaled
+from .measure import scaled, timed
 from .processes import measure
 from .progress import Display
 from .site import Site, site_of
@@ -48,6 +48,8 @@ def run(
     console: Console | None = None,
     lab: str | None = None,
     timeline_path: str | Path | None = None,
+    target: float | None = None,
+    evaluate_every: int | None = None,
 ) -> int:
     """Compare the strategies on the workload and return the exit status.
 
@@ -55,11 +57,24 @@ def run(
     replaces the workload's default and means the same (of all workers, or of each); with several numbers of ``workers``
     every strategy has a row for each; ``timeout`` is how many seconds a
     row may go without any report before it counts as failed. With ``lab``, a rate such as ``1Gbit``, every process has
-    a host of its own behind links of that rate. The timeline is of all rows that Syncline runs. Raises UsageError
-    before any process starts.
+    a host of its own behind links of that rate. The timeline is of all rows that Syncline runs. With a ``target`` the
+    rows say when they were that accurate, to the nearest of the looks that are taken every ``evaluate_every`` steps.
+    Raises UsageError before any process starts.
     """
     comparison = comparison_of(
-        workload, workers, strategies, epochs, iterations, batch, seed, json_path, report_path, lab, timeline_path
+        workload,
+        workers,
+        strategies,
+        epochs,
+        iterations,
+        batch,
+        seed,
+        json_path,
+        report_path,
+        lab,
+        timeline_path,
+        target,
+        evaluate_every,
     )
     limit = SILENCE_LIMIT_S if timeout is None else timeout
     if limit <= 0:
@@ -80,7 +95,13 @@ def carry_out(comparison: Comparison, limit_s: float, progress: Console, output:
                 env = {} if assembly is None else assembly.environ(_title(case, comparison))
                 row = measure(case, comparison.workload, comparison.seed, limit_s, display, site, env=env)
                 row = _asked(case, row)
-                row = bounded(scaled(row, result.baseline), comparison.trace, _link(case, site), comparison.pipeline)
+                row = bounded(
+                    timed(scaled(row, result.baseline), comparison.target),
+                    comparison.trace,
+                    _link(case, site),
+                    comparison.pipeline,
+                    comparison.speed,
+                )
                 result = result.with_row(row)
                 keep_text(comparison.json_path, result.to_json())
     except KeyboardInterrupt:
@@ -103,13 +124,14 @@ def _empty(comparison: Comparison) -> Result:
         seed=comparison.seed,
         epochs=comparison.epochs,
         iterations=comparison.iterations,
+        target=comparison.target,
     )
 
 
 def _asked(case: Case, row: Row) -> Row:
-    """The row with the preset that its strategy was asked for as."""
-    preset = case.preset
-    return row if preset is None else replace(row, requested=preset.name, note=preset.note or None)
+    """The row with what its strategy was asked for as."""
+    row, preset = replace(row, requested=case.requested), case.preset
+    return row if preset is None else replace(row, preset=preset.name, note=preset.note or None)
 
 
 def _title(case: Case, comparison: Comparison) -> str:

@@ -6,7 +6,7 @@ strategy's parts are written: ``ddp``, ``ddp(bucket=5MiB)``. Nothing is started 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from .. import registry
@@ -22,13 +22,15 @@ from ..strategy.strategy import Strategy
 class Contender:
     """A checked contender: canonical text, server processes, and the rate in bits/s that it limits itself to.
 
-    ``preset`` is the name that was given for the whole strategy, None where the strategy itself was.
+    ``preset`` is the name that was given for the whole strategy, None where the strategy itself was; ``requested`` is
+    the text as it was given.
     """
 
     text: str
     servers: int = 0
     rate: float | None = None
     preset: Preset | None = None
+    requested: str | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -41,7 +43,7 @@ def contender_of(text: str, workers: int, *, one_host: bool) -> Contender:
     peer = peer_of(text)
     if peer is not None:
         build("peers", peer)
-        return Contender(write("peers", peer))
+        return Contender(write("peers", peer), requested=text.strip())
     try:
         strategy = Strategy.parse(text)
     except StrategyError as error:
@@ -50,7 +52,7 @@ def contender_of(text: str, workers: int, *, one_host: bool) -> Contender:
     group = Group(workers, strategy.servers, () if one_host else tuple(range(workers)))
     strategy.resolve(group, hosts=1 if one_host else workers)
     rate = strategy.transport.arguments.get("rate") or None
-    return Contender(str(strategy), strategy.servers, rate, preset_of(read_words(text)))
+    return Contender(str(strategy), strategy.servers, rate, preset_of(read_words(text)), text.strip())
 
 
 def peer_of(text: str) -> Part | None:

@@ -9,9 +9,10 @@ of that stage.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 from typing import Any
 
 from ..report.rows import BASELINE, STAGES, Point, Row
@@ -21,6 +22,8 @@ MEASURES = (*STAGES, "iteration_s", "compute_s", "images_per_s", "bytes_sent_per
 COUNTED = ("exposed_comm_s", "compute_s", "bytes_sent_per_step")
 """What is known only when the communication library counts its waiting and its bytes."""
 _CURVE_POINTS = 100
+_SLOWER = 1.25
+"""A worker that computes so many times as long as the median worker is named the slowest."""
 
 
 @dataclass
@@ -72,7 +75,10 @@ class Record:
     measures: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})
     points: list[Point] = field(default_factory=list)
     seconds: float = 0.0
+    position: int = 0
+    """How far the run is, in steps of all workers together: where each goes at its own pace, not this one's."""
     last_loss: float | None = None
+    _samples: list[int] = field(default_factory=list)
     _losses: list[tuple[float, int]] = field(default_factory=list)
 
     @property
@@ -80,37 +86,57 @@ class Record:
         """Iterations measured so far."""
         return len(self.measures["iteration_s"])
 
-    def add(self, times: Mapping[str, float], loss: float, samples: int, bytes_sent: int) -> None:
-        """Enter one iteration: its times, its training loss, its samples and the bytes sent during it."""
+    def add(
+        self, times: Mapping[str, float], loss: float, samples: int, bytes_sent: int, position: int | None = None
+    ) -> None:
+        """Enter one iteration: its times, its training loss, its samples and the bytes sent since the one before.
+
+        ``position`` is that of its batch, by default the number of the iteration.
+        """
         for name, value in times.items():
             self.measures[name].append(value)
         self.measures["images_per_s"].append(samples / times["iteration_s"] if times["iteration_s"] > 0 else 0.0)
         self.measures["bytes_sent_per_step"].append(bytes_sent)
+        self.position = self.done if position is None else position
         self.seconds += times["iteration_s"]
         self.last_loss = loss
+        self._samples.append(samples)
         self._losses.append((loss, samples))
         if len(self._losses) == math.ceil(self.iterations / _CURVE_POINTS) or self.done == self.iterations:
-            total = sum(count for _, count in self._losses)
-            mean = sum(value * count for value, count in self._losses) / total
-            self.points.append(Point(self.done, self.seconds, loss=mean))
-            self._losses = []
+            self._enter_loss()
 
-    def evaluated(self, accuracy: float, loss: float) -> None:
-        """Enter an evaluation on the test set after the iterations so far."""
-        self.points.append(Point(self.done, self.seconds, accuracy=accuracy, test_loss=loss))
+    def evaluated(
+        self, accuracy: float, loss: float, position: int | None = None, seconds: float | None = None
+    ) -> None:
+        """Enter an evaluation on the test set: after so many steps and seconds, or at the end."""
+        at = self.iterations if position is None else position
+        seconds = self.seconds if seconds is None else seconds
+        self.points.append(Point(at, seconds, accuracy=accuracy, test_loss=loss))
 
     def report(self) -> dict[str, Any]:
-        """The worker's medians and curve, as JSON values."""
+        """The worker's medians, means and curve, as JSON values."""
         skip = warmup(self.done)
+        if self._losses:
+            self._enter_loss()
+        measures: dict[str, float | None] = {name: median(values[skip:]) for name, values in self.measures.items()}
+        seconds = sum(self.measures["iteration_s"][skip:])
+        measures["images_per_s"] = sum(self._samples[skip:]) / seconds if seconds > 0 else 0.0
+        measures["bytes_sent_per_step"] = fmean(self.measures["bytes_sent_per_step"])
         return {
             "iterations": self.done,
             "warmup": skip,
             "measures": {
-                name: median(values[skip:]) if self.counted or name not in COUNTED else None
-                for name, values in self.measures.items()
+                name: value if self.counted or name not in COUNTED else None for name, value in measures.items()
             },
-            "curve": [asdict(point) for point in self.points],
+            "mean_compute_s": fmean(self.measures["compute_s"][skip:]) if self.counted else None,
+            "curve": [asdict(point) for point in sorted(self.points, key=lambda point: point.iteration)],
         }
+
+    def _enter_loss(self) -> None:
+        total = sum(count for _, count in self._losses)
+        mean = sum(value * count for value, count in self._losses) / total
+        self.points.append(Point(self.position, self.seconds, loss=mean))
+        self._losses = []
 
 
 def warmup(iterations: int) -> int:
@@ -121,6 +147,7 @@ def warmup(iterations: int) -> int:
 def row_of(strategy: str, workers: int, servers: int, batch: int, reports: Sequence[Mapping[str, Any]]) -> Row:
     """One row made of the reports of all its workers, in rank order; what a worker does not know is None."""
     first = reports[0]
+    steps = [int(report["iterations"]) for report in reports]
     values = {name: [report["measures"][name] for report in reports] for name in MEASURES}
     measures: dict[str, Any] = {name: None if None in items else median(items) for name, items in values.items()}
     measures["images_per_s"] = sum(values["images_per_s"])
@@ -139,7 +166,7 @@ def row_of(strategy: str, workers: int, servers: int, batch: int, reports: Seque
         replicas_equal=len(digests) == 1,
         chosen=str(first["chosen"]),
         servers=servers,
-        iterations=int(first["iterations"]),
+        iterations=round(sum(steps) / workers),
         warmup=int(first["warmup"]),
         batch=batch,
         replica_sha256=digests.pop() if len(digests) == 1 else None,
@@ -147,7 +174,42 @@ def row_of(strategy: str, workers: int, servers: int, batch: int, reports: Seque
         peak_bytes=max(report["peak_bytes"] for report in reports),
         curve=curve,
         traffic=traffic(sent, received, servers) if counted else (),
+        steps=tuple(steps),
+        **_coordination(reports, steps),
     )
+
+
+def _coordination(reports: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> dict[str, Any]:
+    """How the workers were coordinated: what each counted, added up, and who held up whom."""
+    found: dict[str, Any] = {}
+    for name in ("staleness", "version_lag"):
+        total: Counter[int] = Counter()
+        for report in reports:
+            total.update({int(number): count for number, count in report[name].items()})
+        found[name] = dict(sorted(total.items()))
+    waited = [report["waited_s"] for report in reports]
+    if found["staleness"] or any(waited):
+        found["waits"] = tuple(
+            tuple(float(line.get(str(rank), 0.0)) for rank in range(len(reports))) for line in waited
+        )
+        found["wait_s_per_step"] = fmean(
+            sum(line) / max(1, count) for line, count in zip(found["waits"], steps, strict=True)
+        )
+    computing = [report["mean_compute_s"] for report in reports]
+    if None not in computing and len(computing) > 1:
+        found["compute_by_rank_s"] = tuple(computing)
+        slowest = max(range(len(computing)), key=lambda rank: computing[rank])
+        if computing[slowest] > _SLOWER * median_low(computing):
+            found["slowest_rank"] = slowest
+    return found
+
+
+def timed(row: Row, target: float | None) -> Row:
+    """The row with the training time after which its model was first seen to be so accurate."""
+    if target is None:
+        return row
+    reached = (point.seconds for point in row.curve if point.accuracy is not None and point.accuracy >= target)
+    return replace(row, time_to_accuracy_s=next(reached, None))
 
 
 def scaled(row: Row, baseline: Row | None) -> Row:

@@ -30,7 +30,8 @@ Message = Mapping[str, Any]
 class Job:
     """What one process has to do. ``batch`` is the global batch, ``iterations`` the length of the whole run.
 
-    ``report_fds`` holds the pipe of every process, workers first.
+    ``report_fds`` holds the pipe of every process, workers first. ``evaluate_every`` is how many steps lie between two
+    looks at how accurate the model is, 0 for an epoch; ``target`` is the accuracy whose time is asked for.
     """
 
     workload: str
@@ -39,6 +40,8 @@ class Job:
     iterations: int
     seed: int
     report_fds: tuple[int, ...]
+    evaluate_every: int = 0
+    target: float | None = None
 
     def to_json(self) -> str:
         """The job as the argument of the script."""

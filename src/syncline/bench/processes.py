@@ -60,7 +60,8 @@ def measure(
     display.begin(case.name, processes, case.iterations)
     with Mailbox(processes) as mailbox:
         fds = tuple(mailbox.fds)
-        job = Job(workload, case.strategy, case.batch, case.iterations, seed, fds)
+        looks = case.evaluate_every, case.target
+        job = Job(workload, case.strategy, case.batch, case.iterations, seed, fds, *looks)
         watch = _Watch(case, display, limit_s)
         command = [sys.executable, *script, job.to_json()]
         try:

@@ -10,8 +10,9 @@ Stages of an iteration: *loading* waits for the next batch of the workload, whic
 or, prefetched, is there; *h2d* is the copy to the device, which is 0 on a CPU, where the batch already is, unless the
 pipeline says otherwise; *forward* includes the loss; *backward* is ``loss.backward()``; *update* is the
 optimizer's step, the learning-rate schedule's, and ``zero_grad``, which closes the iteration. Each excludes the time
-blocked in Syncline; a peer does not say how long it was blocked. Evaluation, barriers, and the reports are outside of
-iterations. The start is joining the group and preparing the model; loading data and building the model are not.
+blocked in Syncline; a peer does not say how long it was blocked. What the workload's text says of the speed of workers
+is slept in forward and backward. Evaluation (``looks``), barriers, and the reports are outside of iterations. The start
+is joining the group and preparing the model; loading data and building the model are not.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ import hashlib
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ..launch.environment import recognise
 from ..report.rows import BASELINE
 from ..strategy.parts import build
-from ..workloads import Feed, Workload, load
+from ..workloads import Feed, Tempo, Workload, load
+from .batches import Batch, batches
 from .contenders import peer_of
+from .looks import Looks
 from .measure import IterationClock, Record
 from .messages import Job, Sender
 
@@ -39,7 +42,10 @@ _REPORT_EVERY_S = 0.1
 
 
 class Counters(Protocol):
-    """What the measurement reads: seconds blocked so far, None where nobody counts, and bytes so far per process."""
+    """What the measurement reads: seconds blocked so far, None where nobody counts, and bytes so far per process.
+
+    How the worker was coordinated with the others is what ``Stats`` says.
+    """
 
     @property
     def blocked_s(self) -> float | None: ...  # noqa: D102
@@ -49,6 +55,12 @@ class Counters(Protocol):
     def bytes_received(self) -> Mapping[int, int]: ...  # noqa: D102
     @property
     def chosen(self) -> str: ...  # noqa: D102
+    @property
+    def staleness(self) -> Mapping[int, int]: ...  # noqa: D102
+    @property
+    def version_lag(self) -> Mapping[int, int]: ...  # noqa: D102
+    @property
+    def waited_s(self) -> Mapping[int, float]: ...  # noqa: D102
 
 
 class Side(Protocol):
@@ -68,6 +80,9 @@ class _NoTraffic:
     bytes_sent: Mapping[int, int] = field(default_factory=dict)
     bytes_received: Mapping[int, int] = field(default_factory=dict)
     chosen: str = BASELINE
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    version_lag: Mapping[int, int] = field(default_factory=dict)
+    waited_s: Mapping[int, float] = field(default_factory=dict)
 
 
 class _Alone:
@@ -111,7 +126,11 @@ def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0, process: 
     Joining the group took ``joined_s``; ``process`` is which of the run's processes this is.
     """
     workload = load(job.workload)
-    bare = workload.computing.placed(workload.model(job.seed), process)
+
+    def build() -> torch.nn.Module:
+        return workload.computing.placed(workload.model(job.seed, process), process)
+
+    bare = build()
     bare_optimizer = workload.optimizer(bare)
     begun = time.perf_counter()
     model, optimizer = side.prepare(bare, bare_optimizer, weight=workload.weight)
@@ -119,80 +138,81 @@ def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0, process: 
     rank, world = side.rank(), side.world_size()
     # Replicas start equal; what is random during training (dropout) differs between them, as it would in one big batch.
     torch.manual_seed(job.seed * 65_537 + rank)
-    loop = _Loop(model, optimizer, workload, job.iterations, side)
-    told = time.monotonic()
+    epoch = workload.steps_per_epoch(job.batch, world)
+    every, keeps = job.evaluate_every or epoch, rank == 0
+    looks = Looks(workload, model, bare, build, every=every, epoch=epoch, target=job.target, keeps=keeps)
+    source = batches(workload, rank, world, job)
     start = side.stats()
     record = Record(job.iterations, counted=start.blocked_s is not None)
     model.train()
-    with closing(Feed(_batches(workload, rank, world, job), workload.pipeline)) as feed:
-        while record.done < job.iterations:
-            epoch_ended = loop.iterate(feed, record)
-            last = record.done == job.iterations
-            if rank == 0 and (last or time.monotonic() - told > _REPORT_EVERY_S):
+    with closing(Feed(source, workload.pipeline)) as feed:
+        loop = _Loop(model, optimizer, workload, job, side)
+        told = time.monotonic()
+        while loop.iterate(feed, record):
+            if rank == 0 and time.monotonic() - told > _REPORT_EVERY_S:
                 told = time.monotonic()
                 _tell(sender, record, world)
-            if last or epoch_ended:
-                _evaluate(workload, model, bare, side, record)
+            looks.look(record)
+    if rank == 0:
+        _tell(sender, record, world)
+    end = side.stats()
+    side.barrier()
     model.eval()
-    sender.send("result", **record.report(), start_s=start_s, **_outcome(bare, start, side.stats(), record.done))
+    outcome = _outcome(bare, start, end, record.done)
+    looks.end(record)
+    sender.send("result", **record.report(), start_s=start_s, **outcome)
     side.shutdown()
-
-
-class _Batch(NamedTuple):
-    """What one worker computes a gradient of; ``ends_epoch`` says that it is the last one of its epoch."""
-
-    inputs: torch.Tensor
-    target: torch.Tensor
-    ends_epoch: bool
-
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> _Batch:
-        """The batch with its tensors elsewhere."""
-        return self._replace(inputs=move(self.inputs), target=move(self.target))
-
-
-def _batches(workload: Workload, rank: int, world: int, job: Job) -> Iterator[_Batch]:
-    """This worker's batches of the whole job, one epoch after the other."""
-    steps = workload.steps_per_epoch(job.batch, world)
-    for epoch in range(-(-job.iterations // steps)):
-        batches = workload.batches(rank, world, job.batch, job.seed, epoch)
-        for taken, (inputs, target) in enumerate(batches, start=1):
-            yield _Batch(workload.computing.laid_out(inputs), target, taken == steps)
 
 
 class _Loop:
     """The body of the training loop, with the clock around its stages."""
 
-    def __init__(self, model: Any, optimizer: Any, workload: Workload, iterations: int, side: Side) -> None:
+    def __init__(self, model: Any, optimizer: Any, workload: Workload, job: Job, side: Side) -> None:
         self._model, self._optimizer = model, optimizer
         self._loss: Callable[..., Any] = workload.loss
-        self._scheduler = workload.schedule(optimizer, iterations)
+        self._scheduler = workload.schedule(optimizer, job.iterations)
+        self._scheduled = 0
         self._copies, self._computing = workload.copied, workload.computing
         self._stats = side.stats
-        self._clock = IterationClock(workload.computing.now, lambda: side.stats().blocked_s or 0.0)
+        replayed_s = None if workload.trace is None else workload.trace.total_s
+        now = workload.computing.now
+        self._clock = IterationClock(now, lambda: side.stats().blocked_s or 0.0)
+        self._tempo = Tempo(workload.speed, side.rank(), job.seed, replayed_s, now, lambda: side.stats().blocked_s)
+        self._sent = _total(side.stats().bytes_sent)
 
-    def iterate(self, feed: Feed[_Batch], record: Record) -> bool:
-        """One iteration, entered into the record; returns whether its batch was the last one of an epoch."""
-        clock = self._clock
-        before = _total(self._stats().bytes_sent)
+    def iterate(self, feed: Feed[Batch], record: Record) -> bool:
+        """One iteration, entered into the record; False when there is no batch for it."""
+        clock, tempo = self._clock, self._tempo
         clock.begin()
-        batch = next(feed)
+        batch = next(feed, None)
+        if batch is None:
+            return False
         clock.lap("loading_s")
         if self._copies:
             batch = feed.copied(batch, lambda loaded: loaded.moved(self._computing.moved))
             clock.lap("h2d_s")
-        inputs, target, ends_epoch = batch
-        loss = self._loss(self._model(inputs), target)
+        tempo.begin()
+        loss = self._loss(self._model(batch.inputs), batch.target)
+        tempo.forward_ended()
         clock.lap("forward_s")
+        tempo.backward_begins()
         loss.backward()
+        tempo.backward_ended()
         clock.lap("backward_s")
         self._optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        self._schedule(batch.position)
         self._optimizer.zero_grad()
         clock.lap("update_s")
-        sent = _total(self._stats().bytes_sent) - before
-        record.add(clock.end(), float(loss.detach()), len(inputs), sent)
-        return ends_epoch
+        sent, before = _total(self._stats().bytes_sent), self._sent
+        self._sent = sent
+        record.add(clock.end(), float(loss.detach()), len(batch.inputs), sent - before, batch.position)
+        return True
+
+    def _schedule(self, position: int) -> None:
+        """Bring the learning rate to where the run is, which another worker may have brought further than this one."""
+        while self._scheduler is not None and self._scheduled < position:
+            self._scheduler.step()
+            self._scheduled += 1
 
 
 def _side(strategy: str) -> Side:
@@ -209,22 +229,11 @@ def _side(strategy: str) -> Side:
     return side
 
 
-def _evaluate(workload: Workload, model: Any, bare: torch.nn.Module, side: Side, record: Record) -> None:
-    """Test the model on rank 0, all replicas being equal; the others wait, outside of any iteration."""
-    # On every rank, since it may have to complete an exchange that is still under way.
-    model.eval()
-    scores = workload.evaluate(bare) if side.rank() == 0 else None
-    if scores is not None:
-        record.evaluated(*scores)
-    side.barrier()
-    model.train()
-
-
 def _tell(sender: Sender, record: Record, world: int) -> None:
     rates = record.measures["images_per_s"][-20:]
     sender.send(
         "progress",
-        iteration=record.done,
+        iteration=record.position,
         loss=record.last_loss,
         images_per_s=world * sum(rates) / len(rates),
     )
@@ -240,7 +249,14 @@ def _outcome(model: torch.nn.Module, start: Counters, end: Counters, steps: int)
         "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "sent": per_step(start.bytes_sent, end.bytes_sent),
         "received": per_step(start.bytes_received, end.bytes_received),
+        "staleness": _by_text(end.staleness),
+        "version_lag": _by_text(end.version_lag),
+        "waited_s": _by_text(end.waited_s),
     }
+
+
+def _by_text(counts: Mapping[int, float]) -> dict[str, float]:
+    return {str(number): count for number, count in counts.items()}
 
 
 def digest(model: torch.nn.Module) -> str:

@@ -15,7 +15,8 @@ from ._options import EPOCHS, ITERATIONS, JSON, REPORT, TRACE, Lists, check_leng
     "--workload",
     default="digits",
     show_default=True,
-    help="digits, cifar10:PATH, synthetic:alexnet, replay:googlenet, trace:FILE.csv, replay:alexnet(loading=5ms), ...",
+    help="digits, cifar10:PATH, synthetic:alexnet, replay:googlenet, trace:FILE.csv, each with arguments:"
+    " replay:alexnet(loading=5ms), digits(step=30ms, slow_rank=1, slowdown=3), digits(step=30ms, jitter=1), ...",
 )
 @click.option(
     "--workers",
@@ -42,6 +43,13 @@ from ._options import EPOCHS, ITERATIONS, JSON, REPORT, TRACE, Lists, check_leng
 @REPORT
 @TRACE
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds a row may be silent.")
+@click.option("--target", type=float, metavar="ACCURACY", help="Say when each row was so accurate, such as 0.97.")
+@click.option(
+    "--evaluate-every",
+    type=click.IntRange(min=1),
+    metavar="STEPS",
+    help="Look at the accuracy so often; default: once an epoch, with --target 8 times.",
+)
 @click.option("--lab", metavar="RATE", help="Give every process a host of its own behind links of RATE, such as 1Gbit.")
 def compare(
     workload: str,
@@ -55,6 +63,8 @@ def compare(
     report_path: Path | None,
     trace: Path | None,
     timeout: float | None,
+    target: float | None,
+    evaluate_every: int | None,
     lab: str | None,
 ) -> None:
     """Train one workload on a single worker and under every strategy, side by side."""
@@ -74,5 +84,7 @@ def compare(
         timeline_path=trace,
         timeout=timeout,
         lab=lab,
+        target=target,
+        evaluate_every=evaluate_every,
     )
     sys.exit(status)

@@ -66,7 +66,7 @@ def render(result: Result, timelines: Sequence[Iteration] = ()) -> str:
 
 
 def _contenders(result: Result) -> str:
-    names = list(dict.fromkeys(row.requested or row.strategy for row in result.rows))
+    names = list(dict.fromkeys(row.preset or row.strategy for row in result.rows))
     if not names:
         return "no rows"
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

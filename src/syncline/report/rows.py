@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .result_file import ResultFile, known
@@ -43,12 +43,14 @@ class Point:
 class Row:
     """One strategy, measured. Times are seconds per iteration, bytes are per worker and iteration.
 
-    A worker's value is the median over its iterations, a row's value the median over its workers, except that
-    ``images_per_s`` is the sum over workers. ``forward_s``, ``backward_s`` and the other stages exclude the time for
-    which the training thread was blocked in the communication library; that time is ``exposed_comm_s``, and
-    ``compute_s`` is the rest of the iteration. Where nobody counts that time, as in a peer, those two are None, and
-    ``backward_s`` and ``update_s`` include it. ``accuracy`` and ``loss`` are of the test set after the last iteration;
-    without a test set ``loss`` is the last point of the training curve.
+    A worker's value is the median over its iterations, a row's value the median over its workers, with two exceptions.
+    ``images_per_s`` is the sum over workers of what each did in its time, the warm-up left out, and
+    ``bytes_sent_per_step`` is the mean over the whole run, exchanges that come every so many steps included.
+    ``forward_s``, ``backward_s`` and the other stages exclude the time for which the training thread was blocked in the
+    communication library; that time is ``exposed_comm_s``, and ``compute_s`` is the rest of the iteration. Where nobody
+    counts that time, as in a peer, those two are None, and ``backward_s`` and ``update_s`` include it. ``accuracy`` and
+    ``loss`` are of the test set after the last iteration; without a test set ``loss`` is the last point of the training
+    curve.
     """
 
     strategy: str
@@ -94,14 +96,32 @@ class Row:
     error: str | None = None
     """Why the row could not be finished; None when it was."""
     requested: str | None = None
-    """The preset that ``strategy`` was asked for as; None where the strategy itself was named."""
+    """The text that ``strategy`` was asked for with, as it was given."""
     note: str | None = None
     """What in ``strategy`` is not as in the framework that the preset is named after."""
+    preset: str | None = None
+    """The preset that ``strategy`` was asked for as; None where the strategy itself was named."""
+    steps: tuple[int, ...] = ()
+    """The iterations of each worker, which differ where each goes at its own pace; ``iterations`` is their mean."""
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    """How many steps began so many clocks ahead of the slowest worker, over all workers."""
+    version_lag: Mapping[int, int] = field(default_factory=dict)
+    """How many pushes were so many updates behind the weights that they were applied to, over all workers."""
+    wait_s_per_step: float | None = None
+    """How long a worker was held up by others before a step: the mean over workers; None where nobody counts that."""
+    waits: tuple[tuple[float, ...], ...] = ()
+    """Seconds of the run that each worker (row) waited for each worker (column) before its steps."""
+    compute_by_rank_s: tuple[float, ...] = ()
+    """Each worker's mean iteration without the time blocked in communication."""
+    slowest_rank: int | None = None
+    """The worker that computes longest, where that is a quarter longer than the median worker or more."""
+    time_to_accuracy_s: float | None = None
+    """Training time after which the model was first seen to be as accurate as was asked for; None if it never was."""
 
     @property
     def name(self) -> str:
         """What the row is called where people read: the strategy, behind its preset where there is one."""
-        return self.strategy if self.requested is None else f"{self.requested}: {self.strategy}"
+        return self.strategy if self.preset is None else f"{self.preset}: {self.strategy}"
 
     @property
     def reasoned(self) -> bool:
@@ -140,6 +160,8 @@ class Result(ResultFile):
     """True when the checkout differed from ``commit``."""
     source_sha256: str = ""
     """The digest of the package's source files."""
+    target: float | None = None
+    """The accuracy that ``time_to_accuracy_s`` is about."""
 
     @property
     def baseline(self) -> Row | None:
@@ -168,9 +190,16 @@ class Result(ResultFile):
 
 
 def _row(data: Mapping[str, Any]) -> Row:
-    curve = points(data.get("curve", ()))
-    traffic = tuple(tuple(line) for line in data.get("traffic", ()))
-    return Row(**{**known(Row, data), "curve": curve, "traffic": traffic})
+    found = known(Row, data)
+    if "preset" not in data:  # of a version that told the preset only
+        found["preset"] = data.get("requested")
+    for name in ("staleness", "version_lag"):
+        found[name] = {int(number): count for number, count in data.get(name, {}).items()}
+    for name in ("traffic", "waits"):
+        found[name] = tuple(tuple(line) for line in data.get(name, ()))
+    for name in ("steps", "compute_by_rank_s"):
+        found[name] = tuple(data.get(name, ()))
+    return Row(**{**found, "curve": points(data.get("curve", ()))})
 
 
 def points(data: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:

@@ -127,7 +127,7 @@ def remarks(result: Result) -> tuple[str, ...]:
             "The bound is loading and the trace's compute, and the link where a strategy limits its rate: nothing else"
             " does."
         )
-    lines += [f"{requested}: {note}." for requested, note in _noted(result).items()]
+    lines += [f"{preset}: {note}." for preset, note in _noted(result).items()]
     found = (row.name for row in result.rows if row.iteration_s is not None and row.exposed_comm_s is None)
     uncounted = list(dict.fromkeys(found))
     if uncounted:
@@ -145,7 +145,7 @@ def remarks(result: Result) -> tuple[str, ...]:
 
 def _noted(result: Result) -> dict[str, str]:
     """What is not as in the original, by preset."""
-    return {row.requested: row.note for row in result.rows if row.requested is not None and row.note is not None}
+    return {row.preset: row.note for row in result.rows if row.preset is not None and row.note is not None}
 
 
 def _cell(column: _Column, row: Row) -> Text:

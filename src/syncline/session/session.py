@@ -92,6 +92,8 @@ class Session(Communicator):
         """Whether schedules are chosen by measuring, of each model its own."""
         self.schedules: dict[int, tuple[Strategy, str]] = {}
         """What runs with those that have been, and why, by the first keys of their models."""
+        self.pools: Any = None
+        """What hands out batches, once a sampler was made that takes them from a pool."""
         self._models: list[weakref.ref[Any]] = []
         self.prepared: dict[int, Any] = {}  # what a framework has made of each, by its first key
 

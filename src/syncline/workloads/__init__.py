@@ -2,9 +2,9 @@
 
 A workload is named by a text: ``digits``, ``cifar10:PATH``, ``synthetic:resnet50``, ``trace:FILE.csv``; what follows
 the colon is passed to the workload as it stands. Arguments in parentheses come last, as in
-``replay:alexnet(loading=100ms, prefetch=2)``: those of ``Pipeline`` for every workload, those of ``Computing`` for
-those that are registered with ``computes=True``, and a workload's own keyword-only parameters. They are written as the
-arguments of strategies are.
+``replay:alexnet(loading=100ms, prefetch=2)``: those of ``Pipeline`` and of ``Speed`` for every workload, those of
+``Computing`` for those that are registered with ``computes=True``, and a workload's own keyword-only parameters. They
+are written as the arguments of strategies are.
 
 Workloads are registered under their names; networks lie in ``models``. This folder knows torch, but nothing about
 strategies, groups or transports: a workload sees a rank and a world size as two numbers. Neither importing it nor
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import TypeVar
 
 from ..errors import UsageError
 from ..nouns import Seconds
@@ -24,10 +25,26 @@ from ..strategy.grammar import read_part
 from ..strategy.parts import bind, write
 from ._computing import Computing
 from ._feed import AT_ONCE, Feed, Pipeline
+from ._speed import EVEN, Speed, Tempo
 from ._trace import Trace
 from ._workload import Images, Workload, layers
 
-__all__ = ["AT_ONCE", "Computing", "Feed", "Images", "Pipeline", "Trace", "Workload", "layers", "load"]
+__all__ = [
+    "AT_ONCE",
+    "EVEN",
+    "Computing",
+    "Feed",
+    "Images",
+    "Pipeline",
+    "Speed",
+    "Tempo",
+    "Trace",
+    "Workload",
+    "layers",
+    "load",
+]
+
+T = TypeVar("T")
 
 _ARGUMENTS = re.compile(r"\([^()]*\)$")
 
@@ -39,19 +56,23 @@ def load(text: str) -> Workload:
     """
     name, argument, arguments = _split(text.strip())
     entry = get("workloads", name)
-    pipeline, computing = parameters_of(Pipeline), parameters_of(Computing)
-    shared = (*pipeline, *(computing if entry.capabilities.get("computes") else ()))
+    kinds = (Pipeline, Speed, Computing) if entry.capabilities.get("computes") else (Pipeline, Speed)
+    shared = tuple(parameter for kind in kinds for parameter in parameters_of(kind))
     part = bind("workloads", read_part(f"{entry.name}{arguments}"), shared)
     given = part.arguments
-    feed = Pipeline(**{parameter.name: given.pop(parameter.name) for parameter in pipeline})
-    how = Computing(**{parameter.name: given.pop(parameter.name) for parameter in computing if parameter in shared})
+
+    def taken(kind: type[T]) -> T:
+        names = [parameter.name for parameter in parameters_of(kind)] if kind in kinds else []
+        return kind(**{name: given.pop(name) for name in names})
+
+    feed, speed, how = taken(Pipeline), taken(Speed), taken(Computing)
     workload = entry.target(argument, **given)
     if not isinstance(workload, Workload):
         raise UsageError(f"workload {entry.name!r} returned {type(workload).__name__}: it must return a Workload")
     if feed.h2d is None and workload.trace is not None:
         feed = replace(feed, h2d=Seconds(workload.trace.h2d_s))
     shown = write("workloads", part, shared).removeprefix(entry.name)
-    return replace(workload, name=workload.name + shown, pipeline=feed, computing=how)
+    return replace(workload, name=workload.name + shown, pipeline=feed, speed=speed, computing=how)
 
 
 def _split(text: str) -> tuple[str, str, str]:

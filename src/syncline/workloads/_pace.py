@@ -33,11 +33,13 @@ CARRIED_S = 1e-3
 class Pacer:
     """Stretches of work, one behind the other: ``begin``, what has to be done meanwhile, ``finish(duration)``.
 
-    ``now`` and ``sleep`` are a monotonic clock in seconds and what waits on it.
+    ``now`` and ``sleep`` are a monotonic clock in seconds and what waits on it; all durations are multiplied by
+    ``stretch``.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> None:
         self._now, self._sleep = now, sleep
+        self.stretch = 1.0
         self._start = 0.0
         self._ended = -math.inf
         self._late_s = 0.0
@@ -53,8 +55,8 @@ class Pacer:
         self._start = now - self._late_s - (pause_s if pause_s <= INTERPRETER_S else 0.0)
 
     def finish(self, duration_s: float) -> None:
-        """Return when ``duration_s`` seconds have passed since the work's ideal beginning, at once if they have."""
-        due = self._start + duration_s
+        """Return when ``duration_s``, stretched, has passed since the work's ideal beginning, at once if it has."""
+        due = self._start + duration_s * self.stretch
         left_s = due - self._now()
         if left_s > 0:
             self._sleep(left_s)

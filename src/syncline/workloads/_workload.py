@@ -19,6 +19,7 @@ from ..errors import UsageError
 from ..nouns import Layer, Spec
 from ._computing import PLAIN, Computing
 from ._feed import AT_ONCE, Pipeline
+from ._speed import EVEN, Speed
 from ._trace import Trace
 
 if TYPE_CHECKING:
@@ -60,6 +61,22 @@ class Images:
 
 
 @dataclass(frozen=True)
+class Epoch:
+    """The training set in the order of one epoch, cut into ``steps`` global batches, and these into ``world`` parts."""
+
+    images: Images
+    order: NDArray[np.int64]
+    batch: int
+    world: int
+    steps: int
+
+    def part(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
+        """A worker's part of a global batch, as (images, labels)."""
+        whole = self.order[step * self.batch : (step + 1) * self.batch]
+        return self.images.take(whole[len(whole) * rank // self.world : len(whole) * (rank + 1) // self.world])
+
+
+@dataclass(frozen=True)
 class Workload:
     """A model, its data and its solver.
 
@@ -69,8 +86,8 @@ class Workload:
     returns a learning-rate scheduler that is stepped once after every optimizer step, or None. ``trace`` is what a
     replayed model takes its times from, None for one that computes. ``weight`` is how ranks are weighed, as
     ``syncline.prepare`` takes it: losses here are means over batches, whose sizes may differ by one sample.
-    ``pipeline`` and ``computing`` are what the workload's text says in its parentheses: how batches come, and how the
-    model computes.
+    ``pipeline``, ``computing`` and ``speed`` are what the workload's text says in its parentheses: how batches come,
+    how the model computes, and how fast.
     """
 
     name: str
@@ -87,19 +104,29 @@ class Workload:
     weight: Literal["batch"] = "batch"
     pipeline: Pipeline = AT_ONCE
     computing: Computing = PLAIN
+    speed: Speed = EVEN
 
     @property
     def copied(self) -> bool:
         """Whether batches are copied to a device, or take the time of it."""
         return self.computing.device != "cpu" or bool(self.pipeline.h2d)
 
-    def model(self, seed: int) -> nn.Module:
-        """The model on the CPU, the same for the same seed; the caller's random state stays as it was."""
+    def model(self, seed: int, rank: int = 0) -> nn.Module:
+        """The model on the CPU, the same for the same seed; the caller's random state stays as it was.
+
+        A replayed one takes the times of worker ``rank``.
+        """
         import torch
 
         with torch.device("cpu"), torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(seed)
-            return self.build()
+            model = self.build()
+        if self.trace is not None:
+            from .models.replayed import Replayed
+
+            assert isinstance(model, Replayed)
+            model.stretch(self.speed.stretch(rank, self.trace.total_s))
+        return model
 
     def total_batch(self, world: int, batch: int | None = None) -> int:
         """Samples per step of all ``world`` workers together; ``batch`` replaces the default and means the same.
@@ -124,20 +151,18 @@ class Workload:
         ``batch`` is the global batch, of all ``world`` workers together; parts of it differ by at most one sample. The
         last, incomplete batch is kept when it has a sample for every rank and dropped otherwise.
         """
-        steps = self.steps_per_epoch(batch, world)
+        _check_division(batch, world)
         if not 0 <= rank < world:
             raise UsageError(f"rank {rank} does not exist among {world} workers: ranks are 0 to {world - 1}")
+        passing = self.epoch(world, batch, seed, epoch)
+        return (passing.part(step, rank) for step in range(passing.steps))
+
+    def epoch(self, world: int, batch: int, seed: int, epoch: int) -> Epoch:
+        """One pass over the training set, as ``batches`` has it, every worker's part at hand."""
         if seed < 0 or epoch < 0:
             raise UsageError(f"seed and epoch cannot be negative, got {seed} and {epoch}")
-        return self._batches(rank, world, batch, steps, np.random.default_rng((seed, epoch)))
-
-    def _batches(
-        self, rank: int, world: int, batch: int, steps: int, random: np.random.Generator
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        order = random.permutation(len(self.train))
-        for step in range(steps):
-            whole = order[step * batch : (step + 1) * batch]
-            yield self.train.take(whole[len(whole) * rank // world : len(whole) * (rank + 1) // world])
+        order = np.random.default_rng((seed, epoch)).permutation(len(self.train))
+        return Epoch(self.train, order, batch, world, self.steps_per_epoch(batch, world))
 
     def evaluate(self, model: nn.Module) -> tuple[float, float] | None:
         """Accuracy (0 to 1) and mean loss on the test set, or None when there is none.

@@ -52,6 +52,9 @@ class _Uncounted:
     blocked_s: float | None = None
     bytes_sent: Mapping[int, int] = field(default_factory=dict)
     bytes_received: Mapping[int, int] = field(default_factory=dict)
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    version_lag: Mapping[int, int] = field(default_factory=dict)
+    waited_s: Mapping[int, float] = field(default_factory=dict)
 
 
 class Member:

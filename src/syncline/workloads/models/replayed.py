@@ -36,6 +36,10 @@ class Replayed(nn.Module):
             name = f"{index}:{layer.name.replace('.', '/')}"
             self.add_module(name, ReplayedLayer(layer, (index + 1) / len(trace.layers), self._pacer))
 
+    def stretch(self, factor: float) -> None:
+        """Multiply all times of the trace."""
+        self._pacer.stretch = factor
+
     def forward(self, samples: Tensor) -> Tensor:
         """The means of the samples, after the forward time of all layers."""
         self._pacer.new_iteration()

@@ -1,0 +1,89 @@
+"""What a script iterates over: the indices of the samples that this worker trains on, epoch after epoch.
+
+Where workers exchange in step with each other every one has a share of its own, as many samples as the others: that of
+PyTorch's DistributedSampler. Where each goes at its own pace the shares come from a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+from .order import MOST_EPOCHS, Order
+
+
+class Shares(Protocol):
+    """Which positions of an epoch's order are this worker's."""
+
+    @property
+    def size(self) -> int | None:
+        """How many they are in an epoch; None where nobody knows before."""
+        ...
+
+    def parts(self, epoch: int) -> Iterator[range | NDArray[np.int64]]:
+        """Positions in the order of that epoch, as they come."""
+        ...
+
+
+class Split:
+    """A share of its own for every worker, all of the same size: what ``Order.positions`` says."""
+
+    def __init__(self, order: Order, rank: int, world: int) -> None:
+        self._order, self._rank, self._world = order, rank, world
+        self.size = -(-order.samples // world)
+
+    def parts(self, epoch: int) -> Iterator[NDArray[np.int64]]:  # noqa: ARG002 - positions are the same in each
+        """Batch by batch, or all at once."""
+        positions = self._order.positions(self._rank, self._world)
+        step = self._order.batch_size or len(positions)
+        return (positions[start : start + step] for start in range(0, len(positions), step))
+
+
+class Sampler:
+    """Indices for one worker; with a batch size lists of them, for ``DataLoader(dataset, batch_sampler=)``.
+
+    Every iteration is the next epoch, in another order if samples are shuffled; ``set_epoch`` says which, as when a run
+    is resumed. ``len`` is known where every worker has a share of its own; where batches come from a pool there is
+    none.
+    """
+
+    def __init__(self, order: Order, shares: Shares) -> None:
+        self._order, self._shares = order, shares
+        self._epoch = 0
+
+    @property
+    def pooled(self) -> bool:
+        """Whether batches come from one pool, so that nobody knows before how many a worker gets."""
+        return self._shares.size is None
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is that epoch, counted from 0."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < MOST_EPOCHS:
+            raise UsageError(f"set_epoch() takes a whole number from 0 to {MOST_EPOCHS - 1}, got {epoch!r}")
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return self._walk(epoch, self._shares.parts(epoch))
+
+    def __len__(self) -> int:
+        size = self._shares.size
+        if size is None:
+            raise TypeError(
+                "a sampler from a pool has no length: how many batches a worker gets depends on how fast the others"
+                " are; all workers together get those of the whole data set"
+            )
+        return size if self._order.batch_size is None else -(-size // self._order.batch_size)
+
+    def _walk(self, epoch: int, parts: Iterator[range | NDArray[np.int64]]) -> Iterator[Any]:
+        order = self._order.indices(epoch)
+        for part in parts:
+            found = order[part.start : part.stop] if isinstance(part, range) else order[part]
+            if self._order.batch_size is None:
+                yield from found.tolist()
+            else:
+                yield found.tolist()

@@ -1,0 +1,166 @@
+"""How fast workers compute: no faster than a text says, one slower than the others, all of them held up at times.
+
+Owns the arguments and the sleeping; does not know what is computed. How workers are coordinated shows only where they
+differ: one that is slower all the time, as on an older machine, or any of them now and then, as on machines that others
+use too (Cipar et al., "Solving the straggler problem with bounded staleness", HotOS 2013). Time that passes in
+communication is never stretched, and nothing here sleeps in another thread than the training's.
+
+What a step computes is known behind it only, so a step of a model that computes is brought up to its time between its
+forward and its backward pass, before any gradient is ready, by how long the backward pass before it took; what is then
+still missing follows behind. A third of the sleep counts as forward, the rest as backward, as real passes share it.
+Replayed layers take their times from a trace, which is stretched itself; only stalls are slept here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import UsageError
+from ..nouns import Seconds
+from ._feed import GREATEST_S
+
+_NO_TIME = Seconds(0.0)
+_MOST = 1000.0
+_FORWARD_SHARE = 1 / 3
+_STREAM = 0x717E
+"""Tells the draws of stalls from others of the same seed."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a step's computation takes, and on whom.
+
+    It takes ``step`` at least; on the worker ``slow_rank`` it takes ``slowdown`` times as long, and its communication
+    does not. ``jitter`` holds every worker up in every step, by times from an exponential distribution whose mean is
+    that many times a step's computation; they follow from the seed and the rank. Raises UsageError for values that make
+    no sense.
+    """
+
+    step: Seconds = _NO_TIME
+    slow_rank: int | None = None
+    slowdown: float = 1.0
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.step <= GREATEST_S:
+            raise UsageError(f"step must be a time from 0s to 1h, such as 30ms, got {self.step:g} seconds")
+        if not 1 <= self.slowdown <= _MOST:
+            raise UsageError(
+                f"slowdown must be a number from 1 (as fast as the others) to {_MOST:g}, got {self.slowdown:g}"
+            )
+        if not 0 <= self.jitter <= _MOST:
+            raise UsageError(f"jitter must be a number of steps from 0 (none) to {_MOST:g}, got {self.jitter:g}")
+        if self.slow_rank is None:
+            if self.slowdown != 1:
+                raise UsageError(f"slowdown={self.slowdown:g} slows down one worker: write slow_rank=0 beside it")
+        elif self.slow_rank < 0:
+            raise UsageError(f"slow_rank must be a rank from 0 up, got {self.slow_rank}")
+        elif self.slowdown == 1:
+            raise UsageError(f"slow_rank={self.slow_rank} is to be slower: write slowdown=3 beside it")
+
+    @property
+    def even(self) -> bool:
+        """Whether all workers compute as fast as they can."""
+        return self == EVEN
+
+    def check(self, workers: int) -> None:
+        """Raise UsageError when the slow worker is none of so many."""
+        if self.slow_rank is not None and self.slow_rank >= workers:
+            them = f"{workers} workers, whose ranks are 0 to {workers - 1}" if workers > 1 else "one worker, rank 0"
+            raise UsageError(f"slow_rank={self.slow_rank} is none of {them}: choose one of them, or more --workers")
+
+    def slowed(self, rank: int) -> float:
+        """How many times as long a worker's computation takes."""
+        return self.slowdown if rank == self.slow_rank else 1.0
+
+    def least_s(self, compute_s: float) -> float:
+        """Seconds of a step that computes for ``compute_s``, on a worker that nothing slows down."""
+        return max(self.step, compute_s)
+
+    def stretch(self, rank: int, compute_s: float) -> float:
+        """What the times of replayed layers are multiplied by, which take ``compute_s`` seconds together."""
+        return self.slowed(rank) * (self.least_s(compute_s) / compute_s if compute_s > 0 else 1.0)
+
+
+EVEN = Speed()
+"""Every worker as fast as it can."""
+
+
+class Tempo:
+    """One worker's steps in their time: the four calls, in this order, in every step.
+
+    ``replayed_s`` is what a trace's layers take in a step, None for a model that computes. ``now`` is a clock in
+    seconds, ``blocked`` how long the training has been blocked in communication so far, None where nobody counts that;
+    ``pause`` waits.
+    """
+
+    def __init__(
+        self,
+        speed: Speed,
+        rank: int,
+        seed: int,
+        replayed_s: float | None,
+        now: Callable[[], float],
+        blocked: Callable[[], float | None],
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._speed, self._slowed, self._replayed_s = speed, speed.slowed(rank), replayed_s
+        self._now, self._blocked, self._pause = now, blocked, pause
+        self._random = np.random.default_rng((_STREAM, seed, rank))
+        self._off = speed.even
+        self._begun = self._forward_s = self._slept_s = self._owed_s = self._stall = 0.0
+        self._backward_s: float | None = None
+
+    def begin(self) -> None:
+        """The forward pass is about to begin."""
+        if self._off:
+            return
+        self._stall = self._speed.jitter * float(self._random.exponential())
+        self._slept_s = self._owed_s = 0.0
+        self._begun = self._computed()
+        if self._replayed_s is not None:
+            self._sleep(self._stall * self._speed.least_s(self._replayed_s))
+
+    def forward_ended(self) -> None:
+        """The loss is there."""
+        if self._off or self._replayed_s is not None:
+            return
+        self._forward_s = self._computed() - self._begun
+        own_s = self._forward_s + (self._backward_s or 0.0)
+        self._owed_s = self._due_s(own_s) - own_s
+        self._sleep(_FORWARD_SHARE * self._owed_s)
+
+    def backward_begins(self) -> None:
+        """The forward pass has been measured."""
+        if not (self._off or self._replayed_s is not None):
+            self._sleep(self._owed_s - self._slept_s)
+
+    def backward_ended(self) -> None:
+        """All gradients are there."""
+        if self._off or self._replayed_s is not None:
+            return
+        passed_s = self._computed() - self._begun
+        backward_s = passed_s - self._slept_s - self._forward_s
+        if self._blocked() is None and self._backward_s is not None:
+            backward_s = min(backward_s, self._backward_s)  # the least was computation, more may have been a wait
+        self._backward_s = max(0.0, backward_s)
+        self._sleep(self._due_s(self._forward_s + self._backward_s) - passed_s)
+
+    def _due_s(self, own_s: float) -> float:
+        """Seconds for a step that computes for ``own_s`` by itself."""
+        return self._slowed * self._speed.least_s(own_s) + self._stall * self._speed.least_s(own_s)
+
+    def _computed(self) -> float:
+        """The clock without what passed in communication."""
+        return self._now() - (self._blocked() or 0.0)
+
+    def _sleep(self, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        begun = self._now()
+        self._pause(seconds)
+        self._slept_s += self._now() - begun

@@ -1,0 +1,103 @@
+"""What processes of a comparison train on: the same batches whoever takes them, and how far the run is with each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import syncline
+from syncline import registry
+from syncline.bench.batches import Batch, batches, pooled
+from syncline.bench.messages import Job
+from syncline.sampling.pool import Pool
+from syncline.testing.training import Free
+from syncline.workloads import Images, Workload
+
+torch = pytest.importorskip("torch")
+
+WORLD, BATCH, SAMPLES = 2, 4, 14  # three batches of four, and one of two
+
+
+@pytest.fixture(autouse=True)
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.names("sync")
+    monkeypatch.setitem(registry._entries, "sync", dict(registry._entries["sync"]))
+    registry.register("sync", "free")(Free)
+
+
+def counting() -> Workload:
+    pixels = np.arange(SAMPLES, dtype=np.float32).reshape(-1, 1, 1, 1)
+    images = Images(pixels, np.zeros(SAMPLES, np.int64), np.zeros((1, 1, 1), np.float32))
+    unused: Any = None
+    return Workload("counting", BATCH, True, 1, images, None, unused, unused, unused, unused)
+
+
+def job(strategy: str, iterations: int) -> Job:
+    return Job("counting", strategy, BATCH, iterations, 3, ())
+
+
+def shown(batch: Batch) -> tuple[int, ...]:
+    return tuple(batch.inputs.flatten().int().tolist())
+
+
+@pytest.mark.parametrize(
+    ("contender", "wanted"),
+    [
+        ("single", False),
+        ("ddp", False),
+        ("ring", False),
+        ("ps(servers=1)", False),
+        ("ps(servers=1) sync=free", True),
+    ],
+)
+def test_a_pool_is_for_workers_at_their_own_pace(contender: str, wanted: bool) -> None:
+    assert pooled(contender) is wanted
+
+
+@pytest.mark.parametrize("iterations", [1, 4, 5, 9])
+def test_all_strategies_train_on_the_same_batches(monkeypatch: pytest.MonkeyPatch, iterations: int) -> None:
+    """In a pool from which one worker takes three parts for each of the other's."""
+    split = [list(batches(counting(), rank, WORLD, job("ring", iterations))) for rank in range(WORLD)]
+    for own in split:
+        assert [batch.position for batch in own] == list(range(1, iterations + 1))
+
+    pools: list[Pool] = []
+    asking = [0]
+
+    def sampler(samples: int, **how: Any) -> Any:
+        assert (samples, how) == (4 * WORLD, {"batch_size": 1, "shuffle": False})
+        pools.append(Pool(samples, 1, WORLD))
+        rank, epochs = len(pools) - 1, iter(range(100))
+
+        class Sampler:
+            def __iter__(self) -> Iterator[list[int]]:
+                epoch = next(epochs)
+                while piece := pools[0].take(rank, epoch):
+                    yield list(piece)
+
+        return Sampler()
+
+    monkeypatch.setattr(syncline, "sampler", sampler, raising=False)
+    sources = [batches(counting(), rank, WORLD, job("ps(servers=1) sync=free", iterations)) for rank in range(WORLD)]
+    found: list[list[Batch]] = [[], []]
+    ended = [False, False]
+    while not all(ended):
+        rank = int(asking[0] % 4 == 3) if not any(ended) else ended.index(False)
+        asking[0] += 1
+        batch = next(sources[rank], None)
+        if batch is None:
+            ended[rank] = True
+        else:
+            found[rank].append(batch)
+
+    def parts(all_of_them: list[list[Batch]]) -> Counter[tuple[int, tuple[int, ...]]]:
+        return Counter((batch.position, shown(batch)) for own in all_of_them for batch in own)
+
+    assert parts(found) == parts(split)
+    assert all([batch.position for batch in own] == sorted(batch.position for batch in own) for own in found)
+    if iterations > 1:
+        assert len(found[0]) > len(found[1]) > 0
