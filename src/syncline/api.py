@@ -342,6 +342,18 @@ def flush() -> None:
         made.replica.flush()
 
 
+def consolidate() -> None:
+    """Let all workers have the same, newest weights, after training in which their replicas differ on the way.
+
+    Under ``sync=asp`` and ``ssp`` each worker has the weights that it was sent last. This waits until all workers that
+    have not left call it, between two steps, and until the owners of the weights have applied everything; then all
+    pull. Call it before what every rank shall see alike: a last evaluation, a checkpoint by hand. Evaluation never
+    exchanges by itself. Where replicas are equal after every step, as under ``bsp``, it is ``flush()``.
+    """
+    for _, bring_together in sorted(session().consolidates.items()):
+        bring_together()
+
+
 def allreduce(tensor: Tensors, op: str = "mean") -> Tensors:
     """Replace a tensor or array, on every worker, by the workers' ``mean`` or ``sum``; returns it."""
     if op not in ("mean", "sum"):

@@ -72,12 +72,12 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
         made.replica.gradients.begin_at(step)
         made.replica.steps = step
         compression, client = made.replica.gradients.compression, made.client
+        if compression is not None and saved is not None:
+            compression.load([{key: np.asarray(array) for key, array in rank.items()} for rank in saved])
+        if client is not None and (compression is not None or client.keeps):
+            client.resume(step, owned or {})
         if compression is None:
             continue
-        if saved is not None:
-            compression.load([{key: np.asarray(array) for key, array in rank.items()} for rank in saved])
-        if client is not None:
-            client.resume(step, owned or {})
         if (saved is None and compression.keeps) or (owned is None and client is not None and client.keeps):
             warnings.warn(
                 f"this state has nothing of codec={session.strategy.codec}: what it had not sent yet is lost, and"

@@ -37,7 +37,7 @@ def test_wrong_arguments_are_usage_errors(line: str) -> None:
         ("show auto", "measured when a run starts"),
         ("show transport=tcp", "auto has no plan of its own"),
         ("show native", "native has no plan: what the library sends is its own affair; show one of direct, "),
-        ("show sync=async", "unknown sync 'async'; did you mean 'asp' (not built yet) or 'bsp'?"),
+        ("show sync=async", "unknown sync 'async'; did you mean 'asp' or 'bsp'?"),
         ("show ring --nodes 2y4", "2x4"),
         ("show ring --nodes 2x4 --ranks 7", "disagree"),
         ("show ring --nodes 0x4", "2x4"),

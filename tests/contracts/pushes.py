@@ -11,7 +11,6 @@ import numpy as np
 from ends import network
 from numpy.typing import NDArray
 
-from syncline import registry
 from syncline.engine.driver import LIMIT_S
 from syncline.nouns import Bucket, Group, Layer, Slice, Spec
 from syncline.serving.owner import serve
@@ -22,19 +21,13 @@ from syncline.serving.worker import Worker, attach
 from syncline.session.layout import Layout
 from syncline.session.session import Session
 from syncline.strategy.strategy import Strategy
-from syncline.testing.training import Bound, Free
 
 Array = NDArray[np.float64]
 
 SIZES = (7, 12, 1)
 """Of three tensors, of which the first two share a bucket."""
-LR = 0.25
-
-
-def register_modes() -> None:
-    """As parts of another package would."""
-    registry.register("sync", "free")(Free)
-    registry.register("sync", "bound")(Bound)
+LR = 0.75
+"""Three workers have shares of it that are exact."""
 
 
 @dataclass
@@ -74,7 +67,9 @@ def gradient_of(rank: int, step: int) -> Array:
 
 def expected(steps: Sequence[int]) -> Array:
     """What so many steps of each rank make of the weights, in any order."""
-    return 1 - LR * np.sum([gradient_of(rank, step) for rank, count in enumerate(steps) for step in range(count)], 0)
+    return 1 - LR / len(steps) * np.sum(
+        [gradient_of(rank, step) for rank, count in enumerate(steps) for step in range(count)], 0
+    )
 
 
 class Training:
@@ -116,10 +111,10 @@ class Training:
         self.session.engine.wait(*[worker.pull(bucket) for bucket in range(2)])
         return np.concatenate(self.weights)
 
-    def step(self, worker: Worker, step: int) -> Array:
+    def step(self, worker: Worker, step: int, rate: float = LR) -> Array:
         """Push, have applied, pull; the weights."""
         self.push(worker, step)
-        worker.step([{"lr": LR}])
+        worker.step([{"lr": rate}])
         return self.pull(worker)
 
     def owned(self, version: int = -1) -> Array:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from ends import KINDS
-from pushes import Training, expected, joined, on_group, register_modes
+from pushes import LR, Training, expected, joined, on_group
 
 from syncline import registry
-from syncline.errors import MismatchError, PeerError, PeerLeft, PeerTimeout, ProtocolError, StrategyError, SynclineError
+from syncline.errors import MismatchError, PeerTimeout, ProtocolError, StrategyError, SynclineError, UsageError
 from syncline.session.session import Session
 from syncline.strategy.strategy import Strategy
 
@@ -27,13 +27,6 @@ CODECS = [text for entry in registry.entries("codecs") for text in entry.capabil
 CODECS = [text for text in CODECS if "warmup" not in text]
 
 Run = Callable[..., list[Any]]
-
-
-@pytest.fixture(autouse=True)
-def _modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry.names("sync")  # so that all are loaded
-    monkeypatch.setitem(registry._entries, "sync", dict(registry._entries["sync"]))
-    register_modes()
 
 
 @pytest.fixture
@@ -66,12 +59,12 @@ def check(found: list[Any], exact: bool = True) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", [f"{FEW[0]} sync=free", f"{FEW[1]} sync=bound(by=1)"])
+@pytest.mark.parametrize("strategy", [f"{FEW[0]} sync=asp", f"{FEW[1]} sync=ssp(staleness=1)"])
 def test_every_push_is_applied_once_over_every_transport(on: Run, kind: str, strategy: str) -> None:
     check(on(kind, strategy, train))
 
 
-@pytest.mark.parametrize("mode", ["free", "bound", "bound(by=1)"])
+@pytest.mark.parametrize("mode", ["asp", "ssp(staleness=0)", "ssp(staleness=1)"])
 @pytest.mark.parametrize("place", PLACES)
 def test_every_push_is_applied_once_wherever_owners_are(on: Run, place: str, mode: str) -> None:
     check(on("inproc", f"{place} sync={mode}", train))
@@ -81,13 +74,13 @@ def test_every_push_is_applied_once_wherever_owners_are(on: Run, place: str, mod
 @pytest.mark.parametrize("place", ["ps(servers=1)", "ps(servers=3)", "ps(servers=3, on=workers)"])
 def test_payloads_of_one_worker_are_its_push(on: Run, kind: str, place: str) -> None:
     """Of a codec that loses nothing here: it sends as they are all that are not 0."""
-    check(on(kind, f"{place} sync=free codec=topk(ratio=1)", train))
+    check(on(kind, f"{place} sync=asp codec=topk(ratio=1)", train))
 
 
 @pytest.mark.parametrize("text", CODECS)
 def test_every_codec_under_which_owners_update_goes_with_single_pushes(on: Run, text: str) -> None:
     """Or is refused by name: what workers pull are the bits of the owners, whose weights travel as they are."""
-    strategy = f"ps(servers=2, on=workers) sync=bound(by=1) codec={text}"
+    strategy = f"ps(servers=2, on=workers) sync=ssp(staleness=1) codec={text}"
     try:
         Strategy.parse(f"ps(servers=2, on=workers) codec={text}")
     except StrategyError:
@@ -135,10 +128,10 @@ def took_in(on: Run, strategy: str, first: int) -> list[list[Any]]:
 def test_what_is_decoded_by_itself_adds_up_to_what_is_merged(on: Run, place: str, first: int, text: str) -> None:
     """The same payloads, also in a run that is resumed: those of one worker alone are its share."""
     try:
-        Strategy.parse(f"{place} sync=bound codec={text}")
+        Strategy.parse(f"{place} sync=ssp(staleness=0) codec={text}")
     except StrategyError:
         return  # by name, as another test has it
-    merged, single = (took_in(on, f"{place} {sync}codec={text}", first) for sync in ("", "sync=bound "))
+    merged, single = (took_in(on, f"{place} {sync}codec={text}", first) for sync in ("", "sync=ssp(staleness=0) "))
     assert len(merged) == len(single) > 0
     for together, apart in zip(merged, single, strict=True):
         assert len(apart) == WORKERS * len(together)
@@ -149,10 +142,10 @@ def test_what_is_decoded_by_itself_adds_up_to_what_is_merged(on: Run, place: str
 
 def test_codecs_that_begin_later_are_refused_and_so_is_the_fastest() -> None:
     with pytest.raises(StrategyError, match=r"still warms up.*nearest .*codec=feedback\(onebit\)") as refused:
-        Strategy.parse("ps(servers=1) sync=free codec=feedback(onebit, warmup=5)")
-    assert "sync=free" in str(refused.value)
-    with pytest.raises(StrategyError, match=r"codec=auto measures .*nearest that works is 'ps\(servers=1\) sync=free'"):
-        Strategy.parse("ps(servers=1) sync=free codec=auto")
+        Strategy.parse("ps(servers=1) sync=asp codec=feedback(onebit, warmup=5)")
+    assert "sync=asp" in str(refused.value)
+    with pytest.raises(StrategyError, match=r"codec=auto measures .*nearest that works is 'ps\(servers=1\) sync=asp'"):
+        Strategy.parse("ps(servers=1) sync=asp codec=auto")
 
 
 @pytest.mark.parametrize("kind", NEAR)
@@ -160,15 +153,18 @@ def test_codecs_that_begin_later_are_refused_and_so_is_the_fastest() -> None:
 def test_with_no_staleness_it_is_bulk_synchronous(on: Run, kind: str, place: str) -> None:
     """To the bit, in every step of every worker: the sums are exact."""
     merged = on(kind, place, train_merged)
-    for (_, seen), wanted in zip(on(kind, f"{place} sync=bound", train)[:WORKERS], merged[:WORKERS], strict=True):
+    for (_, seen), wanted in zip(
+        on(kind, f"{place} sync=ssp(staleness=0)", train)[:WORKERS], merged[:WORKERS], strict=True
+    ):
         for (weights, _), other in zip(seen, wanted, strict=True):
             np.testing.assert_array_equal(weights, other)
 
 
 def train_merged(session: Session) -> list[Any]:
+    """With the share of the learning rate that a push by itself is applied with."""
     training = Training(session)
     worker = training.start()
-    return [training.step(worker, step) for step in range(STEPS if worker else 0)]
+    return [training.step(worker, step, LR / WORKERS) for step in range(STEPS if worker else 0)]
 
 
 @pytest.mark.parametrize("kind", NEAR)
@@ -191,7 +187,7 @@ def test_a_slow_worker_stops_nobody_without_a_bound(on: Run, kind: str, place: s
         session.shutdown()
         return training, []
 
-    check(on(kind, f"{place} sync=free", body))
+    check(on(kind, f"{place} sync=asp", body))
 
 
 @pytest.mark.parametrize("by", [1, 2])
@@ -222,28 +218,13 @@ def test_a_slow_worker_stops_the_others_at_the_bound(on: Run, kind: str, place: 
         session.shutdown()
         return training, []
 
-    check(on(kind, f"{place} sync=bound(by={by})", body))
-
-
-@pytest.mark.parametrize("kind", NEAR)
-@pytest.mark.parametrize("place", FEW)
-def test_who_is_waited_for_and_has_left_is_named(on: Run, kind: str, place: str) -> None:
-    def body(session: Session) -> None:
-        training = Training(session)
-        worker = training.start()
-        for step in range((1 if session.rank == 1 else STEPS) if worker else 0):
-            training.step(worker, step)
-
-    found = on(kind, f"{place} sync=bound(by=1)", partial(end_of, body))
-    # Threads have no watch, which tells of a failure before its process goes: who goes then may be said to have left.
-    (named, *_) = [error for error in found if isinstance(error, PeerLeft) and error.rank == 1]
-    assert re.search(r"rank 1 left the run before its step 2, .*sync=bound", str(named))
-    assert all(error is None or isinstance(error, PeerError) for error in found)
+    check(on(kind, f"{place} sync=ssp(staleness={by})", body))
 
 
 @pytest.mark.parametrize("kind", NEAR)
 @pytest.mark.parametrize(
-    ("strategy", "steps"), [(f"{FEW[0]} sync=bound", 0), (f"{FEW[1]} sync=bound", 0), (f"{FEW[1]} sync=free", 1)]
+    ("strategy", "steps"),
+    [(f"{FEW[0]} sync=ssp(staleness=0)", 0), (f"{FEW[1]} sync=ssp(staleness=0)", 0), (f"{FEW[1]} sync=asp", 1)],
 )
 def test_who_does_not_come_is_named_when_nothing_has_moved_for_too_long(
     on: Run, kind: str, strategy: str, steps: int
@@ -284,8 +265,9 @@ def end_of(body: Callable[[Session], None], session: Session) -> Exception | Non
 
 @pytest.mark.parametrize("kind", NEAR)
 @pytest.mark.parametrize("place", FEW)
-def test_who_leaves_early_is_not_missed_without_a_bound(on: Run, kind: str, place: str) -> None:
-    """Nor is what it owns."""
+@pytest.mark.parametrize("mode", ["asp", "ssp(staleness=1)"])
+def test_who_leaves_early_is_not_missed(on: Run, kind: str, place: str, mode: str) -> None:
+    """Nor is what it owns: the others go on, and the slowest is one of them."""
     steps = [STEPS, 1, 3]
 
     def body(session: Session) -> Any:
@@ -296,7 +278,7 @@ def test_who_leaves_early_is_not_missed_without_a_bound(on: Run, kind: str, plac
         session.shutdown()
         return training.owned()
 
-    np.testing.assert_array_equal(joined(on(kind, f"{place} sync=free", body)), expected(steps))
+    np.testing.assert_array_equal(joined(on(kind, f"{place} sync={mode}", body)), expected(steps))
 
 
 def wrong(how: str, session: Session) -> None:
@@ -308,6 +290,8 @@ def wrong(how: str, session: Session) -> None:
     if worker is not None and session.rank == 1 and how == "clock":
         worker.steps = 3
     for step in range(2 if worker else 0):
+        if session.rank == 1 and how == "old" and step == 1:
+            worker.steps = 0
         if session.rank == 1 and how in ("no groups", "no rate"):
             training.push(worker, step)
             worker.step([] if how == "no groups" else [{"lr": "none"}])
@@ -324,15 +308,16 @@ def wrong(how: str, session: Session) -> None:
         ("shorter", ProtocolError, "bucket 0 of rank 1|rank 1's push"),
         ("version", ProtocolError, "a request of rank 1 .*it is of version 7 of the weights, and it was sent 0"),
         ("no groups", ProtocolError, "the update with the values that .*rank 1.* has pushed fails .IndexError"),
-        ("no rate", ProtocolError, "the update with the values that .*rank 1.* has pushed fails .*Error"),
+        ("no rate", UsageError, "the optimizer's group 0 has no number as 'lr': use ssp.rate=own"),
         ("clock", MismatchError, "rank 1 sent a push for step 4, its next one is step 1"),
+        ("old", MismatchError, "rank 1 sent a push for step 1, its next one is step 2"),
     ],
 )
 def test_a_push_that_is_wrong_names_its_worker(
     on: Run, kind: str, place: str, how: str, fault: type[Exception], says: str
 ) -> None:
     """At its owner; in shared memory, where both see a wrong length, perhaps at the worker itself."""
-    found = on(kind, f"{place} sync=free", partial(end_of, partial(wrong, how)))
+    found = on(kind, f"{place} sync=ssp(staleness=0)", partial(end_of, partial(wrong, how)))
     named = [error for error in found if isinstance(error, fault) and re.search(says, str(error))]
     assert named, found
     if kind != "shm" or how == "version":

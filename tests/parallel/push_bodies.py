@@ -11,16 +11,8 @@ import torch
 from rank_bodies import BATCH, Place, batch, build, joined
 
 import syncline
-from syncline import registry
-from syncline.testing.training import Bound, Free
 
-STEPS, SIZE = 20, 1000
-
-
-def register() -> None:
-    """As parts of another package."""
-    registry.register("sync", "free")(Free)
-    registry.register("sync", "bound")(Bound)
+STEPS, SIZE, LR = 20, 1000, 0.5
 
 
 def steps() -> dict[str, np.ndarray]:
@@ -42,13 +34,13 @@ def steps() -> dict[str, np.ndarray]:
 
 def train(line: Connection, place: Place, strategy: str) -> None:
     """The weights of a model of PyTorch."""
-    register()
     with joined(place, strategy):
         line.send(steps())
 
 
 class Descent:
-    lr = 0.5
+    def __init__(self) -> None:
+        self.lr = LR
 
     def update(self, weights: Any, gradient: Any, state: dict[str, Any]) -> None:  # noqa: ARG002
         weights -= self.lr * gradient
@@ -61,7 +53,6 @@ def gradient_of(rank: int, step: int) -> np.ndarray:
 
 def add_up(line: Connection, place: Place, strategy: str) -> None:
     """The weights of a model of NumPy after different numbers of steps on every rank, when all have been applied."""
-    register()
     with joined(place, strategy):
         weights, optimizer = syncline.prepare({"w": np.zeros(SIZE)}, Descent())
         for step in range(STEPS + 5 * place[0]):
@@ -73,5 +64,4 @@ def add_up(line: Connection, place: Place, strategy: str) -> None:
 
 def train_until(line: Connection, *case: Any) -> None:
     """As the one of merged pushes."""
-    register()
     fault_bodies.train_until(line, *case)

@@ -19,12 +19,12 @@ CARRIED = ["transport=shm", "transport=tcp", "transport=shm codec=topk(ratio=1)"
 @pytest.mark.parametrize("carried", CARRIED)
 def test_every_push_counts_once(pool: Pool, address: str, place: str, servers: int, carried: str) -> None:
     processes = WORKERS + servers
-    case = [[[index, processes, address], f"{place} sync=free {carried}"] for index in range(processes)]
+    case = [[[index, processes, address], f"{place} sync=asp {carried}"] for index in range(processes)]
     with pool.start(bodies.add_up, case) as group:
         found = group.results()[:WORKERS]
     pushed = [bodies.gradient_of(rank, step) for rank in range(WORKERS) for step in range(bodies.STEPS + 5 * rank)]
     for weights in found:
-        np.testing.assert_array_equal(weights, -bodies.Descent.lr * np.sum(pushed, 0) / WORKERS)
+        np.testing.assert_array_equal(weights, -bodies.LR * np.sum(pushed, 0) / WORKERS)
 
 
 @pytest.mark.parametrize(("place", "servers"), PLACES)
@@ -32,7 +32,7 @@ def test_models_of_torch_train_as_one_when_all_wait_for_the_slowest(
     pool: Pool, address: str, place: str, servers: int
 ) -> None:
     processes = WORKERS + servers
-    case = [[[index, processes, address], f"{place} sync=bound"] for index in range(processes)]
+    case = [[[index, processes, address], f"{place} sync=ssp(staleness=0)"] for index in range(processes)]
     with pool.start(bodies.train, case) as group:
         found = group.results()[:WORKERS]
     for name, wanted in bodies.steps().items():
@@ -46,7 +46,7 @@ def test_models_of_torch_train_as_one_when_all_wait_for_the_slowest(
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_everyone_names_who_dies(pool: Pool, address: str, place: str, victim: int, transport: str) -> None:
     """Whether others wait for it or not: a worker, and one that owns the weights."""
-    strategy = f"{place} sync=free transport={transport}"
+    strategy = f"{place} sync=asp transport={transport}"
     case = [[[index, 3, address], strategy, victim, signal.SIGKILL, 1.0] for index in range(3)]
     with pool.start(bodies.train_until, case) as group:
         group.ranks[victim].line.send("nobody has to be there")

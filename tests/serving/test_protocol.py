@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,37 +13,28 @@ from hypothesis import strategies as st
 
 from syncline.errors import MismatchError
 from syncline.serving.protocol import ALL, Action, Apply, Ledger, Measure, Release, Request, Rule
+from syncline.sync.asp import Asp
 from syncline.sync.bsp import Bsp
-from syncline.testing.serving import Choose, Play, played, values_of
+from syncline.sync.ssp import Ssp
+from syncline.testing.serving import Choose, Play, every_push_is_applied_once, played, values_of
 
 VALUES = {"lr": 0.1, "scale": 1.0}
 
 
 @dataclass(frozen=True)
-class Bounded:
-    """Workers run ahead by some steps at most; alone, it is the stale synchronous parallel mode."""
+class Ahead:
+    """Workers run ahead by some steps at most, and what they push is merged: no engine does that."""
 
     staleness: int
-    merges: bool = False
+    merges: bool = True
 
     def may_proceed(self, clock: int, slowest: int) -> bool:
         return clock <= slowest + self.staleness
 
 
-@dataclass(frozen=True)
-class Unbounded:
-    """Nobody ever waits; alone, it is the asynchronous mode."""
-
-    merges: bool = False
-
-    def may_proceed(self, clock: int, slowest: int) -> bool:  # noqa: ARG002
-        return True
-
-
-rules = st.one_of(
-    st.just(Bsp()),
-    st.builds(Bounded, st.integers(0, 3), st.booleans()),
-    st.builds(Unbounded, st.booleans()),
+bounds = st.integers(0, 3)
+rules: st.SearchStrategy[Rule] = st.one_of(
+    st.just(Bsp()), st.just(Asp()), st.builds(Ssp, bounds), st.builds(Ahead, st.integers(0, 9))
 )
 parts = st.sampled_from([(ALL,), (0,), (0, 1), (2, 0, 1)])
 
@@ -57,27 +48,89 @@ worlds = st.integers(1, 5)
 lengths = st.integers(1, 4)
 
 
-@given(st.data(), worlds, lengths, rules, parts, st.integers(0, 2))
+@given(st.data(), worlds, lengths, rules, parts, st.integers(0, 2), st.booleans())
 def test_owners_keep_their_promises_under_every_rule(
-    data: st.DataObject, workers: int, steps: int, rule: Rule, buckets: Sequence[int], norms: int
+    data: st.DataObject, workers: int, steps: int, rule: Rule, buckets: Sequence[int], norms: int, stops: bool
 ) -> None:
-    """The laws of ``testing.serving``: versions grow, pushes are applied once, nobody waits in vain or for ever."""
-    played(workers, steps, rule, chooser(data), buckets, norms)
+    """The laws of ``testing.serving``: versions grow, pushes are applied once, nobody waits in vain or for ever.
+
+    Whoever meets the others, or leaves them, between two steps.
+    """
+    played(workers, steps, rule, chooser(data), buckets, norms, stops)
 
 
-@given(st.data(), worlds, lengths, st.integers(0, 3), st.booleans(), parts)
-def test_a_worker_is_never_further_ahead_than_the_bound(
+@given(st.data(), worlds, lengths, bounds, st.booleans(), parts)
+def test_a_step_never_begins_further_ahead_than_the_bound(
     data: st.DataObject, workers: int, steps: int, staleness: int, merges: bool, buckets: Sequence[int]
 ) -> None:
-    log = Play(workers, Bounded(staleness, merges), chooser(data), buckets).run(steps)
-    clocks, released = {bucket: [0] * workers for bucket in buckets}, {bucket: [0] * workers for bucket in buckets}
+    """Than the slowest is then."""
+    rule: Rule = Ahead(staleness) if merges else Ssp(staleness)
+    log = Play(workers, rule, chooser(data), buckets).run(steps)
+    clocks, begun = {bucket: [0] * workers for bucket in buckets}, {bucket: [0] * workers for bucket in buckets}
     for entry in log:
         if isinstance(entry, Request):
+            assert begun[entry.bucket][entry.worker] == entry.clock - 1
+            assert entry.clock - 1 - min(clocks[entry.bucket]) <= staleness
             clocks[entry.bucket][entry.worker] = entry.clock
         elif isinstance(entry, Release):
-            for worker in entry.workers:
-                released[entry.bucket][worker] += 1
-                assert released[entry.bucket][worker] <= min(clocks[entry.bucket]) + staleness
+            for worker, ahead in zip(entry.workers, entry.ahead, strict=True):
+                begun[entry.bucket][worker] += 1
+                assert begun[entry.bucket][worker] - min(clocks[entry.bucket]) == ahead <= staleness
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_a_fast_worker_comes_as_far_as_the_bound_and_no_further(staleness: int) -> None:
+    ledger = Ledger(2, Ssp(staleness))
+    for step in range(1, staleness + 2):
+        assert ledger.awaited == {}
+        *_, last = ledger.handle(Request("push", 0, step, VALUES))
+        if step <= staleness:
+            assert last == Release((0,), ALL, (step,), 0)
+    assert ledger.awaited == {1: 1}
+    *_, last = ledger.handle(Request("push", 1, 1, VALUES))
+    assert last == Release((0, 1), ALL, (staleness, 0), 1)
+
+
+@given(st.data(), st.integers(2, 5), lengths, st.one_of(st.just(Asp()), st.builds(Ssp, bounds)), parts)
+def test_a_message_that_never_comes_stops_others_at_the_bound_and_nobody_else(
+    data: st.DataObject, workers: int, steps: int, rule: Rule, buckets: Sequence[int]
+) -> None:
+    """Some worker says nothing any more, perhaps in the middle of a step: whom others wait for is it alone."""
+    play, lost = Play(workers, rule, chooser(data), buckets), data.draw(st.integers(0, workers - 1))
+    for _ in range(data.draw(st.integers(0, steps * workers * len(buckets)))):
+        if able := play.able(steps):
+            play.say(play.next_of(play.choose(able)))
+    while able := [worker for worker in play.able(steps) if worker != lost]:
+        play.say(play.next_of(play.choose(able)))
+    made = [played.made for played in play.workers]
+    bound = rule.staleness if isinstance(rule, Ssp) else steps
+    others = [made[worker] for worker in range(workers) if worker != lost]
+    late = play.ledger.awaited
+    assert late.keys() <= {lost}
+    assert all(min(steps, made[lost]) <= one <= steps for one in others)
+    if not late:
+        assert others == [steps] * (workers - 1)
+    else:
+        assert all(one - made[lost] <= bound + 1 for one in others)
+    every_push_is_applied_once(play.log, workers, rule)
+
+
+@given(st.data(), st.integers(1, 4), lengths)
+def test_bulk_synchronous_owners_compute_what_one_worker_computes(
+    data: st.DataObject, workers: int, steps: int
+) -> None:
+    """Whatever order messages come in: plain descent on sums of whole numbers, which have one value."""
+    gradients = [[data.draw(st.integers(-8, 8)) for _ in range(steps)] for _ in range(workers)]
+    weights, alone = 0, -sum(sum(each) for each in gradients)
+    for entry in Play(workers, Bsp(), chooser(data)).run(steps):
+        if isinstance(entry, Apply):
+            weights -= sum(gradients[worker][entry.clock - 1] for worker in range(workers))
+    assert weights == alone
+    weights = 0
+    for entry in Play(workers, Ssp(staleness=0), chooser(data)).run(steps):
+        if isinstance(entry, Apply):
+            weights -= gradients[entry.worker][entry.clock - 1]
+    assert weights == alone
 
 
 @given(st.data(), worlds, lengths, st.integers(0, 1))
@@ -88,9 +141,11 @@ def test_in_bulk_synchronous_mode_the_order_of_messages_does_not_matter(
     wanted: list[Action] = []
     for step in range(1, steps + 1):
         wanted += [Measure(ALL, step, everyone)] * norms
-        wanted += [Apply(ALL, step, ALL, values_of(0, step, Bsp())), Release(everyone, ALL)]
+        values = values_of(0, step, Bsp())
+        wanted += [Apply(ALL, step, step, ALL, values, values), Release(everyone, ALL, (0,) * workers, ALL)]
     log = Play(workers, Bsp(), chooser(data), norms=norms).run(steps)
-    assert [entry for entry in log if not isinstance(entry, Request)] == wanted
+    said = [entry for entry in log if not isinstance(entry, Request)]
+    assert [replace(entry, by=ALL) if isinstance(entry, Release) else entry for entry in said] == wanted
 
 
 @given(st.data(), st.integers(2, 4), st.integers(0, 12), rules, parts, st.integers(0, 1))
@@ -103,7 +158,7 @@ def test_a_wrong_message_raises_and_changes_nothing(
             play.say(play.next_of(play.choose(able)))
     before = copy.deepcopy(vars(play.ledger))
     worker, bucket = data.draw(st.integers(-1, workers)), data.draw(st.sampled_from([*buckets, 7]))
-    clock, kind = data.draw(st.integers(-1, 9)), data.draw(st.sampled_from(["push", "push", "norm"]))
+    clock, kind = data.draw(st.integers(-1, 9)), data.draw(st.sampled_from(["push", "push", "norm", "meet", "leave"]))
     there = play.workers[worker] if 0 <= worker < workers else None
     assume(there is None or clock != there.step or (kind == "push" and bucket not in there.to_push))
     request: Any = Request(kind, worker, clock, values_of(worker, max(clock, 1), rule), bucket)
@@ -135,7 +190,7 @@ def test_a_worker_that_clips_while_another_does_not_is_an_error_and_no_deadlock(
 
 
 def test_the_norm_is_asked_for_before_the_step_is_pushed() -> None:
-    ledger = Ledger(1, Unbounded(), (0, 1))
+    ledger = Ledger(1, Asp(), (0, 1))
     ledger.handle(Request("push", 0, 1, VALUES, 1))
     before = copy.deepcopy(vars(ledger))
     with pytest.raises(MismatchError, match="rank 0 sent a norm for step 1, its next one is step 1"):
@@ -144,13 +199,45 @@ def test_the_norm_is_asked_for_before_the_step_is_pushed() -> None:
 
 
 def test_what_is_not_merged_need_not_agree() -> None:
-    """One worker clips, the other does not, and their learning rates differ."""
-    ledger = Ledger(2, Bounded(1))
+    """One worker clips, the other does not, and their learning rates differ: that of the most advanced clock counts."""
+    ledger, a, b, c, d = Ledger(2, Ssp(1)), {"lr": 0.2}, {"lr": 0.1}, {"lr": 0.3}, {"lr": 0.4}
     assert ledger.handle(Request("norm", 0, 1)) == [Measure(0, 1, (0,))]
-    assert ledger.handle(Request("push", 1, 1, {"lr": 0.2})) == [Apply(1, 1, ALL, {"lr": 0.2}), Release((1,), ALL)]
-    assert ledger.handle(Request("push", 1, 2, {"lr": 0.1})) == [Apply(1, 2, ALL, {"lr": 0.1})]
+    assert ledger.handle(Request("push", 1, 1, a)) == [Apply(1, 1, 1, ALL, a, a), Release((1,), ALL, (1,), 1)]
+    assert ledger.handle(Request("push", 1, 2, b)) == [Apply(1, 2, 2, ALL, b, b)]
     assert ledger.awaited == {0: 1}
-    assert ledger.handle(Request("push", 0, 1, {"lr": 0.3})) == [Apply(0, 3, ALL, {"lr": 0.3}), Release((0, 1), ALL)]
+    assert ledger.handle(Request("push", 0, 1, c)) == [
+        Apply(0, 1, 3, ALL, c, b, lag=2),
+        Release((0, 1), ALL, (0, 1), 0),
+    ]
+    assert ledger.handle(Request("push", 0, 2, d)) == [Apply(0, 2, 4, ALL, d, d), Release((0,), ALL, (0,), 0)]
+
+
+def test_who_leaves_is_the_slowest_no_more() -> None:
+    ledger = Ledger(3, Ssp(staleness=0))
+    ledger.handle(Request("push", 0, 1, VALUES))
+    ledger.handle(Request("push", 2, 1, VALUES))
+    assert ledger.awaited == {1: 1}
+    assert ledger.handle(Request("leave", 1, 1)) == [Release((0, 2), ALL, (0, 0), 1)]
+    assert ledger.awaited == {}
+    with pytest.raises(MismatchError, match="rank 1 sent a push for step 1"):
+        ledger.handle(Request("push", 1, 1, VALUES))
+    with pytest.raises(MismatchError, match="rank 1 sent a leave for step 1"):
+        ledger.handle(Request("leave", 1, 1))
+
+
+def test_who_meets_holds_up_nobody_and_all_go_on_from_one_clock() -> None:
+    ledger = Ledger(2, Ssp(staleness=1))
+    ledger.handle(Request("push", 0, 1, VALUES))
+    ledger.handle(Request("push", 0, 2, VALUES))
+    assert ledger.awaited == {1: 1}
+    assert ledger.handle(Request("meet", 1, 1)) == [Release((0,), ALL, (0,), 1)]
+    assert ledger.awaited == {0: 3}
+    assert ledger.handle(Request("meet", 0, 3)) == [Release((0, 1), ALL, (0, 0), 0)]
+    assert ledger.clocks == [2, 2]
+    assert ledger.awaited == {}
+    with pytest.raises(MismatchError, match="rank 1 sent a push for step 1, its next one is step 3"):
+        ledger.handle(Request("push", 1, 1, VALUES))
+    ledger.handle(Request("push", 1, 3, VALUES))
 
 
 def test_bsp_exchanges_gradients_in_every_step_and_holds_up_whoever_is_ahead() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import MismatchError
-from syncline.serving.protocol import ALL, Apply, Ledger, Measure, Release, Request
+from syncline.serving.protocol import ALL, Action, Apply, Ledger, Measure, Release, Request
 from syncline.sync.bsp import Bsp
 
 
@@ -25,11 +25,16 @@ def norm(worker: int, clock: int) -> Request:
     return Request("norm", worker, clock)
 
 
+def together(workers: int, last: int, **values: Any) -> list[Action]:
+    """The first step's one update, and that all go on, ``last`` being whom the others have waited for."""
+    return [Apply(ALL, 1, 1, ALL, values, values), Release(tuple(range(workers)), ALL, (0,) * workers, last)]
+
+
 def test_the_values_are_those_of_who_has_batches() -> None:
     ledger = Ledger(3, Bsp())
     assert ledger.handle(shadow(0, 1)) == []
     assert ledger.handle(push(2, 1, lr=0.1)) == []
-    assert ledger.handle(shadow(1, 1)) == [Apply(ALL, 1, ALL, {"lr": 0.1}), Release((0, 1, 2), ALL)]
+    assert ledger.handle(shadow(1, 1)) == together(3, 1, lr=0.1)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -42,7 +47,7 @@ def test_a_norm_does_not_wait_for_who_has_no_batches(first: bool) -> None:
     assert answers == [[], [], [Measure(ALL, 1, (0, 2))]]
     assert ledger.awaited == {0: 1, 2: 1}
     assert ledger.handle(push(0, 1)) == []
-    assert ledger.handle(push(2, 1)) == [Apply(ALL, 1, ALL, {}), Release((0, 1, 2), ALL)]
+    assert ledger.handle(push(2, 1)) == together(3, 2)
 
 
 def test_the_last_with_batches_is_awaited_and_nobody_else() -> None:
@@ -57,7 +62,7 @@ def test_somebody_has_batches() -> None:
     ledger.handle(shadow(0, 1))
     with pytest.raises(MismatchError, match="rank 1 takes part in step 1 without batches, and so do all"):
         ledger.handle(shadow(1, 1))
-    assert ledger.handle(push(1, 1)) == [Apply(ALL, 1, ALL, {}), Release((0, 1), ALL)]  # nothing has changed
+    assert ledger.handle(push(1, 1)) == together(2, 1)  # nothing has changed
 
 
 def test_a_shadow_keeps_its_turn() -> None:

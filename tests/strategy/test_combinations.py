@@ -49,19 +49,6 @@ def later_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         biased: ClassVar[bool] = False
         combine: ClassVar[str] = "owner"
 
-    @registry.register("sync", "ssp")
-    @dataclass(frozen=True)
-    class Ssp:
-        staleness: int = 3
-        exchanges: ClassVar[str] = "gradients"
-        merges: ClassVar[bool] = False
-
-        def due(self, step: int) -> bool:  # noqa: ARG002
-            return True
-
-        def may_proceed(self, clock: int, slowest: int) -> bool:
-            return clock <= slowest + self.staleness
-
 
 @pytest.mark.usefixtures("later_parts")
 class TestCombinations:
@@ -90,11 +77,18 @@ class TestCombinations:
             ("native codec=qsgd", "knows nothing of codec=qsgd; the nearest that works is 'codec=qsgd'"),
             ("ring transport=torch(backend=nccl)", "no plan.*is 'native transport=torch\\(backend=nccl\\)'"),
             ("native(x=1)", "native takes no arguments"),
-            ("ring sync=ssp", r"owners of the weights .* ring has none; the nearest .* 'ps\(servers=1\) sync=ssp'"),
-            ("sync=ssp", r"auto has none; the nearest that works is 'ps\(servers=1\) sync=ssp'"),
-            ("native sync=ssp", r"native has none; the nearest that works is 'ps\(servers=1\) sync=ssp'"),
-            ("ps(servers=2, update=worker) sync=ssp", r"ps has none; the nearest .* 'ps\(servers=2\) sync=ssp'"),
-            ("ps(servers=1) sync=ssp schedule=priority", r"itself, of all buckets; .* is 'ps\(servers=1\) sync=ssp'"),
+            ("ring sync=asp", r"owners of the weights .* ring has none; the nearest .* 'ps\(servers=1\) sync=asp'"),
+            ("sync=ssp(staleness=3)", r"auto has none; .* is 'ps\(servers=1\) sync=ssp\(staleness=3\)'"),
+            ("native sync=asp", r"native has none; the nearest that works is 'ps\(servers=1\) sync=asp'"),
+            ("ps(servers=2, update=worker) sync=asp", r"ps has none; the nearest .* 'ps\(servers=2\) sync=asp'"),
+            ("ps(servers=1) sync=asp schedule=priority", r"itself, of all buckets; .* is 'ps\(servers=1\) sync=asp'"),
+            ("ps sync=ssp(staleness=-1)", r"staleness=-1: it is a number of steps, 0 or more; ssp\(staleness=0\) goes"),
+            ("ps sync=ssp", r"ssp needs staleness, as in ssp\(staleness=..."),
+            (
+                "ps sync=asp(compensate=-0.5)",
+                "compensate=-0.5: it is the lambda of delay",
+            ),
+            ("ps sync=asp(rate=none)", "rate of asp"),
             ("codec=feedback(qsgd)", "diverges.*nearest that works is 'codec=qsgd'"),
             ("codec=feedback", r"needs codec, as in feedback\(CODEC, decay=1.0\)"),
             ("codec=feedback(topk(ratio=1), codec=qsgd)", "given twice"),

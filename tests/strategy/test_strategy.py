@@ -355,14 +355,14 @@ def test_the_vocabulary_shows_arguments_and_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("sync=async", r"did you mean 'asp' \(not built yet\) or 'bsp'\?"),
+        ("sync=async", r"did you mean 'asp' or 'bsp'\?"),
         ("sync=synchronous", r"did you mean 'bsp'\?"),
         ("reduce-scatter", "it is a plan for reduce-scatter, and gradients need an allreduce, such as ring"),
         ("all_gather", "syncline bench --collective all-gather measures it"),
         ("nccl", r"did you mean 'native transport=torch\(backend=nccl\)'\?"),
         ("codec=float16", r"did you mean 'fp16'\?"),
         ("codec=signsgd", r"did you mean 'sign' or 'sign\(vote=on\)'\?"),
-        ("async", r"did you mean 'sync=asp' \(not built yet\) or 'sync=bsp'\?"),
+        ("async", r"did you mean 'sync=asp' or 'sync=bsp'\?"),
         ("transport=gloo", r"did you mean 'torch'\?"),
     ],
 )

@@ -121,6 +121,7 @@ class Shared(Wrapped):
                 array.flags.writeable = False  # the owners would not see it, and the next pull would undo it
             model = Model(layout, self._gradients.arrays, held.arrays, self._compression, self._key)
             self._worker = attach(session, model, partial(Sliced, optimizer), [])
+            session.consolidates[self._key] = self._consolidate
 
     def step(self, gradients: Arrays) -> None:
         """Average the ranks' gradients and update the weights with the mean; all ranks call it."""
@@ -131,17 +132,25 @@ class Shared(Wrapped):
                 f"sync={self._session.strategy.sync.name} exchanges nothing in step {self._steps.begun}, and the owners"
                 " of the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"
             )
-        share = 1.0 / self._session.world_size if self._steps.due else 1.0
+        merges = self._session.strategy.sync_mode().merges
+        share = 1.0 / self._session.world_size if self._steps.due and merges else 1.0
         try:
             for tensor in reversed(range(len(self._names))):  # as backward passes come to them
                 np.multiply(gradients[self._names[tensor]].reshape(-1), share, out=self._gradients.flat[tensor])
                 self._do(self._steps.produced(tensor))
             self._do(self._steps.backward_ended())
             self._do(self._steps.stepped())
+            if merges:
+                self._session.coordination.begun()
         except BaseException as error:
             self._session.member.interrupted(error)  # the others wait for the rest of this step
             raise
         self._works, self._meeting = [], None
+
+    def _consolidate(self) -> None:
+        """Have the owners' newest weights."""
+        if self._worker is not None:
+            self._session.engine.wait(*self._worker.consolidate())
 
     def _fault(self, text: str) -> GradientError:
         """An error of this rank that ends the run for all."""

@@ -83,7 +83,7 @@ class Planned:
     keeps = False
 
     def __init__(self, session: Session, model: Model) -> None:
-        self._session, self._model = session, model
+        self._session, self._model, self.buckets = session, model, len(model.layout.buckets)
         self._plan, pull = session.strategy.halves(session.group)
         self._push, self._pull = (compiled(half, session.index) for half in (self._plan, pull))
 
@@ -124,6 +124,7 @@ class Coded:
 
     def __init__(self, session: Session, model: Model, compression: Compression) -> None:
         self._session, self._model, self._compression = session, model, compression
+        self.buckets = len(model.layout.buckets)
         self._updates = Updates(compression, model.weights)
 
     @property

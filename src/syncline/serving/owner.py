@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from ..engine.trace import begin
 from ..engine.work import Work
-from ..errors import PeerLeft, ProtocolError, SynclineError
+from ..errors import ProtocolError, SynclineError
 from ..session.layout import LABEL, Layout, Passed, hear_layout
 from ..session.replacing import LABEL as REPLACING
 from ..session.replacing import Recompressing, copy_weights
 from ..session.session import Heard, Session
+from ..sync import application_of
+from .compensation import Compensation
 from .messages import ANSWERS, check_fields, nonsense, read_message, receive_body, send_body
 from .protocol import ALL, Apply, Ledger, Measure, Release, Request
 from .records import Record, pack, unpack
@@ -46,12 +49,13 @@ _FIELDS: dict[str, dict[str, type]] = {
     "norm": {"clock": int},
     "push": {"clock": int, "version": int, "values": dict},
     "shadow": {"clock": int, "version": int},
+    "meet": {"clock": int},
     "leave": {},
 }
 """What each kind of request has to say."""
 
 _OF_STEPS = ("norm", "push", "shadow")
-"""Requests that the protocol is about."""
+"""Requests behind the gradients of a step."""
 
 
 class Moves(Protocol):
@@ -69,7 +73,7 @@ class Moves(Protocol):
         """Have what that worker, or ``ALL``, has pushed updated, by bucket or at once, as soon as it is there."""
         ...
 
-    def release(self, workers: Sequence[int]) -> None:
+    def release(self, released: Release) -> None:
         """Let these workers have the weights, and go on."""
         ...
 
@@ -77,13 +81,18 @@ class Moves(Protocol):
 class Owner:
     """Keeps the ledger of one shard and does what it says; workers tell of a step at once, so its buckets are ``ALL``.
 
-    ``version`` counts the updates of its weights; the last may still be on its way, bucket by bucket.
+    ``version`` counts the updates of its weights; the last may still be on its way, bucket by bucket. ``lags`` are how
+    many had been made since the weights on which each worker's last push was computed.
     """
 
     def __init__(self, session: Session, shard: Shard, moves: Moves) -> None:
         self._session, self.shard, self._moves = session, shard, moves
-        self.ledger = Ledger(session.group.workers, session.strategy.sync_mode())
+        mode = session.strategy.sync_mode()
+        self.ledger = Ledger(session.group.workers, mode)
         self.version = 0
+        self.lags = [0] * session.group.workers
+        factor = application_of(mode).compensate
+        self._compensation = Compensation(shard.holdings, session.group.workers, factor) if factor else None
 
     def handle(self, request: Request) -> None:
         """Take a worker's message; raises MismatchError for one that is not its next, or differs from the others'."""
@@ -94,9 +103,13 @@ class Owner:
                 moves.tell_norm(action.workers, self.shard.squared_norm())
             elif isinstance(action, Apply):
                 self.version = action.version
+                if action.worker != ALL:
+                    self.lags[action.worker] = action.lag
                 moves.update(action.worker, partial(self._update, action))
             elif isinstance(action, Release):
-                moves.release(action.workers)
+                if self._compensation is not None:
+                    self._compensation.note(action.workers)
+                moves.release(action)
 
     def _update(self, action: Apply, bucket: int) -> None:
         """One update, which is observed."""
@@ -105,15 +118,20 @@ class Owner:
             self._apply(action, bucket)
             return
         of += "" if bucket == ALL else f", bucket {bucket}"
-        span = begin(observer, "update", f"update of the weights{of}", step=action.version, peer=action.worker)
+        label, version, clock = f"update of the weights{of}", action.version, action.clock
+        span = begin(observer, "update", label, step=version, peer=action.worker, key=clock)
         self._apply(action, bucket)
         span.end()
 
     def _apply(self, action: Apply, bucket: int) -> None:
         """One update; raises ProtocolError that names the worker whose values are none of this optimizer's."""
         try:
-            if not action.values["skip"]:
-                self.shard.apply(bucket, action.values["groups"], action.values["scale"])
+            values = action.values
+            if values["skip"]:
+                return
+            if self._compensation is not None:
+                self._compensation.correct(action.worker, values["scale"])
+            self.shard.apply(bucket, action.newest["groups"], values["scale"])
         except SynclineError:
             raise
         except Exception as error:
@@ -137,6 +155,7 @@ class Server:
         self._owner = Owner(session, shard, self)
         self._merges = session.strategy.sync_mode().merges
         self._told = [0] * session.group.workers  # the version of the weights that each worker was sent last
+        self._since = [0.0] * session.group.workers  # when what each said last was taken up
         self._gone: set[int] = set()  # those that have said that they leave
         self._messages: dict[int, dict[str, Any]] = {}  # that have come, from the workers that have not left
         self._requests = {worker: self._listen(worker) for worker in range(session.group.workers)}
@@ -150,9 +169,7 @@ class Server:
             coming = [self._next(worker) for worker in self._requests]
             if self._heard is not None:
                 coming.append(self._heard.work)
-            engine.wait_any(coming, until=self._somebody_is_missed)
-            if missed := self._missed():
-                self._give_up(missed)
+            engine.wait_any(coming, until=self._all_left)
             for worker in workers:
                 if worker in self._requests and self._next(worker).done:
                     self._take(worker)
@@ -165,6 +182,8 @@ class Server:
         if message["kind"] == "leave":
             self._gone.add(worker)
             del self._requests[worker]
+            if not self._merges:
+                self._owner.handle(Request("leave", worker, self._owner.ledger.clocks[worker] + 1))
         else:
             self._answer(worker, message)
             self._requests[worker] = self._listen(worker)
@@ -180,30 +199,9 @@ class Server:
             return next((work for work in self._exchanges.coming(worker) if not work.done), request)
         return request
 
-    def _left(self) -> set[int]:
-        return self._gone | self._session.ending.left_already()
-
     def _all_left(self) -> bool:
-        return self._left().issuperset(range(self._session.group.workers))
-
-    def _somebody_is_missed(self) -> bool:
-        return self._all_left() or bool(self._missed())
-
-    def _missed(self) -> dict[int, int]:
-        """Worker -> step of those that have left while others wait for them; where pushes are merged, these say so."""
-        left = set[int]() if self._merges else self._left()
-        return {worker: step for worker, step in self._owner.ledger.awaited.items() if worker in left} if left else {}
-
-    def _give_up(self, missed: dict[int, int]) -> None:
-        session, (worker, step) = self._session, next(iter(missed.items()))
-        error = PeerLeft(
-            f"{session.name(worker)} left the run before its step {step}, for which others wait under"
-            f" sync={session.strategy.sync.name}: give all ranks the same number of batches",
-            rank=worker,
-        )
-        session.engine.fail(error)
-        session.ending.tell(error)
-        raise error
+        left = self._gone | self._session.ending.left_already()
+        return left.issuperset(range(self._session.group.workers))
 
     # As ``Moves``.
 
@@ -220,12 +218,15 @@ class Server:
         """As the traffic does."""
         self._exchanges.update(worker, update)
 
-    def release(self, workers: Sequence[int]) -> None:
-        """Send the weights and answer what they have asked."""
-        self._exchanges.release(workers)
-        for worker in workers:
-            self._told[worker] = self._owner.version
-            self._reply(worker, {"version": self._owner.version})
+    def release(self, released: Release) -> None:
+        """Send the weights and answer what they have asked, with how they stand beside the others."""
+        self._exchanges.release(released.workers)
+        clocks, now = self._owner.ledger.clocks, time.perf_counter()
+        for worker, ahead in zip(released.workers, released.ahead, strict=True):
+            waited_s = 0.0 if worker == released.by else now - self._since[worker]
+            version = self._told[worker] = self._owner.version
+            answer = {"version": version, "clock": clocks[worker], "ahead": ahead, "lag": self._owner.lags[worker]}
+            self._reply(worker, {**answer, "waited_s": waited_s, "for": released.by})
 
     # Requests.
 
@@ -259,7 +260,8 @@ class Server:
 
     def _answer(self, worker: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
-        if kind in _OF_STEPS:
+        if kind in _OF_STEPS or kind == "meet":
+            self._since[worker] = time.perf_counter()
             self._owner.handle(Request(kind, worker, message["clock"], message.get("values", {})))
             return
         if kind != "load":  # which alone does not touch the weights

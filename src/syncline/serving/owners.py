@@ -18,7 +18,7 @@ from ..session.session import Session
 from ..session.tickets import CALLS, COMMIT, NORM, Meeting
 from .messages import ANSWERS, read_message, receive_body, send_body
 from .owner import REPLY_BYTES, REQUEST_BYTES, Owner
-from .protocol import Kind, Request
+from .protocol import Kind, Release, Request
 from .records import Record, pack, unpack
 from .relaying import Leaving
 from .shard import Shard, Values
@@ -26,6 +26,9 @@ from .traffic import Traffic
 from .updating import Update, Updating
 
 NOTHING: Mapping[str, type] = {}
+
+_RELEASED = {"version": int, "clock": int, "ahead": int, "lag": int, "waited_s": float, "for": int}
+"""What servers say when they send weights."""
 
 
 class Owners(Protocol):
@@ -56,6 +59,13 @@ class Owners(Protocol):
         """Take part in what workers with batches do, who show tickets of ``kind``; whether to pull weights then.
 
         ``teller`` is one of them.
+        """
+        ...
+
+    def meet(self, clock: int) -> int:
+        """Have the owners wait, after step ``clock``, until all workers that have not left do so; the clock of all.
+
+        They then send the weights of all buckets. Only where every push is an update by itself.
         """
         ...
 
@@ -188,8 +198,12 @@ class LocalOwners:
         """To be gathered."""
         self._squared = squared
 
-    def release(self, workers: Sequence[int]) -> None:
+    def release(self, released: Release) -> None:
         """Nobody is told."""
+
+    def meet(self, clock: int) -> int:
+        """They go in step."""
+        return clock
 
     def state(self) -> list[Record]:
         """Collective."""
@@ -244,8 +258,10 @@ class RemoteOwners:
         assert roles is not None
         self._servers = roles.places(session.group)
         self.count = len(self._servers)
+        self._merges = session.strategy.sync_mode().merges
         self._versions = [0] * self.count  # of the weights that each sent last
         self._replies: list[Work] = []  # to what they were told last
+        self._ahead = 0  # how many clocks ahead of the slowest worker this one may begin its next step
 
     def squared_norm(self, clock: int) -> float:
         """Summed in server order."""
@@ -257,14 +273,32 @@ class RemoteOwners:
         It may be asked for something else behind that.
         """
         self.told()
+        if not self._merges:
+            self._session.coordination.begun(self._ahead)
         told = {**values, "changed weights": changed}
         self._replies = self._begin({"kind": "push", "clock": clock, "values": told}, self._each())
 
     def told(self) -> None:
         """It has all answers."""
         if self._replies:
-            answers = self._finish("push", self._replies, {"version": int})
-            self._versions, self._replies = [answer["version"] for answer in answers], []
+            answers, self._replies = self._released("push", self._replies), []
+            if not self._merges:
+                waited_s, held_by = max((answer["waited_s"], answer["for"]) for answer in answers)
+                self._session.coordination.pushed(max(answer["lag"] for answer in answers), waited_s, held_by)
+
+    def meet(self, clock: int) -> int:
+        """Every server answers when all have come."""
+        self.told()
+        replies = self._begin({"kind": "meet", "clock": clock + 1})
+        clocks: list[int] = [answer["clock"] for answer in self._released("meet", replies)]
+        return max(clocks)
+
+    def _released(self, kind: str, replies: Sequence[Work]) -> list[dict[str, Any]]:
+        """The answers of servers that send weights."""
+        answers = self._finish(kind, replies, _RELEASED)
+        self._versions = [answer["version"] for answer in answers]
+        self._ahead = max(answer["ahead"] for answer in answers)
+        return answers
 
     def shadow(self, kind: int, clock: int, teller: int) -> bool:  # noqa: ARG002
         """Of a step's backward pass alone the workers tell each other."""

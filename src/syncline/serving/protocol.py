@@ -9,9 +9,14 @@ of them where one message says that the whole step has been pushed. A worker wit
 others where their pushes are merged: it pushes zeros, and has no say in what they agree on.
 
 The sync mode is the rule. Where it merges, the pushes of all workers for a step are one update, with values on which
-they agree; an owner may take them in by one plan. Where it does not, every push is an update by itself, with the values
-that came with it. In both cases the mode says which workers wait for how slow a one. Bulk-synchronous training merges
-and lets nobody go on before all have pushed; what does not merge is asynchronous SGD, with or without a bound.
+they agree; an owner may take them in by one plan. Where it does not, every push is an update by itself, with the newest
+values that are known: a slow worker's push is applied with the learning rate that those ahead of it have come to. In
+both cases the mode says which workers wait for how slow a one. Bulk-synchronous training merges and lets nobody go on
+before all have pushed; what does not merge is asynchronous SGD, with or without a bound.
+
+Where pushes are not merged a worker may leave between two steps, and is the slowest no more. Workers may also meet
+there: who has come holds up nobody, and when all have that have not left, all are sent the same weights and go on from
+the clock of the fastest.
 
 Rules
 * A worker's message is for its next step, each bucket once, and it begins a step only when it has been released from
@@ -19,6 +24,8 @@ Rules
 * What is merged is agreed on: all workers bring the same values for a step, and ask for the norm all or none.
 * ``Apply`` comes once for every update and bucket, its versions count from 1, and before the ``Release`` that it makes
   possible.
+* A worker's clock, the steps that it has pushed, only grows. How far it is ahead of the slowest when it is released is
+  the staleness of the step that it may begin; ``Release`` says it.
 
 Theory: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; Ho et al., "More
 Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.
@@ -49,15 +56,15 @@ class Rule(Protocol):
         ...
 
 
-Kind = Literal["norm", "push", "shadow"]
+Kind = Literal["norm", "push", "shadow", "meet", "leave"]
 
 
 @dataclass(frozen=True)
 class Request:
     """A worker's message: ``push`` says that its gradients are under way, ``norm`` asks for their norm before.
 
-    ``shadow`` is a push of zeros without values.
-
+    ``shadow`` is a push of zeros without values. ``meet`` says that before this step it waits for all others to do so
+    too, ``leave`` that it makes none any more.
     ``values`` are what the update needs from the worker: the optimizer's group values and the clipping factor.
     """
 
@@ -79,20 +86,32 @@ class Measure:
 
 @dataclass(frozen=True)
 class Apply:
-    """Apply the next push of that worker, or the merged one of ``ALL``: the bucket's weights then have that version."""
+    """Apply the push of that worker for step ``clock``, or the merged one of ``ALL``: it makes that version.
+
+    ``values`` came with the push, ``newest`` with the latest of the most advanced clock. ``lag`` is how many updates
+    had been made to the bucket since the weights that the worker was sent last.
+    """
 
     worker: int
+    clock: int
     version: int
     bucket: int
     values: Mapping[str, Any]
+    newest: Mapping[str, Any]
+    lag: int = 0
 
 
 @dataclass(frozen=True)
 class Release:
-    """Send the bucket's weights to these workers: as far as it is concerned, they go on."""
+    """Send the bucket's weights to these workers: as far as it is concerned, they go on.
+
+    ``ahead`` is how many clocks each is ahead of the slowest, ``by`` the worker whose message they have waited for.
+    """
 
     workers: tuple[int, ...]
     bucket: int
+    ahead: tuple[int, ...]
+    by: int
 
 
 Action = Measure | Apply | Release
@@ -100,12 +119,17 @@ Action = Measure | Apply | Release
 
 @dataclass
 class _Page:
-    """A bucket's: the last step that each worker has pushed, who waits, and the first push of steps to be applied."""
+    """A bucket's: the last step that each worker has pushed, who waits, and the first push of steps to be applied.
+
+    ``sent`` are the versions that workers were sent last, ``newest`` is the latest push of the most advanced clock.
+    """
 
     clocks: list[int]
+    sent: list[int]
     waiting: set[int] = field(default_factory=set)
     version: int = 0
     pushed: dict[int, Request] = field(default_factory=dict)
+    newest: Request | None = None
 
 
 class Ledger:
@@ -117,9 +141,11 @@ class Ledger:
     def __init__(self, workers: int, rule: Rule, buckets: Sequence[int] = (ALL,)) -> None:
         self._workers = range(workers)
         self._rule = rule
-        self._pages = {bucket: _Page([0] * workers) for bucket in buckets}
+        self._pages = {bucket: _Page([0] * workers, [0] * workers) for bucket in buckets}
         self._asked: dict[int, dict[int, Request]] = {}  # step -> worker -> its question for the norm
         self._shadows: dict[int, set[int]] = {}  # step -> workers without batches
+        self._left: set[int] = set()
+        self._met: set[int] = set()  # those that wait for all others between two steps
 
     @property
     def clocks(self) -> list[int]:
@@ -130,16 +156,24 @@ class Ledger:
     def awaited(self) -> dict[int, int]:
         """Worker -> step of those whose push, or question for the norm, others wait for; from any thread."""
         late: dict[int, int] = {}
+        moving = self._moving()
         for page in self._pages.values():
             clocks = list(page.clocks)
             for clock in {clocks[worker] for worker in tuple(page.waiting)}:
-                for worker, reached in enumerate(clocks):
-                    if reached < clock and not self._rule.may_proceed(clock, reached):
-                        late[worker] = reached + 1
+                for worker in moving:
+                    if clocks[worker] < clock and not self._rule.may_proceed(clock, clocks[worker]):
+                        late[worker] = clocks[worker] + 1
         for step, asked in list(self._asked.items()):
             here = {*asked, *self._shadows.get(step, ())}
             late |= {worker: step for worker in self._workers if worker not in here}
+        if self._met:
+            waiting = {worker for page in self._pages.values() for worker in tuple(page.waiting)}
+            late |= {worker: self.clocks[worker] + 1 for worker in moving if worker not in waiting}
         return late
+
+    def _moving(self) -> list[int]:
+        """The workers that make steps: one of them is the slowest."""
+        return [worker for worker in self._workers if worker not in self._left and worker not in self._met]
 
     def handle(self, request: Request) -> list[Action]:
         """Take a worker's message; what has to be done now, in order.
@@ -148,6 +182,8 @@ class Ledger:
         those that it has to be merged with.
         """
         self._check_turn(request)
+        if request.kind in ("meet", "leave"):
+            return self._stop(request)
         if request.kind == "shadow":
             self._check_shadow(request)
         elif self._rule.merges:
@@ -162,7 +198,23 @@ class Ledger:
         if request.kind == "shadow":
             self._shadows.setdefault(request.clock, set()).add(request.worker)
             measured = self._measured(request.clock)
-        return [*measured, *self._apply(page, request), *self._release(page, request.bucket)]
+        return [*measured, *self._apply(page, request), *self._release(page, request.bucket, request.worker)]
+
+    def _stop(self, request: Request) -> list[Action]:
+        """The worker makes no steps any more, or none before all have met: nobody waits for one of it."""
+        (self._left if request.kind == "leave" else self._met).add(request.worker)
+        if self._met and not self._moving():
+            return self._part(request.worker)
+        return [one for bucket, page in self._pages.items() for one in self._release(page, bucket, request.worker)]
+
+    def _part(self, last: int) -> list[Action]:
+        """All have met: all get the same weights, and nobody is ahead."""
+        met, clock = tuple(sorted(self._met)), max(self.clocks)
+        self._met.clear()
+        for page in self._pages.values():
+            for worker in met:
+                page.clocks[worker], page.sent[worker] = clock, page.version
+        return [Release(met, bucket, (0,) * len(met), last) for bucket in self._pages]
 
     def _measure(self, request: Request) -> list[Action]:
         worker, clock = request.worker, request.clock
@@ -181,23 +233,33 @@ class Ledger:
 
     def _apply(self, page: _Page, request: Request) -> list[Action]:
         if not self._rule.merges:
+            worker, clock, bucket, values = request.worker, request.clock, request.bucket, request.values
+            if page.newest is None or clock >= page.newest.clock:
+                page.newest = request
+            lag = page.version - page.sent[worker]
             page.version += 1
-            return [Apply(request.worker, page.version, request.bucket, request.values)]
+            return [Apply(worker, clock, page.version, bucket, values, page.newest.values, lag)]
         if request.kind == "push":
             page.pushed.setdefault(request.clock, request)
         found: list[Action] = []
         while page.version < min(page.clocks):
             page.version += 1
-            found.append(Apply(ALL, page.version, request.bucket, page.pushed.pop(page.version).values))
+            values = page.pushed.pop(page.version).values
+            found.append(Apply(ALL, page.version, page.version, request.bucket, values, values))
         done = min(one.version for one in self._pages.values())
         self._shadows = {step: workers for step, workers in self._shadows.items() if step > done}
         return found
 
-    def _release(self, page: _Page, bucket: int) -> list[Action]:
-        slowest = min(page.clocks)
+    def _release(self, page: _Page, bucket: int, by: int) -> list[Action]:
+        if not page.waiting:
+            return []
+        slowest = min(page.clocks[worker] for worker in self._moving())
         free = [worker for worker in sorted(page.waiting) if self._rule.may_proceed(page.clocks[worker], slowest)]
         page.waiting.difference_update(free)
-        return [Release(tuple(free), bucket)] if free else []
+        for worker in free:
+            page.sent[worker] = page.version
+        ahead = tuple(page.clocks[worker] - slowest for worker in free)
+        return [Release(tuple(free), bucket, ahead, by)] if free else []
 
     def _check_turn(self, request: Request) -> None:
         worker, clock = request.worker, request.clock
@@ -212,6 +274,8 @@ class Ledger:
     def _is_next(self, request: Request) -> bool:
         """Whether the worker has been released from the step before, and has not sent this yet."""
         worker, clock = request.worker, request.clock
+        if worker not in self._moving() or (self._rule.merges and request.kind in ("meet", "leave")):
+            return False
         begun, ready = set[int](), set[int]()
         for bucket, page in self._pages.items():
             if page.clocks[worker] == clock:
@@ -219,7 +283,7 @@ class Ledger:
             elif page.clocks[worker] == clock - 1 and worker not in page.waiting:
                 ready.add(bucket)
         all_known = len(begun) + len(ready) == len(self._pages)
-        return all_known and (request.bucket in ready if request.kind != "norm" else not begun)
+        return all_known and (request.bucket in ready if request.kind in ("push", "shadow") else not begun)
 
     def _check_shadow(self, request: Request) -> None:
         """Somebody has to have batches, whose values count, and to wait for all."""

@@ -86,15 +86,15 @@ class Shard:
     def __init__(
         self, holdings: Sequence[Holding], build: Build, learnt: Iterable[Record], *, apart: bool = False
     ) -> None:
-        self._holdings, self.build, self.apart = tuple(holdings), build, apart
-        self.slices = tuple(held.slice for held in self._holdings)
-        self._whole = build(self._holdings)
+        self.holdings, self.build, self.apart = tuple(holdings), build, apart
+        self.slices = tuple(held.slice for held in self.holdings)
+        self._whole = build(self.holdings)
         self._parts: dict[int, tuple[Sequence[int], Optimizer]] = {}
-        for bucket in dict.fromkeys(held.bucket for held in self._holdings) if apart else ():
-            mine = [index for index, held in enumerate(self._holdings) if held.bucket == bucket]
-            self._parts[bucket] = mine, build([self._holdings[index] for index in mine])
+        for bucket in dict.fromkeys(held.bucket for held in self.holdings) if apart else ():
+            mine = [index for index, held in enumerate(self.holdings) if held.bucket == bucket]
+            self._parts[bucket] = mine, build([self.holdings[index] for index in mine])
         if not apart:
-            self._parts[ALL] = range(len(self._holdings)), self._whole
+            self._parts[ALL] = range(len(self.holdings)), self._whole
         self.load(learnt)
 
     def squared_norm(self) -> float:
@@ -125,11 +125,11 @@ class Shard:
 
     def weights(self) -> list[Record]:
         """The weights, slice by slice."""
-        return [Record(held.slice, WEIGHTS, Elements.of(held.weights)) for held in self._holdings]
+        return [Record(held.slice, WEIGHTS, Elements.of(held.weights)) for held in self.holdings]
 
     def load_weights(self, records: Iterable[Record]) -> None:
         """Replace the weights by records of whole tensors or of any slices that cover these."""
-        write_into(records, [(held.slice, held.weights) for held in self._holdings])
+        write_into(records, [(held.slice, held.weights) for held in self.holdings])
 
 
 def planned(

@@ -69,10 +69,10 @@ class Carrier(Protocol):
 class Single:
     """This process's part in the pushes and pulls of each worker: the worker's own, and those of an owner."""
 
-    keeps = False
+    keeps = True
 
     def __init__(self, session: Session, model: Model, carrier: Carrier) -> None:
-        self._carrier = carrier
+        self._carrier, self.buckets = carrier, len(model.layout.buckets)
         mine = carrier.mine
         self._owned = None if mine is None else _Owned(session, model, carrier, mine)
 
@@ -160,8 +160,10 @@ class _Owned:
         """Nothing takes the place of these."""
 
     def _give(self, worker: int, number: int) -> Work:
+        """Send a bucket; its next push, behind that, unless one is expected already, the last pull being none's."""
         sent = self._carrier.send(worker, number, f"weights of bucket {number} to rank {worker}")
-        return self._expect(worker, number, sent)
+        expected = self._pushes[worker][number]
+        return self._expect(worker, number, sent) if expected.done else expected
 
     def _expect(self, worker: int, number: int, gate: Work | None) -> Work:
         return self._carrier.expect(worker, number, f"bucket {number} of rank {worker}", gate)

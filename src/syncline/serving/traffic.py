@@ -60,7 +60,12 @@ class Exchanges(Protocol):
 
 
 class Traffic(Protocol):
-    """This process's part in the pushes and pulls of one model."""
+    """This process's part in the pushes and pulls of one model, in so many ``buckets``."""
+
+    @property
+    def buckets(self) -> int:
+        """How many there are."""
+        ...
 
     def push(self, number: int, label: str, **options: Any) -> Work:
         """Start this worker's part in the push of a bucket; ``options`` are those of ``Engine.exchange``."""

@@ -16,6 +16,7 @@ from ..engine.work import Work
 from ..errors import UsageError
 from ..session.replacing import copy_weights
 from ..session.session import Session
+from ..sync import application_of
 from .owner import serve_beside
 from .owners import LocalOwners, Owners, RemoteOwners
 from .records import Record
@@ -35,7 +36,8 @@ class Worker:
         self.steps = 0
         """The clock of this session's protocol; a resumed run begins at 0 again."""
         self._unsaid = 0  # which changed weights the owners have taken while the workers have not compared them
-        self._together = session.strategy.sync_mode().merges
+        mode = session.strategy.sync_mode()
+        self._together, self._shares_rate = mode.merges, not mode.merges and application_of(mode).rate == "shared"
         self._pushes: dict[int, Work] = {}
         self._pushed: dict[int, Work] = {}  # what the pulls of this step go behind
 
@@ -82,6 +84,8 @@ class Worker:
         scale, self.scale, self._squared = self.scale, 1.0, None
         changed, self._unsaid = self._unsaid, 0
         self.steps += 1
+        if self._shares_rate:
+            groups = shared_rate(groups, self._session.world_size, self._session.strategy.sync.name)
         self.owners.tell(self.steps, {"groups": groups, "scale": scale, "skip": skip}, changed)
 
     def shadow(self, kind: int, teller: int) -> bool:
@@ -99,14 +103,24 @@ class Worker:
         self._pushed[number] = self.owners.updated(number, work)
         return work
 
+    def consolidate(self) -> list[Work]:
+        """Wait, between two steps, until all workers that have not left do so; the pulls of what all then have.
+
+        Nothing where workers go in step: they have it.
+        """
+        if self._together:
+            return []
+        self.steps = self.owners.meet(self.steps)
+        return [self.pull(number) for number in range(self._traffic.buckets)]
+
     @property
     def pushes(self) -> list[Work]:
         """The last one of each bucket."""
         return list(self._pushes.values())
 
     def pull(self, number: int, **options: Any) -> Work:
-        """Start the pull of a bucket's new weights, behind its push and ``step`` or ``begin``."""
-        return self._traffic.pull(number, gate=self._pushed.pop(number), **options)
+        """Start the pull of a bucket's new weights, behind its push, if there is one, and ``step`` or ``begin``."""
+        return self._traffic.pull(number, gate=self._pushed.pop(number, None), **options)
 
     def exchange(self, number: int, label: str, **options: Any) -> Work:
         """Push and pull a bucket of a step that has begun."""
@@ -115,14 +129,30 @@ class Worker:
 
     def weights(self) -> list[Record]:
         """The weights as the owners have them, with what the script has changed; all workers call it."""
-        self._session.barrier()
+        if self._together:
+            self._session.barrier()
+            return self.owners.weights()
+        self._session.engine.wait(*self.consolidate())
         found = self.owners.weights()
-        if not self._together:
-            self._session.barrier()  # nobody goes on before all have asked
+        self._session.engine.wait(*self.consolidate())  # nobody goes on before all have asked
         return found
 
+    def load(self, records: list[Record]) -> None:
+        """Replace the optimizer's state at all owners; all workers call it."""
+        if self._together:
+            self.owners.load(records)
+            return
+        self._session.barrier()
+        if self._session.rank == 0:
+            self.owners.load(records)
+        self._session.barrier()  # nobody pushes before all owners have it
+
     def resume(self, step: int, weights: list[Record]) -> None:
-        """Have the owners go on from that step with their own weights, where there are any; all workers call it."""
+        """Have the owners go on from that step with their own weights, where there are any; all workers call it.
+
+        Where workers do not go in step, these pull them by ``consolidate``.
+        """
+        self._session.engine.wait(*self.consolidate())
         self.owners.resume(step, weights)
 
     def move_out(self) -> None:
@@ -151,6 +181,7 @@ def attach(session: Session, model: Model, build: Build, learnt: list[Record], *
             remote.load(learnt)
         if not together:
             session.barrier()  # before it has, nothing may be applied
+            session.member.before_end.append(partial(remote.leave, None))
         return Worker(session, remote, traffic)
     holdings = traffic.holdings()
     shard = None if holdings is None else Shard(holdings, build, learnt, apart=apart and together)
@@ -160,3 +191,21 @@ def attach(session: Session, model: Model, build: Build, learnt: list[Record], *
     over = None if shard is None else serve_beside(session, shard, traffic)
     session.member.before_end.append(partial(remote.leave, over))
     return Worker(session, remote, traffic)
+
+
+def shared_rate(groups: Groups, workers: int, sync: str) -> Groups:
+    """The groups with a share of their learning rates, so that a push of each worker moves as far as one of all.
+
+    Raises UsageError for a group that has none.
+    """
+    shared = []
+    for number, group in enumerate(groups):
+        rate = group.get("lr")
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+            raise UsageError(
+                f"sync={sync} applies every worker's push with the learning rate divided by the number of workers, and"
+                f" the optimizer's group {number} has no number as 'lr': use {sync}(rate=own), and set what the"
+                " optimizer goes by for so many times as many updates"
+            )
+        shared.append({**group, "lr": rate / workers})
+    return shared

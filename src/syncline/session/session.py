@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -43,6 +43,7 @@ from .communicator import (
     phases_of,
     planned,
 )
+from .coordination import Coordination
 from .ending import Ending
 from .member import Member
 from .stats import Stats
@@ -94,6 +95,10 @@ class Session(Communicator):
         """What runs with those that have been, and why, by the first keys of their models."""
         self.pools: Any = None
         """What hands out batches, once a sampler was made that takes them from a pool."""
+        self.coordination = Coordination()
+        """How this worker's steps went beside those of the others."""
+        self.consolidates: dict[int, Callable[[], None]] = {}
+        """What lets each model have, on all workers that call it, its newest weights; by first keys."""
         self._models: list[weakref.ref[Any]] = []
         self.prepared: dict[int, Any] = {}  # what a framework has made of each, by its first key
 
@@ -367,14 +372,16 @@ class Session(Communicator):
 
     def stats(self) -> Stats:
         """Totals since the start."""
+        went = self.coordination
+        beside = dict(went.staleness), dict(went.version_lag), dict(went.waited_s)
         if self.member.alone:
-            return Stats(str(self.strategy))
+            return Stats(str(self.strategy), 0.0, {}, {}, "", {}, "", "", *beside)
         transport = self.engine.transport
         sent, received = transport.traffic()
         algorithms = {} if self.choice is None else dict(self.choice.table)
         exchange, blocked_s = self.strategy.exchange, self.engine.blocked_s
         strategy, reason = self._running()
-        return Stats(str(strategy), blocked_s, sent, received, transport.name, algorithms, exchange, reason)
+        return Stats(str(strategy), blocked_s, sent, received, transport.name, algorithms, exchange, reason, *beside)
 
     def _running(self) -> tuple[Strategy, str]:
         """What runs, with the schedule that was chosen for the first model, and why."""

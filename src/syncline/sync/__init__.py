@@ -6,7 +6,11 @@ and acts on the answer.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+Rate = Literal["shared", "own"]
+"""The learning rate of a push that is an update by itself: the optimizer's divided among the workers, or all of it."""
 
 
 class SyncMode(Protocol):
@@ -32,3 +36,31 @@ class SyncMode(Protocol):
     def may_proceed(self, clock: int, slowest: int) -> bool:
         """True when a worker that has finished ``clock`` steps may start the next, the slowest being at ``slowest``."""
         ...
+
+
+@runtime_checkable
+class Applies(Protocol):
+    """A mode whose pushes are updates by themselves and that says how one is applied; others do as ``Applied`` does."""
+
+    @property
+    def rate(self) -> Rate:
+        """With which learning rate."""
+        ...
+
+    @property
+    def compensate(self) -> float:
+        """The lambda of delay compensation, 0 for none."""
+        ...
+
+
+@dataclass(frozen=True)
+class Applied:
+    """How a push that is an update by itself is applied where the mode says nothing of it."""
+
+    rate: Rate = "shared"
+    compensate: float = 0.0
+
+
+def application_of(mode: SyncMode) -> Applies:
+    """How the mode's pushes are applied."""
+    return mode if isinstance(mode, Applies) else Applied()

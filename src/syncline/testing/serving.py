@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import ge
 
 from ..serving import protocol
 from ..serving.protocol import ALL, Action, Ledger, Measure, Release, Request, Rule
@@ -27,29 +28,47 @@ def values_of(worker: int, step: int, rule: Rule) -> dict[str, float]:
 
 @dataclass
 class Played:
-    """A worker as the protocol wants it: which buckets of its step are still to be pushed, and to come back."""
+    """A worker as the protocol wants it: which buckets of its step are still to be pushed, and to come back.
+
+    ``step`` is what the next one is called, ``made`` how many it has made. It meets the others, and leaves, after so
+    many as ``meets`` and ``leaves`` say, if they do.
+    """
 
     step: int = 1
+    made: int = 0
+    meets: int = -1
+    leaves: int = -1
     to_push: set[int] = field(default_factory=set)
     to_come: set[int] = field(default_factory=set)
     to_ask: int = 0
     asking: bool = False
+    meeting: bool = False
+    gone: bool = False
 
 
 class Play:
     """Workers and an owner whose messages come in whatever order is chosen; ``log`` has all that was said.
 
-    ``buckets`` are what is pushed by itself, ``norms`` how often a worker asks for the norm in every step.
+    ``buckets`` are what is pushed by itself, ``norms`` how often a worker asks for the norm in every step. With
+    ``stops`` each worker meets the others and leaves them, where the rule has that, after chosen numbers of its steps.
     """
 
     def __init__(
-        self, workers: int, rule: Rule, choose: Choose, buckets: Sequence[int] = (ALL,), norms: int = 0
+        self,
+        workers: int,
+        rule: Rule,
+        choose: Choose,
+        buckets: Sequence[int] = (ALL,),
+        norms: int = 0,
+        stops: int = 0,
     ) -> None:
         self.ledger, self.rule, self.buckets, self.norms = Ledger(workers, rule, buckets), rule, buckets, norms
-        self.choose = choose
+        self.choose, self.stops = choose, stops
         self.workers = [Played() for _ in range(workers)]
         self.log: list[Request | Action] = []
         for played in self.workers:
+            if stops and not rule.merges:
+                played.meets, played.leaves = (choose(range(-1, stops + 1)), choose(range(stops + 1)))
             self._begin(played)
 
     def _begin(self, played: Played) -> None:
@@ -60,13 +79,20 @@ class Play:
         return [
             worker
             for worker, played in enumerate(self.workers)
-            if played.step <= steps and played.to_push and not played.asking
+            if (played.made < steps or played.leaves >= 0)
+            and played.to_push
+            and not (played.asking or played.meeting or played.gone)
         ]
 
     def next_of(self, worker: int) -> Request:
         """What a worker says next: a question that it has, else the push of a bucket that is chosen."""
         played = self.workers[worker]
         values = values_of(worker, played.step, self.rule)
+        if len(played.to_push) == len(self.buckets) and played.to_ask == self.norms:
+            if played.made == played.meets:
+                return Request("meet", worker, played.step)
+            if played.made == played.leaves:
+                return Request("leave", worker, played.step)
         if played.to_ask:
             return Request("norm", worker, played.step, values)
         return Request("push", worker, played.step, values, self.choose(sorted(played.to_push)))
@@ -76,8 +102,10 @@ class Play:
         played = self.workers[request.worker]
         if request.kind == "norm":
             played.asking = True
-        else:
+        elif request.kind == "push":
             played.to_push.discard(request.bucket)
+        else:
+            played.meeting, played.gone = request.kind == "meet", request.kind == "leave"
         self.log.append(request)
         for action in self.ledger.handle(request):
             self.log.append(action)
@@ -92,11 +120,15 @@ class Play:
 
     def _come(self, worker: int, bucket: int) -> None:
         played = self.workers[worker]
-        require(bucket not in played.to_push, f"worker {worker} is released before it has pushed")
+        require(not played.gone, f"worker {worker} is released after it has left")
+        pushed = bucket not in played.to_push or played.meeting
+        require(pushed, f"worker {worker} is released before it has pushed")
         require(bucket in played.to_come, f"worker {worker} is released twice")
         played.to_come.discard(bucket)
         if not played.to_come:
-            played.step += 1
+            played.made, played.step = played.made + (not played.meeting), self.ledger.clocks[worker] + 1
+            if played.meeting:
+                played.meeting, played.meets = False, -1
             self._begin(played)
 
     def run(self, steps: int) -> Log:
@@ -105,31 +137,51 @@ class Play:
             late = self.ledger.awaited
             if not self._anybody_waits():
                 require(not late, f"nobody waits, and {late} are waited for")
-            may_speak = self.able(max(played.step for played in self.workers) + 1)
+            may_speak = self.able(max(played.made for played in self.workers) + 1)
             require(late.keys() <= set(may_speak), f"of {sorted(late)}, who are waited for, some wait themselves")
             self.say(self.next_of(self.choose(able)))
-        reached = [played.step - 1 for played in self.workers]
-        require(min(reached) >= steps, f"after the steps {reached} of {steps} everybody waits: a deadlock")
-        require(self.ledger.clocks == [steps] * len(self.workers), f"the clocks end at {self.ledger.clocks}")
+        reached = [played.made for played in self.workers]
+        wanted = [steps if played.leaves < 0 else played.leaves for played in self.workers]
+        require(reached == wanted, f"after the steps {reached} of {wanted} everybody waits: a deadlock")
+        clocks = self.ledger.clocks
+        right = all(map(ge, clocks, reached)) if self.stops else clocks == reached
+        require(right, f"the clocks end at {clocks}")
         return self.log
 
     def _anybody_waits(self) -> bool:
-        return any(played.asking or played.to_come - played.to_push for played in self.workers)
+        return any(
+            played.asking or played.meeting or played.to_come - played.to_push
+            for played in self.workers
+            if not played.gone
+        )
 
 
-def versions_only_grow(log: Log, workers: int, steps: int, rule: Rule, buckets: Sequence[int] = (ALL,)) -> None:
+def versions_only_grow(log: Log, workers: int, rule: Rule, buckets: Sequence[int] = (ALL,)) -> None:
     """By one with every update of a bucket."""
     found: dict[int, list[int]] = defaultdict(list)
+    pushes: dict[int, int] = defaultdict(int)
     for entry in log:
         if isinstance(entry, protocol.Apply):
             found[entry.bucket].append(entry.version)
-    updates = steps if rule.merges else steps * workers
+        elif isinstance(entry, Request) and entry.kind == "push":
+            pushes[entry.bucket] += 1
     for bucket in {*buckets, *found}:
+        updates = pushes[bucket] // workers if rule.merges else pushes[bucket]
         wanted = list(range(1, updates + 1))
         require(found[bucket] == wanted, f"bucket {bucket} has the versions {found[bucket]} in place of {wanted}")
 
 
-def every_push_is_applied_once(log: Log, workers: int, steps: int, rule: Rule, buckets: Sequence[int] = (ALL,)) -> None:
+def clocks_only_grow(log: Log) -> None:
+    """Those of each worker, by one with every step, or to that of the others when all meet."""
+    clocks: dict[tuple[int, int], int] = defaultdict(int)
+    for entry in log:
+        if isinstance(entry, Request) and entry.kind == "push":
+            at = entry.worker, entry.bucket
+            require(entry.clock > clocks[at], f"{entry} is not after step {clocks[at]}")
+            clocks[at] = entry.clock
+
+
+def every_push_is_applied_once(log: Log, workers: int, rule: Rule) -> None:
     """In order, with its own values where it is an update by itself, and no sooner than all it is merged with."""
     pushed, done = defaultdict[tuple[int, int], list[Request]](list), defaultdict[tuple[int, int], int](int)
     for entry in log:
@@ -144,43 +196,105 @@ def every_push_is_applied_once(log: Log, workers: int, steps: int, rule: Rule, b
                 push = pushed[at][done[at]]
                 done[at] += 1
                 require(push.values == entry.values, f"{entry} is not with the values of {push}")
-    wanted = {(worker, bucket): steps for worker in range(workers) for bucket in buckets}
-    require(done == wanted, f"by worker and bucket, {dict(done)} pushes were applied")
+                require(push.clock == entry.clock, f"{entry} is not of the step of {push}")
+    wanted = {at: len(requests) for at, requests in pushed.items()}
+    require(done == wanted, f"by worker and bucket, {dict(done)} of {wanted} pushes were applied")
+
+
+def the_newest_values_count(log: Log) -> None:
+    """Those of the most advanced clock, and of the latest push among its equals."""
+    newest: dict[int, Request] = {}
+    for entry in log:
+        if isinstance(entry, Request) and entry.kind == "push":
+            if entry.bucket not in newest or entry.clock >= newest[entry.bucket].clock:
+                newest[entry.bucket] = entry
+        elif isinstance(entry, protocol.Apply) and entry.worker != ALL:
+            wanted = newest[entry.bucket]
+            require(entry.newest == wanted.values, f"{entry} is not with the values of {wanted}")
+
+
+def the_lag_is_what_others_have_updated(log: Log) -> None:
+    """Since a worker was released, until its next push is applied."""
+    versions, sent = defaultdict[int, int](int), defaultdict[tuple[int, int], int](int)
+    for entry in log:
+        if isinstance(entry, protocol.Apply):
+            lag = versions[entry.bucket] - sent[entry.worker, entry.bucket]
+            require(entry.worker == ALL or entry.lag == lag, f"{entry} has a lag of {lag}")
+            versions[entry.bucket] = entry.version
+        elif isinstance(entry, Release):
+            sent |= {(worker, entry.bucket): versions[entry.bucket] for worker in entry.workers}
+
+
+class _Standing:
+    """How far the workers have come, bucket by bucket, as a log tells it."""
+
+    def __init__(self, workers: int, buckets: Sequence[int]) -> None:
+        self.clocks = {bucket: [0] * workers for bucket in buckets}
+        self.waiting = {bucket: set[int]() for bucket in buckets}
+        self.moving, self.meeting, self.pushes = set(range(workers)), set[int](), dict.fromkeys(buckets, 0)
+
+    def hear(self, request: Request) -> None:
+        """A worker says something."""
+        if request.kind == "push":
+            self.clocks[request.bucket][request.worker] = request.clock
+            self.waiting[request.bucket].add(request.worker)
+            self.pushes[request.bucket] += 1
+        elif request.kind != "norm":
+            self.moving.discard(request.worker)
+            if request.kind == "meet":
+                self.meeting.add(request.worker)
+
+    def slowest(self, bucket: int) -> int:
+        """The least clock of those that make steps."""
+        return min((self.clocks[bucket][worker] for worker in self.moving), default=0)
+
+    def part(self) -> None:
+        """All have met."""
+        for clocks in self.clocks.values():
+            for worker in self.meeting:
+                clocks[worker] = max(max(every) for every in self.clocks.values())
+        self.moving |= self.meeting
+        self.meeting.clear()
 
 
 def nobody_goes_on_before_the_rule_allows(log: Log, workers: int, rule: Rule, buckets: Sequence[int] = (ALL,)) -> None:
-    """Nor waits longer, nor for an update that was possible."""
-    clocks = {bucket: [0] * workers for bucket in buckets}
-    versions, released = dict.fromkeys(buckets, 0), {bucket: [0] * workers for bucket in buckets}
+    """Nor waits longer, nor for an update that was possible; who is released is told how far it is ahead."""
+    stand, versions = _Standing(workers, buckets), dict.fromkeys(buckets, 0)
     for place, entry in enumerate(log):
         if isinstance(entry, Request):
-            if entry.kind == "push":
-                clocks[entry.bucket][entry.worker] = entry.clock
+            stand.hear(entry)
         elif isinstance(entry, protocol.Apply):
             versions[entry.bucket] = entry.version
         elif isinstance(entry, Release):
-            mine = clocks[entry.bucket]
-            possible = min(mine) if rule.merges else sum(mine)
+            met = not stand.moving
+            if stand.meeting and (met or set(entry.workers) == stand.meeting):
+                require(met, f"{entry} comes before all have met")
+                stand.part()
+            mine = stand.clocks[entry.bucket]
+            possible = min(mine) if rule.merges else stand.pushes[entry.bucket]
             require(versions[entry.bucket] == possible, f"{entry} comes before the update that was possible")
-            for worker in entry.workers:
-                released[entry.bucket][worker] += 1
-                require(released[entry.bucket][worker] == mine[worker], f"{entry} is not for the step of {worker}")
-                allowed = rule.may_proceed(mine[worker], min(mine))
+            slowest = stand.slowest(entry.bucket)
+            for worker, ahead in zip(entry.workers, entry.ahead, strict=True):
+                stand.waiting[entry.bucket].discard(worker)
+                allowed = rule.may_proceed(mine[worker], slowest)
                 require(allowed, f"{entry} at the clocks {mine}: worker {worker} has to wait for the slowest")
+                require(ahead == mine[worker] - slowest, f"{entry} at the clocks {mine}: worker {worker} is not so far")
         if place + 1 == len(log) or isinstance(log[place + 1], Request):
             for bucket in buckets:
-                _nobody_waits_in_vain(clocks[bucket], released[bucket], rule)
+                for worker in stand.waiting[bucket]:
+                    held = not rule.may_proceed(stand.clocks[bucket][worker], stand.slowest(bucket))
+                    require(held, f"worker {worker} is held up at {stand.clocks[bucket]}")
+            require(not stand.meeting or bool(stand.moving), "all have met, and wait")
 
 
-def _nobody_waits_in_vain(clocks: Sequence[int], released: Sequence[int], rule: Rule) -> None:
-    for worker, clock in enumerate(clocks):
-        held = released[worker] != clock
-        require(not (held and rule.may_proceed(clock, min(clocks))), f"worker {worker} is held up at {list(clocks)}")
-
-
-def played(workers: int, steps: int, rule: Rule, choose: Choose, buckets: Sequence[int], norms: int) -> None:
+def played(
+    workers: int, steps: int, rule: Rule, choose: Choose, buckets: Sequence[int], norms: int, stops: bool = False
+) -> None:
     """Run a play, and hold it to all of these laws."""
-    log = Play(workers, rule, choose, buckets, norms).run(steps)
-    versions_only_grow(log, workers, steps, rule, buckets)
-    every_push_is_applied_once(log, workers, steps, rule, buckets)
+    log = Play(workers, rule, choose, buckets, norms, steps if stops else 0).run(steps)
+    versions_only_grow(log, workers, rule, buckets)
+    clocks_only_grow(log)
+    every_push_is_applied_once(log, workers, rule)
+    the_newest_values_count(log)
+    the_lag_is_what_others_have_updated(log)
     nobody_goes_on_before_the_rule_allows(log, workers, rule, buckets)

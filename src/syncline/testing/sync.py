@@ -106,10 +106,13 @@ def workers_exchange_at_last(case: Case) -> None:
 
 @LAWS.law(runs)
 def owners_keep_their_promises(case: Case) -> None:
-    """In any order of messages every push is applied once and in order, and nobody waits longer than the rule says."""
+    """In any order of messages every push is applied once and in order, and nobody waits longer than the rule says.
+
+    Whoever leaves the others, or meets them, between two steps.
+    """
     draw = case.draw()
-    for buckets, norms in product(((ALL,), (2, 0, 1)), (0, 1)):
-        played(case.workers, case.steps, case.mode, lambda several: int(draw.choice(several)), buckets, norms)
+    for buckets, norms, stops in product(((ALL,), (2, 0, 1)), (0, 1), (False, True)):
+        played(case.workers, case.steps, case.mode, lambda several: int(draw.choice(several)), buckets, norms, stops)
 
 
 @LAWS.law(runs)

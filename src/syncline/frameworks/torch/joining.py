@@ -22,8 +22,11 @@ def shadow_until_all_joined(replica: Replica, client: Client | None = None) -> N
     """Take part in the others' steps with weight 0 until every rank has run out of batches.
 
     All ranks then have the model of the rank that trained longest; the optimizer's state is ``on_joined``'s affair, or
-    that of the owners, with whom ``client`` deals.
+    that of the owners, with whom ``client`` deals. Where every push is an update by itself nobody needs a shadow.
     """
+    if client is not None and not client.together:
+        client.consolidate()
+        return
     session = replica.session
     replica.settle()
     number = replica.machine.begun

@@ -87,12 +87,12 @@ class Served:
         return self._whole().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Send the state to the owners and take the group values."""
+        """Send the state to the owners and take the group values; where each push is an update, all workers call it."""
         self._client.settle("optimizer.load_state_dict()")
         whole = self._whole(fetch=False)
         whole.load_state_dict(dict(state))
         _take_values(self.param_groups, whole)
-        self._client.worker.owners.load(records_of(whole, self._client.parameters))
+        self._client.worker.load(records_of(whole, self._client.parameters))
 
     def add_param_group(self, group: dict[str, Any]) -> None:  # noqa: ARG002
         """Refused: what is served is fixed in ``prepare``."""

@@ -24,7 +24,7 @@ from .agreement import check_same_model, copy_from_worker
 from .choosing import Choosing
 from .computing import steps_of
 from .intact import Forms
-from .optimizer import give_back, put_together, take_over
+from .optimizer import give_back, group_values, put_together, take_over
 from .options import Named, Options, Selection
 from .parts import updates_alone
 from .pulling import pull_by_layer
@@ -58,6 +58,12 @@ class Prepared:
     optimizer: torch.optim.Optimizer | None
     replica: Replica
     client: Client | None
+
+    def consolidate(self) -> None:
+        """Have the newest weights, as all workers then do, which call it together."""
+        self.replica.flush()
+        if self.client is not None:
+            self.client.consolidate()
 
     def release(self, fetch: bool = False, settle: bool = False) -> None:
         """Make model and optimizer the user's own again.
@@ -96,8 +102,8 @@ def prepare(
         check_served(optimizer, selection)
     if session.strategy.schedule_object().apply != "step":
         check_crossing(session.strategy, optimizer, selection)
-    if not session.strategy.sync_mode().merges:
-        check_by_itself(session.strategy.sync.name, selection, options)
+    if not session.strategy.sync_mode().merges and optimizer is not None:
+        check_by_itself(session.strategy, group_values(optimizer.param_groups), selection, options)
     first_key = session.enter_model(model)
     before: Prepared | None = session.prepared.pop(first_key, None)
     if before is not None:
@@ -124,6 +130,7 @@ def prepare(
         made.replica.steps = before.replica.steps
     made.replica.keep(steps_of(session, optimizer))
     session.prepared[first_key] = made
+    session.consolidates[first_key] = made.consolidate
     return made
 
 

@@ -6,7 +6,8 @@ What goes when, and what is waited for, is decided by the state machine of ``eng
 what backward does. Schedules whose results are applied by the optimizer's step have all arrived when backward ends, so
 that what follows ``backward()`` (clipping, GradScaler, the step) sees averaged gradients.
 
-Gradients are divided by the number of ranks on their way into the bucket. Where ranks do not count alike (``samples``:
+Gradients are divided by the number of ranks on their way into the bucket, unless each rank's are an update by
+themselves. Where ranks do not count alike (``samples``:
 rank i counts w_i / sum of w; one without batches left counts nothing), a ticket shows it, and the progress thread
 corrects a bucket by w_i N / sum of w before it goes. The ticket goes with the first gradient, unless the pass may
 still add to the weight.
@@ -85,7 +86,7 @@ class Replica:
         self.steps = 0
         self.made_local_steps = False  # which were not exchanged
         self._buffers = Buffers(session, self.selection, self.gradients.staging, first_key, self.fault)
-        self._share = 1.0 / session.world_size
+        self._share = 1.0 / session.world_size if self._mode.merges else 1.0
         self._synchronising = True
         self._held = True  # nothing of a backward pass is sent before it ends
         self._touched = False  # the present backward pass has made a gradient
@@ -439,6 +440,8 @@ class Replica:
         meeting = self._meeting
         if due:
             self.gradients.exchanged(meeting)
+            if self._mode.merges:
+                self.session.coordination.begun()
         if self.gradients.times is not None:
             self.gradients.times.end_step()
         self.made_local_steps |= not due

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...engine.step import Action
 from ...engine.work import Work
 from ...errors import GradientError, UsageError
 from ...nouns import Slice
@@ -54,6 +55,8 @@ class Client:
         self._looked = False  # what the gradients hold is remembered, as somebody may change it
         self._scaler_looks = False  # a GradScaler has them, between ``share_overflow`` and ``step``
         self._unscaled = False  # the next update divides by a GradScaler's scale
+        self.together = replica.session.strategy.sync_mode().merges
+        """Whether workers come to every step together."""
         self._remember_weights()
         replica.on_second_backward = self._refuse_second_backward
         replica.on_exchanged = self._remember
@@ -96,10 +99,7 @@ class Client:
         self._check_pushed()
         if scale != 1.0:
             self.unscale(scale)
-        session = self.replica.session
-        # What was pushed is a share of the mean, or one of the single worker's own gradient.
-        shares = 1 if session.strategy.sync_mode().merges else session.world_size
-        return self.worker.clip(max_norm / shares) * shares
+        return self.worker.clip(max_norm)
 
     def share_overflow(self) -> None:
         """A GradScaler is about to look whether this worker's gradients overflow: it shall see those of all workers.
@@ -140,11 +140,7 @@ class Client:
             return
         self._tell_changed()
         self.worker.step(groups, skip=skip)
-        works = self._start_pulls()
-        self.replica.session.engine.wait(*works)
-        self.replica.do(self.replica.machine.stepped())
-        self._staging.join()
-        self._remember_weights()
+        self._take_up(self._start_pulls(), self.replica.machine.stepped)
         self.replica.exchanged = False
         if self.replica.gradients.replaces:
             self.replica.replace_layout()
@@ -156,17 +152,38 @@ class Client:
         """
         if not self.worker.shadow(kind, teller):
             return False
-        self.replica.session.engine.wait(*self._start_pulls())
-        self._staging.join()
-        self._remember_weights()
+        self._take_up(self._start_pulls())
         return True
 
     def _start_pulls(self) -> list[Work]:
-        works = []
-        for number, priority in enumerate(self.replica.gradients.layout.priorities):
-            pulled = self.replica.gradients.pull(number, self.worker.pull, priority=priority)
-            works.append(self._staging.up(self._weights.pair(number), pulled, pulled.label))
-        return works
+        return [
+            self.replica.gradients.pull(number, self.worker.pull, priority=priority)
+            for number, priority in enumerate(self.replica.gradients.layout.priorities)
+        ]
+
+    def _take_up(self, pulls: Sequence[Work], stepped: Callable[[], Sequence[Action]] = list) -> None:
+        """Wait until the parameters have what is pulled of all buckets."""
+        works = [self._staging.up(self._weights.pair(number), pull, pull.label) for number, pull in enumerate(pulls)]
+        self.replica.session.engine.wait(*works)
+        self.replica.do(stepped())
+        self._staging.join()
+        self._remember_weights()
+
+    def consolidate(self) -> None:
+        """Have the owners' newest weights, as all workers then do; those that have not left call it between steps."""
+        self.settle("syncline.consolidate()")
+        if self.together:
+            return
+        self._check_between("syncline.consolidate()")
+        self._tell_changed()
+        self._take_up(self.worker.consolidate())
+
+    def _check_between(self, what: str) -> None:
+        if self.replica.exchanged:
+            raise self.replica.fault(
+                f"{what} between backward() and step(): the owners of the weights have gradients of this step; do it"
+                " between two steps"
+            )
 
     def _check_same(self, schedule: str, groups: Groups) -> None:
         """Raise GradientError where the update that owners have made is not the one that the script asks for."""
@@ -195,6 +212,10 @@ class Client:
         """The weights as the owners have them, by name; all workers call it."""
         self.settle("syncline.state_dict()")
         self._tell_changed()
+        if not self.together:
+            self.consolidate()
+            if self.replica.gradients.compression is None:  # the workers have them now
+                return {name: parameter.detach().cpu().clone() for name, parameter in self.replica.named}
         whole = whole_state(self.worker.weights(), self.parameters)
         return {
             name: whole[parameter][WEIGHTS].cpu() if parameter in whole else parameter.detach()  # without elements
@@ -207,14 +228,19 @@ class Client:
         Raises UsageError for those of another model.
         """
         self.settle("syncline.load_state_dict()")
-        self._tell_changed()  # weights that were loaded now; what the owners know beside them comes after
+        if self.together or not weights:
+            self._tell_changed()  # weights that were loaded now; what the owners know beside them comes after
         records = []
         for index, (name, parameter) in enumerate(self.replica.named if weights else ()):
             found = weights.get(name)
             if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
                 raise UsageError(f"the owners' weights in this state do not have {name!r} as this model has it")
             records.append(_whole(index, in_memory_order(found, parameter)))
+        if not self.together:
+            self._check_between("syncline.load_state_dict()")
         self.worker.resume(step, records)
+        if not self.together:
+            self._take_up(self.worker.consolidate())
 
     def _prepare_to_lay_out(self) -> Callable[[], None]:
         """Other buckets are about to take the place of these: the servers shall know what was changed before."""
@@ -292,7 +318,7 @@ class Client:
         if not found:
             return
         whole = self._loaded and len(found) == len(self.parameters)
-        if self.keeps and not whole and self.worker.steps:
+        if self.keeps and self.together and not whole and self.worker.steps:
             raise self.replica.fault(
                 f"the weights {self.replica.named[found[0]][0]!r} were changed on this worker since the last step. With"
                 f" codec={self.replica.session.strategy.codec} their owners know more of them than the workers, which"

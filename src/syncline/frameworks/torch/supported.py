@@ -12,7 +12,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import UsageError
+from ...serving.shard import Groups
+from ...serving.worker import shared_rate
 from ...strategy.strategy import Strategy
+from ...sync import application_of
 from .batch_norm import unsynchronised
 from .options import Named, Options, Selection
 from .parts import DECLARED, probe_parts, updates_alone
@@ -172,8 +175,14 @@ def _check_apart(schedule: str, named: Named) -> None:
             )
 
 
-def check_by_itself(sync: str, selection: Selection, options: Options) -> None:
-    """Raise UsageError for what workers agree on in every step, where no two of them come to one."""
+def check_by_itself(strategy: Strategy, groups: Groups, selection: Selection, options: Options) -> None:
+    """Raise UsageError for what workers agree on in every step, where no two of them come to one.
+
+    And for values of the optimizer's groups with which a push alone cannot be applied.
+    """
+    sync = strategy.sync.name
+    if application_of(strategy.sync_mode()).rate == "shared":
+        shared_rate(groups, 1, sync)
     if options.weight != 1:
         raise UsageError(
             f"weight={options.weight!r}: under sync={sync} every worker's push is an update by itself, so that no rank"

@@ -1,0 +1,26 @@
+"""Asynchronous parallel: nobody waits for anybody (Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012).
+
+A worker has the weights back as soon as its own push has been applied. A slow one costs what it would have done itself
+and holds up nobody; how far the others run ahead of it has no bound (``ssp`` has one).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..registry import register
+from . import Rate
+from ._apart import Apart
+
+
+@register("sync", "asp", examples=("asp", "asp(rate=own)", "asp(compensate=0.04)"))
+@dataclass(frozen=True)
+class Asp(Apart):
+    """Asynchronous: every push is an update by itself, and nobody waits."""
+
+    rate: Rate = "shared"
+    compensate: float = 0.0
+
+    def may_proceed(self, clock: int, slowest: int) -> bool:  # noqa: ARG002
+        """Always."""
+        return True
