@@ -12,6 +12,7 @@ from ends import network
 from numpy.typing import NDArray
 
 from syncline.engine.driver import LIMIT_S
+from syncline.engine.trace import Observer
 from syncline.nouns import Bucket, Group, Layer, Slice, Spec
 from syncline.serving.owner import serve
 from syncline.serving.records import State
@@ -132,12 +133,21 @@ def joined(parts: Sequence[Array]) -> Array:
 
 
 @contextmanager
-def sessions_over(kind: str, strategy: str, workers: int, limit_s: float = LIMIT_S) -> Iterator[list[Session]]:
-    """The sessions of a group over a transport, all in this process."""
+def sessions_over(
+    kind: str,
+    strategy: str,
+    workers: int,
+    limit_s: float = LIMIT_S,
+    observe: Callable[[int], Observer | None] = lambda _: None,
+) -> Iterator[list[Session]]:
+    """The sessions of a group over a transport, all in this process, each with an observer if there is one for it."""
     chosen = Strategy.parse(strategy).resolve(Group(workers), inproc=True)
     group = Group(workers, chosen.servers)
     with network(kind, group.processes) as net:
-        sessions = [Session(chosen, group, index, end, limit_s=limit_s) for index, end in enumerate(net.ends)]
+        sessions = [
+            Session(chosen, group, index, end, limit_s=limit_s, observer=observe(index))
+            for index, end in enumerate(net.ends)
+        ]
         for session in sessions:
             session.ending.neighbours = [other.ending for other in sessions if other is not session]
         yield sessions

@@ -65,3 +65,14 @@ def add_up(line: Connection, place: Place, strategy: str) -> None:
 def train_until(line: Connection, *case: Any) -> None:
     """As the one of merged pushes."""
     fault_bodies.train_until(line, *case)
+
+
+def count(line: Connection, place: Place, strategy: str) -> None:
+    """How far this rank was ahead in its steps, and how late what it pushed, until it leaves."""
+    with joined(place, strategy):
+        _, optimizer = syncline.prepare({"w": np.zeros(SIZE)}, Descent())
+        steps = STEPS + 5 * place[0]
+        for step in range(steps):
+            optimizer.step({"w": gradient_of(place[0], step)})
+        stats = syncline.stats()
+        line.send([steps, dict(stats.staleness), dict(stats.version_lag)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import numpy as np
@@ -57,3 +58,32 @@ def test_everyone_names_who_dies(pool: Pool, address: str, place: str, victim: i
                 assert f"rank {victim} (" in rank.printed(), rank
                 assert f"pid {group.ranks[victim].pid})" in rank.printed(), rank
                 assert "died" in rank.printed(), rank
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("sync", ["asp", "ssp(staleness=1)"])
+def test_everyone_names_a_server_that_dies(pool: Pool, address: str, sync: str, transport: str) -> None:
+    strategy = f"ps(servers=1) sync={sync} transport={transport}"
+    case = [[[index, 3, address], strategy, -1, signal.SIGKILL, 1.0] for index in range(3)]
+    with pool.start(bodies.train_until, case) as group:
+        group.hear(2, among=range(WORKERS))
+        os.kill(group.ranks[WORKERS].pid, signal.SIGKILL)
+        group.end(LIMIT_S)
+        for rank in group.ranks[:WORKERS]:
+            assert rank.status == 1, rank
+            assert f"rank {WORKERS} (" in rank.printed(), rank
+            assert f"pid {group.ranks[WORKERS].pid})" in rank.printed(), rank
+            assert "died" in rank.printed(), rank
+
+
+@pytest.mark.parametrize(("place", "servers"), PLACES)
+def test_staleness_is_counted_and_never_above_the_bound(pool: Pool, address: str, place: str, servers: int) -> None:
+    """One worker leaves when it has made a few steps, and the other goes on without it."""
+    processes = WORKERS + servers
+    case = [[[index, processes, address], f"{place} sync=ssp(staleness=2)"] for index in range(processes)]
+    with pool.start(bodies.count, case) as group:
+        found = group.results()[:WORKERS]
+    for rank, (made, staleness, lag) in enumerate(found):
+        assert made == bodies.STEPS + 5 * rank
+        assert sum(staleness.values()) == sum(lag.values()) == made
+        assert max(staleness) <= 2

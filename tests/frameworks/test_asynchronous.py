@@ -1,0 +1,161 @@
+"""Models of PyTorch that train asynchronously: one set of weights at the end, in checkpoints and after ``join``."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from toy import STAGED, Here, adam, batch, loss_of, on_group, sgd, weights
+
+from syncline import checkpoint
+from syncline.errors import GradientError, UsageError
+from syncline.frameworks.torch.joining import shadow_until_all_joined
+from syncline.frameworks.torch.prepare import Prepared
+
+WORKERS = 2
+PLACES = ["ps(servers=2) sync=asp", "ps(servers=2, on=workers) sync=ssp(staleness=1)"]
+
+
+def train(here: Here, steps: int, first: int = 0) -> None:
+    """Steps of this rank's own."""
+    for step in range(first, first + steps):
+        here.optimizer.zero_grad()
+        loss_of(here.model(batch(10 * step + here.rank))).backward()
+        here.optimizer.step()
+
+
+def prepared(here: Here) -> list[Prepared]:
+    assert here.replica is not None
+    return [Prepared(here.model, here.optimizer, here.replica, here.client)]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("strategy", [*PLACES, PLACES[0] + STAGED])
+@pytest.mark.parametrize("ends", ["consolidate", "join", "state_dict"])
+def test_all_have_the_same_weights_at_the_end(group: Any, strategy: str, ends: str) -> None:
+    """After different numbers of batches; the optimizer's state is that of all pushes."""
+
+    def body(here: Here) -> Any:
+        train(here, 2 + 3 * here.rank)
+        (made,) = prepared(here)
+        if ends == "consolidate":
+            made.consolidate()
+        elif ends == "join":
+            shadow_until_all_joined(made.replica, made.client)
+        else:
+            checkpoint.save(here.session, [made])
+        train(here, 0)
+        return weights(here.model), here.optimizer.state_dict()["state"][0]["step"]
+
+    (first, pushes), (second, _) = on_group(group, strategy, WORKERS, adam, body, weight=1)
+    assert int(pushes) == 7
+    same(first, second)
+
+
+@pytest.mark.parametrize("strategy", PLACES)
+def test_a_run_goes_on_from_its_checkpoint(group: Any, strategy: str) -> None:
+    """Whatever was trained since: weights and optimizer state are those that were saved, on all ranks and owners."""
+    kept: dict[int, Any] = {}
+    looked = threading.Barrier(WORKERS)
+
+    def body(here: Here) -> Any:
+        train(here, 2 + here.rank)
+        own = checkpoint.save(here.session, prepared(here))
+        looked.wait(60)
+        kept[here.rank] = [weights(here.model), here.optimizer.state_dict(), own]
+        looked.wait(60)
+        train(here, 3 - here.rank, 5)
+        assert here.session.world_size == WORKERS
+        model, optimizer, state = kept[0]
+        here.model.load_state_dict(model)
+        here.optimizer.load_state_dict(optimizer)
+        checkpoint.load(here.session, prepared(here), state)
+        found = weights(here.model)
+        looked.wait(60)
+        learnt = here.optimizer.state_dict()["state"]
+        looked.wait(60)
+        train(here, 2, 9)
+        return found, learnt
+
+    for found, learnt in on_group(group, strategy, WORKERS, adam, body, weight=1):
+        same(found, kept[0][0])
+        for index, entry in kept[0][1]["state"].items():
+            assert all(torch.equal(learnt[index][key], value) for key, value in entry.items())
+
+
+@pytest.mark.parametrize("strategy", PLACES)
+def test_a_checkpoint_holds_the_owners_weights_whatever_the_model_had_when_it_was_saved(
+    group: Any, strategy: str
+) -> None:
+    kept: dict[int, Any] = {}
+
+    def first(here: Here) -> Any:
+        train(here, 1 + 2 * here.rank)
+        stale = weights(here.model)
+        kept[here.rank] = stale, checkpoint.save(here.session, prepared(here))
+        return weights(here.model)
+
+    wanted, _ = on_group(group, strategy, WORKERS, sgd, first, weight=1)
+
+    def second(here: Here) -> Any:
+        stale, state = kept[0]
+        here.model.load_state_dict(stale)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            checkpoint.load(here.session, prepared(here), state)
+        return weights(here.model)
+
+    for found in on_group(group, strategy, WORKERS, sgd, second, weight=1):
+        same(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", PLACES)
+def test_nobody_consolidates_in_the_middle_of_a_step(group: Any, strategy: str) -> None:
+    def body(here: Here) -> None:
+        loss_of(here.model(batch(here.rank))).backward()
+        prepared(here)[0].consolidate()
+
+    with pytest.raises(GradientError, match=r"syncline.consolidate\(\) between backward\(\) and step\(\)"):
+        on_group(group, strategy, WORKERS, sgd, body, weight=1)
+
+
+class Unrated(torch.optim.SGD):
+    """An optimizer that goes by another name of its rate."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        for group in self.param_groups:
+            group["pace"] = group.pop("lr")
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.sub_(parameter.grad, alpha=group["pace"])
+
+
+def unrated(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+    model, _ = sgd()
+    return model, Unrated(model.parameters())
+
+
+def test_an_optimizer_without_a_rate_to_share_is_refused_or_goes_by_its_own(group: Any) -> None:
+    with pytest.raises(UsageError, match=r"group 0 has no number as 'lr': use asp\(rate=own\)"):
+        on_group(group, "ps(servers=1) sync=asp", WORKERS, unrated, lambda here: train(here, 1), weight=1)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        train(here, 2)
+        prepared(here)[0].consolidate()
+        return weights(here.model)
+
+    first, second = on_group(group, "ps(servers=1) sync=asp(rate=own)", WORKERS, unrated, body, weight=1)
+    same(first, second)
