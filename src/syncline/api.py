@@ -288,6 +288,11 @@ def join() -> Iterator[None]:
             "join() gives all ranks the optimizer state of the rank that trained longest: give syncline.prepare() the"
             " model and its optimizer"
         )
+    if any(made.replica.synchronous_at_first for made in _prepared):
+        raise UsageError(
+            f"join() under sync={here.strategy.sync.name}: a rank without batches makes no update in synchronous steps,"
+            " and others train by themselves from there on; use sync=local, or give every rank as many batches"
+        )
     if any(made.replica.normalises_over_ranks for made in _prepared):
         raise UsageError(
             "join() with SyncBatchNorm: a rank without batches has nothing to add to the statistics of the others; use"
@@ -347,8 +352,10 @@ def consolidate() -> None:
 
     Under ``sync=asp`` and ``ssp`` each worker has the weights that it was sent last. This waits until all workers that
     have not left call it, between two steps, and until the owners of the weights have applied everything; then all
-    pull. Call it before what every rank shall see alike: a last evaluation, a checkpoint by hand. Evaluation never
-    exchanges by itself. Where replicas are equal after every step, as under ``bsp``, it is ``flush()``.
+    pull. Where workers train by themselves, all get the mean of their weights, under ``easgd`` the centre; the run goes
+    on as it would have, from there. Call it before what every rank shall see alike: a last evaluation, a checkpoint by
+    hand. Evaluation never exchanges by itself. Where replicas are equal after every step, as under ``bsp``, it is
+    ``flush()``.
     """
     for _, bring_together in sorted(session().consolidates.items()):
         bring_together()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.engine.step import Agree, Apply, BucketPhase, Steps, Wait
+from syncline.engine.step import Agree, Apply, Average, BucketPhase, Steps, Wait
 from syncline.errors import UsageError
 from syncline.nouns import Layer, Spec
 from syncline.schedules import Schedule
@@ -18,7 +18,7 @@ from syncline.sync import SyncMode
 from syncline.sync.bsp import Bsp
 from syncline.testing import check_schedule
 from syncline.testing.schedules import LAWS
-from syncline.testing.training import SLICED, STEPS, Every, Laid, Sliced, Worker
+from syncline.testing.training import SLICED, STEPS, Averaged, Every, Laid, Sliced, Worker
 
 LAYERS = st.lists(
     st.builds(
@@ -162,6 +162,37 @@ def test_only_a_step_of_the_workers_own_can_be_given_up() -> None:
     assert shown(steps) == before
     backward(steps)
     assert steps.begun == 1
+
+
+@pytest.mark.parametrize("phases", ["whole", "split"])
+def test_weights_are_exchanged_once_when_the_optimizer_has_run(phases: Literal["whole", "split"]) -> None:
+    """Also after steps that are made without the state machine, and in the order in which they were made."""
+    steps = made(Sliced(phases), mode=Averaged(2))
+    assert steps.updated() == []
+    steps.made_alone()
+    assert not steps.owes
+    for tensor in (1, 0):
+        assert steps.produced(tensor) == []
+    refused(steps, steps.updated, "in the middle of the backward pass of step 1")
+    refused(steps, steps.made_alone, "no worker's own")
+    assert steps.backward_ended() == []
+    steps.stepped()
+    assert steps.owes
+    agree, *submits, wait, average = steps.updated()
+    assert (agree, average) == (Agree(1), Average(1))
+    assert isinstance(wait, Wait)
+    assert len(wait.operations) == 4
+    assert len(submits) == (4 if phases == "whole" else 8)
+    assert not steps.owes
+    assert steps.updated() == []
+    for _ in range(4):  # nobody has said that the optimizer ran
+        steps.made_alone()
+    assert [action.step for action in steps.updated() if isinstance(action, Average)] == [3, 5]
+
+
+def test_a_step_that_is_exchanged_is_not_made_alone() -> None:
+    steps = made()
+    refused(steps, steps.made_alone, "step 0 is no worker's own: it is exchanged")
 
 
 def test_what_is_given_up_leaves_the_step_before_it() -> None:

@@ -124,6 +124,9 @@ def own(base: type, **properties: Any) -> type:
     return type("Own", (), {name: getattr(base, name) for name in names} | {k: v for k, v in properties.items() if v})
 
 
+AGREES = {"agree": lambda *_: None, "pull": lambda *_: 1.0, "remembers": True}
+
+
 @pytest.mark.usefixtures("later_parts")
 @pytest.mark.parametrize(
     ("kind", "properties", "says"),
@@ -144,7 +147,10 @@ def own(base: type, **properties: Any) -> type:
         ),
         ("schedules", {"local": True, "apply": "layer"}, "with apply='layer', which"),
         ("schedules", {"local": "on", "apply": "next_step"}, "has local='on': it says by True or False"),
-        ("sync", {"exchanges": "parameters"}, "exchanges 'parameters', and engines exchange 'gradients' only"),
+        ("sync", {"averages": lambda *_: True}, r"says neither what workers agree on .agree\(\). nor whose"),
+        ("sync", AGREES | {"averages": lambda *_: True}, "True of whether weights are averaged .* 0, which is due as"),
+        ("sync", AGREES | {"averages": lambda *_: "yes"}, "says 'yes' of whether weights are averaged after step 0"),
+        ("sync", AGREES | {"averages": lambda *_: 1 // 0}, "fails at step 0 .ZeroDivisionError"),
         ("sync", {"may_proceed": lambda *_: True}, "lets workers run ahead of each other"),
         (
             "sync",
@@ -214,6 +220,48 @@ def test_two_steps_under_way_are_those_of_every_step() -> None:
     registry.register("sync", "odd")(own(Bsp, due=lambda _, step: step % 2 == 1))
     with pytest.raises(StrategyError, match=r"two steps under way.*every step.*nearest that works is 'ring sch"):
         Strategy.parse("ring sync=odd schedule=late")
+
+
+@pytest.mark.parametrize(
+    ("text", "says", "works"),
+    [
+        ("ps(servers=1) sync=local(steps=4)", "owners hold them", "ps(servers=1, update=worker) sync=local(steps=4)"),
+        ("sync=diloco(steps=4) schedule=delayed", "end in the next iteration", "sync=diloco(steps=4)"),
+        ("sync=easgd(steps=4) schedule=priority", "end in the next iteration", "sync=easgd(steps=4)"),
+        ("sync=local(steps=4) schedule=merged", "times exchanges of gradients", "sync=local(steps=4)"),
+        (
+            "ps(servers=1, update=worker) sync=post_local(after=2, steps=4) codec=int8",
+            "left of one to the other",
+            "sync=post_local(after=2, steps=4) codec=feedback(int8)",
+        ),
+    ],
+)
+def test_weights_that_are_exchanged_are_refused_where_they_cannot_be(text: str, says: str, works: str) -> None:
+    with pytest.raises(StrategyError, match=says) as refused:
+        Strategy.parse(text)
+    assert f"the nearest that works is {works!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("sync", "says"),
+    [
+        ("local(steps=0)", r"steps=0 of local: workers exchange weights after 1 step or more, as local\(steps=16\)"),
+        ("local(steps=-1)", "steps=-1 of local"),
+        ("post_local(after=-1, steps=2)", "after=-1 of post_local: choose from 0"),
+        ("post_local(after=1, steps=0)", "steps=0 of post_local"),
+        ("easgd(steps=0)", "steps=0 of easgd"),
+        ("easgd(steps=2, beta=0)", "beta=0.0 of easgd: choose how far .* above 0 and up to 1"),
+        ("easgd(steps=2, beta=1.01)", "beta=1.01 of easgd"),
+        ("diloco(steps=0)", "steps=0 of diloco"),
+        ("diloco(steps=2, lr=0)", "lr=0.0 of diloco: choose a learning rate above 0"),
+        ("diloco(steps=2, momentum=1)", "momentum=1.0 of diloco: choose a number from 0 up to below 1"),
+        ("diloco(steps=2, momentum=-0.1)", "momentum=-0.1 of diloco"),
+        ("local", r"local needs steps, as in local\(steps=...\)"),
+    ],
+)
+def test_periods_and_shares_that_make_no_sense_are_refused(sync: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Strategy.parse(f"ring sync={sync}")
 
 
 @pytest.mark.parametrize(

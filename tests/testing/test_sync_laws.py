@@ -21,7 +21,6 @@ class Mode:
     """Workers run ahead by so many steps at most, but for what is replaced."""
 
     staleness: float = 0
-    exchanges: Any = "gradients"
     merges: Any = True
     dues: Callable[[int], Any] = lambda step: step % 2 == 0
     may: Callable[[int, int], Any] | None = None
@@ -33,6 +32,37 @@ class Mode:
         return clock <= slowest + self.staleness if self.may is None else self.may(clock, slowest)
 
 
+@dataclass(frozen=True)
+class Trained(Mode):
+    """Weights are exchanged after every second step, but for what is replaced."""
+
+    dues: Callable[[int], Any] = lambda step: False  # noqa: ARG005
+    averaged: Callable[[int], Any] = lambda step: step % 2 == 1
+    share: float = 1.0
+    makes: Callable[[Any, Any], Any] = lambda agreed, mean: agreed + mean
+    remembers: bool = False
+
+    def averages(self, step: int) -> Any:
+        return self.averaged(step)
+
+    def pull(self, workers: int) -> float:  # noqa: ARG002
+        return self.share
+
+    def agree(self, agreed: Any, mean: Any, memory: Any) -> None:  # noqa: ARG002
+        agreed[:] = self.makes(agreed, mean)
+
+
+class Both(Trained):
+    """It does not know what becomes of weights."""
+
+    def mix(self, workers: int, step: int) -> Any:
+        raise NotImplementedError
+
+
+def test_modes_that_exchange_weights_keep_all_laws() -> None:
+    assert check_sync(Trained(), examples=10) == LAWS.names
+
+
 @pytest.mark.parametrize("merges", [False, True])
 @pytest.mark.parametrize("staleness", [0, 2, float("inf")])
 def test_modes_with_and_without_a_bound_keep_all_laws(staleness: float, merges: bool) -> None:
@@ -42,7 +72,6 @@ def test_modes_with_and_without_a_bound_keep_all_laws(staleness: float, merges: 
 @pytest.mark.parametrize(
     ("law", "mode"),
     [
-        ("what it asks for is known", Mode(exchanges="letters")),
         ("what it asks for is known", Mode(merges=None)),
         ("what it asks for is known", Mode(dues=lambda step: step + 1)),
         ("the same question gets the same answer", Mode(dues=lambda step: next(turn) % 3 == 0)),  # noqa: ARG005
@@ -53,6 +82,15 @@ def test_modes_with_and_without_a_bound_keep_all_laws(staleness: float, merges: 
         ("the slowest may always go on", Mode(may=lambda clock, slowest: clock < slowest)),
         ("the slowest may always go on", Mode(may=lambda clock, slowest: clock == slowest or slowest % 3 == 0)),
         ("workers exchange at last", Mode(dues=lambda step: False)),  # noqa: ARG005
+        ("what it asks for is known", Trained(averaged=lambda step: step)),
+        ("what it asks for is known", Both()),
+        ("the same question gets the same answer", Trained(averaged=lambda step: next(turn) % 3 == 0)),  # noqa: ARG005
+        ("workers exchange at last", Trained(averaged=lambda step: False)),  # noqa: ARG005
+        ("workers exchange at last", Trained(dues=lambda step: True)),  # noqa: ARG005
+        ("agreed weights are found alike by all", Trained(share=0.0)),
+        ("agreed weights are found alike by all", Trained(share=1.5)),
+        ("agreed weights are found alike by all", Trained(makes=lambda agreed, mean: agreed.mean() + mean)),
+        ("agreed weights are found alike by all", Trained(makes=lambda agreed, mean: 2 * agreed + mean)),
     ],
 )
 def test_a_broken_mode_is_caught_by_the_law(law: str, mode: Mode) -> None:

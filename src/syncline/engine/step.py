@@ -1,9 +1,9 @@
 """One worker's steps as a state machine: what is handed over, what is waited for, what is applied, and when.
 
-It reads the schedule (``release``, ``phases``, ``apply``, ``priority``) and the sync mode (``due``, ``merges``). It
-knows no framework, engine, thread, clock or array. Who drives it tells it what happens to a model and carries out what
-it answers, in order; an answered ``Wait`` is over before the next event comes. The adapters of frameworks drive it with
-real gradients, a simulator with a virtual clock: what is predicted is what is run.
+It reads the schedule (``release``, ``phases``, ``apply``, ``priority``) and the sync mode (``due``, ``merges``,
+``averages``). It knows no framework, engine, thread, clock or array. Who drives it tells it what happens to a model
+and carries out what it answers, in order; an answered ``Wait`` is over before the next event comes. The adapters of
+frameworks drive it with real gradients, a simulator with a virtual clock: what is predicted is what is run.
 
 A step, by what waits for its result (``apply``):
 
@@ -18,6 +18,9 @@ Rules
 * Nothing is applied twice, before it has arrived, or before the step's own ``stepped``; steps are applied in order.
 * What is merged is agreed on before anything of it goes; where every push is an update by itself, nothing is.
 * A step that is not due is the worker's own: nothing of it is submitted, and its own gradients are applied.
+* After a step of which the mode says so (``Averages``) weights are exchanged: all buckets, once, when the optimizer has
+  run (``updated``), or before the next forward pass where nobody has called it, and waited for there. Such a step is
+  never due.
 * Who has read the gradients of a step (``flush``) may change them: it is applied when the optimizer is called, at once.
 * What a backward pass reads has been needed by the forward pass before it.
 * Where others hold the weights (``held``) nobody looks at sums of gradients: ``backward_ended`` waits for nothing, and
@@ -38,7 +41,7 @@ from typing import Literal, NamedTuple, Protocol
 from ..errors import UsageError
 from ..nouns import Bucket
 from ..schedules import Schedule
-from ..sync import SyncMode
+from ..sync import Averages, SyncMode
 
 Phase = Literal["allreduce", "reduce_scatter", "all_gather"]
 
@@ -78,7 +81,13 @@ class Apply(NamedTuple):
     buckets: tuple[int, ...]
 
 
-Action = Agree | Submit | Wait | Apply
+class Average(NamedTuple):
+    """Let the weights be what the exchange after a step has made of them."""
+
+    step: int
+
+
+Action = Agree | Submit | Wait | Apply | Average
 
 
 class _Step:
@@ -138,6 +147,8 @@ class Steps:
                 self._of_tensor[part.tensor].append(number)
         self._open: deque[_Step] = deque()  # those of which something is left to apply, the oldest first
         self._now: _Step | None = None  # the one whose backward pass is running
+        self._averages = mode if isinstance(mode, Averages) else None
+        self._owed: list[int] = []  # the steps after which weights are to be exchanged, and have not been
         self.begun = begun
         """How many steps have begun."""
 
@@ -156,6 +167,11 @@ class Steps:
     def under_way(self) -> bool:
         """Whether something has not arrived, or not been applied, that waits for another event."""
         return any(step.stepped or not step.read for step in self._open if step.due)
+
+    @property
+    def owes(self) -> bool:
+        """Whether weights are to be exchanged before another step begins."""
+        return bool(self._owed)
 
     @property
     def missing(self) -> list[int]:
@@ -188,6 +204,7 @@ class Steps:
         if step is None or len(step.produced) < self._tensors:
             raise UsageError(f"backward ended with {len(self.missing)} of {self._tensors} tensors not produced")
         step.ended, step.instead_of, self._now = True, None, None
+        self._owe(step.number)
         actions: list[Action] = []
         if step.due:
             self._submit_complete(step, actions)
@@ -209,6 +226,29 @@ class Steps:
             self._finish(actions)
         elif self._schedule.apply == "next_step":
             self._finish(actions, until=step)
+        return actions
+
+    def made_alone(self) -> None:
+        """A step that is not due was made, up to the optimizer's call, by somebody who needs to be told nothing."""
+        if self._now is not None or self.due or any(step.under_way for step in self._open):
+            raise UsageError(f"step {self.begun} is no worker's own: it is exchanged, or another one is under way")
+        self._open.clear()  # of which nothing was left but to apply it
+        self.begun += 1
+        self._owe(self.begun - 1)
+
+    def updated(self) -> list[Action]:
+        """The weights are those of a worker's own steps now: exchange them where that is due."""
+        if self._now is not None:
+            raise UsageError(f"weights are updated in the middle of the backward pass of step {self._now.number}")
+        actions: list[Action] = []
+        for number in self._owed:
+            step = _Step(number, False, self._slices)
+            actions.append(Agree(number))
+            for bucket in range(len(self._slices)):
+                self._submit_phases(step, bucket, actions)
+            self._wait(step, step.unapplied, actions)
+            actions.append(Average(number))
+        self._owed.clear()
         return actions
 
     def needed(self, tensor: int) -> list[Action]:
@@ -268,6 +308,10 @@ class Steps:
     def _gathers_late(self) -> bool:
         return self._schedule.phases == "split" and self._schedule.apply == "layer"
 
+    def _owe(self, step: int) -> None:
+        if self._averages is not None and self._averages.averages(step):
+            self._owed.append(step)
+
     def _begin(self, actions: list[Action]) -> _Step:
         last = self._open[-1] if self._open else None
         if last is not None and not last.stepped:
@@ -295,12 +339,15 @@ class Steps:
         while step.next < len(step.left) and step.left[step.next] == 0:
             number = step.next
             step.next += 1
-            if self._schedule.phases == "whole":
-                self._submit(step, number, "allreduce", actions)
-            else:
-                self._submit(step, number, "reduce_scatter", actions)
-                if not self._gathers_late:
-                    self._submit(step, number, "all_gather", actions)
+            self._submit_phases(step, number, actions)
+
+    def _submit_phases(self, step: _Step, number: int, actions: list[Action]) -> None:
+        if self._schedule.phases == "whole":
+            self._submit(step, number, "allreduce", actions)
+        else:
+            self._submit(step, number, "reduce_scatter", actions)
+            if not self._gathers_late:
+                self._submit(step, number, "all_gather", actions)
 
     def _submit(self, step: _Step, number: int, phase: Phase, actions: list[Action]) -> None:
         operation = BucketPhase(step.number, number, phase)

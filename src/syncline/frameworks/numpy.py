@@ -33,8 +33,10 @@ from ..serving.worker import Worker, attach
 from ..session.communicator import BUCKET_KEYS
 from ..session.layout import Layout, decide_layout, place_bucket, place_tensors
 from ..session.session import Session
-from ..session.tickets import STEP, Meeting, step_argument
+from ..session.tickets import AVERAGE, CONSOLIDATE, STEP, Meeting, step_argument
+from ..sync import Agrees, Mixes, exchanges_gradients
 from . import Handed
+from ._agreed import AgreedWeights
 from ._schedules import check_schedule
 
 Array = NDArray[Any]
@@ -109,7 +111,15 @@ class Shared(Wrapped):
         _copy_from_rank_0(session, weights, held)
         self._compression = session.compression(layout.layers, layout.buckets, self._gradients.arrays)
         schedule = session.strategy.schedule_object()
-        self._steps = Steps(len(weights), layout, schedule, session.strategy.sync_mode())
+        mode = session.strategy.sync_mode()
+        self._steps = Steps(len(weights), layout, schedule, mode)
+        self._kind = STEP  # of what is exchanged
+        self._agreed: AgreedWeights | None = None
+        self._of_differences = self._compression
+        if isinstance(mode, Agrees):
+            self._agreed = AgreedWeights(mode, session.world_size, held.arrays, self._gradients.arrays)
+            if self._compression is not None and exchanges_gradients(mode):  # what is left of gradients is theirs
+                self._of_differences = self._compression.fresh(layout.buckets, self._gradients.arrays)
         self._lane = Lane(schedule.in_flight)
         self._states: list[States] = [{} for _ in weights]
         self._flat = held.flat
@@ -121,7 +131,7 @@ class Shared(Wrapped):
                 array.flags.writeable = False  # the owners would not see it, and the next pull would undo it
             model = Model(layout, self._gradients.arrays, held.arrays, self._compression, self._key)
             self._worker = attach(session, model, partial(Sliced, optimizer), [])
-            session.consolidates[self._key] = self._consolidate
+        session.consolidates[self._key] = self._consolidate
 
     def step(self, gradients: Arrays) -> None:
         """Average the ranks' gradients and update the weights with the mean; all ranks call it."""
@@ -132,6 +142,9 @@ class Shared(Wrapped):
                 f"sync={self._session.strategy.sync.name} exchanges nothing in step {self._steps.begun}, and the owners"
                 " of the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"
             )
+        if self._agreed is not None and not self._steps.due:
+            self._step_alone(gradients)
+            return
         merges = self._session.strategy.sync_mode().merges
         share = 1.0 / self._session.world_size if self._steps.due and merges else 1.0
         try:
@@ -146,11 +159,32 @@ class Shared(Wrapped):
             self._session.member.interrupted(error)  # the others wait for the rest of this step
             raise
         self._works, self._meeting = [], None
+        if self._agreed is not None:
+            self._agreed.begin()
+
+    def _step_alone(self, gradients: Arrays) -> None:
+        """A step of the worker's own, and what the workers exchange after it."""
+        for name, weights, state in zip(self._names, self._flat, self._states, strict=True):
+            self._optimizer.update(weights, gradients[name].reshape(-1), state)
+        self._steps.made_alone()
+        self._kind = AVERAGE
+        try:
+            self._do(self._steps.updated())
+        except BaseException as error:
+            self._session.member.interrupted(error)
+            raise
+        self._works, self._meeting, self._kind = [], None, STEP
 
     def _consolidate(self) -> None:
-        """Have the owners' newest weights."""
+        """Have the owners' newest weights, or what becomes of those that workers have trained by themselves."""
         if self._worker is not None:
             self._session.engine.wait(*self._worker.consolidate())
+        if self._agreed is not None:
+            self._session.agree(CONSOLIDATE, step_argument(self._key, self._steps.begun))
+            if self._agreed.put_own():
+                for array in self._gradients.arrays:
+                    self._session.run(self._session.allreduce_program(array.nbytes), array, "consolidate")
+            self._agreed.take_final()
 
     def _fault(self, text: str) -> GradientError:
         """An error of this rank that ends the run for all."""
@@ -161,13 +195,17 @@ class Shared(Wrapped):
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Agree):
-                self._meeting = self._session.meet(STEP, step_argument(self._key, action.step), weight=1.0)
+                self._meeting = self._session.meet(self._kind, step_argument(self._key, action.step), weight=1.0)
+                if self._agreed is not None and self._kind == AVERAGE:
+                    self._agreed.put()
             elif isinstance(action, Submit):
                 self._submit(action)
             elif isinstance(action, Wait):
                 self._session.engine.wait(*self._works)
-            else:
+            elif isinstance(action, Apply):
                 self._apply(action)
+            elif self._agreed is not None:
+                self._agreed.take()
 
     def _submit(self, submit: Submit) -> None:
         meeting, number = self._meeting, submit.operation.bucket
@@ -177,8 +215,8 @@ class Shared(Wrapped):
             options |= {"gate": meeting.work, "before": meeting.tickets}
         if self._worker is not None:
             work = self._worker.push(number, label, **options)
-        elif self._compression is not None:
-            work = self._session.reduce(self._compression, number, self._key + number, label, **options)
+        elif (compression := self._compression if self._kind == STEP else self._of_differences) is not None:
+            work = self._session.reduce(compression, number, self._key + number, label, **options)
         else:
             program = self._session.bucket_program(array.nbytes)
             work = self._session.engine.exchange(program, array, self._key + number, label, **options)
@@ -260,6 +298,11 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
         own = {name: np.array(array) for name, array in model.items()}
         return Handed((own, Alone(own, optimizer)))
     check_schedule(session.strategy, "NumPy")
+    if isinstance(session.strategy.sync_mode(), Mixes):
+        raise UsageError(
+            f"sync={session.strategy.sync.name} averages weights with those of some workers, which Syncline does not do"
+            " with NumPy yet: use local, diloco or easgd"
+        )
     if session.is_worker:
         made = Shared(session, model, optimizer)
         return Handed((made.weights, made))

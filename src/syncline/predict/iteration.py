@@ -189,6 +189,7 @@ class _Worker:
             self._do(self.steps.produced(tensor))
         self._do(self.steps.backward_ended())
         self._do(self.steps.stepped())
+        self._do(self.steps.updated())
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:

@@ -26,7 +26,20 @@ from ..plans.check import phases
 from ..plans.messages import Program, compile_program
 from ..plans.plan import Plan
 from .member import Member
-from .tickets import ALLREDUCE, BARRIER, BROADCAST, CALLS, GATHER, LAYOUT, SPLIT, STEP, Meeting, Ticket, ticket_table
+from .tickets import (
+    ALLREDUCE,
+    AVERAGE,
+    BARRIER,
+    BROADCAST,
+    CALLS,
+    GATHER,
+    LAYOUT,
+    SPLIT,
+    STEP,
+    Meeting,
+    Ticket,
+    ticket_table,
+)
 
 Array = NDArray[Any]
 Planner = Callable[[Group, int], Plan | Collective]
@@ -250,7 +263,7 @@ class Communicator:
     def mismatch(self, rank: int, theirs: Ticket, ours: Ticket) -> MismatchError:
         """The error for workers that came for different calls."""
         hint = "check that every rank makes the same calls in the same order with the same sizes"
-        if STEP in (theirs.kind, ours.kind) and theirs.kind != ours.kind:
+        if theirs.kind != ours.kind and {theirs.kind, ours.kind} & {STEP, AVERAGE}:
             hint = "do all ranks have the same number of batches? if not, wrap the loop in `with syncline.join():`"
         elif LAYOUT in (theirs.kind, ours.kind):
             hint = "do all ranks load a checkpoint at the same place, and the same one?"

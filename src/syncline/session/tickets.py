@@ -21,6 +21,7 @@ TICKET_BYTES = _TICKET.size
 _STEPS = (1 << 40) - 1
 
 STEP, ALLREDUCE, BROADCAST, BARRIER, GATHER, NORM, COMMIT, JOINED, TABLE, SPLIT, LAYOUT = range(1, 12)
+AVERAGE, CONSOLIDATE = 12, 13
 CALLS = {
     STEP: "a training step",
     ALLREDUCE: "allreduce",
@@ -33,10 +34,12 @@ CALLS = {
     TABLE: "load_state_dict with measured algorithms",
     SPLIT: "making a smaller group",
     LAYOUT: "replacing the buckets",
+    AVERAGE: "averaging weights",
+    CONSOLIDATE: "consolidate",
 }
 
 
-_OF_STEPS = {STEP, NORM, COMMIT}
+_OF_STEPS = {STEP, NORM, COMMIT, AVERAGE}
 """What a worker without batches takes part in."""
 
 
@@ -52,13 +55,18 @@ class Ticket(NamedTuple):
     @property
     def text(self) -> str:
         """For messages."""
-        where = f", step {self.argument & _STEPS}" if self.kind == STEP else ""
+        where = f", step {step_of(self)}" if self.kind in (STEP, AVERAGE) else ""
         return f"at {CALLS.get(self.kind, 'nothing known')} (call {self.call}{where})"
 
 
 def step_argument(first_key: int, step: int) -> int:
     """What has to agree at a step: the model, by its first key, and the number of the step."""
     return first_key * (_STEPS + 1) + (step & _STEPS)
+
+
+def step_of(ticket: Ticket) -> int:
+    """The number of the step that a ticket is of."""
+    return ticket.argument & _STEPS
 
 
 def ticket_table(world: int, rank: int, mine: Ticket) -> NDArray[np.uint8]:

@@ -21,6 +21,7 @@ from ..errors import PlanError, UsageError
 from ..nouns import Group, Layer, Spec
 from ..plans.check import phases
 from ..schedules import Application, GoesAhead, Phases, Release, Schedule
+from ..sync import LOOKED_AT, Agrees, Averages, Mixes, SyncMode, exchanges_gradients
 from .grammar import Part
 from .parts import build, roles_of, write
 from .words import AUTO, BSP, NONE, WORDS, bind_word
@@ -272,7 +273,7 @@ def _what_is_applied_later_is_of_all(given: Combination) -> Fault | None:
         return None
     reason = f"schedule={given.schedule.name} has two steps under way"
     mode = build("sync", given.sync)
-    if not (mode.merges and all(mode.due(step) for step in range(_CLOCKS))):
+    if not (mode.merges and all(mode.due(step) for step in range(LOOKED_AT))):
         return f"{reason}, which takes a sync mode that merges all in every step", [{"sync": BSP}, {"schedule": AUTO}]
     if given.servers:
         why = "and servers that only sum take them one by one"
@@ -280,36 +281,39 @@ def _what_is_applied_later_is_of_all(given: Combination) -> Fault | None:
     return None
 
 
-_CLOCKS = 64
-"""So many steps of a sync mode are looked at."""
-
-
 def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
     mode, name, remedies = build("sync", given.sync), given.sync.name, [{"sync": BSP}]
     for what in ("due", "may_proceed"):
         if not callable(getattr(mode, what, None)):
             return f"sync={name} has no {what}()", remedies
-    exchanges = getattr(mode, "exchanges", None)
-    if exchanges != "gradients":
-        return f"sync={name} exchanges {exchanges!r}, and engines exchange 'gradients' only", remedies
+    averages = mode.averages if isinstance(mode, Averages) else None
+    if averages is not None and not isinstance(mode, Agrees | Mixes):
+        why = "and says neither what workers agree on (agree()) nor whose weights they take (mix())"
+        return f"sync={name} exchanges weights, {why}", remedies
     merges = getattr(mode, "merges", None)
     if merges not in (True, False):
         return (
             f"sync={name} has merges={merges!r}: it says by True or False whether all pushes are one update",
             remedies,
         )
-    for clock in range(_CLOCKS):
+    if averages is not None and not merges:
+        return f"sync={name} exchanges weights, to which all come together, and has merges=False", remedies
+    for clock in range(LOOKED_AT):
         try:
             due, goes_on, runs_ahead = (
                 mode.due(clock),
                 mode.may_proceed(clock, clock),
                 mode.may_proceed(clock + 1, clock),
             )
+            comes = False if averages is None else averages(clock)
         except Exception as error:
             return f"sync={name} fails at step {clock} ({type(error).__name__}: {error})", remedies
         if due not in (True, False):
             return f"sync={name} says {due!r} of whether step {clock} is due", remedies
-        if runs_ahead and merges:
+        if comes not in (True, False) or (comes and due):
+            why = "which is due as well: gradients or weights are exchanged" if due else "not True or False"
+            return f"sync={name} says {comes!r} of whether weights are averaged after step {clock}, {why}", remedies
+        if runs_ahead and merges and averages is None:
             return f"sync={name} lets workers run ahead of each other, which no engine does with merges=True", remedies
         if not goes_on:
             return f"sync={name} lets nobody go on after step {clock}", remedies
@@ -329,7 +333,7 @@ def _pushes_by_themselves_need_owners(given: Combination) -> Fault | None:
 
 def _owners_are_told_every_push(given: Combination) -> Fault | None:
     mode = build("sync", given.sync)
-    if mode.merges or all(mode.due(step) for step in range(_CLOCKS)):
+    if mode.merges or all(mode.due(step) for step in range(LOOKED_AT)):
         return None
     reason = f"sync={given.sync.name} lets workers update by themselves in some steps, which owners of the weights miss"
     return reason, [{"sync": BSP}]
@@ -358,6 +362,36 @@ def _other_buckets_need_all_workers(given: Combination) -> Fault | None:
         f" under sync={given.sync.name} they never come together"
     )
     return reason, [{"schedule": AUTO}, {"sync": BSP}]
+
+
+def _weights_are_averaged_between_steps(given: Combination) -> Fault | None:
+    if not isinstance(build("sync", given.sync), Averages):
+        return None
+    what = f"sync={given.sync.name} has every worker update its own weights, which are exchanged between two steps"
+    if given.server_holds_weights:
+        others = _variants(given.architecture, lambda roles: not roles.holds_weights)
+        return f"{what}, and with {given.architecture.name} owners hold them", [*others, {"architecture": AUTO}]
+    if given.schedule == AUTO:
+        return None
+    schedule, name = build("schedules", given.schedule), given.schedule.name
+    if schedule.apply != "step":
+        return f"{what}, and schedule={name} would have steps end in the next iteration", [{"schedule": AUTO}]
+    if schedule.measures:
+        return f"{what}, and schedule={name} times exchanges of gradients in every step", [{"schedule": AUTO}]
+    return None
+
+
+def _servers_that_sum_remember_one_thing(given: Combination) -> Fault | None:
+    mode: SyncMode = build("sync", given.sync)
+    if given.codec in (NONE, AUTO) or not given.servers:
+        return None
+    if not (exchanges_gradients(mode) and isinstance(mode, Averages)):
+        return None
+    reason = (
+        f"sync={given.sync.name} exchanges gradients first and then differences of weights, and servers that only sum"
+        " would add what a codec has left of one to the other"
+    )
+    return reason, [{"architecture": AUTO}, {"codec": NONE}]
 
 
 def _servers_that_sum_count_no_steps(given: Combination) -> Fault | None:
@@ -395,12 +429,14 @@ RULES: tuple[Callable[[Combination], Fault | None], ...] = (
     _urgent_buckets_can_overtake,
     _owners_have_an_order_of_their_own,
     _two_phases_need_owners_of_chunks,
+    _weights_are_averaged_between_steps,
     _what_is_applied_later_is_of_all,
     _engines_do_what_the_sync_mode_says,
     _pushes_by_themselves_need_owners,
     _owners_are_told_every_push,
     _pushes_by_themselves_can_be_decoded,
     _other_buckets_need_all_workers,
+    _servers_that_sum_remember_one_thing,
     _servers_that_sum_count_no_steps,
     _feedback_needs_a_contraction,
 )

@@ -37,6 +37,7 @@ from ..codecs import Chooses
 from ..compression.reducers.ways import OWNERS, way_of
 from ..errors import StrategyError, UsageError
 from ..nouns import Group
+from ..sync import Averages, Mixes
 from .grammar import Part, nearest, read_part, read_words
 from .parts import build, write
 from .presets import preset_of
@@ -192,7 +193,16 @@ class Strategy(Combination):
 
     @cached_property
     def exchange(self) -> str:
-        """How gradients become one average, in words; for a resolved strategy."""
+        """How gradients, or what weights differ by, become one average, in words; for a resolved strategy."""
+        mode = self.sync_mode()
+        if isinstance(mode, Mixes):
+            return "weights are averaged with those of a few other workers"
+        if isinstance(mode, Averages):
+            return f"differences from the last agreed weights: {self._exchange}"
+        return self._exchange
+
+    @property
+    def _exchange(self) -> str:
         name = self.architecture.name
         if not self.sync_mode().merges:
             what = "gradients" if self.codec == NONE else "payloads"

@@ -2,24 +2,27 @@
 
 A clock counts a worker's finished steps, from 0. Nothing here does I/O, waits or knows a framework: the caller asks,
 and acts on the answer.
+
+Workers exchange gradients before an update (``due``), or weights after one (``Averages``). Of weights either the
+difference from those that all have agreed on last goes to all (``Agrees``), or each worker's own to some (``Mixes``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from ..plans.plan import Plan
 
 Rate = Literal["shared", "own"]
 """The learning rate of a push that is an update by itself: the optimizer's divided among the workers, or all of it."""
 
+Elements = Any
+"""A flat array of floating-point numbers, NumPy's or of a framework, that is computed with in place."""
+
 
 class SyncMode(Protocol):
     """The rules of one way to coordinate workers; what no engine does is refused when the strategy is built."""
-
-    @property
-    def exchanges(self) -> Literal["gradients", "parameters"]:
-        """What travels: gradients before the update, or parameters after it."""
-        ...
 
     @property
     def merges(self) -> bool:
@@ -30,7 +33,7 @@ class SyncMode(Protocol):
         ...
 
     def due(self, step: int) -> bool:
-        """True when the workers exchange in that step (steps count from 0)."""
+        """True when gradients are exchanged in that step (steps count from 0); else the step is the worker's own."""
         ...
 
     def may_proceed(self, clock: int, slowest: int) -> bool:
@@ -64,3 +67,55 @@ class Applied:
 def application_of(mode: SyncMode) -> Applies:
     """How the mode's pushes are applied."""
     return mode if isinstance(mode, Applies) else Applied()
+
+
+@runtime_checkable
+class Averages(Protocol):
+    """A mode that exchanges weights; no step of it is ``due`` as well."""
+
+    def averages(self, step: int) -> bool:
+        """True when weights are exchanged after that step's update."""
+        ...
+
+
+@runtime_checkable
+class Agrees(Averages, Protocol):
+    """A mode whose workers agree on weights: by how much they differ from the last agreed ones is averaged over all.
+
+    The agreed weights begin as those that all start from, and are the same on all workers bit for bit, since each
+    computes them alike. What they become is a function of numbers alone, element by element.
+    """
+
+    @property
+    def remembers(self) -> bool:
+        """Whether ``agree`` keeps something from one agreement for the next: an array like the weights, first zeros."""
+        ...
+
+    def pull(self, workers: int) -> float:
+        """The share of its difference from the agreed weights that a worker gives up.
+
+        With 1 it takes the agreed weights over. With less they are a centre that no worker has, which is the result.
+        """
+        ...
+
+    def agree(self, agreed: Elements, mean: Elements, memory: Elements | None) -> None:
+        """Update the agreed weights in place by the workers' mean difference, which may be overwritten."""
+        ...
+
+
+@runtime_checkable
+class Mixes(Averages, Protocol):
+    """A mode whose workers replace their weights by the mean of some workers': nothing is agreed on by all."""
+
+    def mix(self, workers: int, step: int) -> Plan:
+        """Who adds whose weights after that step: a plan with the goal "mix", which says of how many each sum is."""
+        ...
+
+
+LOOKED_AT = 64
+"""So many steps of a mode are looked at to know what it does."""
+
+
+def exchanges_gradients(mode: SyncMode) -> bool:
+    """Whether a mode exchanges gradients in any step."""
+    return any(mode.due(step) for step in range(LOOKED_AT))

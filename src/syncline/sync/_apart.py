@@ -20,7 +20,7 @@ the Hessian's diagonal. 0 leaves it alone. Owners then keep what they own once m
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from ..errors import UsageError
 
@@ -28,7 +28,6 @@ from ..errors import UsageError
 class Apart:
     """Mixed into the modes."""
 
-    exchanges: ClassVar[Literal["gradients", "parameters"]] = "gradients"
     merges: ClassVar[bool] = False
     compensate: float
 

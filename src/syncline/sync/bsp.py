@@ -6,7 +6,7 @@ Nobody is ever ahead by a finished step, so N workers compute what one worker co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from ..registry import register
 
@@ -16,7 +16,6 @@ from ..registry import register
 class Bsp:
     """Synchronous: a step starts when all workers have finished the one before."""
 
-    exchanges: ClassVar[Literal["gradients", "parameters"]] = "gradients"
     merges: ClassVar[bool] = True
 
     def due(self, step: int) -> bool:  # noqa: ARG002

@@ -14,7 +14,7 @@ from ..schedules import Application, Cost, GoesAhead, Phases, Release, Schedule
 from ..strategy.grammar import read_part
 from ..strategy.parts import build
 from .laws import Laws, require
-from .training import MODES, Worker
+from .training import MODES, Worker, go_together
 
 _DTYPES = ("float32", "float64", "float16", "bfloat16")
 
@@ -143,7 +143,7 @@ def all_ranks_make_the_same_buckets(case: Case) -> None:
 @LAWS.law(models(6, 8, least_elements=1, least_layers=1))
 def training_keeps_its_promises(case: Case) -> None:
     """Whatever order backward comes in: each bucket goes once, when it may, and is applied when it is promised."""
-    for mode in MODES:
+    for mode in (mode for mode in MODES if go_together(case.schedule, mode)):
         Worker(case.layers, case.schedule, mode, case.cost).train(backward_of(case, case.draw()))
 
 

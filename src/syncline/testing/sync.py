@@ -15,10 +15,10 @@ from ..nouns import Layer, Spec
 from ..serving.protocol import ALL
 from ..strategy.grammar import read_part
 from ..strategy.parts import build
-from ..sync import SyncMode
+from ..sync import Agrees, Averages, Mixes, SyncMode
 from .laws import Laws, require
 from .serving import played
-from .training import SLICED, Worker
+from .training import SLICED, Worker, go_together
 
 _HORIZON = 10_000
 """In so many steps workers have exchanged at least once."""
@@ -63,11 +63,14 @@ def runs(mode: SyncMode, seed: int, count: int) -> Iterator[Case]:
 
 @LAWS.law(runs)
 def what_it_asks_for_is_known(case: Case) -> None:
-    """``exchanges`` names something that can travel; questions are answered by yes or no."""
+    """Questions are answered by yes or no; what becomes of weights that are exchanged is said in one way."""
     mode = case.mode
-    known = "gradients", "parameters"
-    require(mode.exchanges in known, f"exchanges is {mode.exchanges!r}, and can be one of {', '.join(known)}")
-    for name, answer in (("merges", mode.merges), ("due", mode.due(0)), ("may_proceed", mode.may_proceed(1, 0))):
+    answers = {"merges": mode.merges, "due": mode.due(0), "may_proceed": mode.may_proceed(1, 0)}
+    if isinstance(mode, Averages):
+        answers["averages"] = mode.averages(0)
+        ways = isinstance(mode, Agrees), isinstance(mode, Mixes)
+        require(sum(ways) == 1, f"weights are exchanged, and {sum(ways)} of agree() and mix() say what becomes of them")
+    for name, answer in answers.items():
         require(isinstance(answer, bool), f"{name} answers {answer!r}, not True or False")
 
 
@@ -75,16 +78,18 @@ def what_it_asks_for_is_known(case: Case) -> None:
 def the_same_question_gets_the_same_answer(case: Case) -> None:
     """Whatever was asked before: every worker and every owner asks for itself, at another time."""
     clocks = [(clock, slowest) for clock in range(case.steps + 1) for slowest in range(clock + 1)]
-    due = {step: case.mode.due(step) for step in range(case.steps)}
+    averages = case.mode.averages if isinstance(case.mode, Averages) else lambda _: False
+    due = {step: (case.mode.due(step), averages(step)) for step in range(case.steps)}
     may = {(clock, slowest): case.mode.may_proceed(clock, slowest) for clock, slowest in clocks}
     draw = case.draw()
     for step in draw.permutation(case.steps):
-        require(case.mode.due(int(step)) == due[step], f"due({step}) is answered differently when asked again")
+        again = case.mode.due(int(step)), averages(int(step))
+        require(again == due[step], f"what step {step} exchanges is answered differently when asked again")
     for place in draw.permutation(len(clocks)):
         clock, slowest = clocks[place]
-        again = case.mode.may_proceed(clock, slowest)
+        allowed = case.mode.may_proceed(clock, slowest)
         require(
-            again == may[clock, slowest], f"may_proceed({clock}, {slowest}) is answered differently when asked again"
+            allowed == may[clock, slowest], f"may_proceed({clock}, {slowest}) is answered differently when asked again"
         )
 
 
@@ -99,9 +104,36 @@ def the_slowest_may_always_go_on(case: Case) -> None:
 
 @LAWS.law(runs)
 def workers_exchange_at_last(case: Case) -> None:
-    """Some steps are due, or nobody would ever hear of the others."""
-    some = any(case.mode.due(step) for step in range(_HORIZON))
-    require(some, f"none of the first {_HORIZON} steps is due")
+    """In some steps, or nobody would ever hear of the others: gradients, or weights, and never both in one."""
+    some, mode = False, case.mode
+    for step in range(_HORIZON):
+        due, averages = mode.due(step), isinstance(mode, Averages) and mode.averages(step)
+        require(not (due and averages), f"step {step} is due, and weights are averaged after it")
+        some = some or due or averages
+    require(some, f"in none of the first {_HORIZON} steps anything is exchanged")
+
+
+@LAWS.law(runs)
+def agreed_weights_are_found_alike_by_all(case: Case) -> None:
+    """From the same numbers the same bits, each element by itself; workers that do not differ change nothing."""
+    mode, draw = case.mode, case.draw()
+    if not isinstance(mode, Agrees):
+        return
+    pull = mode.pull(case.workers)
+    require(0 < pull <= 1, f"pull({case.workers}) is {pull}: a share above 0 and up to 1")
+    agreed, mean = draw.standard_normal(9).astype(np.float32), draw.standard_normal(9).astype(np.float32)
+    whole, memory = agreed.copy(), np.zeros_like(agreed) if mode.remembers else None
+    still = agreed.copy()
+    mode.agree(still, np.zeros_like(mean), None if memory is None else memory.copy())
+    require(np.array_equal(still, agreed), "workers that do not differ change what they agree on")
+    apart = agreed.copy(), None if memory is None else memory.copy()
+    for _ in range(case.steps):
+        mode.agree(whole, mean.copy(), memory)
+        for place in range(mean.size):
+            part = slice(place, place + 1)
+            mode.agree(apart[0][part], mean[part].copy(), None if apart[1] is None else apart[1][part])
+    require(np.array_equal(apart[0], whole), "an element's agreement depends on other elements")
+    require(whole.dtype == np.float32, f"weights of float32 become {whole.dtype}")
 
 
 @LAWS.law(runs)
@@ -124,4 +156,5 @@ def training_keeps_its_promises(case: Case) -> None:
         for index in range(case.workers)
     ]
     for schedule in SLICED:
-        Worker(layers, schedule, case.mode).train([int(index) for index in draw.permutation(len(layers))])
+        if go_together(schedule, case.mode):
+            Worker(layers, schedule, case.mode).train([int(index) for index in draw.permutation(len(layers))])

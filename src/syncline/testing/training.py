@@ -18,7 +18,7 @@ from ..engine.step import Agree, Steps, Submit, Wait
 from ..nouns import Bucket, Layer, Slice
 from ..predict.iteration import Spent, VirtualLink
 from ..schedules import Cost, Schedule
-from ..sync import SyncMode
+from ..sync import Averages, Elements, SyncMode
 from .laws import require
 
 STEPS = 4
@@ -64,7 +64,6 @@ class Every:
     """Gradients are exchanged in the last step of every ``period``, and nobody is ahead."""
 
     period: int = 1
-    exchanges: ClassVar[Literal["gradients", "parameters"]] = "gradients"
     merges: ClassVar[bool] = True
 
     def due(self, step: int) -> bool:
@@ -77,11 +76,33 @@ class Every:
 
 
 @dataclass(frozen=True)
+class Averaged(Every):
+    """Weights are exchanged after the last step of every ``period``, and gradients never."""
+
+    remembers: ClassVar[bool] = False
+
+    def due(self, step: int) -> bool:  # noqa: ARG002
+        """Never."""
+        return False
+
+    def averages(self, step: int) -> bool:
+        """After the last of every period."""
+        return Every.due(self, step)
+
+    def pull(self, workers: int) -> float:  # noqa: ARG002
+        """All of it."""
+        return 1.0
+
+    def agree(self, agreed: Elements, mean: Elements, memory: Elements | None) -> None:  # noqa: ARG002
+        """The mean of the weights."""
+        agreed += mean
+
+
+@dataclass(frozen=True)
 class Bound:
     """Every push is an update by itself, and nobody is more than ``by`` steps ahead of the slowest."""
 
     by: int = 0
-    exchanges: ClassVar[Literal["gradients", "parameters"]] = "gradients"
     merges: ClassVar[bool] = False
 
     def due(self, step: int) -> bool:  # noqa: ARG002
@@ -102,7 +123,12 @@ class Free(Bound):
         return True
 
 
-MODES: tuple[SyncMode, ...] = (Every(), Every(2), Bound(1))
+MODES: tuple[SyncMode, ...] = (Every(), Every(2), Averaged(2), Bound(1))
+
+
+def go_together(schedule: Schedule, mode: SyncMode) -> bool:
+    """Whether a strategy can have both: weights are exchanged between two steps, of which nothing is left."""
+    return schedule.apply == "step" or not isinstance(mode, Averages)
 
 
 class Laid(NamedTuple):
@@ -133,6 +159,7 @@ class Worker:
         self._produced: set[tuple[int, int]] = set()
         self._ended: set[int] = set()
         self._stepped: set[int] = set()
+        self._averaged: list[int] = []
 
     def train(self, backward: Sequence[int]) -> None:
         """Some steps, whose backward passes produce the tensors in that order; all is applied at the end."""
@@ -149,13 +176,14 @@ class Worker:
             self._do(self.steps.backward_ended())
             self._stepped.add(self.step)
             self._do(self.steps.stepped())
+            self._do(self.steps.updated())
         self._do(self.steps.flush())
         self._check_end()
 
     def _spent(self, operation: machine.BucketPhase) -> Spent:
         return Spent(0.0, self.buckets[operation.bucket].elements)
 
-    def _do(self, actions: Sequence[Agree | Submit | Wait | machine.Apply]) -> None:
+    def _do(self, actions: Sequence[machine.Action]) -> None:
         for action in actions:
             if isinstance(action, Agree):
                 require(action.step not in self._agreed, f"step {action.step} is agreed on twice")
@@ -167,15 +195,18 @@ class Worker:
             elif isinstance(action, Wait):
                 for operation in action.operations:
                     self.now = max(self.now, self.link.carry_until(operation))
-            else:
+            elif isinstance(action, machine.Apply):
                 self._apply(action)
+            else:
+                self._average(action.step)
 
     def _check_submitted(self, submit: Submit) -> None:
         (step, number, phase), what = submit.operation, submit.operation
         require(what not in self.submitted, f"{what} is submitted twice")
         agreed = step in self._agreed or not self.mode.merges
         require(agreed, f"{what} is submitted before its step is agreed on")
-        require(self.mode.due(step), f"{what} is submitted in a step that is not due")
+        due = self.mode.due(step) or self._averages(step)
+        require(due, f"{what} is submitted in a step that is not due")
         made = all((step, part.tensor) in self._produced for part in self.buckets[number].slices)
         require(made, f"{what} is submitted before its gradients are complete")
         early = self.schedule.release == "backward_end" and step not in self._ended
@@ -189,15 +220,30 @@ class Worker:
         require(after is None or after in self.submitted, f"{what} is submitted before {after}")
 
     def _apply(self, action: machine.Apply) -> None:
-        last: Literal["allreduce", "all_gather"] = "allreduce" if self.schedule.phases == "whole" else "all_gather"
         require(action.step in self._stepped, f"step {action.step} is applied before the optimizer was called for it")
         for number in action.buckets:
             done = self.versions[number]
             require(done == action.step, f"bucket {number} gets step {action.step} when it has had {done} steps")
             self.versions[number] += 1
             if self.mode.due(action.step):
-                at = self.link.done_at.get(machine.BucketPhase(action.step, number, last), np.inf)
+                at = self.link.done_at.get(machine.BucketPhase(action.step, number, self._last), np.inf)
                 require(at <= self.now, f"bucket {number} gets step {action.step} before it has arrived")
+
+    def _averages(self, step: int) -> bool:
+        return isinstance(self.mode, Averages) and self.mode.averages(step)
+
+    def _average(self, step: int) -> None:
+        """Of weights to which the step's own update has been made, and of which all has come."""
+        require(self._averages(step), f"weights are averaged after step {step}, of which the sync mode says nothing")
+        require(step in self._stepped, f"weights are averaged after step {step} before the optimizer was called for it")
+        for number in range(len(self.buckets)):
+            at = self.link.done_at.get(machine.BucketPhase(step, number, self._last), np.inf)
+            require(at <= self.now, f"bucket {number} is averaged after step {step} before it has arrived")
+        self._averaged.append(step)
+
+    @property
+    def _last(self) -> machine.Phase:
+        return "allreduce" if self.schedule.phases == "whole" else "all_gather"
 
     def _check_weights(self, tensor: int) -> None:
         """How many steps are in the weights that a forward pass reads: as many as the schedule promises."""
@@ -211,7 +257,9 @@ class Worker:
     def _check_end(self) -> None:
         """Every step has been applied to every bucket, and what is due has been exchanged once."""
         require(self.versions == [STEPS] * len(self.buckets), f"of {STEPS} steps buckets have had {self.versions}")
-        due = {step for step in range(STEPS) if self.mode.due(step)}
+        averaged = [step for step in range(STEPS) if self._averages(step)]
+        require(self._averaged == averaged, f"weights are averaged after {self._averaged} in place of {averaged}")
+        due = {step for step in range(STEPS) if self.mode.due(step)}.union(averaged)
         wanted = due if self.mode.merges else set[int]()
         require(self._agreed == wanted, f"the steps {sorted(self._agreed)} are agreed on in place of {sorted(wanted)}")
         phases = 1 if self.schedule.phases == "whole" else 2

@@ -23,6 +23,7 @@ from ..strategy.grammar import read_part
 from ..strategy.parts import write
 from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO
+from ..sync import Averages
 from . import mode
 
 log = logging.getLogger("syncline")
@@ -44,8 +45,10 @@ parts, and exchanges go on in forward passes, too, which both want the processor
 
 
 def is_wanted(asked: Strategy, workers: int) -> bool:
-    """Whether there is a schedule to choose: between workers that come together in their steps."""
-    return asked.schedule == AUTO and workers > 1 and asked.sync_mode().merges and mode() != "off"
+    """Whether there is a schedule to choose: between workers that come together in each of their steps."""
+    sync = asked.sync_mode()
+    together = sync.merges and not isinstance(sync, Averages)
+    return asked.schedule == AUTO and workers > 1 and together and mode() != "off"
 
 
 def candidates(strategy: Strategy, crossing: bool) -> list[Strategy]:

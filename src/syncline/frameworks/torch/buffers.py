@@ -1,5 +1,6 @@
-"""Buffers of a model (batch statistics): those of rank 0 are copied to all ranks with every exchange.
+"""Buffers of a model (batch statistics): those of rank 0 are copied to all ranks with every exchange of gradients.
 
+Where weights are exchanged, which each rank has trained by itself, floating-point buffers are averaged as these are.
 They travel packed, and staged as gradients are where the model lives on a device.
 """
 
@@ -11,9 +12,11 @@ import numpy as np
 import torch
 
 from ...engine.work import Work
+from ...kernels import cpu
 from ...plans.messages import Program
+from ...session.layout import BUCKETS
 from ...session.session import MODEL_KEYS, Session
-from ...session.tickets import STEP, Meeting
+from ...session.tickets import JOINED, Meeting
 from .agreement import pack_bytes, unpack_bytes
 from .options import Selection
 from .staging import Staging
@@ -21,7 +24,10 @@ from .storage import Pair
 
 
 class Buffers:
-    """The buffers of one model, as they are at the time of each exchange; ``fault`` makes an error of this rank."""
+    """The buffers of one model, as they are at the time of each exchange; ``fault`` makes an error of this rank.
+
+    They are those ``among`` all that take part of which that is true.
+    """
 
     def __init__(
         self,
@@ -30,10 +36,11 @@ class Buffers:
         staging: Staging,
         first_key: int,
         fault: Callable[[str], Exception],
+        among: Callable[[torch.Tensor], bool] = lambda _: True,
     ) -> None:
         self._session, self._staging, self._fault = session, staging, fault
         self._key = first_key + MODEL_KEYS - 1
-        self._buffers = list(selection.buffers().values())
+        self._buffers = [buffer for buffer in selection.buffers().values() if among(buffer())]
         self._packed = staging.allocate(sum(buffer().nbytes for buffer in self._buffers), np.dtype(np.uint8))
         packed, device = torch.from_numpy(self._packed), staging.device
         self._pair = Pair(packed if device is None else torch.zeros_like(packed, device=device), packed)
@@ -48,8 +55,8 @@ class Buffers:
         pack_bytes(buffers, self._pair.device)
 
         def program() -> Program:
-            kinds = [ticket.kind for ticket in meeting.tickets()]
-            return self._session.broadcast_program(kinds.index(STEP))
+            first = next(rank for rank, ticket in enumerate(meeting.tickets()) if ticket.kind != JOINED)
+            return self._session.broadcast_program(first)
 
         gate = self._staging.down(self._pair, meeting.work, "buffers")
         exchange = self._session.engine.exchange(program, self._packed, self._key, "buffers", gate=gate)
@@ -59,3 +66,71 @@ class Buffers:
         """All has come: give it to the model."""
         if self._buffers and self._session.world_size > 1:
             unpack_bytes(self._pair.device, [buffer() for buffer in self._buffers])
+
+
+class MeanBuffers:
+    """The buffers of a model that are averaged with its weights; those that are no floating-point numbers are copied.
+
+    ``share_of`` says how much this rank counts in a step, on the average 1. They are added up in float32, or in float64
+    where any of them is that, between the workers.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        selection: Selection,
+        staging: Staging,
+        first_key: int,
+        fault: Callable[[str], Exception],
+        share_of: Callable[[Meeting], float],
+    ) -> None:
+        self._session, self._staging, self._fault, self._share_of = session, staging, fault, share_of
+        self._key = first_key + BUCKETS - 1  # no bucket has it
+        self._others = Buffers(session, selection, staging, first_key, fault, lambda buffer: not _is_mean(buffer))
+        self._buffers = [buffer for buffer in selection.buffers().values() if _is_mean(buffer())]
+        wide = any(buffer().dtype == torch.float64 for buffer in self._buffers)
+        dtype = np.dtype(np.float64 if wide else np.float32)
+        self._packed = staging.allocate(sum(buffer().numel() for buffer in self._buffers) * dtype.itemsize, dtype)
+        packed, device = torch.from_numpy(self._packed), staging.device
+        self._pair = Pair(packed if device is None else torch.zeros_like(packed, device=device), packed)
+        self._works: list[Work] = []
+
+    def start(self, meeting: Meeting) -> None:
+        """Begin to average them as they are now."""
+        self._works = self._others.start(meeting)
+        if not self._buffers or meeting.work is None:
+            return
+        buffers = [buffer().detach() for buffer in self._buffers]
+        if sum(buffer.numel() for buffer in buffers) != self._packed.size:
+            raise self._fault("a buffer of the model has another size than at syncline.prepare(): prepare it again")
+        at = 0
+        for buffer in buffers:
+            self._pair.device[at : at + buffer.numel()].copy_(buffer.reshape(-1))
+            at += buffer.numel()
+        self._pair.device.div_(self._session.world_size)
+        label, session = "mean of buffers", self._session
+        exchange = session.engine.exchange(
+            session.allreduce_program(self._packed.nbytes), self._packed, self._key, label,
+            gate=self._staging.down(self._pair, meeting.work, label),
+            before=lambda: cpu.scale(self._packed, self._share_of(meeting)),
+        )  # fmt: skip
+        self._works.append(self._staging.up(self._pair, exchange, label))
+
+    def finish(self) -> None:
+        """Wait for all, and give it to the model."""
+        if not self._works:
+            return
+        self._session.engine.wait(*self._works)
+        self._works = []
+        self._staging.join()
+        self._others.finish()
+        at = 0
+        for buffer in (buffer() for buffer in self._buffers):
+            part = self._pair.device[at : at + buffer.numel()]
+            buffer.data.copy_(part.view(buffer.shape))  # past autograd, as all that comes here
+            at += buffer.numel()
+
+
+def _is_mean(buffer: torch.Tensor) -> bool:
+    """Whether the mean of several is one of them: of a number, and no count or index."""
+    return buffer.is_floating_point()

@@ -18,18 +18,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ...collectives import Collective
 from ...compression.compression import Compression
 from ...engine.step import BucketPhase, Phase
 from ...engine.work import Lane, Work
 from ...errors import UsageError
 from ...kernels import cpu
 from ...nouns import Bucket, Layer
+from ...plans.messages import Program
 from ...predict.network import LinearCost
 from ...schedules import Cost, PushAndPull, Schedule
 from ...session.layout import BUCKETS, Layout, Passed, decide_layout, place_tensors
 from ...session.replacing import Recompressing, agree_on_layout, push_nothing
 from ...session.session import Session
-from ...session.tickets import STEP, Meeting
+from ...session.tickets import AVERAGE, JOINED, STEP, Meeting
+from ...sync import Averages, exchanges_gradients
 from .options import Named
 from .staging import Copier, device_of, staging_for
 from .storage import Storage, layers_of
@@ -62,7 +65,11 @@ class Gradients:
         self.layout = decide_layout(session, layers_of(named))
         device = device_of(named)
         self.staging = staging_for(device, session.engine, session.fail, copier)
-        two = schedule.apply == "next_step"  # one for gradients that are made, one for those that are under way
+        mode = session.strategy.sync_mode()
+        self._averages = mode if isinstance(mode, Averages) else None
+        # One for gradients that are made, one for those that are under way; or one for how weights differ, where
+        # gradients, which scripts may look at, are in another one.
+        two = schedule.apply == "next_step" or (self._averages is not None and exchanges_gradients(mode))
         self.storages = [
             Storage(named, self.layout.buckets, self.staging.allocate, self.staging.device) for _ in range(1 + two)
         ]
@@ -88,6 +95,9 @@ class Gradients:
     choosing: Choosing | None = None
     """What chooses the schedule, where the strategy leaves it open."""
 
+    program: Callable[[BucketPhase], Program | Collective] | None = None
+    """Gives what exchanges a bucket in place of the strategy's architecture."""
+
     push: Callable[..., Work] | None = None
     """Starts the push of a bucket by its number and label, where others own the weights."""
 
@@ -99,16 +109,24 @@ class Gradients:
         """The codec's memory; None where buckets travel as they are."""
         return self._compressions[0] if self._compressions else None
 
+    @property
+    def of_differences(self) -> Compression | None:
+        """The codec's memory of how weights differ, where it has another one of gradients."""
+        return self._compressions[1] if self._averages is not None and len(self._compressions) > 1 else None
+
     def compress(self) -> None:
         """Compress as the session's strategy says, with a memory that is empty; between steps."""
         arrays = self.storages[0].arrays
         self._compress(self.session.compression(self.layout.layers, self.layout.buckets, arrays))
 
     def _compress(self, compression: Compression | None) -> None:
-        others = self.storages[1:]
-        self._compressions = (
-            [] if compression is None else [compression, *(compression.beside(o.arrays) for o in others)]
-        )
+        others, buckets = self.storages[1:], self.layout.buckets
+        if compression is None:
+            self._compressions = []
+        elif self._averages is not None:  # what is left of gradients is nothing that weights differ by
+            self._compressions = [compression, *(compression.fresh(buckets, other.arrays) for other in others)]
+        else:
+            self._compressions = [compression, *(compression.beside(other.arrays) for other in others)]
         self._reduced = {}
 
     def close(self) -> None:
@@ -119,8 +137,13 @@ class Gradients:
     # Exchange.
 
     def storage_of(self, step: int) -> Storage:
-        """Where the gradients of a step are."""
-        return self.storages[step % len(self.storages)]
+        """Where the gradients of a step are, or how weights differ after it."""
+        return self.storages[self._place(step)]
+
+    def _place(self, step: int) -> int:
+        if self._averages is not None:
+            return len(self.storages) - 1 if self._averages.averages(step) else 0
+        return step % len(self.storages)
 
     def turn(self, step: int) -> None:
         """The gradients of this step are made from now on."""
@@ -188,7 +211,9 @@ class Gradients:
             return self.push(number, label, **options)
         if self._compressions:
             return self._reduce(operation, key, label, options)
-        if operation.phase == "allreduce":
+        if self.program is not None:
+            program = self.program(operation)
+        elif operation.phase == "allreduce":
             program = self.session.bucket_program(array.nbytes)
         else:
             program = self.session.phase_program(operation.phase, array.nbytes)
@@ -197,7 +222,7 @@ class Gradients:
 
     def _reduce(self, operation: BucketPhase, key: int, label: str, options: dict[str, Any]) -> Work:
         """Reduce a compressed bucket, behind that of the step before: what it has left goes into this one."""
-        compression = self._compressions[operation.step % len(self._compressions)]
+        compression = self._compressions[self._place(operation.step)]
         before = self._reduced.get(operation.bucket)
         if before is not None and not before.done:
             gate = options["gate"]
@@ -209,7 +234,7 @@ class Gradients:
 
     def _key(self, operation: BucketPhase) -> int:
         """Of two phases of a bucket, and of two steps, both may be under way."""
-        turn = operation.step % len(self.storages)
+        turn = operation.step % len(self.storages) if self._averages is None else 0  # weights are waited for at once
         return self.first_key + operation.bucket + BUCKETS * (2 * turn + (operation.phase == "all_gather"))
 
     def _correct(self, array: np.ndarray, meeting: Meeting) -> None:
@@ -224,7 +249,8 @@ class Gradients:
         """How much this rank's gradient counts in a step whose tickets have come, on the average 1."""
         tickets = meeting.tickets()
         mine, total = tickets[self.session.rank], sum(ticket.weight for ticket in tickets)
-        return mine.weight * len(tickets) / total if mine.kind == STEP and total > 0 else 1.0
+        counts = mine.kind != JOINED or any(ticket.kind == AVERAGE for ticket in tickets)
+        return mine.weight * len(tickets) / total if counts and total > 0 else 1.0
 
     # Another layout.
 

@@ -2,6 +2,8 @@
 
 A shadow shows what the others show at every collective call of a step, but for its ticket, which says that it has no
 batches. It takes part in their exchanges with zeros and weight 0, and in what workers that own weights do together.
+Where weights are exchanged, its own count as long as it has made steps since the last time, and are the others' in the
+end.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...session.tickets import JOINED, STEP
+from ...session.tickets import AVERAGE, JOINED, STEP
 from .agreement import copy_from_worker
 
 if TYPE_CHECKING:
@@ -21,8 +23,9 @@ if TYPE_CHECKING:
 def shadow_until_all_joined(replica: Replica, client: Client | None = None) -> None:
     """Take part in the others' steps with weight 0 until every rank has run out of batches.
 
-    All ranks then have the model of the rank that trained longest; the optimizer's state is ``on_joined``'s affair, or
-    that of the owners, with whom ``client`` deals. Where every push is an update by itself nobody needs a shadow.
+    All ranks then have the model of the rank that trained longest, or the mean of all where weights are exchanged; the
+    optimizer's state is ``on_joined``'s affair, or that of the owners, with whom ``client`` deals. Where every push is
+    an update by itself nobody needs a shadow.
     """
     if client is not None and not client.together:
         client.consolidate()
@@ -35,7 +38,7 @@ def shadow_until_all_joined(replica: Replica, client: Client | None = None) -> N
             replica.replace_layout()
         over = False
         while not over:
-            meeting = session.meet(JOINED, flags=replica.steps)
+            meeting = session.meet(JOINED, weight=replica.left_weight, flags=replica.steps)
             if meeting.work is None:
                 return
             session.engine.wait(meeting.work)
@@ -47,6 +50,8 @@ def shadow_until_all_joined(replica: Replica, client: Client | None = None) -> N
                 return
             if STEP in kinds:
                 replica.shadow(meeting, number)
+            if AVERAGE in kinds and replica.averaging is not None:
+                replica.averaging.shadow(meeting)
             over = client is None or client.shadow(kinds[others[0]], others[0])
         number += 1
 
@@ -54,6 +59,12 @@ def shadow_until_all_joined(replica: Replica, client: Client | None = None) -> N
 def _end(replica: Replica, steps: list[int], held: bool) -> None:
     """Nobody has batches any more, after so many steps of each rank; others may hold the weights, which all have."""
     longest = steps.index(max(steps))
+    if replica.averaging is not None:
+        replica.steps = max(steps)
+        replica.averaging.consolidate()
+        if replica.on_joined is not None:
+            replica.on_joined(longest)
+        return
     if min(steps) < max(steps) or replica.made_local_steps:
         weights = {id(tensor) for _, tensor in replica.named} if held else set[int]()
         with torch.no_grad():

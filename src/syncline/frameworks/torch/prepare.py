@@ -19,8 +19,10 @@ from ...serving.traffic import Model
 from ...serving.worker import attach as attach_to_owners
 from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
+from ...sync import Agrees, Averages
 from .advice import tell_of_slow_start
 from .agreement import check_same_model, copy_from_worker
+from .averaging import Averaging, Differences
 from .choosing import Choosing
 from .computing import steps_of
 from .intact import Forms
@@ -35,6 +37,7 @@ from .staging import Copier
 from .stepping import defer_steps, end_deferred_steps
 from .storage import Array, Storage, layers_of
 from .supported import (
+    check_averaging,
     check_by_itself,
     check_crossing,
     check_held_once,
@@ -64,6 +67,8 @@ class Prepared:
         self.replica.flush()
         if self.client is not None:
             self.client.consolidate()
+        if self.replica.averaging is not None:
+            self.replica.averaging.consolidate()
 
     def release(self, fetch: bool = False, settle: bool = False) -> None:
         """Make model and optimizer the user's own again.
@@ -102,6 +107,8 @@ def prepare(
         check_served(optimizer, selection)
     if session.strategy.schedule_object().apply != "step":
         check_crossing(session.strategy, optimizer, selection)
+    if isinstance(session.strategy.sync_mode(), Averages):
+        check_averaging(session.strategy.sync.name, optimizer)
     if not session.strategy.sync_mode().merges and optimizer is not None:
         check_by_itself(session.strategy, group_values(optimizer.param_groups), selection, options)
     first_key = session.enter_model(model)
@@ -137,6 +144,9 @@ def prepare(
 def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | None, replica: Replica) -> Prepared:
     """Every rank updates its own weights, with an optimizer that may be none of ours, or that of several models."""
     if optimizer is not None:
+        mode = session.strategy.sync_mode()
+        if isinstance(mode, Agrees):
+            Averaging(replica, Differences(replica, mode)).attach(optimizer)
         if session.strategy.schedule_object().apply != "step":
             defer_steps(replica, optimizer)
         replica.on_joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])

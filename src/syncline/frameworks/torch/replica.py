@@ -26,16 +26,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...engine.step import Action, Agree, BucketPhase, Steps, Submit, Wait
+from ...engine.step import Action, Agree, Apply, BucketPhase, Steps, Submit, Wait
 from ...engine.work import Work
 from ...errors import GradientError
 from ...session.layout import Layout
 from ...session.session import Session
-from ...session.tickets import STEP, Meeting, step_argument
+from ...session.tickets import AVERAGE, STEP, Meeting, step_argument
+from ...sync import exchanges_gradients
 from .backward import Backward
 from .batch_norm import SyncBatchNorm, synchronise
 from .buffers import Buffers
@@ -49,6 +50,9 @@ from .options import Options, Selection
 from .samples import Counting, Fixed, Samples
 from .staging import Copier
 from .storage import Storage
+
+if TYPE_CHECKING:
+    from .averaging import Averaging
 
 
 class Replica:
@@ -88,6 +92,7 @@ class Replica:
         self._buffers = Buffers(session, self.selection, self.gradients.staging, first_key, self.fault)
         self._share = 1.0 / session.world_size if self._mode.merges else 1.0
         self._synchronising = True
+        self._synchronises = self._alone = False  # the present backward pass is exchanged, or a step of the rank's own
         self._held = True  # nothing of a backward pass is sent before it ends
         self._touched = False  # the present backward pass has made a gradient
         self._meeting: Meeting | None = None
@@ -113,6 +118,12 @@ class Replica:
         self._steps = value
         self.machine = self._machine(value)
 
+    def machine_at(self, step: int) -> Steps:
+        """A state machine of which that step has just been made."""
+        machine = self._machine(step)
+        machine.made_alone()
+        return machine
+
     def _machine(self, begun: int) -> Steps:
         held = self.session.strategy.server_holds_weights and self._mode.merges
         return Steps(len(self.named), self.gradients.layout, self._schedule, self._mode, begun=begun, held=held)
@@ -125,6 +136,14 @@ class Replica:
     crossing: Crossing | None = None
     """Where steps end in the next iteration."""
 
+    averaging: Averaging | None = None
+    """Where workers train by themselves and exchange weights."""
+
+    @property
+    def synchronous_at_first(self) -> bool:
+        """Whether weights are exchanged, and gradients in other steps."""
+        return self.averaging is not None and exchanges_gradients(self._mode)
+
     def flush(self) -> None:
         """Wait for whatever is under way between two steps, and update what the optimizer was called for."""
         if self.crossing is not None:
@@ -134,6 +153,8 @@ class Replica:
         """The same, for what is ours: it is no sign of a script that looks."""
         if self.crossing is not None:
             self.crossing.settle()
+        if self.averaging is not None:
+            self.averaging.settle()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -211,6 +232,8 @@ class Replica:
         self.guard.check_only_ours()
         if self.crossing is not None:
             self.crossing.before_forward()
+        if self.averaging is not None:
+            self.averaging.before_forward()
         if torch.is_grad_enabled():
             self.guard.check_first()
             if self._backward.running and torch._C._current_graph_task_id() == -1:
@@ -279,7 +302,7 @@ class Replica:
                 self._meeting = self._meet(action.step)
             elif isinstance(action, Wait):
                 self._wait(action.operations)
-            elif self.crossing is not None:
+            elif self.crossing is not None and isinstance(action, Apply):
                 self.crossing.apply(action)
 
     def _came_through_output(self) -> None:
@@ -293,7 +316,9 @@ class Replica:
             self.guard.check_forms()
             self.gradients.turn(self.machine.begun)
             # Set by scripts on the model, where they would set it on DistributedDataParallel's wrapper.
-            self._synchronises = self._synchronising and getattr(self.model, "require_backward_grad_sync", True)
+            synchronises = self._synchronising and getattr(self.model, "require_backward_grad_sync", True)
+            self._alone = synchronises and self.averaging is not None and not self.machine.due
+            self._synchronises = synchronises and not self._alone
         self._backward.enter()
 
     def _given_up(self) -> None:
@@ -360,17 +385,36 @@ class Replica:
         self._check_start()
         if self.on_begin is not None:
             self.on_begin()
+        argument, flags = step_argument(self.first_key, step), self.gradients.flags
+        meeting = self.session.meet(STEP, argument, weight=self._weight(), flags=flags)
+        self._begun = True
+        self._of_buffers = self._buffers.start(meeting)
+        return meeting
+
+    def _weight(self) -> float:
+        """How much this rank counts in an exchange."""
         weight = self._counting.weight
         if weight is None:
             raise self.fault(
                 "nothing says how much this rank counts: backward came through no output of the model's forward()"
                 " (another method was called?). Give syncline.prepare() a number as weight="
             )
-        argument, flags = step_argument(self.first_key, step), self.gradients.flags
-        meeting = self.session.meet(STEP, argument, weight=weight, flags=flags)
-        self._begun = True
-        self._of_buffers = self._buffers.start(meeting)
-        return meeting
+        return weight
+
+    def meet_to_average(self, step: int, flags: int, kind: int = AVERAGE) -> Meeting:
+        """An exchange of weights begins, behind that step; who has made none since the last one counts nothing."""
+        self._check_start()
+        return self.session.meet(kind, step_argument(self.first_key, step), weight=self.left_weight, flags=flags)
+
+    @property
+    def left_weight(self) -> float:
+        """What this rank counts in an exchange of weights: nothing where it has made no step since the last one."""
+        return self._weight() if self.averaging is not None and self.averaging.since else 0.0
+
+    def averaged(self, meeting: Meeting) -> None:
+        """Weights have been exchanged."""
+        self._counting.reset()
+        self.gradients.exchanged(meeting)
 
     on_second_backward: Callable[[], None] | None = None
     """Called when a second exchange begins before the step of the first; a parameter server refuses that."""
@@ -413,6 +457,8 @@ class Replica:
             else:
                 self._counting.drop()
             self._backward.leave()
+            if self._touched and self._alone:
+                self._made_alone()
             self._touched = False
             if self.crossing is not None:
                 self.crossing.backward_over()
@@ -446,11 +492,20 @@ class Replica:
             self.gradients.times.end_step()
         self.made_local_steps |= not due
         self.exchanged = True
+        if self.averaging is not None:
+            self.averaging.exchanged()
         self._reset()
         if self.crossing is not None:
             self.crossing.backward_over()
         if self.on_exchanged is not None:
             self.on_exchanged(meeting)
+
+    def _made_alone(self) -> None:
+        """A step of the rank's own, whose gradients are left as they are."""
+        assert self.averaging is not None
+        if self.averaging.begin_step():
+            self.machine.made_alone()
+            self._steps += 1
 
     def _share_out(self) -> None:
         """Divide the gradients of a pass that was held by the number of ranks."""

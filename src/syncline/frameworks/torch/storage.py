@@ -10,7 +10,7 @@ Tensors on another device than the transport's memory have blocks there too, lai
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -212,9 +212,12 @@ class Storage:
         return self.views[tensor]
 
     def _view(self, tensor: int) -> torch.Tensor:
+        return self.view_in(self.resident, tensor).data  # with a version of its own
+
+    def view_in(self, blocks: Mapping[str, torch.Tensor], tensor: int) -> torch.Tensor:
+        """A tensor in other blocks that are laid out alike."""
         placed = self.placed[tensor]
-        view = view_like(self.resident[placed.dtype][placed.start : placed.stop], self._forms[tensor])
-        return view.data  # with a version of its own
+        return view_like(blocks[placed.dtype][placed.start : placed.stop], self._forms[tensor])
 
     def count_users(self) -> None:
         """All who have the memory now are the library's own."""
@@ -253,6 +256,12 @@ class Storage:
         placed = self.placed[tensor]
         if self.flat[placed.dtype] is not self.resident[placed.dtype]:
             self.flat_of(tensor).copy_(self.resident[placed.dtype][placed.start : placed.stop])
+
+    def bring_all_down(self) -> None:
+        """The same of all tensors."""
+        for dtype, flat in self.flat.items():
+            if flat is not self.resident[dtype]:
+                flat.copy_(self.resident[dtype])
 
     def bring_up(self, number: int) -> None:
         """Copy a bucket from the transport's memory to where its tensors live, in the order of the computation there.

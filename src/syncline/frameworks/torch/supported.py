@@ -117,6 +117,15 @@ def check_served(optimizer: torch.optim.Optimizer | None, selection: Selection) 
             )
 
 
+def check_averaging(sync: str, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise UsageError where nothing would say when weights have been updated."""
+    if optimizer is None:
+        raise UsageError(
+            f"sync={sync} exchanges weights when the optimizer has updated them: give syncline.prepare() the model and"
+            " its optimizer"
+        )
+
+
 def check_crossing(strategy: Strategy, optimizer: torch.optim.Optimizer | None, selection: Selection) -> None:
     """Raise UsageError where steps that end in the next iteration cannot be made with this model and optimizer."""
     name = strategy.schedule.name

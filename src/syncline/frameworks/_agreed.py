@@ -1,0 +1,69 @@
+"""Weights that workers agree on, as flat arrays of a host's memory: what adapters of frameworks without devices need.
+
+Whoever has weights and the buckets in which differences travel lets ``put`` fill these, has them added up, and calls
+``take``. Does not know when, nor how anything travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..sync import Agrees
+from ..sync._periodic import agree_in_blocks
+
+Array = NDArray[Any]
+
+
+class AgreedWeights:
+    """``weights`` and ``differences`` are buckets of one model, laid out alike; it begins with the weights as they are.
+
+    Of the sum that ``put`` and the exchange of all ``workers`` make, every worker gives its part.
+    """
+
+    def __init__(self, mode: Agrees, workers: int, weights: Sequence[Array], differences: Sequence[Array]) -> None:
+        self._mode, self._workers, self._weights, self._differences = mode, workers, weights, differences
+        self._pull = mode.pull(workers)
+        self._agreed = [array.copy() for array in weights]
+        self._memory = [np.zeros_like(array) if mode.remembers else None for array in weights]
+
+    def begin(self) -> None:
+        """The weights, which are the same on all workers, are those that they agree on."""
+        for agreed, weights in zip(self._agreed, self._weights, strict=True):
+            agreed[...] = weights
+
+    def put(self) -> None:
+        """Let the buckets be this worker's part of the mean difference, and the weights give up what they have to."""
+        for weights, agreed, difference in zip(self._weights, self._agreed, self._differences, strict=True):
+            np.subtract(weights, agreed, out=difference)
+            if self._pull < 1:
+                weights -= difference * difference.dtype.type(self._pull)
+            difference /= self._workers
+
+    def take(self) -> None:
+        """The sum of all parts has come: go on from what follows."""
+        for mean, agreed, memory in zip(self._differences, self._agreed, self._memory, strict=True):
+            agree_in_blocks(self._mode, agreed, mean, memory)
+        if self._pull == 1:
+            self._give()
+
+    def put_own(self) -> bool:
+        """Let the buckets be this worker's part of the final weights; False where the centre is that."""
+        for weights, difference in zip(self._weights, self._differences, strict=True):
+            np.divide(weights, self._workers, out=difference)
+        return self._pull == 1
+
+    def take_final(self) -> None:
+        """Let the weights be the final ones, whose parts have been added up where that was to be."""
+        if self._pull < 1:
+            self._give()
+            return
+        for weights, mean in zip(self._weights, self._differences, strict=True):
+            weights[...] = mean
+
+    def _give(self) -> None:
+        for weights, agreed in zip(self._weights, self._agreed, strict=True):
+            weights[...] = agreed

@@ -1,0 +1,63 @@
+"""DiLoCo: local training with an outer optimizer over what it comes to (Douillard et al., arXiv:2311.08105, 2023).
+
+After every H updates of the inner optimizer, the script's own, the outer one makes a step from the weights W that all
+had, with the workers' mean difference as its gradient (the pseudo-gradient is its negative). It is SGD with Nesterov's
+momentum m:
+
+    d = mean_j (x_j - W)
+    v <- m v + d
+    W <- W + lr (d + m v)        without ``nesterov``: W + lr v
+    x_i <- W
+
+W and v are the same on all workers bit for bit. The paper has H of some hundreds, AdamW inside, lr 0.7 and m 0.9; with
+lr 1 and m 0 this is local SGD.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from ..registry import register
+from . import Elements
+from ._periodic import Period, check_steps
+
+
+@register("sync", "diloco", examples=("diloco(steps=2)", "diloco(steps=3, lr=1.0, momentum=0.5, nesterov=off)"))
+@dataclass(frozen=True)
+class Diloco(Period):
+    """After every ``steps`` updates an outer SGD with momentum makes a step by the workers' mean difference."""
+
+    steps: int
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        check_steps("diloco", self.steps)
+        if not 0 < self.lr < math.inf:
+            raise UsageError(f"lr={self.lr} of diloco: choose a learning rate above 0 of the outer optimizer, as 0.7")
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"momentum={self.momentum} of diloco: choose a number from 0 up to below 1, as 0.9")
+
+    @property
+    def remembers(self) -> bool:
+        """The momentum."""
+        return self.momentum > 0
+
+    def pull(self, workers: int) -> float:  # noqa: ARG002
+        """All of it."""
+        return 1.0
+
+    def agree(self, agreed: Elements, mean: Elements, memory: Elements | None) -> None:
+        """A step of the outer optimizer."""
+        if memory is not None:
+            memory *= self.momentum
+            memory += mean
+            if self.nesterov:
+                mean += memory * self.momentum
+            else:
+                mean[:] = memory
+        mean *= self.lr
+        agreed += mean

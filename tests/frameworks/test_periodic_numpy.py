@@ -1,0 +1,106 @@
+"""Models of NumPy under modes whose workers train by themselves: as each mode's formulas have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from syncline.frameworks.numpy import adapt
+from syncline.session.session import Session
+
+OPTIONS = {"unused": "error", "weight": 1, "ignore": (), "broadcast_buffers": True}
+STEPS, WORKERS = 6, 3
+
+
+class Descent:
+    def __init__(self, lr: float = 0.05) -> None:
+        self.lr = lr
+
+    def update(self, weights: Any, gradient: Any, state: dict[str, Any]) -> None:
+        state["sum"] = state.get("sum", 0.0) + gradient * gradient
+        weights -= self.lr * gradient / np.sqrt(state["sum"] + 1)
+
+
+def model() -> dict[str, Any]:
+    draw = np.random.default_rng(0)
+    return {"first": draw.standard_normal((4, 3)), "bias": draw.standard_normal(3)}
+
+
+def gradient(step: int, rank: int) -> dict[str, Any]:
+    return {name: np.sin(array + step + 10 * rank) for name, array in model().items()}
+
+
+def train(session: Session) -> Any:
+    handed = adapt(session, model(), Descent(), OPTIONS)
+    if handed is None:
+        return None
+    found, optimizer = handed.result
+    for step in range(STEPS):
+        optimizer.step(gradient(step, session.rank))
+    return np.concatenate([array.reshape(-1) for array in found.values()])
+
+
+Agree = Callable[[Any, Any, dict[str, Any]], Any]
+
+
+def by_hand(agree: Agree, synchronous: int = 0) -> Any:
+    """Weights of all workers, one row each."""
+    shapes = {name: array.shape for name, array in model().items()}
+    agreed = np.concatenate([array.reshape(-1) for array in model().values()])
+    rows, states, optimizer = np.tile(agreed, (WORKERS, 1)), [{} for _ in range(WORKERS)], Descent()  # type: ignore[var-annotated]
+    memory: dict[str, Any] = {}
+    for step in range(STEPS):
+        each = [np.concatenate([gradient(step, rank)[name].reshape(-1) for name in shapes]) for rank in range(WORKERS)]
+        if step < synchronous:
+            each = [np.mean(each, axis=0)] * WORKERS
+        for row, mine, state in zip(rows, each, states, strict=True):
+            optimizer.update(row, mine, state)
+        if step < synchronous:
+            agreed = rows[0].copy()
+        elif (step - synchronous) % 2 == 1:
+            rows, agreed = agree(rows, agreed, memory)
+    return rows
+
+
+def mean(rows: Any, agreed: Any, memory: dict[str, Any]) -> Any:  # noqa: ARG001
+    return np.tile(rows.mean(axis=0), (WORKERS, 1)), rows.mean(axis=0)
+
+
+def elastic(rows: Any, centre: Any, memory: dict[str, Any]) -> Any:  # noqa: ARG001
+    return rows - 0.6 / WORKERS * (rows - centre), centre + 0.6 * (rows.mean(axis=0) - centre)
+
+
+def outer(rows: Any, agreed: Any, memory: dict[str, Any]) -> Any:
+    pseudo = agreed - rows.mean(axis=0)
+    memory["momentum"] = 0.9 * memory.get("momentum", 0.0) + pseudo
+    agreed = agreed - 0.7 * (pseudo + 0.9 * memory["momentum"])
+    return np.tile(agreed, (WORKERS, 1)), agreed
+
+
+@pytest.mark.parametrize("strategy", ["ring", "direct schedule=wait_free", "ps(servers=2, update=worker)"])
+@pytest.mark.parametrize(
+    ("sync", "agree", "synchronous"),
+    [
+        ("local(steps=2)", mean, 0),
+        ("post_local(after=2, steps=2)", mean, 2),
+        ("easgd(steps=2, beta=0.6)", elastic, 0),
+        ("diloco(steps=2)", outer, 0),
+    ],
+)
+def test_workers_meet_as_the_formulas_have_it(
+    group: Any, strategy: str, sync: str, agree: Agree, synchronous: int
+) -> None:
+    found = group(f"{strategy} sync={sync}", WORKERS, train)[:WORKERS]
+    for mine, wanted in zip(found, by_hand(agree, synchronous), strict=True):
+        assert np.allclose(mine, wanted, rtol=1e-12, atol=0)
+    if agree is not elastic:
+        assert all(np.array_equal(mine, found[0]) for mine in found)
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk(ratio=0.3)"])
+def test_a_codec_leaves_them_equal(group: Any, codec: str) -> None:
+    found = group(f"ring sync=post_local(after=2, steps=2) codec={codec}", WORKERS, train)
+    assert all(np.array_equal(mine, found[0]) for mine in found)
