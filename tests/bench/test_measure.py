@@ -69,7 +69,7 @@ def report_of(durations: list[float], sha256: str = "a", **changes: Any) -> dict
     record = record_of(durations, **{key: changes.pop(key) for key in ("samples", "loss", "sent") if key in changes})
     record.evaluated(0.5, 0.25)
     peers = {"chosen": "ring transport=shm", "sha256": sha256, "sent": {}, "received": {}}
-    peers |= {"start_s": 0.5, "peak_bytes": 1 << 28, "staleness": {}, "version_lag": {}, "waited_s": {}}
+    peers |= {"start_s": 0.5, "peak_bytes": 1 << 28, "staleness": {}, "version_lag": {}, "waited_s": None}
     # In a run `sent` per peer comes from the transport, here it is not what the test is about.
     return {**record.report(), **peers, **changes}
 
@@ -124,7 +124,7 @@ def test_what_nobody_counts_is_unknown_and_not_zero() -> None:
     for _ in range(4):
         record.add({**dict.fromkeys(STAGES, 0.01), "iteration_s": 0.1, "compute_s": 0.1}, 1.0, 8, 0)
     report = {**record.report(), "chosen": "ddp", "sha256": "a", "sent": {}, "received": {}}
-    report |= {"start_s": 0.5, "peak_bytes": 1 << 28, "staleness": {}, "version_lag": {}, "waited_s": {}}
+    report |= {"start_s": 0.5, "peak_bytes": 1 << 28, "staleness": {}, "version_lag": {}, "waited_s": None}
     row = row_of("ddp", 2, 0, 16, [report, report])
     assert (row.exposed_comm_s, row.compute_s, row.bytes_sent_per_step, row.traffic) == (None, None, None, ())
     assert row.iteration_s == pytest.approx(0.1)
@@ -189,10 +189,11 @@ def test_how_workers_were_coordinated_is_added_up() -> None:
     assert row.wait_s_per_step == pytest.approx((2.0 / 4 + 0.5 / 2) / 2)
 
 
-def test_nobody_knows_of_waits_where_clocks_are_not_watched() -> None:
-    row = row_of("ring", 2, 0, 16, [report_of([0.1] * 4), report_of([0.1] * 4)])
-    assert (row.staleness, row.waits, row.wait_s_per_step) == ({}, (), None)
-    watched = report_of([0.1] * 4, staleness={"0": 4})
+def test_waits_of_workers_in_step_are_unknown_and_not_zero() -> None:
+    stepped = report_of([0.1] * 4, staleness={"0": 4})
+    row = row_of("ring", 2, 0, 16, [stepped, stepped])
+    assert (row.staleness, row.waits, row.wait_s_per_step) == ({0: 8}, (), None)
+    watched = report_of([0.1] * 4, waited_s={})
     assert row_of("asp", 2, 0, 16, [watched, watched]).wait_s_per_step == 0
 
 

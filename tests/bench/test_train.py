@@ -117,6 +117,9 @@ class Pretender:
     def barrier(self) -> None:
         self.calls.append("barrier")
 
+    def consolidate(self) -> None:
+        self.calls.append("consolidate")
+
     def shutdown(self) -> None:
         self.calls.append("shutdown")
 
@@ -155,7 +158,7 @@ def test_blocked_time_and_bytes_are_those_of_the_contender() -> None:
     assert result["measures"]["exposed_comm_s"] == pytest.approx(1e-3)
     assert result["sent"] == {"1": 1000.0}
     assert result["chosen"] == "ring transport=inproc"
-    assert side.calls == ["barrier", "shutdown"]
+    assert side.calls == ["barrier", "consolidate", "shutdown"]
 
 
 def test_a_failure_is_reported_and_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,3 +115,36 @@ def test_remarks_say_what_the_bound_rests_on_and_what_peers_do_not_count(mixed: 
 
 def test_an_empty_result_can_be_shown() -> None:
     assert "strategy" in shown(Result("m", 1, {}, None, "digits"))
+
+
+def test_columns_of_coordination_are_there_where_a_row_has_something_to_say(mixed: Result) -> None:
+    for title in ("stale", "wait ms", "to acc s"):
+        assert title not in shown(mixed, 200)
+    ring, server = mixed.rows[1:3]
+    stale = dataclasses.replace(
+        server,
+        staleness={0: 3, 2: 1},
+        wait_s_per_step=0.0123,
+        time_to_accuracy_s=4.5,
+        compute_by_rank_s=(0.01, 0.03),
+        slowest_rank=1,
+    )
+    text = shown(dataclasses.replace(mixed, rows=(ring, stale), target=0.97), 200)
+    line = next(line for line in text.splitlines() if line.strip().startswith("ps("))
+    assert "0.50 (2)" in line
+    assert "12.3" in line
+    assert "4.50" in line
+    words = " ".join(text.split())
+    assert (
+        "To acc is the training time after which the model was first seen to be 97 % accurate; ring never was." in words
+    )
+    assert "ps(servers=1): rank 1 computes 3.0 times as long as the median worker." in words
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_they_go_first_where_there_is_no_room_but_for_the_time_that_was_asked_for(mixed: Result, width: int) -> None:
+    row = dataclasses.replace(mixed.rows[1], staleness={0: 1, 3: 1}, wait_s_per_step=0.5, time_to_accuracy_s=4.5)
+    text = shown(dataclasses.replace(mixed, rows=(row,), target=0.975), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "to acc s" in text
+    assert "97.50 %" in " ".join(text.split())

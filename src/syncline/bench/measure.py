@@ -188,7 +188,7 @@ def _coordination(reports: Sequence[Mapping[str, Any]], steps: Sequence[int]) ->
             total.update({int(number): count for number, count in report[name].items()})
         found[name] = dict(sorted(total.items()))
     waited = [report["waited_s"] for report in reports]
-    if found["staleness"] or any(waited):
+    if None not in waited:
         found["waits"] = tuple(
             tuple(float(line.get(str(rank), 0.0)) for rank in range(len(reports))) for line in waited
         )

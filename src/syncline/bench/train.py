@@ -8,11 +8,12 @@ more processes do not get more of it each.
 
 Stages of an iteration: *loading* waits for the next batch of the workload, which takes the time that its pipeline says
 or, prefetched, is there; *h2d* is the copy to the device, which is 0 on a CPU, where the batch already is, unless the
-pipeline says otherwise; *forward* includes the loss; *backward* is ``loss.backward()``; *update* is the
-optimizer's step, the learning-rate schedule's, and ``zero_grad``, which closes the iteration. Each excludes the time
-blocked in Syncline; a peer does not say how long it was blocked. What the workload's text says of the speed of workers
-is slept in forward and backward. Evaluation (``looks``), barriers, and the reports are outside of iterations. The start
-is joining the group and preparing the model; loading data and building the model are not.
+pipeline says otherwise; *forward* includes the loss; *backward* is ``loss.backward()``; *update* is the optimizer's
+step, the learning-rate schedule's, and ``zero_grad``, which closes the iteration. Each excludes the time blocked in
+Syncline; a peer does not say how long it was blocked. What the workload's text says of the speed of workers is slept in
+forward and backward. Evaluation (``looks``), barriers, and the reports are outside of iterations. The start is joining
+the group and preparing the model; loading data and building the model are not. Replicas that differ on the way are
+brought together behind the last iteration, before the last evaluation.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..launch.environment import recognise
 from ..report.rows import BASELINE
 from ..strategy.parts import build
 from ..workloads import Feed, Tempo, Workload, load
-from .batches import Batch, batches
+from .batches import Batch, batches, pooled
 from .contenders import peer_of
 from .looks import Looks
 from .measure import IterationClock, Record
@@ -71,6 +72,7 @@ class Side(Protocol):
     def prepare(self, model: Any, optimizer: Any, *, weight: Any) -> tuple[Any, Any]: ...  # noqa: D102
     def stats(self) -> Counters: ...  # noqa: D102
     def barrier(self) -> None: ...  # noqa: D102
+    def consolidate(self) -> None: ...  # noqa: D102
     def shutdown(self) -> None: ...  # noqa: D102
 
 
@@ -103,6 +105,9 @@ class _Alone:
     def barrier(self) -> None:
         pass
 
+    def consolidate(self) -> None:
+        pass
+
     def shutdown(self) -> None:
         pass
 
@@ -133,7 +138,9 @@ def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0, process: 
     bare = build()
     bare_optimizer = workload.optimizer(bare)
     begun = time.perf_counter()
-    model, optimizer = side.prepare(bare, bare_optimizer, weight=workload.weight)
+    apart = pooled(job.strategy)
+    # A push that is an update by itself has no others to be weighed against.
+    model, optimizer = side.prepare(bare, bare_optimizer, weight=1 if apart else workload.weight)
     start_s = joined_s + time.perf_counter() - begun
     rank, world = side.rank(), side.world_size()
     # Replicas start equal; what is random during training (dropout) differs between them, as it would in one big batch.
@@ -157,8 +164,11 @@ def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0, process: 
         _tell(sender, record, world)
     end = side.stats()
     side.barrier()
+    side.consolidate()
     model.eval()
     outcome = _outcome(bare, start, end, record.done)
+    # Waits of workers in step are part of their exchanges, and nobody tells them apart.
+    outcome["waited_s"] = _by_text(end.waited_s) if apart or end.waited_s else None
     looks.end(record)
     sender.send("result", **record.report(), start_s=start_s, **outcome)
     side.shutdown()
@@ -251,7 +261,6 @@ def _outcome(model: torch.nn.Module, start: Counters, end: Counters, steps: int)
         "received": per_step(start.bytes_received, end.bytes_received),
         "staleness": _by_text(end.staleness),
         "version_lag": _by_text(end.version_lag),
-        "waited_s": _by_text(end.waited_s),
     }
 
 

@@ -1,24 +1,22 @@
 """A comparison's rows as charts: SVG text to be put into a page, one strategy one colour everywhere.
 
-Owns which charts a comparison has, and its bars and heat maps; knows neither the page nor how rows were measured.
-Figures and colours are those of ``figures``, curves of learning those of ``curves``, curves over the number of workers
-those of ``scaling``.
+Owns which charts a comparison has, and its bars; knows neither the page nor how rows were measured. Figures and colours
+are those of ``figures``, curves of learning those of ``curves``, curves over the number of workers those of
+``scaling``, staleness and waits those of ``coordination``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap, to_rgb
-from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from . import svg, units
+from .coordination import coordination
 from .curves import Learner, learning
-from .figures import PALETTE, RC, Chart, Key, bars_figure, drawable, label_bar, name_bar, new_figure, strategy_styles
+from .figures import RC, Chart, Key, bars_figure, drawable, label_bar, name_bar, strategy_styles
+from .heat_map import heat_map
 from .rows import BASELINE, Result, Row
 from .scaling import scaling
 
@@ -47,7 +45,7 @@ _REST = Stage("", "rest", "#999999")
 def all_charts(result: Result) -> tuple[Chart, ...]:
     """Every chart that the rows have data for, in reading order."""
     result = replace(result, rows=tuple(drawable(row) for row in result.rows))
-    makers: tuple[Callable[[Result], list[Chart]], ...] = (_curves, _stages, scaling, _wire, _traffic)
+    makers: tuple[Callable[[Result], list[Chart]], ...] = (_curves, _stages, scaling, coordination, _wire, _traffic)
     with mpl.rc_context(RC):  # type: ignore[arg-type]
         return tuple(chart for make in makers for chart in make(result))
 
@@ -125,56 +123,20 @@ def _traffic(result: Result) -> list[Chart]:
 
 
 def _heat_map(row: Row, label: str, top: float) -> Chart:
-    count = len(row.traffic)
-    labels = [str(rank) for rank in range(row.workers)] + [f"S{index}" for index in range(count - row.workers)]
-    figure, axes = new_figure(3.9)
-    axes.grid(visible=False)
-    cells = [[value if value > 0 else float("nan") for value in line] for line in row.traffic]
-    mesh = axes.pcolormesh(cells, cmap=_shades(), vmin=0, vmax=top)
-    axes.invert_yaxis()
-    axes.set_aspect("equal")
-    if count <= 8:
-        for source, line in enumerate(row.traffic):
-            for target, value in enumerate(line):
-                _annotate(axes, source, target, value, top, count)
-    every = max(1, count // 16)
-    ticks = range(0, count, every)
-    axes.set_xticks([tick + 0.5 for tick in ticks], [labels[tick] for tick in ticks])
-    axes.set_yticks([tick + 0.5 for tick in ticks], [labels[tick] for tick in ticks])
-    axes.tick_params(length=0)
-    axes.set_xlabel("to")
-    axes.set_ylabel("from")
+    servers = ", S marks a server" if len(row.traffic) > row.workers else ""
     scale, unit = units.size_unit(top)
-    bar = figure.colorbar(mesh, ax=axes, shrink=0.75, format=FuncFormatter(lambda value, _: f"{value / scale:g}"))
-    bar.locator = MultipleLocator(scale * _tick_step(top / scale))
-    bar.set_label(f"{unit} per iteration")
-    bar.outline.set_visible(False)
-    title = f"Who talked to whom: {label}"
-    servers = ", S marks a server" if count > row.workers else ""
-    caption = (
-        f"Bytes per iteration from the process of each line to the process of each column (numbers are workers{servers}"
-        "; an empty cell means no traffic); all these charts share one colour scale."
+    return heat_map(
+        row.traffic,
+        [str(rank) for rank in range(row.workers)] + [f"S{index}" for index in range(len(row.traffic) - row.workers)],
+        top,
+        title=f"Who talked to whom: {label}",
+        caption=(
+            "Bytes per iteration from the process of each line to the process of each column (numbers are "
+            f"workers{servers}; an empty cell means no traffic); all these charts share one colour scale."
+        ),
+        lines="from",
+        columns="to",
+        measure=f"{unit} per iteration",
+        scale=scale,
+        write=units.size,
     )
-    return Chart(title, caption, svg.render(figure, title))
-
-
-def _shades() -> ListedColormap:
-    """From the page's own background to blue, so that a little traffic looks like little in every colour scheme."""
-    red, green, blue = to_rgb(PALETTE[0])
-    # A few levels only: a colour bar of many becomes an embedded bitmap.
-    return ListedColormap([(red, green, blue, level / 23) for level in range(24)])
-
-
-def _annotate(axes: Axes, source: int, target: int, value: float, top: float, count: int) -> None:
-    if value <= 0:
-        return
-    color = "#ffffff" if value > 0.75 * top else svg.INK
-    text = units.size(value).replace(" ", "\n")
-    size = 8.0 if count <= 5 else 6.5
-    axes.text(target + 0.5, source + 0.5, text, ha="center", va="center", color=color, fontsize=size)
-
-
-def _tick_step(top: float) -> float:
-    """A round step that divides 0 to ``top`` into at most five parts."""
-    power = 10.0 ** math.floor(math.log10(top / 5))
-    return next(step * power for step in (1, 2, 5, 10) if step * power * 5 >= top)

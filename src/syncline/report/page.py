@@ -6,10 +6,11 @@ Owns the words and the order of the page; the charts come from ``charts``, the m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ..timeline.window import Iteration
-from . import svg, units
+from . import svg, table, units
 from .charts import all_charts
 from .figures import Key, strategy_styles
 from .frame import Line, fill, origin_facts
@@ -48,18 +49,51 @@ BOUND = (
 )
 
 
+class Extra(NamedTuple):
+    """A column that is left out where no row has something to say in it."""
+
+    head: str
+    note: str
+    cell: Callable[[Row], str]
+    reading: str
+
+
+EXTRA = (
+    Extra(
+        "staleness",
+        "mean (most)",
+        lambda row: table.staleness(row) if any(row.staleness) else units.MISSING,
+        "Staleness is by how many steps a worker was ahead of the slowest when a step began.",
+    ),
+    Extra(
+        "waited",
+        "ms",
+        lambda row: units.milliseconds(row.wait_s_per_step or None),
+        "Waited is for how long a worker was held up by others before a step.",
+    ),
+    Extra(
+        "to target",
+        "",
+        lambda row: units.seconds(row.time_to_accuracy_s),
+        "To target is the training time after which the model was first seen to be as accurate as asked for.",
+    ),
+)
+
+
 def render(result: Result, timelines: Sequence[Iteration] = ()) -> str:
     """The page as HTML text, with an iteration of each of the recorded runs."""
     score = "of bound" if result.replayed else "accuracy"
+    extra = [one for one in EXTRA if any(one.cell(row) != units.MISSING for row in result.rows)]
+    readings = [READING, *([BOUND] if result.replayed else []), *(one.reading for one in extra)]
     return fill(
         "page.html.j2",
         title=f"Syncline: {result.workload}, {_contenders(result)}",
         heading=f"{result.workload}: {_contenders(result)}",
         summary=_summary(result),
         facts=_facts(result),
-        heads=[(head.format(score=score), note) for head, note in HEADS],
-        reading=f"{READING} {BOUND}" if result.replayed else READING,
-        lines=_lines(result),
+        heads=[(head.format(score=score), note) for head, note in (*HEADS, *((one.head, one.note) for one in extra))],
+        reading=" ".join(readings),
+        lines=_lines(result, extra),
         remarks=remarks(result),
         charts=(*all_charts(result), *timeline_charts(timelines)),
     )
@@ -102,13 +136,13 @@ def _facts(result: Result) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _lines(result: Result) -> tuple[Line, ...]:
+def _lines(result: Result, extra: Sequence[Extra]) -> tuple[Line, ...]:
     pairs = zip(result.rows, strategy_styles([row.name for row in result.rows]), strict=True)
     return tuple(
         Line(
             key=Key(row.name, svg.css(style.color), style.dash),
             place=_place(row),
-            cells=_cells(row, row.of_bound if result.replayed else row.accuracy) if row.iteration_s is not None else (),
+            cells=_cells(row, result.replayed, extra) if row.iteration_s is not None else (),
             error=row.error,
             chosen=row.chosen if row.chosen not in (None, row.strategy) else None,
         )
@@ -125,11 +159,11 @@ def _place(row: Row) -> str:
     return f"{workers}, {row.servers} server" + ("s" if row.servers > 1 else "")
 
 
-def _cells(row: Row, score: float | None) -> tuple[str, ...]:
+def _cells(row: Row, replayed: bool, extra: Sequence[Extra]) -> tuple[str, ...]:
     verdict = {True: "equal", False: "DIFFER", None: units.MISSING}[row.replicas_equal]
     times = (row.loading_s, row.h2d_s, row.forward_s, row.backward_s, row.update_s, row.compute_s, row.exposed_comm_s)
     return (
-        units.percent(score, 2),
+        units.percent(row.of_bound if replayed else row.accuracy, 2),
         units.number(row.loss),
         units.rate(row.images_per_s),
         units.percent(row.scaling_efficiency),
@@ -139,4 +173,5 @@ def _cells(row: Row, score: float | None) -> tuple[str, ...]:
         units.seconds(row.start_s),
         units.size(row.peak_bytes),
         verdict,
+        *(one.cell(row) for one in extra),
     )

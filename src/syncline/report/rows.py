@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any, ClassVar
 
 from .result_file import ResultFile, known
@@ -122,6 +123,20 @@ class Row:
     def name(self) -> str:
         """What the row is called where people read: the strategy, behind its preset where there is one."""
         return self.strategy if self.preset is None else f"{self.preset}: {self.strategy}"
+
+    @property
+    def mean_staleness(self) -> float | None:
+        """How far ahead of the slowest worker a step began in the mean; None where nobody counted."""
+        steps = sum(self.staleness.values())
+        return sum(number * count for number, count in self.staleness.items()) / steps if steps else None
+
+    @property
+    def slowest(self) -> str | None:
+        """The slowest worker in words, where there is one."""
+        if self.slowest_rank is None:
+            return None
+        times = self.compute_by_rank_s[self.slowest_rank] / median_low(self.compute_by_rank_s)
+        return f"rank {self.slowest_rank} computes {times:.1f} times as long as the median worker"
 
     @property
     def reasoned(self) -> bool:

@@ -33,6 +33,8 @@ class _Column:
     means: str
     rank: int
     """The greatest goes first when there is no room; 0 stays."""
+    when: Callable[[Row], object] = lambda _: True
+    """Of a table in which this holds for no row the column is left out."""
 
     def width(self, rows: Sequence[Row]) -> int:
         return max(len(self.title), *(len(_cell(self, row)) for row in rows)) if rows else len(self.title)
@@ -68,6 +70,21 @@ _COLUMNS = (
         "sent: bytes on the wire per worker and iteration.",
         3,
     ),
+    _Column(
+        "stale",
+        lambda row: Text(staleness(row)),
+        "stale: steps ahead of the slowest worker, mean (most).",
+        6,
+        lambda row: max(row.staleness, default=0),
+    ),
+    _Column(
+        "wait ms",
+        lambda row: Text(units.milliseconds(row.wait_s_per_step)),
+        "wait: time per step that a worker was held up by others.",
+        7,
+        lambda row: row.wait_s_per_step,
+    ),
+    _Column("to acc s", lambda row: Text(_reached(row)), "", 0, lambda row: row.time_to_accuracy_s),
     _Column("equal", lambda row: _verdict(row.replicas_equal), "equal: replicas agree bit for bit.", 0),
 )
 
@@ -89,6 +106,7 @@ class _Fitted:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows = self.result.rows
         every = [_BOUND if column is _ACCURACY and self.result.replayed else column for column in _COLUMNS]
+        every = [column for column in every if any(column.when(row) for row in rows) or not rows]
         columns, name = _fitting(every, rows, options.max_width)
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
         table.add_column("strategy", overflow="fold", width=name)
@@ -127,6 +145,14 @@ def remarks(result: Result) -> tuple[str, ...]:
             "The bound is loading and the trace's compute, and the link where a strategy limits its rate: nothing else"
             " does."
         )
+    if result.target is not None and any(row.iteration_s is not None for row in result.rows):
+        accuracy = units.percent(result.target, 0 if round(100 * result.target, 9).is_integer() else 2)
+        never = [result.label(row) for row in result.rows if row.time_to_accuracy_s is None and row.error is None]
+        lines.append(
+            f"To acc is the training time after which the model was first seen to be {accuracy} accurate"
+            + (f"; {', '.join(never)} never was." if never else ".")
+        )
+    lines += [f"{result.label(row)}: {row.slowest}." for row in result.rows if row.slowest is not None]
     lines += [f"{preset}: {note}." for preset, note in _noted(result).items()]
     found = (row.name for row in result.rows if row.iteration_s is not None and row.exposed_comm_s is None)
     uncounted = list(dict.fromkeys(found))
@@ -152,6 +178,16 @@ def _cell(column: _Column, row: Row) -> Text:
     if row.error is not None and row.iteration_s is None and column.title != "W":
         return Text("failed", style="red") if column in (_ACCURACY, _BOUND) else Text(units.MISSING)
     return column.cell(row)
+
+
+def staleness(row: Row) -> str:
+    """By how many steps workers were ahead of the slowest: the mean, and the most."""
+    mean = row.mean_staleness
+    return units.MISSING if mean is None else f"{units.significant(mean, 2)} ({max(row.staleness)})"
+
+
+def _reached(row: Row) -> str:
+    return units.MISSING if row.time_to_accuracy_s is None else units.significant(row.time_to_accuracy_s)
 
 
 def _verdict(equal: bool | None) -> Text:

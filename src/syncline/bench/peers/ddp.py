@@ -100,6 +100,9 @@ class Member:
         """Wait for all workers."""
         self._dist.barrier()
 
+    def consolidate(self) -> None:
+        """Nothing: replicas never differ."""
+
     def shutdown(self) -> None:
         """Leave the group."""
         self._dist.destroy_process_group()
