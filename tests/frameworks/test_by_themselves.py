@@ -22,6 +22,9 @@ WORKERS, STEPS = 2, 4
 OPTIONS = {"unused": "error", "weight": 1, "ignore": (), "broadcast_buffers": True}
 SINGLE = ["ps(servers=1)", "ps(servers=2) schedule=wait_free", "ps(servers=2, on=workers)"]
 SINGLE += ["ps(servers=1)" + STAGED, "ps(servers=2, on=workers)" + STAGED]
+LAYERED = ["ps(servers=2) schedule=priority(slice=64B)", "ps(servers=1, on=workers) schedule=priority(slice=64B)"]
+LAYERED += ["ps(servers=2, on=workers) schedule=priority(slice=64B)" + STAGED]
+SINGLE += LAYERED
 
 
 def under(strategy: str, sync: str) -> str:

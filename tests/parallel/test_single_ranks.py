@@ -29,11 +29,12 @@ def test_every_push_counts_once(pool: Pool, address: str, place: str, servers: i
 
 
 @pytest.mark.parametrize(("place", "servers"), PLACES)
+@pytest.mark.parametrize("schedule", ["fixed", "priority(slice=64B)"])
 def test_models_of_torch_train_as_one_when_all_wait_for_the_slowest(
-    pool: Pool, address: str, place: str, servers: int
+    pool: Pool, address: str, place: str, servers: int, schedule: str
 ) -> None:
-    processes = WORKERS + servers
-    case = [[[index, processes, address], f"{place} sync=ssp(staleness=0)"] for index in range(processes)]
+    processes, text = WORKERS + servers, f"{place} sync=ssp(staleness=0) schedule={schedule}"
+    case = [[[index, processes, address], text] for index in range(processes)]
     with pool.start(bodies.train, case) as group:
         found = group.results()[:WORKERS]
     for name, wanted in bodies.steps().items():

@@ -81,7 +81,7 @@ class TestCombinations:
             ("sync=ssp(staleness=3)", r"auto has none; .* is 'ps\(servers=1\) sync=ssp\(staleness=3\)'"),
             ("native sync=asp", r"native has none; the nearest that works is 'ps\(servers=1\) sync=asp'"),
             ("ps(servers=2, update=worker) sync=asp", r"ps has none; the nearest .* 'ps\(servers=2\) sync=asp'"),
-            ("ps(servers=1) sync=asp schedule=priority", r"itself, of all buckets; .* is 'ps\(servers=1\) sync=asp'"),
+            ("ps(servers=1) sync=asp schedule=delayed", r"two steps under way.* is 'ps\(servers=1\) sync=asp'"),
             ("ps sync=ssp(staleness=-1)", r"staleness=-1: it is a number of steps, 0 or more; ssp\(staleness=0\) goes"),
             ("ps sync=ssp", r"ssp needs staleness, as in ssp\(staleness=..."),
             (

@@ -10,11 +10,12 @@ cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from ..kernels.cpu import BLOCK_BYTES
+from .protocol import ALL
 from .records import Array
 from .shard import Holding
 
@@ -26,16 +27,21 @@ class Compensation:
         self._holdings, self._factor = holdings, factor
         self._sent = [[held.weights.copy() for held in holdings] for _ in range(workers)]
 
-    def note(self, workers: Iterable[int]) -> None:
-        """These are sent the weights as they are now."""
+    def note(self, workers: Iterable[int], bucket: int) -> None:
+        """These are sent the weights of a bucket, or of ``ALL``, as they are now."""
         for worker in workers:
-            for sent, held in zip(self._sent[worker], self._holdings, strict=True):
+            for sent, held in self._of(worker, bucket):
                 np.copyto(sent, held.weights)
 
-    def correct(self, worker: int, scale: float) -> None:
+    def correct(self, worker: int, bucket: int, scale: float) -> None:
         """Compensate a worker's gradients, which lie in the holdings and will be multiplied by ``scale``."""
-        for sent, held in zip(self._sent[worker], self._holdings, strict=True):
+        for sent, held in self._of(worker, bucket):
             compensate(held.gradient, held.weights, sent, self._factor * scale)
+
+    def _of(self, worker: int, bucket: int) -> Iterator[tuple[Array, Holding]]:
+        for sent, held in zip(self._sent[worker], self._holdings, strict=True):
+            if bucket in (ALL, held.bucket):
+                yield sent, held
 
 
 def compensate(gradient: Array, now: Array, then: Array, factor: float) -> None:

@@ -46,11 +46,11 @@ class Merged:
         """Wait for what is under way."""
         self._engine.wait(*self._pushes, *self._pulls.values())
 
-    def update(self, worker: int, update: Update) -> None:  # noqa: ARG002
+    def update(self, worker: int, bucket: int, update: Update) -> None:  # noqa: ARG002
         """As ``Updating`` does."""
         self._updating.say(update)()
 
-    def release(self, workers: Sequence[int]) -> None:
+    def release(self, workers: Sequence[int], bucket: int) -> None:
         """They have been told: what is updated goes to all."""
 
     def rest(self) -> None:

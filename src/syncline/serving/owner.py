@@ -13,6 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -69,8 +70,8 @@ class Moves(Protocol):
         """Tell these workers the squared norm of the gradients here."""
         ...
 
-    def update(self, worker: int, update: Update) -> None:
-        """Have what that worker, or ``ALL``, has pushed updated, by bucket or at once, as soon as it is there."""
+    def update(self, worker: int, bucket: int, update: Update) -> None:
+        """Have what that worker, or ``ALL``, has pushed of a bucket, or of all, updated as soon as it is there."""
         ...
 
     def release(self, released: Release) -> None:
@@ -79,16 +80,17 @@ class Moves(Protocol):
 
 
 class Owner:
-    """Keeps the ledger of one shard and does what it says; workers tell of a step at once, so its buckets are ``ALL``.
+    """Keeps the ledger of one shard and does what it says.
 
-    ``version`` counts the updates of its weights; the last may still be on its way, bucket by bucket. ``lags`` are how
-    many had been made since the weights on which each worker's last push was computed.
+    ``buckets`` are pushed by themselves; where workers tell of a step at once that is ``ALL``. ``version`` counts the
+    updates of weights; the last may still be on its way, bucket by bucket. ``lags`` are how many had been made since
+    the weights on which each worker's last push was computed, of the bucket with most.
     """
 
-    def __init__(self, session: Session, shard: Shard, moves: Moves) -> None:
+    def __init__(self, session: Session, shard: Shard, moves: Moves, buckets: Sequence[int] = (ALL,)) -> None:
         self._session, self.shard, self._moves = session, shard, moves
         mode = session.strategy.sync_mode()
-        self.ledger = Ledger(session.group.workers, mode)
+        self.ledger = Ledger(session.group.workers, mode, buckets)
         self.version = 0
         self.lags = [0] * session.group.workers
         factor = application_of(mode).compensate
@@ -102,13 +104,13 @@ class Owner:
                 moves.settle(action.worker)
                 moves.tell_norm(action.workers, self.shard.squared_norm())
             elif isinstance(action, Apply):
-                self.version = action.version
+                self.version += 1
                 if action.worker != ALL:
-                    self.lags[action.worker] = action.lag
-                moves.update(action.worker, partial(self._update, action))
+                    self.lags[action.worker] = max(self.lags[action.worker], action.lag)
+                moves.update(action.worker, action.bucket, partial(self._update, action))
             elif isinstance(action, Release):
                 if self._compensation is not None:
-                    self._compensation.note(action.workers)
+                    self._compensation.note(action.workers, action.bucket)
                 moves.release(action)
 
     def _update(self, action: Apply, bucket: int) -> None:
@@ -130,7 +132,7 @@ class Owner:
             if values["skip"]:
                 return
             if self._compensation is not None:
-                self._compensation.correct(action.worker, values["scale"])
+                self._compensation.correct(action.worker, bucket, values["scale"])
             self.shard.apply(bucket, action.newest["groups"], values["scale"])
         except SynclineError:
             raise
@@ -143,6 +145,15 @@ class Owner:
             ) from error
 
 
+@dataclass
+class _Standing:
+    """Of a worker that waits: the parts that it has been sent, its staleness, and since when it waits."""
+
+    parts: int = 0
+    ahead: int = 0
+    since: float = 0.0
+
+
 class Server:
     """Serves a shard to workers that send requests; ``traffic`` is how their gradients and its weights travel.
 
@@ -152,10 +163,12 @@ class Server:
     def __init__(self, session: Session, shard: Shard, traffic: Traffic, relay: Relay | None = None) -> None:
         self._session, self._shard, self._traffic, self._relay = session, shard, traffic, relay
         self._exchanges = traffic.exchanges(shard.apart)
-        self._owner = Owner(session, shard, self)
         self._merges = session.strategy.sync_mode().merges
+        self._parts = range(traffic.buckets) if shard.apart and not self._merges else (ALL,)
+        self._owner = Owner(session, shard, self, self._parts)
+        self._begun: dict[int, set[int]] = {}  # worker -> the parts of its step that it has pushed, where not yet all
+        self._standing = [_Standing() for _ in range(session.group.workers)]
         self._told = [0] * session.group.workers  # the version of the weights that each worker was sent last
-        self._since = [0.0] * session.group.workers  # when what each said last was taken up
         self._gone: set[int] = set()  # those that have said that they leave
         self._messages: dict[int, dict[str, Any]] = {}  # that have come, from the workers that have not left
         self._requests = {worker: self._listen(worker) for worker in range(session.group.workers)}
@@ -166,18 +179,20 @@ class Server:
         """Return when every worker has left; raises the fault when there is one."""
         engine, workers = self._session.engine, range(self._session.group.workers)
         while not self._all_left():
-            coming = [self._next(worker) for worker in self._requests]
+            coming = [work for worker in self._requests for work in self._next(worker)]
             if self._heard is not None:
                 coming.append(self._heard.work)
             engine.wait_any(coming, until=self._all_left)
             for worker in workers:
-                if worker in self._requests and self._next(worker).done:
+                if worker in self._requests and any(work.done for work in self._next(worker)):
                     self._take(worker)
             if self._heard is not None and self._relay is not None and self._heard.work.done:
                 self._replace(self._heard, self._relay)
 
     def _take(self, worker: int) -> None:
         """Do what a worker has asked for, and listen for more."""
+        if not self._take_parts(worker):
+            return
         message = self._messages.pop(worker)
         if message["kind"] == "leave":
             self._gone.add(worker)
@@ -188,16 +203,36 @@ class Server:
             self._answer(worker, message)
             self._requests[worker] = self._listen(worker)
 
-    def _next(self, worker: int) -> Work:
+    def _take_parts(self, worker: int) -> bool:
+        """Do what has come of a push that is taken in bucket by bucket; whether the message can be taken as a whole."""
+        message = self._messages[worker]
+        if message["kind"] != "push" or ALL in self._parts:
+            return True
+        begun = self._begun.setdefault(worker, set())
+        for part, work in enumerate(self._exchanges.coming(worker)):
+            if work.done and part not in begun:
+                begun.add(part)
+                if len(begun) == len(self._parts):
+                    del self._messages[worker], self._begun[worker]
+                    self._requests[worker] = self._listen(worker)
+                    self._standing[worker].since = time.perf_counter()
+                self._owner.handle(Request("push", worker, message["clock"], message["values"], part))
+        return False
+
+    def _next(self, worker: int) -> Sequence[Work]:
         """What a worker's request waits for, or itself when it can be answered."""
         request = self._requests[worker]
         if not request.done:
-            return request
+            return [request]
         if worker not in self._messages:
             self._messages[worker] = self._read(worker, request.result)
         if self._messages[worker]["kind"] in _OF_STEPS:
-            return next((work for work in self._exchanges.coming(worker) if not work.done), request)
-        return request
+            begun = self._begun.get(worker, ())
+            coming = [work for part, work in enumerate(self._exchanges.coming(worker)) if part not in begun]
+            if ALL not in self._parts and self._messages[worker]["kind"] == "push":
+                return coming
+            return [next((work for work in coming if not work.done), request)]
+        return [request]
 
     def _all_left(self) -> bool:
         left = self._gone | self._session.ending.left_already()
@@ -214,19 +249,29 @@ class Server:
         for worker in workers:
             self._reply(worker, {"squared": squared})
 
-    def update(self, worker: int, update: Update) -> None:
+    def update(self, worker: int, bucket: int, update: Update) -> None:
         """As the traffic does."""
-        self._exchanges.update(worker, update)
+        self._exchanges.update(worker, bucket, update)
 
     def release(self, released: Release) -> None:
-        """Send the weights and answer what they have asked, with how they stand beside the others."""
-        self._exchanges.release(released.workers)
-        clocks, now = self._owner.ledger.clocks, time.perf_counter()
+        """Send the weights and, with the last of them, answer what workers have asked, and how they stand."""
+        self._exchanges.release(released.workers, released.bucket)
         for worker, ahead in zip(released.workers, released.ahead, strict=True):
-            waited_s = 0.0 if worker == released.by else now - self._since[worker]
-            version = self._told[worker] = self._owner.version
-            answer = {"version": version, "clock": clocks[worker], "ahead": ahead, "lag": self._owner.lags[worker]}
-            self._reply(worker, {**answer, "waited_s": waited_s, "for": released.by})
+            standing = self._standing[worker]
+            standing.parts += 1
+            standing.ahead = max(standing.ahead, ahead)
+            if standing.parts == len(self._parts):
+                self._answer_step(worker, standing, released.by)
+
+    def _answer_step(self, worker: int, standing: _Standing, by: int) -> None:
+        """A worker has been sent all, the last of it because of a message of worker ``by``."""
+        waited_s = 0.0 if worker == by else time.perf_counter() - standing.since
+        version = self._told[worker] = self._owner.version
+        clock, lag = self._owner.ledger.clocks[worker], self._owner.lags[worker]
+        self._owner.lags[worker], standing.parts = 0, 0
+        answer = {"version": version, "clock": clock, "ahead": standing.ahead, "lag": lag}
+        standing.ahead = 0
+        self._reply(worker, {**answer, "waited_s": waited_s, "for": by})
 
     # Requests.
 
@@ -261,7 +306,7 @@ class Server:
     def _answer(self, worker: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind in _OF_STEPS or kind == "meet":
-            self._since[worker] = time.perf_counter()
+            self._standing[worker].since = time.perf_counter()
             self._owner.handle(Request(kind, worker, message["clock"], message.get("values", {})))
             return
         if kind != "load":  # which alone does not touch the weights
@@ -347,7 +392,16 @@ def serve(
     if holdings is not None:
         merges = session.strategy.sync_mode().merges
         relay = Relay(model, lay) if lay is not None and merges else None
-        Server(session, Shard(holdings, build, learnt, apart=apart and merges), traffic, relay).serve()
+        Server(session, Shard(holdings, build, learnt, apart=apart and by_bucket(session)), traffic, relay).serve()
+
+
+def by_bucket(session: Session) -> bool:
+    """Whether owners update bucket by bucket where the optimizer allows it.
+
+    Pushes that are updates by themselves they do so where workers tell the values of a step when it begins.
+    """
+    strategy = session.strategy
+    return strategy.sync_mode().merges or strategy.schedule_object().apply == "layer"
 
 
 def serve_beside(session: Session, shard: Shard, traffic: Traffic) -> Work:

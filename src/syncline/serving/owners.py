@@ -189,7 +189,7 @@ class LocalOwners:
         """The last step has waited for its pulls."""
         self._session.engine.wait(*self._pushes.values())
 
-    def update(self, worker: int, update: Update) -> None:  # noqa: ARG002
+    def update(self, worker: int, bucket: int, update: Update) -> None:  # noqa: ARG002
         """When the workers are known to agree."""
         assert self._updating is not None
         self._open = self._updating.say(update)

@@ -16,6 +16,7 @@ Theory: Dean et al., "Large Scale Distributed Deep Networks" (DistBelief), NeurI
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -72,19 +73,26 @@ class Single:
     keeps = True
 
     def __init__(self, session: Session, model: Model, carrier: Carrier) -> None:
-        self._carrier, self.buckets = carrier, len(model.layout.buckets)
+        self._session, self._carrier, self.buckets = session, carrier, len(model.layout.buckets)
         mine = carrier.mine
         self._owned = None if mine is None else _Owned(session, model, carrier, mine)
 
     def push(self, number: int, label: str, **options: Any) -> Work:
         """As the carrier does."""
-        return self._carrier.push(number, label, **options)
+        work = self._carrier.push(number, label, **options)
+        if self._owned is not None:
+            self._owned.produced(number, options.get("gate"))
+        return work
 
-    def pull(self, number: int, **options: Any) -> Work:
-        """As the carrier does."""
-        return self._carrier.pull(number, f"weights of bucket {number}", **options)
+    def pull(self, number: int, gate: Work | None = None, **options: Any) -> Work:
+        """As the carrier does, behind what this process sends itself."""
+        label = f"weights of bucket {number}"
+        given = None if self._owned is None else self._owned.take_given(number)
+        if given is not None:
+            gate = self._session.engine.then(label, [given, *([] if gate is None else [gate])])
+        return self._carrier.pull(number, label, gate=gate, **options)
 
-    def exchanges(self, apart: bool) -> _Owned:  # noqa: ARG002 - a worker's push is one update
+    def exchanges(self, apart: bool) -> _Owned:  # noqa: ARG002 - nothing waits here
         """One for each worker."""
         assert self._owned is not None
         self._owned.begin()
@@ -113,7 +121,9 @@ class _Owned:
             self._weights = [np.zeros(array.size, array.dtype) for array in model.weights]
             for own, array, part in zip(self._weights, model.weights, mine, strict=True):
                 own[part] = array[part]
-        self._pushes: dict[int, list[Work]] = {}
+        self._pushes: dict[int, list[Work]] = {}  # the next ones of each worker
+        self._given: dict[int, Work] = {}  # bucket -> done when this process's worker has what its owner updates of it
+        self._owing: dict[int, Work] = {}  # the same, while that is not so
 
     def holdings(self) -> list[Holding]:
         """What is owned, tensor by tensor."""
@@ -127,6 +137,22 @@ class _Owned:
         self._carrier.begin(self._workers)
         for worker in self._workers:
             self._pushes[worker] = [self._expect(worker, number, None) for number in range(len(self._mine))]
+        if self._session.is_worker:
+            self._pushes[self._session.index] = [self._promise(number) for number in range(len(self._mine))]
+
+    def produced(self, number: int, gate: Work | None) -> None:
+        """The worker of this process has a bucket's gradients behind ``gate``; called in the thread that trains."""
+        engine = self._session.engine
+        self._given[number] = self._owing[number] = engine.promise(f"weights of bucket {number}", tolerant=True)
+        if gate is None:
+            engine.fulfil(self._pushes[self._session.index][number])
+        else:
+            push = self._pushes[self._session.index][number]
+            engine.then(push.label, [gate], partial(engine.fulfil, push), tolerant=True)
+
+    def take_given(self, number: int) -> Work | None:
+        """What a pull of this process's worker goes behind, the first one after a push."""
+        return self._given.pop(number, None)
 
     # As ``Exchanges``.
 
@@ -134,24 +160,30 @@ class _Owned:
         """All of its push."""
         return self._pushes.get(worker, ())
 
-    def settle(self, worker: int) -> None:
+    def settle(self, worker: int, bucket: int = ALL) -> None:
         """Copy what has come to where the optimizer reads it."""
-        for number, part in enumerate(self._mine):
-            came = self._carrier.pushed(worker, number)
+        for number in self._numbers(bucket):
+            part, came = self._mine[number], self._carrier.pushed(worker, number)
             np.copyto(self._gradients[number][part], came[part], casting="same_kind")
 
-    def update(self, worker: int, update: Update) -> None:
-        """At once, all that the worker has pushed; its next push comes when it has the weights."""
-        self.settle(worker)
-        update(ALL)
+    def update(self, worker: int, bucket: int, update: Update) -> None:
+        """At once; the worker's next push comes when it has the weights."""
+        self.settle(worker, bucket)
+        update(bucket)
 
-    def release(self, workers: Sequence[int]) -> None:
+    def release(self, workers: Sequence[int], bucket: int) -> None:
         """Copy the weights as they are now, and start to send them; what is pushed next comes behind that."""
         for worker in workers:
-            for number, part in enumerate(self._mine):
+            for number in self._numbers(bucket):
+                part = self._mine[number]
                 self._carrier.room(worker, number)[part] = self._weights[number][part]
-            if worker != self._session.index:
-                self._pushes[worker] = [self._give(worker, number) for number in range(len(self._mine))]
+                if worker != self._session.index:
+                    self._pushes[worker][number] = self._give(worker, number)
+                else:
+                    self._give_own(number)
+
+    def _numbers(self, bucket: int) -> Sequence[int]:
+        return range(len(self._mine)) if bucket == ALL else (bucket,)
 
     def rest(self) -> None:
         """What is sent are copies."""
@@ -164,6 +196,18 @@ class _Owned:
         sent = self._carrier.send(worker, number, f"weights of bucket {number} to rank {worker}")
         expected = self._pushes[worker][number]
         return self._expect(worker, number, sent) if expected.done else expected
+
+    def _give_own(self, number: int) -> None:
+        """The worker of this process has a bucket, if it has not only met the others; it may push the next."""
+        pushes, engine = self._pushes[self._session.index], self._session.engine
+        if pushes[number].done:
+            pushes[number] = self._promise(number)
+        if (owing := self._owing.pop(number, None)) is not None:
+            engine.fulfil(owing)
+
+    def _promise(self, number: int) -> Work:
+        label = f"bucket {number} of rank {self._session.index}"
+        return self._session.engine.promise(label, tolerant=True)
 
     def _expect(self, worker: int, number: int, gate: Work | None) -> Work:
         return self._carrier.expect(worker, number, f"bucket {number} of rank {worker}", gate)

@@ -35,19 +35,19 @@ class Exchanges(Protocol):
     """An owner's part in pushes and pulls. ``worker`` is ``ALL`` where the pushes of all workers are one."""
 
     def coming(self, worker: int) -> Sequence[Work]:
-        """What has to be done before anything is done for what a worker says of its gradients."""
+        """What has to be done before anything is done for what a worker says of its gradients, by bucket if at all."""
         ...
 
     def settle(self, worker: int) -> None:
         """Return when the push of that worker lies in the gradients, and nothing under way reads the weights."""
         ...
 
-    def update(self, worker: int, update: Update) -> None:
-        """Have what that worker has pushed updated, a bucket or all at a time, now or as soon as it is there."""
+    def update(self, worker: int, bucket: int, update: Update) -> None:
+        """Have what that worker has pushed of a bucket, or of ``ALL``, updated, now or as soon as it is there."""
         ...
 
-    def release(self, workers: Sequence[int]) -> None:
-        """Start to send these workers the weights."""
+    def release(self, workers: Sequence[int], bucket: int) -> None:
+        """Start to send these workers the weights of a bucket, or of ``ALL``."""
         ...
 
     def rest(self) -> None:

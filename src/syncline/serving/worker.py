@@ -17,7 +17,7 @@ from ..errors import UsageError
 from ..session.replacing import copy_weights
 from ..session.session import Session
 from ..sync import application_of
-from .owner import serve_beside
+from .owner import by_bucket, serve_beside
 from .owners import LocalOwners, Owners, RemoteOwners
 from .records import Record
 from .shard import Build, Groups, Shard
@@ -184,7 +184,7 @@ def attach(session: Session, model: Model, build: Build, learnt: list[Record], *
             session.member.before_end.append(partial(remote.leave, None))
         return Worker(session, remote, traffic)
     holdings = traffic.holdings()
-    shard = None if holdings is None else Shard(holdings, build, learnt, apart=apart and together)
+    shard = None if holdings is None else Shard(holdings, build, learnt, apart=apart and by_bucket(session))
     if together:
         return Worker(session, LocalOwners(session, shard, len(model.layout.buckets)), traffic)
     remote = RemoteOwners(session)

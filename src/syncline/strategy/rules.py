@@ -259,12 +259,6 @@ def _owners_have_an_order_of_their_own(given: Combination) -> Fault | None:
     if schedule.apply == "next_step":
         reason = f"schedule={name} has two steps under way, and owners of the weights take them one by one"
         return reason, [*others, {"schedule": AUTO}]
-    if schedule.apply == "layer" and not build("sync", given.sync).merges:
-        reason = (
-            f"schedule={name} has each bucket updated when all workers have pushed it, and under sync={given.sync.name}"
-            " every worker's push is an update by itself, of all buckets"
-        )
-        return reason, [{"schedule": AUTO}, {"sync": BSP}]
     return None
 
 

@@ -441,6 +441,8 @@ class Replica:
         """A bucket is complete."""
         if self._meeting is None and not self._begun:  # nothing is agreed on where pushes are not merged
             self._check_start()
+            if self.on_begin is not None:
+                self.on_begin()
         self._begun = True
         after = None if submit.after is None else self._works.pop(submit.after)
         started = self.gradients.start(submit.operation, self._meeting, submit.priority, after)

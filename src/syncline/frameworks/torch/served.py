@@ -163,8 +163,15 @@ class Client:
 
     def _take_up(self, pulls: Sequence[Work], stepped: Callable[[], Sequence[Action]] = list) -> None:
         """Wait until the parameters have what is pulled of all buckets."""
-        works = [self._staging.up(self._weights.pair(number), pull, pull.label) for number, pull in enumerate(pulls)]
-        self.replica.session.engine.wait(*works)
+        numbers = range(len(pulls))
+        if self.crossing is None:
+            pulls = [
+                self._staging.up(self._weights.pair(number), pulls[number], pulls[number].label) for number in numbers
+            ]
+        self.replica.session.engine.wait(*pulls)
+        if self.crossing is not None:
+            for number in numbers:
+                self._weights.bring_up(number)
         self.replica.do(stepped())
         self._staging.join()
         self._remember_weights()
