@@ -411,9 +411,10 @@ def stats() -> Stats:
 def state_dict() -> dict[str, Any]:
     """What Syncline itself has to remember for a resumed run, beside the model's and the optimizer's own state.
 
-    Under a codec that keeps residuals all ranks have to call it, and every rank gets those of all: as many bytes as
-    there are ranks times the model's. Where owners hold the weights, theirs are in it too: they know more than the
-    workers have been told so far. Tensors and plain values, which ``torch.save`` takes.
+    Under a codec that keeps residuals, and where workers train by themselves and have weights of their own, all ranks
+    have to call it, and every rank gets what all have: as many bytes as there are ranks times the model's. Where owners
+    hold the weights, theirs are in it too: they know more than the workers have been told so far. Tensors and plain
+    values, which ``torch.save`` takes.
     """
     return checkpoint.save(_session_of_torch("state_dict()"), _prepared)
 

@@ -38,12 +38,13 @@ def save(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
         ]
     kept = [made.replica.gradients.compression for made in prepared]
     if any(one is not None and one.keeps for one in kept):
-        import torch
-
-        found["codec"] = [
-            one and [{key: torch.from_numpy(array) for key, array in rank.items()} for rank in _gathered(session, one)]
-            for one in kept
-        ]
+        found["codec"] = [one and _tensors(_gathered(session, one)) for one in kept]
+    apart = [made.replica.averaging for made in prepared]
+    if any(apart):
+        found["averaging"] = [one and one.saved() for one in apart]
+        other = [made.replica.gradients.of_differences for made in prepared]
+        if any(one is not None and one.keeps for one in other):
+            found["differences"] = [one and _tensors(_gathered(session, one)) for one in other]
     clients = [made.client for made in prepared]
     if any(client is not None and client.keeps for client in clients):
         found["weights"] = [client and client.owners_weights() for client in clients]
@@ -73,7 +74,7 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
         made.replica.steps = step
         compression, client = made.replica.gradients.compression, made.client
         if compression is not None and saved is not None:
-            compression.load([{key: np.asarray(array) for key, array in rank.items()} for rank in saved])
+            compression.load(_arrays(saved))
         if client is not None and (compression is not None or client.keeps):
             client.resume(step, owned or {})
         if compression is None:
@@ -91,8 +92,20 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
                 " same bits: use ps(on=workers, update=worker) or ps(update=server)",
                 stacklevel=3,
             )
+    _resume_averaging(prepared, state.get("averaging") or nothing, state.get("differences") or nothing)
     if state.get("algorithms") and state["world_size"] == session.world_size:
         session.resume_with(Choice.read(state["algorithms"]))
+
+
+def _resume_averaging(
+    prepared: Sequence[Prepared], states: Sequence[Mapping[str, Any] | None], of_codecs: Sequence[Any]
+) -> None:
+    """Go on from what workers had agreed on, and each from its own weights."""
+    for made, state, kept in zip(prepared, states, of_codecs, strict=True):
+        if made.replica.averaging is not None and state is not None:
+            made.replica.averaging.load(state)
+        if made.replica.gradients.of_differences is not None and kept is not None:
+            made.replica.gradients.of_differences.load(_arrays(kept))
 
 
 def _rest(prepared: Sequence[Prepared], what: str) -> None:
@@ -117,6 +130,18 @@ def _resume_layouts(prepared: Sequence[Prepared], layouts: Sequence[Mapping[str,
                 made.replica.resume_with(chosen, bool(saved["measured"]))
             except (ValueError, TypeError, KeyError, OverflowError) as error:
                 raise UsageError(f"the buckets in this state are of another model: {error}") from error
+
+
+def _tensors(ranks: Sequence[Saved]) -> list[dict[str, Any]]:
+    """What ranks keep, as ``torch.save`` takes it."""
+    import torch
+
+    return [{key: torch.from_numpy(array) for key, array in rank.items()} for rank in ranks]
+
+
+def _arrays(ranks: Sequence[Mapping[str, Any]]) -> list[Saved]:
+    """The other way round."""
+    return [{key: np.asarray(array) for key, array in rank.items()} for rank in ranks]
 
 
 def _gathered(session: Session, compression: Compression) -> list[Saved]:

@@ -17,13 +17,17 @@ stays what it would be without it: what was agreed on, and what is counted, are 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
+from ...compression.saved import Saved, from_bytes
+from ...compression.saved import as_bytes as saved_as_bytes
 from ...engine.step import Action, Agree, BucketPhase, Submit, Wait
 from ...engine.work import Work
+from ...errors import UsageError
 from ...session.tickets import CONSOLIDATE, JOINED, Meeting, step_of
 from ...sync import Agrees
 from ...sync._periodic import BLOCK_ELEMENTS, agree_in_blocks
@@ -55,12 +59,29 @@ class Exchanged(Protocol):
         """Put ``share`` of what the workers' sum makes the final weights; False where no sum is needed for them."""
         ...
 
+    def give_agreed(self) -> None:
+        """Let the weights be those that all have agreed on, if there are any."""
+        ...
+
     def take_final(self) -> None:
         """The sum has come, where one is needed: let the weights be the final ones."""
         ...
 
     def anew(self) -> None:
         """The script has loaded weights."""
+        ...
+
+    @property
+    def all_agree(self) -> bool:
+        """Whether this worker has the very weights that all have agreed on."""
+        ...
+
+    def saved(self) -> dict[str, list[torch.Tensor]]:
+        """What all workers have alike and a resumed run has to know, by parameter."""
+        ...
+
+    def load(self, saved: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Take it up; all workers call it with the same."""
         ...
 
 
@@ -175,6 +196,59 @@ class Averaging:
                 " differ by says nothing: load the same ones on all ranks, or syncline.load_state_dict() after them"
             )
 
+    def saved(self) -> dict[str, Any]:
+        """What a resumed run has to know: of all workers, which call it together.
+
+        Each worker's own weights and buffers are in it, as many bytes as there are workers times the model's, unless
+        all have agreed on theirs.
+        """
+        self.settle()
+        if self._follows_exchange:
+            self._weights.anew()
+        replica = self._replica
+        mine: Saved = {"counted": np.array([replica.left_weight])}
+        if self.since or not self._weights.all_agree:
+            mine |= {f"own/{name}": as_bytes(tensor.contiguous()).cpu().numpy() for name, tensor in self._tensors()}
+        ranks = [from_bytes(data) for data in replica.session.gather(saved_as_bytes(mine))]
+        return {
+            **self._weights.saved(),
+            "since": self.since,
+            "synchronous": self._follows_exchange,
+            "counted": [float(rank["counted"][0]) for rank in ranks],
+            "ranks": [self._own(rank) for rank in ranks],
+        }
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return self._replica.selection.tensors()
+
+    def _own(self, rank: Saved) -> Tensors:
+        """A worker's own tensors, as it has told them; none where all agree."""
+        if len(rank) == 1:
+            return {}
+        return {
+            name: torch.from_numpy(rank[f"own/{name}"].copy()).view(tensor.dtype).view(tensor.shape)
+            for name, tensor in self._tensors()
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on from there; all workers call it with the same. Raises UsageError for the state of another model.
+
+        Where there are more or fewer workers than there were, all begin with the mean of what these had.
+        """
+        ranks, session = saved["ranks"], self._replica.session
+        try:
+            self._weights.load(saved)
+            each = [[rank.get(name) for rank in ranks] for name, _ in self._tensors()]
+            with torch.no_grad():
+                self._weights.give_agreed()
+                for (_, tensor), of_ranks in zip(self._tensors(), each, strict=True):
+                    _load_own(tensor, of_ranks, session.rank if len(ranks) == session.world_size else None)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"the agreed weights in this state are of another model: {error}") from error
+        self.since, self._follows_exchange = int(saved["since"]), bool(saved["synchronous"])
+        if len(ranks) == session.world_size and self.since:
+            self._replica.resume_weight(float(saved["counted"][session.rank]))
+
     def consolidate(self) -> None:
         """Give all workers the same weights, which all of them call together, between two steps."""
         self.settle()
@@ -202,6 +276,19 @@ class Averaging:
             storage.bring_up(number)
 
 
+def _load_own(tensor: torch.Tensor, of_ranks: Sequence[torch.Tensor | None], rank: int | None) -> None:
+    """Let a tensor be what that worker had, or, without one, the mean of what workers had, if it is a number."""
+    known = [value for value in of_ranks if value is not None]
+    if not known:
+        return
+    if rank is not None:
+        known = [value for value in of_ranks[rank : rank + 1] if value is not None]
+    if tensor.is_floating_point():
+        tensor.data.copy_(torch.stack(known).to(torch.float64).mean(0))
+    elif known:
+        tensor.data.copy_(known[0])
+
+
 class Differences:
     """By how much the weights of a model differ from those that all workers have agreed on last."""
 
@@ -212,17 +299,41 @@ class Differences:
         self._pull = mode.pull(replica.session.world_size)
         self._agreed = self._like_weights()
         self._memory = self._like_weights() if mode.remembers else {}
-        self._views = [self._storage.view_in(self._agreed, tensor) for tensor in range(len(self._parameters))]
+        self._views = self._views_in(self._agreed)
+        self._memory_views = self._views_in(self._memory)
         self._mark: int | None = 0  # None where it has to be computed: this rank alone says what was agreed on
         self._copy_own()
 
     def _like_weights(self) -> Tensors:
         return {dtype: torch.zeros_like(flat) for dtype, flat in self._storage.resident.items()}
 
+    def _views_in(self, blocks: Tensors) -> list[torch.Tensor]:
+        tensors = range(len(self._parameters) if blocks else 0)
+        return [self._storage.view_in(blocks, tensor) for tensor in tensors]
+
     def _copy_own(self) -> None:
         with torch.no_grad():
             for agreed, parameter in zip(self._views, self._parameters, strict=True):
                 agreed.copy_(parameter)
+
+    @property
+    def all_agree(self) -> bool:
+        """True in the beginning, and after an exchange, unless there is a centre."""
+        return all(map(torch.equal, self._views, self._parameters))
+
+    def saved(self) -> dict[str, list[torch.Tensor]]:
+        """The agreed weights, and what the mode remembers."""
+        found = {"agreed": [view.cpu().clone() for view in self._views]}
+        if self._memory:
+            found["memory"] = [view.cpu().clone() for view in self._memory_views]
+        return found
+
+    def load(self, saved: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Which the next exchange compares."""
+        for mine, what in ((self._views, "agreed"), (self._memory_views, "memory")):
+            for view, value in zip(mine, saved[what] if mine else (), strict=True):
+                view.copy_(value)
+        self._mark = None
 
     def anew(self) -> None:
         """What was loaded counts as agreed on: all ranks have to load the same, which the next exchange checks."""
@@ -262,6 +373,10 @@ class Differences:
         self._mark = 0
         if self._pull == 1:
             self._give(self._views)
+
+    def give_agreed(self) -> None:
+        """As they are."""
+        self._give(self._views)
 
     def _give(self, values: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():

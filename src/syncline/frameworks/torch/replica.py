@@ -411,6 +411,10 @@ class Replica:
         """What this rank counts in an exchange of weights: nothing where it has made no step since the last one."""
         return self._weight() if self.averaging is not None and self.averaging.since else 0.0
 
+    def resume_weight(self, weight: float) -> None:
+        """This rank has counted so much since the last exchange of weights."""
+        self._counting.resume(weight)
+
     def averaged(self, meeting: Meeting) -> None:
         """Weights have been exchanged."""
         self._counting.reset()

@@ -49,6 +49,10 @@ class Counting(Protocol):
         """The gradients were exchanged."""
         ...
 
+    def resume(self, weight: float) -> None:
+        """So much had been counted since the last exchange in the run that is resumed."""
+        ...
+
 
 class Fixed:
     """The same weight in every exchange, whatever it is made of."""
@@ -62,6 +66,9 @@ class Fixed:
         """Nothing is counted."""
 
     drop = reset = keep
+
+    def resume(self, weight: float) -> None:
+        """Nothing is counted."""
 
 
 class _Pass:
@@ -131,6 +138,10 @@ class Samples:
     def reset(self) -> None:
         """The gradients were exchanged."""
         self._kept, self._new, self._again = [], [], []
+
+    def resume(self, weight: float) -> None:
+        """Beside what is counted from now on."""
+        self._kept = [weight]
 
     def _now(self) -> list[float]:
         return [made.weight for made in self._new or self._again]
