@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 def save(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
     """The state of the run, its models in the order in which they were prepared; all workers call it."""
     _rest(prepared, "syncline.state_dict()")
+    for made in prepared:
+        if made.client is not None and not made.client.together:
+            made.client.consolidate()  # so that nobody waits for a step of one that is here
     found: dict[str, Any] = {
         "strategy": str(session.strategy),
         "algorithms": [] if session.choice is None else [list(row) for row in session.choice.table],

@@ -38,7 +38,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize("strategy", [*PLACES, PLACES[0] + STAGED])
+@pytest.mark.parametrize(
+    "strategy", [*PLACES, PLACES[0] + STAGED, *(f"{place} schedule=priority codec=int8" for place in PLACES)]
+)
 @pytest.mark.parametrize("ends", ["consolidate", "join", "state_dict"])
 def test_all_have_the_same_weights_at_the_end(group: Any, strategy: str, ends: str) -> None:
     """After different numbers of batches; the optimizer's state is that of all pushes."""
@@ -115,6 +117,32 @@ def test_a_checkpoint_holds_the_owners_weights_whatever_the_model_had_when_it_wa
 
     for found in on_group(group, strategy, WORKERS, sgd, second, weight=1):
         same(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", PLACES)
+def test_under_a_codec_a_run_goes_on_from_the_owners_own_weights(group: Any, strategy: str) -> None:
+    """Which say more than any worker knew."""
+    kept: dict[int, Any] = {}
+
+    def body(here: Here) -> Any:
+        train(here, 2 + here.rank)
+        own = checkpoint.save(here.session, prepared(here))
+        found = weights(here.model)
+        if here.rank == 0:
+            kept[0] = own
+            assert any(not torch.equal(own["weights"][0][name], tensor) for name, tensor in found.items())
+        train(here, 2, 5)
+        prepared(here)[0].consolidate()
+        checkpoint.load(here.session, prepared(here), kept[0])
+        resumed = weights(here.model)
+        train(here, 2, 9)
+        prepared(here)[0].consolidate()
+        return found, resumed, weights(here.model)
+
+    first, second = on_group(group, f"{strategy} codec=int8", WORKERS, adam, body, weight=1)
+    for one, other in zip(first, second, strict=True):
+        same(one, other)
+    same(first[1], kept[0]["weights"][0])
 
 
 @pytest.mark.parametrize("strategy", PLACES)

@@ -1,11 +1,13 @@
 """What moves one worker's pushes and pulls: ``Plans`` as they are, ``Payloads`` under a codec.
 
 Owns their keys, and the memory in which an owner receives and out of which it sends. What one worker pushes is encoded
-as it is where all are summed, and decoded by itself; the weights that it pulls travel as they are under a codec too.
+as it is where all are summed, and decoded by itself. What it pulls under a codec are the updates that it has not, or
+weights as they are (``compression.versions``).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -14,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from ..compression.compression import Compression
-from ..compression.reducers import Message, Reducer, Round
+from ..compression.reducers import Held, Message, Operand, Reducer, Round
 from ..compression.reducers.owners import share_out, taking
+from ..compression.versions import Hearing, Telling
 from ..engine.runs import chunk_edges
 from ..engine.work import Work
-from ..errors import ProtocolError, UsageError
+from ..errors import UsageError
 from ..session.communicator import WEIGHT_KEYS, compiled
 from ..session.session import MODEL_KEYS, Session
 from .records import Array
@@ -51,6 +54,8 @@ class _Keys:
 class Plans:
     """Gradients and weights as they are, by plans between one worker and the owners, each of which has a chunk."""
 
+    encodes = False
+
     def __init__(self, session: Session, model: Model) -> None:
         self._session, self._model = session, model
         self._keys = _Keys(model, session.group.workers)
@@ -63,6 +68,7 @@ class Plans:
             worker: tuple(compiled(half, session.index) for half in halves) for worker, halves in plans.items()
         }
         self._rooms: dict[int, list[Array]] = {}
+        self._held: Sequence[Array] = ()  # the owner's weights
 
     @property
     def mine(self) -> list[slice] | None:
@@ -104,13 +110,26 @@ class Plans:
         program, array, key = self._programs[worker][1], self._rooms[worker][number], self._keys.pull(worker, number)
         return self._session.engine.exchange(program, array, key, label)
 
-    def room(self, worker: int, number: int) -> Array:
-        """The array, or the own worker's weights."""
-        return self._rooms.get(worker, self._model.weights)[number]
+    def hold(self, weights: Sequence[Array]) -> Sequence[Array]:
+        """They are sent as they are."""
+        self._held = weights
+        return weights
+
+    def updated(self, number: int) -> None:
+        """The next to be sent says all."""
+
+    def renew(self) -> None:
+        """The next to be sent says all."""
+
+    def put(self, worker: int, number: int, part: slice) -> None:
+        """A copy in the array, or in the own worker's weights."""
+        self._rooms.get(worker, self._model.weights)[number][part] = self._held[number][part]
 
 
 class Payloads:
-    """Gradients as a codec's payloads, weights as they are; owners have whole blocks of the codec."""
+    """Gradients and updates as a codec's payloads; owners have whole blocks of the codec."""
+
+    encodes = True
 
     def __init__(self, session: Session, model: Model, compression: Compression) -> None:
         self._session, self._model, self._compression = session, model, compression
@@ -118,12 +137,20 @@ class Payloads:
         self._owners = compression.participant.owners
         self._edges = [self._edges_of(number) for number in range(len(model.layout.buckets))]
         self._pushed: dict[int, list[Array]] = {}
-        self._rooms: dict[int, list[Array]] = {}
         self._takes: dict[tuple[int, int], list[Callable[[], Reducer]]] = {}
+        self._known: list[Array] = []  # of an owner, as the workers of the newest version have them
+        self._telling: dict[int, Telling] = {}  # of an owner, by bucket
+        self._has: dict[tuple[int, int], int] = defaultdict(int)  # the version that a worker has of a bucket
+        self._messages: dict[tuple[int, int], Array] = {}  # what it is sent next
+        self._hearing: dict[int, dict[int, Hearing]] = {}  # of a worker, by bucket and owner
+
+    def _shares_of(self, number: int, array: Array) -> list[list[Operand]]:
+        """What each owner has of a bucket."""
+        return share_out(self._compression.parts(number, array), len(self._owners))
 
     def _edges_of(self, number: int) -> list[int]:
         """Where the parts of a bucket's owners begin and end: they are consecutive."""
-        shares = share_out(self._compression.parts(number, self._model.weights[number]), len(self._owners))
+        shares = self._shares_of(number, self._model.weights[number])
         return [0, *accumulate(sum(part.array.size for part in share) for share in shares)]
 
     @property
@@ -140,13 +167,51 @@ class Payloads:
 
     def pull(self, number: int, label: str, **options: Any) -> Work:
         """A message from each owner."""
-        me, array = self._session.index, self._model.weights[number]
-        return self._reduce([partial(self._receive, number, array)], self._keys.pull(me, number), label, **options)
+        if number not in self._hearing:
+            shares, room = self._shares_of(number, self._model.weights[number]), self._compression.participant.room
+            places = zip(self._owners, shares, strict=True)
+            self._hearing[number] = {
+                place: Hearing(share, room) for place, share in places if share and place != self._session.index
+            }
+        key = self._keys.pull(self._session.index, number)
+        return self._reduce([partial(self._receive, number)], key, label, **options)
+
+    def hold(self, weights: Sequence[Array]) -> Sequence[Array]:
+        """The workers have others than these, the owner's own."""
+        me, names = self._compression.participant.owner, self._compression.names
+        self._known = [np.zeros_like(array) for array in weights]  # of which only what is owned is ever touched
+        for number, (own, known, edges) in enumerate(zip(weights, self._known, self._edges, strict=True)):
+            known[edges[me] : edges[me + 1]] = own[edges[me] : edges[me + 1]]
+            share = self._shares_of(number, known)[me]
+            if share:
+                keeps = [self._compression.keeps_rest(names.index(part.name)) for part in share]
+                held = [
+                    Held(part.array, keep) for part, keep in zip(self._shares_of(number, own)[me], keeps, strict=True)
+                ]
+                self._telling[number] = Telling(share, held)
+        return self._known
+
+    def updated(self, number: int) -> None:
+        """How they have changed is encoded, once for all workers."""
+        if number in self._telling:
+            self._telling[number].update()
+
+    def renew(self) -> None:
+        """All are sent them as they are."""
+        for telling in self._telling.values():
+            telling.renew()
+
+    def put(self, worker: int, number: int, part: slice) -> None:
+        """The message of what the worker has not; the own one's weights are copied."""
+        telling = self._telling.get(number)
+        if worker == self._session.index:
+            self._model.weights[number][part] = self._known[number][part]
+        elif telling is not None:
+            self._messages[worker, number] = telling.since(self._has[worker, number])
+            self._has[worker, number] = telling.version
 
     def begin(self, workers: Sequence[int]) -> None:
-        """Codecs decode to float32; of weights there is a copy."""
-        found = rooms(self._session, self._model.weights, self.mine or (), len(workers))
-        self._rooms = dict(zip(workers, found, strict=True))
+        """Codecs decode to float32."""
         for worker in workers:
             self._pushed[worker] = [np.zeros(array.size, np.float32) for array in self._model.weights]
             for number, array in enumerate(self._pushed[worker]):
@@ -163,39 +228,27 @@ class Payloads:
         return self._pushed.get(worker, self._model.gradients)[number]
 
     def send(self, worker: int, number: int, label: str) -> Work:
-        """A message of what is owned."""
-        array, owner = self._rooms[worker][number], self._compression.participant.owner
-        said = _bytes(array, self._edges[number], owner)
-        sends = [Message(worker, said)] if said.size else []
+        """That message."""
+        said = self._messages.pop((worker, number), None)
+        sends = [] if said is None else [Message(worker, said)]
         return self._reduce([partial(_sending, sends)], self._keys.pull(worker, number), label)
-
-    def room(self, worker: int, number: int) -> Array:
-        """The array, or the own worker's weights."""
-        return self._rooms.get(worker, self._model.weights)[number]
 
     def _reduce(self, pieces: Sequence[Callable[[], Reducer]], key: int, label: str, **options: Any) -> Work:
         return self._session.engine.reduce(lambda: pieces, self._session.bucket_program, key, label, **options)
 
-    def _receive(self, number: int, array: Array) -> Reducer:
-        """What the owners send of a bucket's weights, into its array."""
-        wanted = {}
-        for owner, place in enumerate(self._owners):
-            part = _bytes(array, self._edges[number], owner)
-            if place != self._session.index and part.size:
-                wanted[place] = part
-        lengths = yield Round([], [Message(place, part) for place, part in wanted.items()])
-        for (place, part), length in zip(wanted.items(), lengths, strict=True):
-            if length != part.size:
-                why = f"{length} bytes of weights came from {self._session.name(place)} in place of {part.size}"
-                raise ProtocolError(f"{why}; do all ranks run the same version with the same model?", rank=place)
+    def _receive(self, number: int) -> Reducer:
+        """What the owners tell of a bucket's weights."""
+        room, hearing = self._compression.participant.room, self._hearing[number]
+        buffers = {place: room.take(one.greatest_bytes) for place, one in hearing.items()}
+        wanted = [Message(place, buffers[place][: one.greatest_bytes]) for place, one in hearing.items()]
+        lengths = yield Round([], wanted)
+        for (place, one), length in zip(hearing.items(), lengths, strict=True):
+            one.take(buffers[place][:length], self._session.name(place))
+            room.give(buffers[place])
 
 
 def _sending(sends: Sequence[Message]) -> Reducer:
     yield Round(sends, [])
-
-
-def _bytes(array: Array, edges: Sequence[int], owner: int) -> Array:
-    return array[edges[owner] : edges[owner + 1]].view(np.uint8)
 
 
 def rooms(session: Session, like: Sequence[Array], mine: Sequence[slice], count: int) -> list[list[Array]]:

@@ -25,13 +25,13 @@ class Compensation:
 
     def __init__(self, holdings: Sequence[Holding], workers: int, factor: float) -> None:
         self._holdings, self._factor = holdings, factor
-        self._sent = [[held.weights.copy() for held in holdings] for _ in range(workers)]
+        self._sent = [[_told(held).copy() for held in holdings] for _ in range(workers)]
 
     def note(self, workers: Iterable[int], bucket: int) -> None:
         """These are sent the weights of a bucket, or of ``ALL``, as they are now."""
         for worker in workers:
             for sent, held in self._of(worker, bucket):
-                np.copyto(sent, held.weights)
+                np.copyto(sent, _told(held))
 
     def correct(self, worker: int, bucket: int, scale: float) -> None:
         """Compensate a worker's gradients, which lie in the holdings and will be multiplied by ``scale``."""
@@ -42,6 +42,10 @@ class Compensation:
         for sent, held in zip(self._sent[worker], self._holdings, strict=True):
             if bucket in (ALL, held.bucket):
                 yield sent, held
+
+
+def _told(held: Holding) -> Array:
+    return held.weights if held.sent is None else held.sent
 
 
 def compensate(gradient: Array, now: Array, then: Array, factor: float) -> None:

@@ -40,13 +40,14 @@ class Values(TypedDict):
 class Holding:
     """A slice that this process owns: where its weights lie, and the gradients that are pushed to it, flat.
 
-    ``bucket`` is the number of that by which they travel.
+    ``bucket`` is the number of that by which they travel, ``sent`` where the weights lie as workers are sent them.
     """
 
     slice: Slice
     weights: Array
     gradient: Array
     bucket: int = 0
+    sent: Array | None = None
 
 
 class Optimizer(Protocol):
@@ -145,14 +146,17 @@ def planned(
     return found
 
 
-def held(number: int, bucket: Bucket, gradient: Array, weight: Array, start: int, stop: int) -> list[Holding]:
+def held(
+    number: int, bucket: Bucket, gradient: Array, weight: Array, start: int, stop: int, sent: Array | None = None
+) -> list[Holding]:
     """Elements ``start`` to ``stop`` of a bucket, which has that number, tensor by tensor."""
     found = []
     for at, part in placed(bucket):
         low, high = max(start, at), min(stop, at + part.elements)
         if low < high:
             mine = Slice(part.tensor, part.start + low - at, part.start + high - at)
-            found.append(Holding(mine, weight[low:high], gradient[low:high], number))
+            told = None if sent is None else sent[low:high]
+            found.append(Holding(mine, weight[low:high], gradient[low:high], number, told))
     return found
 
 

@@ -8,7 +8,8 @@ too and then sent, so that the next update need not wait until the worker has it
 beside those of its model, which stay as they were pulled until it pulls again; between the two, what it owns itself is
 copied and not sent.
 
-Memory at an owner: its part of the model once for every worker, under a codec twice, and the model once.
+Memory at an owner: its part of the model once for every worker, and the model once, under a codec twice, with payloads
+of no more bytes than its part.
 
 Theory: Dean et al., "Large Scale Distributed Deep Networks" (DistBelief), NeurIPS 2012.
 """
@@ -32,6 +33,11 @@ from .updating import Update
 
 class Carrier(Protocol):
     """What moves one worker's pushes and pulls."""
+
+    @property
+    def encodes(self) -> bool:
+        """True where a push replaces what its own process owns of it by what its payload says."""
+        ...
 
     @property
     def mine(self) -> Sequence[slice] | None:
@@ -59,11 +65,23 @@ class Carrier(Protocol):
         ...
 
     def send(self, worker: int, number: int, label: str) -> Work:
-        """Start to send a worker what lies in ``room``."""
+        """Start to send a worker what ``put`` has made ready."""
         ...
 
-    def room(self, worker: int, number: int) -> Array:
-        """Where the owner puts the weights that a worker pulls; for its own worker those of the model."""
+    def hold(self, weights: Sequence[Array]) -> Sequence[Array]:
+        """These are this owner's weights, by bucket; those that workers are sent, which may say less, in return."""
+        ...
+
+    def updated(self, number: int) -> None:
+        """This owner's weights of a bucket have been updated."""
+        ...
+
+    def renew(self) -> None:
+        """This owner's weights are others, which no updates have made."""
+        ...
+
+    def put(self, worker: int, number: int, part: slice) -> None:
+        """Have ready what a worker shall have, ``part`` being what is owned; its own worker then has it."""
         ...
 
 
@@ -81,7 +99,7 @@ class Single:
         """As the carrier does."""
         work = self._carrier.push(number, label, **options)
         if self._owned is not None:
-            self._owned.produced(number, options.get("gate"))
+            self._owned.produced(number, work if self._carrier.encodes else options.get("gate"))
         return work
 
     def pull(self, number: int, gate: Work | None = None, **options: Any) -> Work:
@@ -105,8 +123,9 @@ class Single:
     def know(self, records: Sequence[Record]) -> None:
         """What is sent next says all."""
 
-    def resume_at(self, step: int) -> None:
-        """Each push says of which step it is, where that matters."""
+    def resume_at(self, step: int) -> None:  # noqa: ARG002 - each push says of which step it is, where that matters
+        """With weights that the owners were given."""
+        self._carrier.renew()
 
 
 class _Owned:
@@ -121,6 +140,7 @@ class _Owned:
             self._weights = [np.zeros(array.size, array.dtype) for array in model.weights]
             for own, array, part in zip(self._weights, model.weights, mine, strict=True):
                 own[part] = array[part]
+        self._sent = carrier.hold(self._weights)
         self._pushes: dict[int, list[Work]] = {}  # the next ones of each worker
         self._given: dict[int, Work] = {}  # bucket -> done when this process's worker has what its owner updates of it
         self._owing: dict[int, Work] = {}  # the same, while that is not so
@@ -129,7 +149,8 @@ class _Owned:
         """What is owned, tensor by tensor."""
         found = []
         for number, (bucket, part) in enumerate(zip(self._model.layout.buckets, self._mine, strict=True)):
-            found += held(number, bucket, self._gradients[number], self._weights[number], part.start, part.stop)
+            arrays = self._gradients[number], self._weights[number], self._sent[number]
+            found += held(number, bucket, arrays[0], arrays[1], part.start, part.stop, arrays[2])
         return found
 
     def begin(self) -> None:
@@ -170,13 +191,14 @@ class _Owned:
         """At once; the worker's next push comes when it has the weights."""
         self.settle(worker, bucket)
         update(bucket)
+        for number in self._numbers(bucket):
+            self._carrier.updated(number)
 
     def release(self, workers: Sequence[int], bucket: int) -> None:
         """Copy the weights as they are now, and start to send them; what is pushed next comes behind that."""
         for worker in workers:
             for number in self._numbers(bucket):
-                part = self._mine[number]
-                self._carrier.room(worker, number)[part] = self._weights[number][part]
+                self._carrier.put(worker, number, self._mine[number])
                 if worker != self._session.index:
                     self._pushes[worker][number] = self._give(worker, number)
                 else:

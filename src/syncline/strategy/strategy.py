@@ -205,8 +205,10 @@ class Strategy(Combination):
     def _exchange(self) -> str:
         name = self.architecture.name
         if not self.sync_mode().merges:
-            what = "gradients" if self.codec == NONE else "payloads"
-            return f"each worker's {what} go to owners of the weights by themselves, and their weights come back"
+            if self.codec == NONE:
+                return "each worker's gradients go to owners of the weights by themselves, and their weights come back"
+            what = "and the updates that it has not come back encoded, or weights where these are less"
+            return f"each worker's payloads go to owners of the weights by themselves, {what}"
         if self.codec == NONE:
             return f"allreduce by {name}"
         if self.server_holds_weights:

@@ -219,10 +219,9 @@ class Client:
         """The weights as the owners have them, by name; all workers call it."""
         self.settle("syncline.state_dict()")
         self._tell_changed()
-        if not self.together:
-            self.consolidate()
-            if self.replica.gradients.compression is None:  # the workers have them now
-                return {name: parameter.detach().cpu().clone() for name, parameter in self.replica.named}
+        if not self.together and self.replica.gradients.compression is None:
+            self.consolidate()  # what the workers have then says all
+            return {name: parameter.detach().cpu().clone() for name, parameter in self.replica.named}
         whole = whole_state(self.worker.weights(), self.parameters)
         return {
             name: whole[parameter][WEIGHTS].cpu() if parameter in whole else parameter.detach()  # without elements
