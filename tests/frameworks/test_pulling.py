@@ -307,3 +307,14 @@ def test_ranks_whose_values_differ_are_named(group: Any, strategy: str) -> None:
 def test_what_owners_of_weights_do_not_do_is_refused_by_its_reason(text: str, says: str) -> None:
     with pytest.raises(StrategyError, match=says):
         Strategy.parse(text)
+
+
+def test_a_checkpoint_under_a_codec_is_no_change_of_weights(group: Any) -> None:
+    """What has been pulled is in the parameters then, whoever has put it there."""
+
+    def body(here: Here) -> None:
+        for _ in range(2):
+            train(here, range(2))
+            checkpoint.save(*prepared(here))
+
+    on_group(group, "ps(servers=1) schedule=priority codec=int8", 2, adam, body)

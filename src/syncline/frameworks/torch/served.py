@@ -87,6 +87,7 @@ class Client:
                 f"{what} between backward() and step(): under schedule={self.crossing.name} the owners of the weights"
                 " have made the update of this step already; do it after step(), or use schedule=fixed"
             )
+        self._pulled.remember_mirror()  # all that was pulled is in the parameters
 
     def clip(self, max_norm: float, scale: float = 1.0) -> float:
         """Have the next update's gradients clipped to a norm of ``max_norm``, once divided by ``scale``; their norm."""
