@@ -28,7 +28,7 @@ ROWS = (
     ("tuning", "serving", "timeline"),
     ("launch", "testing", "workloads", "sampling"),
     ("frameworks", "report"),
-    ("lab", "checkpoint"),
+    ("lab", "checkpoint", "optim"),
     ("api",),
     ("",),  # the package itself: the public names
     ("bench",),

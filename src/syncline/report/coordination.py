@@ -14,7 +14,9 @@ from .figures import Chart, Key, new_figure, strategy_styles
 from .heat_map import heat_map
 from .rows import Result, Row
 
-MOST_BINS = 12
+SINGLE, SMALL = 12, 4
+"""Up to the first all numbers have a bin of their own, beyond it those up to the second."""
+
 _GROUP = 0.8
 """What the bars of a bin take of its width."""
 
@@ -42,20 +44,21 @@ def coordination(result: Result) -> list[Chart]:
 
 
 def bins(counts: Sequence[Mapping[int, int]]) -> list[range]:
-    """The numbers from 0 to the greatest in at most ``MOST_BINS`` parts of one width."""
+    """The numbers from 0 to the greatest: one by one, or where they are many, from ``SMALL`` on ever wider.
+
+    So a bound is seen beside what has none.
+    """
     most = max(max(found, default=0) for found in counts)
-    width = -(-(most + 1) // MOST_BINS)
-    return [range(start, start + width) for start in range(0, most + 1, width)]
+    parts = [range(number, number + 1) for number in range(min(most, SMALL if most > SINGLE else most) + 1)]
+    while parts[-1].stop <= most:
+        parts.append(range(parts[-1].stop, 2 * parts[-1].stop - 1))
+    return parts
 
 
 def shares(counts: Mapping[int, int], parts: Sequence[range]) -> list[float]:
     """What part of all lies in each of the bins."""
     total = sum(counts.values())
-    width = len(parts[0])
-    found = [0.0] * len(parts)
-    for number, count in counts.items():
-        found[number // width] += count / total
-    return found
+    return [sum(count for number, count in counts.items() if number in part) / total for part in parts]
 
 
 def _histogram(
@@ -74,10 +77,10 @@ def _histogram(
         axes.bar(left, shares(found, parts), width=width, color=style.color)
         keys.append(Key(result.label(row), svg.css(style.color)))
     names = [str(part.start) if len(part) == 1 else f"{part.start}\N{EN DASH}{part[-1]}" for part in parts]
-    every = 1 if len(parts) <= 6 or len(parts[0]) == 1 else 2
+    every = 1 if len(parts) <= SINGLE + 1 else 2
     axes.set_xticks(range(0, len(parts), every), names[::every])
     axes.grid(visible=False, axis="x")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     return [Chart(title, caption, svg.render(figure, title), tuple(keys))]

@@ -56,6 +56,7 @@ class Extra(NamedTuple):
     note: str
     cell: Callable[[Row], str]
     reading: str
+    """Empty where a remark says it."""
 
 
 EXTRA = (
@@ -72,10 +73,10 @@ EXTRA = (
         "Waited is for how long a worker was held up by others before a step.",
     ),
     Extra(
-        "to target",
+        "to acc",
         "",
         lambda row: units.seconds(row.time_to_accuracy_s),
-        "To target is the training time after which the model was first seen to be as accurate as asked for.",
+        "",
     ),
 )
 
@@ -84,7 +85,7 @@ def render(result: Result, timelines: Sequence[Iteration] = ()) -> str:
     """The page as HTML text, with an iteration of each of the recorded runs."""
     score = "of bound" if result.replayed else "accuracy"
     extra = [one for one in EXTRA if any(one.cell(row) != units.MISSING for row in result.rows)]
-    readings = [READING, *([BOUND] if result.replayed else []), *(one.reading for one in extra)]
+    readings = [READING, *([BOUND] if result.replayed else []), *(one.reading for one in extra if one.reading)]
     return fill(
         "page.html.j2",
         title=f"Syncline: {result.workload}, {_contenders(result)}",
