@@ -14,6 +14,7 @@ from syncline.errors import PlanError
 from syncline.nouns import Group
 from syncline.plans.check import check, depends
 from syncline.plans.plan import Plan
+from syncline.sync.gossip import Gossip
 
 NAMES_RANKS = re.compile(
     r"step \d+, \d+ -> \d+ (reduce|copy) chunks? \d+.*rank \d+|at the end rank \d+ .* of ranks? \d+"
@@ -22,9 +23,11 @@ NAMES_RANKS = re.compile(
 
 @st.composite
 def right_plans(draw: st.DrawFn) -> Plan:
-    """A registered algorithm's plan for a group of 2 to 12 workers."""
-    name = draw(st.sampled_from(registry.names("algorithms")))
+    """A registered algorithm's plan for a group of 2 to 12 workers, or a mix of theirs."""
+    name = draw(st.sampled_from([*registry.names("algorithms"), "gossip"]))
     workers = draw(st.integers(2, 12))
+    if name == "gossip":
+        return Gossip(draw(st.sampled_from(["ring", "exponential"]))).mix(workers, draw(st.integers(0, 9)))
     target = registry.get("algorithms", name).target
     if name == "ps":
         servers = draw(st.integers(1, 4))
@@ -51,6 +54,7 @@ def changed(plan: Plan, rows: list[list[int]]) -> Plan:
         members=plan.members,
         owners=plan.owners,
         root=plan.root,
+        sums=plan.sums,
     )
 
 

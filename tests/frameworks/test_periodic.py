@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ from syncline import checkpoint
 from syncline.errors import GradientError, UsageError
 from syncline.frameworks.torch import Options, Prepared, prepare
 from syncline.frameworks.torch.joining import shadow_until_all_joined
+from syncline.plans.check import mixing_matrix
 from syncline.session.session import Session
+from syncline.sync.gossip import Gossip
 
 WORKERS, STEPS = 3, 6
 CARRIED = ["ring", "direct schedule=wait_free", "ps(servers=2, update=worker)", "ring" + STAGED, "tree schedule=fifo"]
@@ -185,6 +188,44 @@ def test_easgd_is_two_springs(group: Any, strategy: str) -> None:
             assert torch.allclose(tensor, value, rtol=1e-12)
 
 
+@pytest.mark.parametrize("strategy", ["ring", "direct schedule=wait_free", "ring" + STAGED])
+@pytest.mark.parametrize(("graph", "workers"), [("ring", 4), ("exponential", 5), ("ring", 2)])
+def test_gossip_is_a_product_with_the_mixing_matrix(group: Any, strategy: str, graph: Any, workers: int) -> None:
+    turns = itertools.count()
+
+    def mixed(_: Weights, of_workers: list[Weights]) -> None:
+        matrix = mixing_matrix(Gossip(graph).mix(workers, next(turns)))
+        for place in range(len(of_workers[0])):
+            rows = torch.stack([mine[place].detach().clone() for mine in of_workers])
+            found = torch.einsum("ij,j...->i...", torch.from_numpy(matrix), rows)
+            assert torch.allclose(found.mean(0), rows.mean(0), rtol=1e-12)
+            for mine, value in zip(of_workers, found, strict=True):
+                mine[place].copy_(value)
+
+    text = under(strategy, f"gossip(graph={graph})")
+    found = on_group(group, text, workers, adam, trained, weight=1)
+    compare(found, by_hand(adam, lambda _: True, mixed, workers))
+
+
+def test_gossip_ends_with_the_mean_of_all(group: Any) -> None:
+    def body(here: Here) -> list[dict[str, torch.Tensor]]:
+        shares(here, range(3))
+        before = weights(here.model)
+        averaging(here).consolidate()
+        return [before, weights(here.model)]
+
+    found = on_group(group, "ring sync=gossip", 4, sgd, body, weight=1)
+    for mine in found:
+        close(mine[1], {name: sum(other[0][name] for other in found) / 4 for name in mine[0]})
+    equal([mine[1] for mine in found])
+    assert not torch.equal(found[0][0]["0.weight"], found[2][0]["0.weight"])
+
+
+def test_gossip_counts_all_alike(group: Any) -> None:
+    with pytest.raises(UsageError, match=r"weight='batch': under sync=gossip .* leave weight= out"):
+        on_group(group, "ring sync=gossip", 2, sgd, shares)
+
+
 # What a script does between two averages ----------------------------------------------------------------------------
 
 
@@ -327,7 +368,15 @@ class Normalised(torch.nn.Module):
         return self.norm(self.first(x))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1, update=worker)", "ring" + STAGED])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ring sync=local(steps=2)",
+        "ps(servers=1, update=worker) sync=local(steps=2)",
+        "ring sync=local(steps=2)" + STAGED,
+        "ring sync=gossip(steps=2)",
+    ],
+)
 @pytest.mark.parametrize("shared", [True, False])
 def test_statistics_of_batches_are_averaged_with_the_weights(group: Any, strategy: str, shared: bool) -> None:
     def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
@@ -343,8 +392,7 @@ def test_statistics_of_batches_are_averaged_with_the_weights(group: Any, strateg
         return weights(here.model)
 
     own = [body(Here(*make(0), rank=rank)) for rank in range(2)]
-    text = under(strategy, "local(steps=2)")
-    found = on_group(group, text, 2, make, body, weight=1, broadcast_buffers=shared)
+    found = on_group(group, strategy, 2, make, body, weight=1, broadcast_buffers=shared)
     for mine, alone in zip(found, own, strict=True):
         for name in ("norm.running_mean", "norm.running_var"):
             average = (own[0][name] + own[1][name]) / 2
@@ -501,7 +549,7 @@ def test_the_same_weights_that_ranks_load_are_agreed_on(group: Any) -> None:
 
 
 @pytest.mark.parametrize("counts", [[2, 5], [3, 0], [4, 4]])
-@pytest.mark.parametrize("sync", ["local(steps=2)", "diloco(steps=2)", "easgd(steps=2)"])
+@pytest.mark.parametrize("sync", ["local(steps=2)", "diloco(steps=2)", "easgd(steps=2)", "gossip", "gossip(steps=2)"])
 def test_joined_ranks_end_equal_and_go_on(group: Any, sync: str, counts: list[int]) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         assert here.replica is not None
@@ -571,6 +619,7 @@ def float_shares(here: Here, steps: range) -> None:
         "local(steps=3)",
         "diloco(steps=3)",
         "easgd(steps=3)",
+        "gossip(graph=exponential, steps=2)",
         "post_local(after=4, steps=2)",
         "local(steps=2) codec=topk(ratio=0.3)",
         "post_local(after=3, steps=2) codec=int8",
@@ -599,8 +648,9 @@ def test_a_resumed_run_goes_on_with_the_same_bits(group: Any, sync: str, at: int
         float_shares(here, range(at, 9))
         return weights(here.model)
 
-    wanted = on_group(group, f"ring sync={sync}", 2, small_with_statistics, whole)
-    found = on_group(group, f"ring sync={sync}", 2, small_with_statistics, resumed)
+    weight = 1 if sync.startswith("gossip") else "batch"
+    wanted = on_group(group, f"ring sync={sync}", 2, small_with_statistics, whole, weight=weight)
+    found = on_group(group, f"ring sync={sync}", 2, small_with_statistics, resumed, weight=weight)
     for mine, theirs in zip(found, wanted, strict=True):
         equal([theirs, mine])
 

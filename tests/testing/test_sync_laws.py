@@ -55,6 +55,9 @@ class Trained(Mode):
 class Both(Trained):
     """It does not know what becomes of weights."""
 
+    def period(self, workers: int) -> int:
+        raise NotImplementedError
+
     def mix(self, workers: int, step: int) -> Any:
         raise NotImplementedError
 

@@ -32,15 +32,47 @@ def check(plan: Plan) -> None:
         raise PlanError(f"{plan.name}: step {fault.step}, {fault}: a plan for {plan.goal} adds nothing, it only copies")
     held = _start(plan)
     _run(plan, held)
-    whole = _whole(plan)
+    whole, mixed = _whole(plan), dict(zip(plan.members, map(_mask, plan.sums), strict=False))
     for chunk in range(plan.chunks):
         for rank in (plan.owners[chunk],) if plan.goal == "reduce_scatter" else plan.members:
-            found = held[rank * plan.chunks + chunk]
-            if found != whole[chunk]:
+            found, wanted = held[rank * plan.chunks + chunk], mixed.get(rank, whole[chunk])
+            if found != wanted:
+                missing, more = wanted & ~found, found & ~wanted
+                what = f"{_contributions(missing)} missing" if missing else f"{_contributions(more)} not wanted"
                 raise PlanError(
-                    f"{plan.name}: at the end rank {rank} does not hold the result of chunk {chunk}: "
-                    f"{_contributions(whole[chunk] & ~found)} missing"
+                    f"{plan.name}: at the end rank {rank} does not hold the result of chunk {chunk}: {what}"
                 )
+
+
+def mixing_matrix(plan: Plan) -> NDArray[np.float64]:
+    """What a mix makes of the members' arrays when each sum is divided by their number: float64, rows sum to 1."""
+    place = {rank: number for number, rank in enumerate(plan.members)}
+    found = np.zeros((len(plan.members), len(plan.members)))
+    for row, of in zip(found, plan.sums, strict=True):
+        row[[place[rank] for rank in of]] = 1 / len(of)
+    return found
+
+
+def check_mixing(plans: Sequence[Plan]) -> None:
+    """Prove each plan of a period of mixes, that all keep the mean, and that they bring everyone's to everyone at last.
+
+    Raises PlanError for the first fault: a matrix that is not doubly stochastic, or graphs that together leave members
+    apart. Workers' arrays then come to their mean as the period is repeated, since every matrix has a diagonal.
+    """
+    reached = np.eye(len(plans[0].members), dtype=bool)
+    for plan in plans:
+        check(plan)
+        matrix = mixing_matrix(plan)
+        columns = matrix.sum(axis=0)
+        if not np.allclose(columns, 1):
+            rank = plan.members[int(np.argmax(np.abs(columns - 1)))]
+            raise PlanError(f"{plan.name}: it does not keep the mean: what rank {rank} has counts {columns.max():.3g}")
+        reached |= matrix > 0
+    for _ in range(len(reached).bit_length()):  # ways of twice as many steps
+        reached = reached.astype(np.float32) @ reached > 0
+    if not reached.all():
+        src, dst = (plans[0].members[int(place)] for place in np.argwhere(~reached.T)[0])
+        raise PlanError(f"{plans[0].name}: what rank {src} has never comes to rank {dst}, however often it is repeated")
 
 
 def depends(plan: Plan, i: int, j: int) -> bool:
@@ -98,7 +130,7 @@ def phases(plan: Plan) -> tuple[Plan, Plan]:
 def _start(plan: Plan) -> list[int]:
     held = [0] * (plan.world * plan.chunks)
     for chunk in range(plan.chunks):
-        if plan.goal in ("allreduce", "reduce_scatter"):
+        if plan.goal in ("allreduce", "reduce_scatter", "mix"):
             at_start: Sequence[int] = plan.members
         else:
             at_start = (plan.owners[chunk],) if plan.root is None else (plan.root,)
@@ -109,7 +141,7 @@ def _start(plan: Plan) -> list[int]:
 
 def _whole(plan: Plan) -> list[int]:
     """What each chunk's result contains."""
-    if plan.goal in ("allreduce", "reduce_scatter"):
+    if plan.goal in ("allreduce", "reduce_scatter", "mix"):
         return [sum(1 << rank for rank in plan.members)] * plan.chunks
     return [1 << rank for rank in (plan.owners if plan.root is None else (plan.root,) * plan.chunks)]
 
@@ -185,6 +217,10 @@ def _half(plan: Plan, chosen: NDArray[np.bool_], goal: Goal, owners: tuple[int, 
     rows[:, 0] = np.unique(rows[:, 0], return_inverse=True)[1]
     name = f"{plan.name} {goal}"
     return Plan.of(name, plan.world, plan.chunks, rows, goal=goal, members=plan.members, owners=owners)
+
+
+def _mask(ranks: Sequence[int]) -> int:
+    return sum(1 << rank for rank in ranks)
 
 
 def _contributions(mask: int) -> str:

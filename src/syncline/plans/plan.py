@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from ..errors import PlanError
 from ..nouns import Group
 
-Goal = Literal["allreduce", "reduce_scatter", "all_gather", "broadcast"]
+Goal = Literal["allreduce", "reduce_scatter", "all_gather", "broadcast", "mix"]
 Column = NDArray[np.int32]
 
 REDUCE: Final = 0
 COPY: Final = 1
 
-_GOALS: Final[tuple[Goal, ...]] = ("allreduce", "reduce_scatter", "all_gather", "broadcast")
+_GOALS: Final[tuple[Goal, ...]] = ("allreduce", "reduce_scatter", "all_gather", "broadcast", "mix")
 COLUMNS: Final = ("step", "src", "dst", "chunk", "count", "op")
 _OP_NAMES: Final[tuple[Literal["reduce", "copy"], ...]] = ("reduce", "copy")
 
@@ -53,7 +53,8 @@ class Plan:
 
     ``world`` counts all processes, workers first and servers of their own after them. ``members`` contribute and must
     hold the result. ``owners`` gives for every chunk the rank that must hold it (reduce_scatter) or has it at the start
-    (all_gather) and is empty otherwise; ``root`` is the rank that a broadcast starts from. The columns are int32 arrays
+    (all_gather) and is empty otherwise; ``root`` is the rank that a broadcast starts from; ``sums`` gives for every
+    member the ranks whose contributions it must hold after a mix, its own among them. The columns are int32 arrays
     of equal length and read-only. Raises PlanError for rows that make no sense; whether they reach the goal is
     ``check``'s question.
     """
@@ -71,6 +72,7 @@ class Plan:
     op: Column
     owners: tuple[int, ...] = ()
     root: int | None = None
+    sums: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         _validate_head(self)
@@ -92,6 +94,7 @@ class Plan:
         members: Sequence[int] | None = None,
         owners: Sequence[int] = (),
         root: int | None = None,
+        sums: Sequence[Sequence[int]] = (),
     ) -> Plan:
         """A plan from rows (step, src, dst, chunk, count, op), which are sorted by step and otherwise keep their order.
 
@@ -106,7 +109,8 @@ class Plan:
             rows = rows[np.argsort(rows[:, 0], kind="stable")]
         columns = dict(zip(COLUMNS, rows.T, strict=True))
         everyone = tuple(range(group.workers)) if members is None else tuple(members)
-        return cls(name, group.processes, chunks, everyone, goal, **columns, owners=tuple(owners), root=root)
+        of = tuple(tuple(sorted(ranks)) for ranks in sums)
+        return cls(name, group.processes, chunks, everyone, goal, **columns, owners=tuple(owners), root=root, sums=of)
 
     def __len__(self) -> int:
         return len(self.step)
@@ -162,6 +166,7 @@ class Plan:
             dst=numbers[self.dst],
             owners=tuple(ranks[rank] for rank in self.owners),
             root=None if self.root is None else ranks[self.root],
+            sums=tuple(tuple(ranks[rank] for rank in of) for of in self.sums),
         )
 
     def _moved(self, ranks: Column, nbytes: float) -> NDArray[np.float64]:
@@ -186,12 +191,19 @@ def _validate_head(plan: Plan) -> None:
     require(plan.world >= 1 and plan.chunks >= 1, f"needs a rank and a chunk, got {plan.world} and {plan.chunks}")
     require(bool(plan.members), "needs at least one member")
     require(len(set(plan.members)) == len(plan.members), f"a rank is twice in members {plan.members}")
-    ranks = (*plan.members, *plan.owners, *(() if plan.root is None else (plan.root,)))
+    mixed = tuple(rank for of in plan.sums for rank in of)
+    ranks = (*plan.members, *plan.owners, *mixed, *(() if plan.root is None else (plan.root,)))
     strangers = sorted({rank for rank in ranks if not 0 <= rank < plan.world})
     require(not strangers, f"members, owners or root name {ranks_text(strangers)}, ranks are 0 to {plan.world - 1}")
     owned = plan.goal in ("reduce_scatter", "all_gather")
     wanted = plan.chunks if owned else 0
     require(len(plan.owners) == wanted, f"{plan.goal} takes {wanted} owners, one per chunk or none, not {plan.owners}")
+    sums = len(plan.members) if plan.goal == "mix" else 0
+    require(len(plan.sums) == sums, f"{plan.goal} takes {sums} sums, one per member or none, not {len(plan.sums)}")
+    for rank, of in zip(plan.members, plan.sums, strict=False):
+        require(
+            rank in of and len(set(of)) == len(of), f"rank {rank} has its own contribution once in its sum, not {of}"
+        )
     require((plan.root is not None) == (plan.goal == "broadcast"), "a broadcast, and nothing else, has a root")
 
 

@@ -375,6 +375,24 @@ def _weights_are_averaged_between_steps(given: Combination) -> Fault | None:
     return None
 
 
+def _mixes_are_plans_between_workers(given: Combination) -> Fault | None:
+    if not isinstance(build("sync", given.sync), Mixes):
+        return None
+    what = f"sync={given.sync.name} averages the weights of some workers"
+    if given.codec != NONE:
+        reason = (
+            f"{what} as they are, and codec={given.codec.name} encodes what has been agreed on by all, or gradients"
+        )
+        return reason, [{"codec": NONE}]
+    if given.servers:
+        return f"{what}, which servers take no part in", [{"architecture": AUTO}]
+    if given.transport.arguments.get("backend") == "nccl":
+        return f"{what} by messages, which NCCL does not match by tag", [{"transport": AUTO, "architecture": AUTO}]
+    if given.schedule != AUTO and build("schedules", given.schedule).phases != "whole":
+        return f"{what} in one phase, and schedule={given.schedule.name} exchanges in two", [{"schedule": AUTO}]
+    return None
+
+
 def _servers_that_sum_remember_one_thing(given: Combination) -> Fault | None:
     mode: SyncMode = build("sync", given.sync)
     if given.codec in (NONE, AUTO) or not given.servers:
@@ -424,6 +442,7 @@ RULES: tuple[Callable[[Combination], Fault | None], ...] = (
     _owners_have_an_order_of_their_own,
     _two_phases_need_owners_of_chunks,
     _weights_are_averaged_between_steps,
+    _mixes_are_plans_between_workers,
     _what_is_applied_later_is_of_all,
     _engines_do_what_the_sync_mode_says,
     _pushes_by_themselves_need_owners,

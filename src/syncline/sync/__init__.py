@@ -10,6 +10,7 @@ difference from those that all have agreed on last goes to all (``Agrees``), or 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ..plans.plan import Plan
@@ -107,13 +108,23 @@ class Agrees(Averages, Protocol):
 class Mixes(Averages, Protocol):
     """A mode whose workers replace their weights by the mean of some workers': nothing is agreed on by all."""
 
+    def period(self, workers: int) -> int:
+        """So many exchanges have plans that bring what each has to everybody, if they are repeated."""
+        ...
+
     def mix(self, workers: int, step: int) -> Plan:
-        """Who adds whose weights after that step: a plan with the goal "mix", which says of how many each sum is."""
+        """Who adds whose weights after that step: a plan for a mix. Sums become means, which keep that of all."""
         ...
 
 
 LOOKED_AT = 64
 """So many steps of a mode are looked at to know what it does."""
+
+
+def mixes_of(mode: Mixes, workers: int) -> list[Plan]:
+    """The plans of a mode's first period."""
+    steps = (step for step in count() if mode.averages(step))
+    return [mode.mix(workers, step) for step in islice(steps, mode.period(workers))]
 
 
 def exchanges_gradients(mode: SyncMode) -> bool:

@@ -12,10 +12,11 @@ from itertools import product
 import numpy as np
 
 from ..nouns import Layer, Spec
+from ..plans.check import check_mixing
 from ..serving.protocol import ALL
 from ..strategy.grammar import read_part
 from ..strategy.parts import build
-from ..sync import Agrees, Averages, Mixes, SyncMode
+from ..sync import Agrees, Averages, Mixes, SyncMode, mixes_of
 from .laws import Laws, require
 from .serving import played
 from .training import SLICED, Worker, go_together
@@ -134,6 +135,21 @@ def agreed_weights_are_found_alike_by_all(case: Case) -> None:
             mode.agree(apart[0][part], mean[part].copy(), None if apart[1] is None else apart[1][part])
     require(np.array_equal(apart[0], whole), "an element's agreement depends on other elements")
     require(whole.dtype == np.float32, f"weights of float32 become {whole.dtype}")
+
+
+@LAWS.law(runs)
+def mixing_keeps_the_mean_and_reaches_everybody(case: Case) -> None:
+    """Every plan is proved; matrices are doubly stochastic, connected over a period, and the same when asked again."""
+    if not isinstance(case.mode, Mixes):
+        return
+    for workers in {1, 2, case.workers, int(case.draw().integers(1, 65))}:
+        plans = mixes_of(case.mode, workers)
+        require(bool(plans), f"a period of {workers} workers has no exchange")
+        check_mixing(plans)
+        again = [plan.digest for plan in mixes_of(case.mode, workers)]
+        require(again == [plan.digest for plan in plans], f"of {workers} workers, plans are others when asked again")
+        whole = {plan.members == tuple(range(workers)) == tuple(range(plan.world)) for plan in plans}
+        require(whole == {True}, f"a plan of {workers} workers is between others")
 
 
 @LAWS.law(runs)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,8 +28,11 @@ from ...compression.saved import as_bytes as saved_as_bytes
 from ...engine.step import Action, Agree, BucketPhase, Submit, Wait
 from ...engine.work import Work
 from ...errors import UsageError
+from ...plans.check import check_mixing
+from ...plans.messages import Program
+from ...session.communicator import compiled
 from ...session.tickets import CONSOLIDATE, JOINED, Meeting, step_of
-from ...sync import Agrees
+from ...sync import Agrees, Mixes, mixes_of
 from ...sync._periodic import BLOCK_ELEMENTS, agree_in_blocks
 from .buffers import MeanBuffers
 from .eager import eager
@@ -39,8 +42,24 @@ from .storage import as_bytes
 Tensors = dict[str, torch.Tensor]
 
 
+class Mix(NamedTuple):
+    """This rank's part in a plan that adds some workers' arrays, and how many it adds up."""
+
+    program: Program
+    parts: int
+
+
 class Exchanged(Protocol):
     """What of a model's weights is exchanged."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether all workers count alike, whatever they have seen."""
+        ...
+
+    def mix(self, step: int) -> Mix | None:
+        """What mixes arrays after a step; None where all are averaged by the strategy's architecture."""
+        ...
 
     @property
     def fingerprint(self) -> int:
@@ -101,6 +120,11 @@ class Averaging:
         self.since = 0
         """How many steps have been made since weights were exchanged last."""
 
+    @property
+    def alike(self) -> bool:
+        """Whether all workers count alike, whatever they have seen."""
+        return self._weights.alike
+
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Be told when the optimizer runs."""
         before, after = eager(lambda *_: self._before_step()), eager(lambda *_: self._after_step())
@@ -148,7 +172,7 @@ class Averaging:
         """Take part in the exchange for which the others have come, without having made a step for it."""
         tickets = meeting.tickets()
         number = next(step_of(ticket) for ticket in tickets if ticket.kind != tickets[self._replica.session.rank].kind)
-        self._begin(meeting)
+        self._begin(meeting, number)
         self._do([action for action in self._replica.machine_at(number).updated() if not isinstance(action, Agree)])
 
     # Exchange.
@@ -157,7 +181,8 @@ class Averaging:
         try:
             for action in actions:
                 if isinstance(action, Agree):
-                    self._begin(self._replica.meet_to_average(action.step, self._weights.fingerprint))
+                    meeting = self._replica.meet_to_average(action.step, self._weights.fingerprint)
+                    self._begin(meeting, action.step)
                 elif isinstance(action, Submit):
                     self._submit(action)
                 elif isinstance(action, Wait):
@@ -169,9 +194,9 @@ class Averaging:
             self._replica.session.member.interrupted(error)  # the others wait for the rest
             raise
 
-    def _begin(self, meeting: Meeting) -> None:
+    def _begin(self, meeting: Meeting, step: int) -> None:
         self._meeting = meeting
-        self._buffers.start(meeting)
+        self._buffers.start(meeting, *(self._weights.mix(step) or ()))
         self._weights.put(1.0 / self._replica.session.world_size)
 
     def _submit(self, submit: Submit) -> None:
@@ -316,6 +341,11 @@ class Differences:
             for agreed, parameter in zip(self._views, self._parameters, strict=True):
                 agreed.copy_(parameter)
 
+    alike = False
+
+    def mix(self, step: int) -> None:
+        """All are averaged."""
+
     @property
     def all_agree(self) -> bool:
         """True in the beginning, and after an exchange, unless there is a centre."""
@@ -402,3 +432,64 @@ class Differences:
             for dtype, mean in self._storage.resident.items():
                 mean.add_(self._agreed[dtype])
         self._give(self._storage.views)
+
+
+class Mixture:
+    """A model's weights, which each worker averages with those of some others; raises PlanError for a mode's plans."""
+
+    alike = True
+    fingerprint = 0
+    all_agree = False
+
+    def __init__(self, replica: Replica, mode: Mixes) -> None:
+        self._mode, self._session = mode, replica.session
+        self._storage = replica.gradients.storages[-1]
+        self._parameters = [parameter for _, parameter in replica.named]
+        check_mixing(mixes_of(mode, replica.session.world_size))
+        replica.gradients.program = lambda step: self.mix(step).program
+
+    def mix(self, step: int) -> Mix:
+        """As the mode has it."""
+        plan = self._mode.mix(self._session.world_size, step)
+        return Mix(compiled(plan, self._session.rank), len(plan.sums[self._session.rank]))
+
+    def put(self, share: float) -> None:  # noqa: ARG002
+        """All of them: what is added up is divided afterwards."""
+        self._put(1.0)
+
+    def _put(self, share: float) -> None:
+        with torch.no_grad():
+            for parameter, view in zip(self._parameters, self._storage.views, strict=True):
+                torch.mul(parameter, share, out=view)
+
+    def take(self, step: int) -> None:
+        """The mean of the sum."""
+        parts = self.mix(step).parts
+        with torch.no_grad():
+            for flat in self._storage.resident.values():
+                flat.div_(parts)
+        self.take_final()
+
+    def put_own(self, share: float) -> bool:
+        """A share of all workers' mean."""
+        self._put(share)
+        return True
+
+    def take_final(self) -> None:
+        """What has come."""
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, self._storage.views, strict=True):
+                parameter.copy_(value)
+
+    def anew(self) -> None:
+        """Weights are what they are."""
+
+    def saved(self) -> dict[str, list[torch.Tensor]]:
+        """Nothing that all have alike."""
+        return {}
+
+    def load(self, saved: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Nothing."""
+
+    def give_agreed(self) -> None:
+        """There are none."""

@@ -94,9 +94,10 @@ class MeanBuffers:
         packed, device = torch.from_numpy(self._packed), staging.device
         self._pair = Pair(packed if device is None else torch.zeros_like(packed, device=device), packed)
         self._works: list[Work] = []
+        self._parts = 1
 
-    def start(self, meeting: Meeting) -> None:
-        """Begin to average them as they are now."""
+    def start(self, meeting: Meeting, mix: Program | None = None, parts: int = 1) -> None:
+        """Begin to average them as they are now, over all workers, or the sum of so many parts that ``mix`` makes."""
         self._works = self._others.start(meeting)
         if not self._buffers or meeting.work is None:
             return
@@ -107,10 +108,11 @@ class MeanBuffers:
         for buffer in buffers:
             self._pair.device[at : at + buffer.numel()].copy_(buffer.reshape(-1))
             at += buffer.numel()
-        self._pair.device.div_(self._session.world_size)
+        self._pair.device.div_(self._session.world_size if mix is None else 1)
+        self._parts = parts
         label, session = "mean of buffers", self._session
         exchange = session.engine.exchange(
-            session.allreduce_program(self._packed.nbytes), self._packed, self._key, label,
+            session.allreduce_program(self._packed.nbytes) if mix is None else mix, self._packed, self._key, label,
             gate=self._staging.down(self._pair, meeting.work, label),
             before=lambda: cpu.scale(self._packed, self._share_of(meeting)),
         )  # fmt: skip
@@ -124,6 +126,7 @@ class MeanBuffers:
         self._works = []
         self._staging.join()
         self._others.finish()
+        self._pair.device.div_(self._parts)
         at = 0
         for buffer in (buffer() for buffer in self._buffers):
             part = self._pair.device[at : at + buffer.numel()]

@@ -95,8 +95,8 @@ class Gradients:
     choosing: Choosing | None = None
     """What chooses the schedule, where the strategy leaves it open."""
 
-    program: Callable[[BucketPhase], Program | Collective] | None = None
-    """Gives what exchanges a bucket in place of the strategy's architecture."""
+    program: Callable[[int], Program] | None = None
+    """Gives what exchanges weights after a step in place of the strategy's architecture."""
 
     push: Callable[..., Work] | None = None
     """Starts the push of a bucket by its number and label, where others own the weights."""
@@ -211,8 +211,9 @@ class Gradients:
             return self.push(number, label, **options)
         if self._compressions:
             return self._reduce(operation, key, label, options)
-        if self.program is not None:
-            program = self.program(operation)
+        program: Program | Collective
+        if self.program is not None and self._averages is not None and self._averages.averages(operation.step):
+            program = self.program(operation.step)
         elif operation.phase == "allreduce":
             program = self.session.bucket_program(array.nbytes)
         else:

@@ -19,10 +19,10 @@ from ...serving.traffic import Model
 from ...serving.worker import attach as attach_to_owners
 from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
-from ...sync import Agrees, Averages
+from ...sync import Agrees, Averages, Mixes
 from .advice import tell_of_slow_start
 from .agreement import check_same_model, copy_from_worker
-from .averaging import Averaging, Differences
+from .averaging import Averaging, Differences, Mixture
 from .choosing import Choosing
 from .computing import steps_of
 from .intact import Forms
@@ -108,7 +108,7 @@ def prepare(
     if session.strategy.schedule_object().apply != "step":
         check_crossing(session.strategy, optimizer, selection)
     if isinstance(session.strategy.sync_mode(), Averages):
-        check_averaging(session.strategy.sync.name, optimizer)
+        check_averaging(session.strategy, optimizer, options)
     if not session.strategy.sync_mode().merges and optimizer is not None:
         check_by_itself(session.strategy, group_values(optimizer.param_groups), selection, options)
     first_key = session.enter_model(model)
@@ -147,6 +147,8 @@ def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | Non
         mode = session.strategy.sync_mode()
         if isinstance(mode, Agrees):
             Averaging(replica, Differences(replica, mode)).attach(optimizer)
+        elif isinstance(mode, Mixes):
+            Averaging(replica, Mixture(replica, mode)).attach(optimizer)
         if session.strategy.schedule_object().apply != "step":
             defer_steps(replica, optimizer)
         replica.on_joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])

@@ -409,7 +409,9 @@ class Replica:
     @property
     def left_weight(self) -> float:
         """What this rank counts in an exchange of weights: nothing where it has made no step since the last one."""
-        return self._weight() if self.averaging is not None and self.averaging.since else 0.0
+        if self.averaging is None:
+            return 0.0
+        return 1.0 if self.averaging.alike else self._weight() if self.averaging.since else 0.0
 
     def resume_weight(self, weight: float) -> None:
         """This rank has counted so much since the last exchange of weights."""

@@ -15,7 +15,7 @@ from ...errors import UsageError
 from ...serving.shard import Groups
 from ...serving.worker import shared_rate
 from ...strategy.strategy import Strategy
-from ...sync import application_of
+from ...sync import Mixes, application_of
 from .batch_norm import unsynchronised
 from .options import Named, Options, Selection
 from .parts import DECLARED, probe_parts, updates_alone
@@ -117,8 +117,14 @@ def check_served(optimizer: torch.optim.Optimizer | None, selection: Selection) 
             )
 
 
-def check_averaging(sync: str, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise UsageError where nothing would say when weights have been updated."""
+def check_averaging(strategy: Strategy, optimizer: torch.optim.Optimizer | None, options: Options) -> None:
+    """Raise UsageError where nothing would say when weights have been updated, or ranks cannot count as they shall."""
+    sync = strategy.sync.name
+    if isinstance(strategy.sync_mode(), Mixes) and options.weight != 1:
+        raise UsageError(
+            f"weight={options.weight!r}: under sync={sync} a worker averages its weights with a few others', so that"
+            " nobody knows what all count; leave weight= out"
+        )
     if optimizer is None:
         raise UsageError(
             f"sync={sync} exchanges weights when the optimizer has updated them: give syncline.prepare() the model and"
