@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from syncline.errors import UsageError
 from syncline.frameworks.numpy import adapt
 from syncline.session.session import Session
 
@@ -98,6 +99,35 @@ def test_workers_meet_as_the_formulas_have_it(
         assert np.allclose(mine, wanted, rtol=1e-12, atol=0)
     if agree is not elastic:
         assert all(np.array_equal(mine, found[0]) for mine in found)
+
+
+@pytest.mark.parametrize(
+    ("sync", "centre"), [("local(steps=4)", False), ("diloco(steps=4)", False), ("easgd(steps=2)", True)]
+)
+def test_all_end_with_the_mean_or_the_centre(group: Any, sync: str, centre: bool) -> None:
+    def body(session: Session) -> Any:
+        handed = adapt(session, model(), Descent(), OPTIONS)
+        assert handed is not None
+        found, optimizer = handed.result
+        for step in range(STEPS):
+            optimizer.step(gradient(step, session.rank))
+        before = {name: array.copy() for name, array in found.items()}
+        for bring_together in session.consolidates.values():
+            bring_together()
+        return before, found
+
+    results = group(f"ring sync={sync}", WORKERS, body)
+    for before, after in results:
+        for name, array in after.items():
+            assert np.array_equal(array, results[0][1][name])
+            mean = np.mean([other[name] for other, _ in results], axis=0)
+            assert np.allclose(array, mean, rtol=1e-12, atol=0) != centre
+            assert not np.array_equal(array, before[name])
+
+
+def test_gossip_is_refused_by_name(group: Any) -> None:
+    with pytest.raises(UsageError, match=r"sync=gossip .* does not do with NumPy yet: use local, diloco or easgd"):
+        group("ring sync=gossip", 2, train)
 
 
 @pytest.mark.parametrize("codec", ["int8", "topk(ratio=0.3)"])
