@@ -11,7 +11,7 @@ import pytest
 
 import syncline
 from syncline import registry
-from syncline.bench.batches import Batch, batches, pooled
+from syncline.bench.batches import Batch, batches, in_step, pooled
 from syncline.bench.messages import Job
 from syncline.sampling.pool import Pool
 from syncline.testing.training import Free
@@ -56,6 +56,23 @@ def shown(batch: Batch) -> tuple[int, ...]:
 )
 def test_a_pool_is_for_workers_at_their_own_pace(contender: str, wanted: bool) -> None:
     assert pooled(contender) is wanted
+
+
+@pytest.mark.parametrize(
+    ("contender", "wanted"),
+    [
+        ("single", True),
+        ("ddp(bucket=1MiB)", True),
+        ("ring codec=int8", True),
+        ("ps(servers=1) sync=asp", False),
+        ("ps(servers=1) sync=ssp(staleness=0)", False),
+        ("ring sync=local(steps=4)", False),
+        ("ring sync=post_local(after=20, steps=2)", True),
+        ("ring sync=post_local(after=19, steps=2)", False),
+    ],
+)
+def test_only_workers_that_exchange_in_every_step_are_bound_by_their_link(contender: str, wanted: bool) -> None:
+    assert in_step(contender, 20) is wanted
 
 
 @pytest.mark.parametrize("iterations", [1, 4, 5, 9])

@@ -45,6 +45,27 @@ def console() -> Console:
 
 
 @pytest.mark.slow
+def test_workers_at_their_own_pace_share_the_batches(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "console_beside", lambda *_: console)
+    path = tmp_path / "r.json"
+    workload, text = "digits(step=2ms, slow_rank=1, slowdown=5.0)", "ps(on=workers)  sync=asp"
+    status = compare.run(workload, 2, [text], iterations=20, json_path=path, console=console, timeout=120, target=0.1)
+    data = json.loads(path.read_text())
+    _, row = data["rows"]
+    assert (row["error"], status) == (None, 0)
+    assert (row["requested"], row["preset"], row["iterations"]) == (text, None, 20)
+    assert sum(row["steps"]) == sum(row["staleness"].values()) == sum(row["version_lag"].values()) == 40
+    assert row["replicas_equal"] is True
+    assert row["waits"] == [[0.0, 0.0], [0.0, 0.0]]
+    assert row["wait_s_per_step"] == 0
+    scores = [(point["seconds"], point["accuracy"]) for point in row["curve"] if point["accuracy"] is not None]
+    assert row["time_to_accuracy_s"] == next(seconds for seconds, accuracy in scores if accuracy >= 0.1)
+    assert data["target"] == 0.1
+
+
+@pytest.mark.slow
 def test_two_workers_by_parameter_server_and_by_a_peer(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

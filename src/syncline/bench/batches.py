@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..report.rows import BASELINE
 from ..strategy.strategy import Strategy
+from ..sync import SyncMode
 from ..workloads import Workload
 from .contenders import peer_of
 from .messages import Job
@@ -39,9 +40,21 @@ class Batch(NamedTuple):
 
 def pooled(contender: str) -> bool:
     """Whether workers go at their own pace under a strategy, so that they take their batches from a pool."""
+    mode = _mode_of(contender)
+    return mode is not None and not mode.merges
+
+
+def in_step(contender: str, iterations: int) -> bool:
+    """Whether all workers exchange in each of so many steps."""
+    mode = _mode_of(contender)
+    return mode is None or (mode.merges and all(mode.due(step) for step in range(iterations)))
+
+
+def _mode_of(contender: str) -> SyncMode | None:
+    """How a strategy coordinates workers; None of one that is none, which keeps them in step."""
     if contender == BASELINE or peer_of(contender) is not None:
-        return False
-    return not Strategy.parse(contender).sync_mode().merges
+        return None
+    return Strategy.parse(contender).sync_mode()
 
 
 def batches(workload: Workload, rank: int, world: int, job: Job) -> Iterator[Batch]:

@@ -22,6 +22,7 @@ from ..report.files import STANDARD_OUTPUT, keep_text, replace_text
 from ..report.rows import BASELINE, Result, Row
 from ..timeline.assembly import Assembly
 from ..timeline.window import middle
+from .batches import in_step
 from .bound import bounded, link_bytes_per_s
 from .cases import Case, Comparison, comparison_of, console_beside
 from .machine import provenance
@@ -94,14 +95,9 @@ def carry_out(comparison: Comparison, limit_s: float, progress: Console, output:
             for case in comparison.cases:
                 env = {} if assembly is None else assembly.environ(_title(case, comparison))
                 row = measure(case, comparison.workload, comparison.seed, limit_s, display, site, env=env)
-                row = _asked(case, row)
-                row = bounded(
-                    timed(scaled(row, result.baseline), comparison.target),
-                    comparison.trace,
-                    _link(case, site),
-                    comparison.pipeline,
-                    comparison.speed,
-                )
+                row = timed(scaled(_asked(case, row), result.baseline), comparison.target)
+                link = _link(case, site)
+                row = bounded(row, comparison.trace, link, comparison.pipeline, comparison.speed)
                 result = result.with_row(row)
                 keep_text(comparison.json_path, result.to_json())
     except KeyboardInterrupt:
@@ -141,6 +137,9 @@ def _title(case: Case, comparison: Comparison) -> str:
 
 
 def _link(case: Case, site: Site) -> float | None:
+    """The speed of the link by which a row is bound; None where some iteration exchanges no gradients."""
+    if not in_step(case.strategy, case.iterations):
+        return None
     return link_bytes_per_s(site.goodput_bytes_per_s, site.rate, case.rate)
 
 
