@@ -11,7 +11,7 @@ import pytest
 
 import syncline
 from syncline import registry
-from syncline.bench.batches import Batch, batches, in_step, pooled
+from syncline.bench.batches import Batch, batches, in_step, pooled, weighed
 from syncline.bench.messages import Job
 from syncline.sampling.pool import Pool
 from syncline.testing.training import Free
@@ -56,6 +56,21 @@ def shown(batch: Batch) -> tuple[int, ...]:
 )
 def test_a_pool_is_for_workers_at_their_own_pace(contender: str, wanted: bool) -> None:
     assert pooled(contender) is wanted
+
+
+@pytest.mark.parametrize(
+    ("contender", "wanted"),
+    [
+        ("single", True),
+        ("ddp", True),
+        ("ring", True),
+        ("ring sync=diloco(steps=4)", True),
+        ("ring sync=gossip", False),
+        ("ps(servers=1) sync=asp", False),
+    ],
+)
+def test_batches_count_by_their_sizes_where_they_are_averaged_with_all_others(contender: str, wanted: bool) -> None:
+    assert weighed(contender) is wanted
 
 
 @pytest.mark.parametrize(

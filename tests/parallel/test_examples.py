@@ -75,6 +75,19 @@ def test_checkpoint(pool: Pool, address: str, tmp_path: Path) -> None:
     assert whole.partition(": ")[2] == resumed.partition(": ")[2]
 
 
+def test_asynchronous(pool: Pool, address: str) -> None:
+    """Which worker trains on which image is a matter of time; each is trained on once in every epoch."""
+    found = printed(pool, address, 2, "asynchronous.py").strip()
+    assert "all together 17280: " in found
+    assert float(found.rpartition(": ")[2].partition("%")[0]) > 80
+
+
+def test_large_batch(pool: Pool, address: str) -> None:
+    batch, _, right = printed(pool, address, 2, "large_batch.py").strip().partition(": ")
+    assert batch == "batches of 120"
+    assert float(right.partition("%")[0]) > 80
+
+
 @pytest.mark.parametrize(
     ("options", "strategy"),
     [(["-n", "2"], "ring codec=topk(ratio=0.1)"), (["-n", "2", "--servers", "1"], "ps(servers=1) codec=int8")],
@@ -109,4 +122,6 @@ def test_no_example_is_forgotten() -> None:
         "checkpoint.py",
         "numpy_loop.py",
         "spawn.py",
+        "asynchronous.py",
+        "large_batch.py",
     }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..report.rows import BASELINE
 from ..strategy.strategy import Strategy
-from ..sync import SyncMode
+from ..sync import Mixes, SyncMode
 from ..workloads import Workload
 from .contenders import peer_of
 from .messages import Job
@@ -42,6 +42,12 @@ def pooled(contender: str) -> bool:
     """Whether workers go at their own pace under a strategy, so that they take their batches from a pool."""
     mode = _mode_of(contender)
     return mode is not None and not mode.merges
+
+
+def weighed(contender: str) -> bool:
+    """Whether a batch can count by its size: where it is averaged with those of all others."""
+    mode = _mode_of(contender)
+    return mode is None or (mode.merges and not isinstance(mode, Mixes))
 
 
 def in_step(contender: str, iterations: int) -> bool:

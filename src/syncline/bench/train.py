@@ -33,7 +33,7 @@ from ..launch.environment import recognise
 from ..report.rows import BASELINE
 from ..strategy.parts import build
 from ..workloads import Feed, Tempo, Workload, load
-from .batches import Batch, batches, pooled
+from .batches import Batch, batches, pooled, weighed
 from .contenders import peer_of
 from .looks import Looks
 from .measure import IterationClock, Record
@@ -138,9 +138,8 @@ def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0, process: 
     bare = build()
     bare_optimizer = workload.optimizer(bare)
     begun = time.perf_counter()
-    apart = pooled(job.strategy)
-    # A push that is an update by itself has no others to be weighed against.
-    model, optimizer = side.prepare(bare, bare_optimizer, weight=1 if apart else workload.weight)
+    weight = workload.weight if weighed(job.strategy) else 1
+    model, optimizer = side.prepare(bare, bare_optimizer, weight=weight)
     start_s = joined_s + time.perf_counter() - begun
     rank, world = side.rank(), side.world_size()
     # Replicas start equal; what is random during training (dropout) differs between them, as it would in one big batch.
@@ -168,7 +167,7 @@ def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0, process: 
     model.eval()
     outcome = _outcome(bare, start, end, record.done)
     # Waits of workers in step are part of their exchanges, and nobody tells them apart.
-    outcome["waited_s"] = _by_text(end.waited_s) if apart or end.waited_s else None
+    outcome["waited_s"] = _by_text(end.waited_s) if pooled(job.strategy) or end.waited_s else None
     looks.end(record)
     sender.send("result", **record.report(), start_s=start_s, **outcome)
     side.shutdown()
