@@ -21,8 +21,9 @@ from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
 from ...sync import Agrees, Averages, Mixes
 from .advice import tell_of_slow_start
+from .agreed import Differences, Mixture
 from .agreement import check_same_model, copy_from_worker
-from .averaging import Averaging, Differences, Mixture
+from .averaging import Averaging
 from .choosing import Choosing
 from .computing import steps_of
 from .intact import Forms
@@ -136,6 +137,8 @@ def prepare(
     if before is not None:
         made.replica.steps = before.replica.steps
     made.replica.keep(steps_of(session, optimizer))
+    if made.replica.averaging is not None and optimizer is not None:
+        made.replica.averaging.attach(optimizer)  # behind those that tell of steps
     session.prepared[first_key] = made
     session.consolidates[first_key] = made.consolidate
     return made
@@ -146,9 +149,9 @@ def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | Non
     if optimizer is not None:
         mode = session.strategy.sync_mode()
         if isinstance(mode, Agrees):
-            Averaging(replica, Differences(replica, mode)).attach(optimizer)
+            replica.averaging = Averaging(replica, Differences(replica, mode))
         elif isinstance(mode, Mixes):
-            Averaging(replica, Mixture(replica, mode)).attach(optimizer)
+            replica.averaging = Averaging(replica, Mixture(replica, mode))
         if session.strategy.schedule_object().apply != "step":
             defer_steps(replica, optimizer)
         replica.on_joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])
