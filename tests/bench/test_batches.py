@@ -10,23 +10,14 @@ import numpy as np
 import pytest
 
 import syncline
-from syncline import registry
 from syncline.bench.batches import Batch, batches, in_step, pooled, weighed
 from syncline.bench.messages import Job
 from syncline.sampling.pool import Pool
-from syncline.testing.training import Free
 from syncline.workloads import Images, Workload
 
 torch = pytest.importorskip("torch")
 
 WORLD, BATCH, SAMPLES = 2, 4, 14  # three batches of four, and one of two
-
-
-@pytest.fixture(autouse=True)
-def free(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry.names("sync")
-    monkeypatch.setitem(registry._entries, "sync", dict(registry._entries["sync"]))
-    registry.register("sync", "free")(Free)
 
 
 def counting() -> Workload:
@@ -51,7 +42,7 @@ def shown(batch: Batch) -> tuple[int, ...]:
         ("ddp", False),
         ("ring", False),
         ("ps(servers=1)", False),
-        ("ps(servers=1) sync=free", True),
+        ("ps(servers=1) sync=asp", True),
     ],
 )
 def test_a_pool_is_for_workers_at_their_own_pace(contender: str, wanted: bool) -> None:
@@ -114,7 +105,7 @@ def test_all_strategies_train_on_the_same_batches(monkeypatch: pytest.MonkeyPatc
         return Sampler()
 
     monkeypatch.setattr(syncline, "sampler", sampler, raising=False)
-    sources = [batches(counting(), rank, WORLD, job("ps(servers=1) sync=free", iterations)) for rank in range(WORLD)]
+    sources = [batches(counting(), rank, WORLD, job("ps(servers=1) sync=asp", iterations)) for rank in range(WORLD)]
     found: list[list[Batch]] = [[], []]
     ended = [False, False]
     while not all(ended):

@@ -10,22 +10,13 @@ from typing import Any
 import pytest
 
 import syncline
-from syncline import registry
-from syncline.errors import MismatchError, ProtocolError, UsageError
+from syncline.errors import MismatchError, ProtocolError, SynclineError, UsageError
 from syncline.sampling import Sampler, pools, sampler_of
 from syncline.sampling.order import MOST_EPOCHS, Order
 from syncline.sampling.pools import ASKED
 from syncline.session.session import Session
-from syncline.testing.training import Free
 
-POOLED, SPLIT = "ps(servers=1, on=workers) sync=free", "ring"
-
-
-@pytest.fixture(autouse=True)
-def free(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry.names("sync")  # those of this package first
-    monkeypatch.setitem(registry._entries, "sync", dict(registry._entries["sync"]))
-    registry.register("sync", "free")(Free)
+POOLED, SPLIT = "ps(servers=1, on=workers) sync=asp", "ring"
 
 
 def drained(session: Session, sampler: Sampler, epochs: int) -> list[list[int]]:
@@ -137,6 +128,7 @@ def test_workers_with_different_data_are_named(group: Any, strategy: str, name: 
         ({"kind": "take", "sampler": -1, "epoch": 0}, "sampler is -1"),
         ({"kind": "take", "sampler": 1, "epoch": 0}, "there is no sampler 1"),
         ({"kind": "take", "sampler": 0, "epoch": MOST_EPOCHS}, f"asks for epoch {MOST_EPOCHS}"),
+        ([], "a list in place of an object"),
     ],
 )
 def test_what_no_worker_asks_ends_the_run_and_names_it(group: Any, message: Any, why: str) -> None:
@@ -149,6 +141,18 @@ def test_what_no_worker_asks_ends_the_run_and_names_it(group: Any, message: Any,
         session.barrier()
 
     with pytest.raises(ProtocolError, match=f"what batches rank 1 asks for from rank 1 makes no sense: .*{why}"):
+        group(POOLED, 2, body)
+
+
+def test_a_request_that_is_too_long_ends_the_run(group: Any) -> None:
+    def body(session: Session) -> None:
+        sampler_of(session, Order(10, 2))
+        if session.rank == 1:
+            session.send(0, b" " * 257, "a request", ASKED)
+        session.barrier()
+        session.barrier()
+
+    with pytest.raises(SynclineError, match=r"what batches rank 1 asks for.*257"):
         group(POOLED, 2, body)
 
 

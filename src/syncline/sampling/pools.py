@@ -36,7 +36,8 @@ class Pools:
         self._here = set(range(session.world_size))  # the workers that may still ask
         if session.alone:
             return
-        session.member.before_end.append(self._leave)
+        # The last of all that is done then: who waits here must have left what others' steps wait for.
+        session.member.before_end.insert(0, self._leave)
         if session.rank == KEEPER:
             self._over = session.engine.promise("the others' last batches", tolerant=True)
             for worker in self._here:
