@@ -89,6 +89,45 @@ def test_a_worker_is_clipped_by_the_norm_of_its_own_gradients(group: Any, strate
         assert again == pytest.approx(wanted, rel=1e-9)
 
 
+def test_clipping_is_refused_where_nobody_knows_whose_gradients_are_averaged(group: Any) -> None:
+    def body(here: Here) -> None:
+        loss_of(here.model(batch(here.rank))).backward()
+        assert here.client is not None
+        here.client.clip(1.0)
+
+    with pytest.raises(GradientError, match="with backup workers these are whoever's come first: use sync=bsp without"):
+        on_group(group, "ps(servers=1) sync=bsp(backup=1)", WORKERS, sgd, body, weight=1)
+
+
+def test_backup_workers_are_fewer_than_workers(group: Any) -> None:
+    with pytest.raises(UsageError, match=r"sync=bsp\(backup=2\) does not wait for 2 of 2 workers, so for none"):
+        on_group(group, "ps(servers=1) sync=bsp(backup=2)", WORKERS, sgd, train, weight=1)
+
+
+@pytest.mark.parametrize("strategy", SINGLE)
+def test_every_gradient_counts_once_with_backup_workers(group: Any, strategy: str) -> None:
+    """Those of plain sums do not depend on the weights, so whenever they come the end is the same."""
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(STEPS + (2 * here.rank if here.client is not None else 0)):
+            here.optimizer.zero_grad()
+            (sum(p.sum() for p in here.model.parameters()) * (1 + step + 10 * here.rank)).backward()
+            here.optimizer.step()
+        if here.client is not None:
+            here.client.consolidate()
+        return weights(here.model)
+
+    def one(here: Here) -> dict[str, torch.Tensor]:
+        total = sum(1 + step + 10 * rank for rank in range(WORKERS) for step in range(STEPS + 2 * rank))
+        (sum(p.sum() for p in here.model.parameters()) * total / WORKERS).backward()
+        here.optimizer.step()
+        return weights(here.model)
+
+    wanted = alone(making("sgd"), one)
+    for found in on_group(group, under(strategy, "bsp(backup=1)"), WORKERS, making("sgd"), body, weight=1):
+        close(found, wanted)
+
+
 class Normalised(torch.nn.Module):
     def __init__(self, kind: type[torch.nn.Module]) -> None:
         super().__init__()

@@ -17,10 +17,10 @@ CARRIED = ["transport=shm", "transport=tcp", "transport=shm codec=topk(ratio=1)"
 
 
 @pytest.mark.parametrize(("place", "servers"), PLACES)
-@pytest.mark.parametrize("carried", CARRIED)
+@pytest.mark.parametrize("carried", [*(f"sync=asp {one}" for one in CARRIED), "sync=bsp(backup=1) transport=tcp"])
 def test_every_push_counts_once(pool: Pool, address: str, place: str, servers: int, carried: str) -> None:
     processes = WORKERS + servers
-    case = [[[index, processes, address], f"{place} sync=asp {carried}"] for index in range(processes)]
+    case = [[[index, processes, address], f"{place} {carried}"] for index in range(processes)]
     with pool.start(bodies.add_up, case) as group:
         found = group.results()[:WORKERS]
     pushed = [bodies.gradient_of(rank, step) for rank in range(WORKERS) for step in range(bodies.STEPS + 5 * rank)]

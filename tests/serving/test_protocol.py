@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from syncline.errors import MismatchError
-from syncline.serving.protocol import ALL, Action, Apply, Ledger, Measure, Release, Request, Rule
+from syncline.serving.protocol import ALL, Action, Add, Apply, Ledger, Measure, Release, Request, Rule
 from syncline.sync.asp import Asp
 from syncline.sync.bsp import Bsp
 from syncline.sync.ssp import Ssp
@@ -242,8 +242,35 @@ def test_who_meets_holds_up_nobody_and_all_go_on_from_one_clock() -> None:
 
 def test_bsp_exchanges_gradients_in_every_step_and_holds_up_whoever_is_ahead() -> None:
     mode = Bsp()
-    assert mode.exchanges == "gradients"
     assert mode.merges
     assert all(mode.due(step) for step in range(5))
     assert mode.may_proceed(3, 3)
     assert not mode.may_proceed(4, 3)
+
+
+def test_with_a_backup_worker_who_is_late_goes_on_at_once_and_counts_in_the_next_update() -> None:
+    ledger = Ledger(3, Bsp(backup=1))
+
+    def push(worker: int, clock: int) -> list[Action]:
+        return ledger.handle(Request("push", worker, clock, VALUES))
+
+    def add(worker: int, clock: int, lag: int = 0) -> Add:
+        return Add(worker, clock, ALL, VALUES, lag)
+
+    assert push(0, 1) == [add(0, 1)]
+    assert ledger.awaited == {1: 1, 2: 1}
+    for clock in (1, 2, 3):
+        if clock > 1:
+            assert push(0, clock) == [add(0, clock)]
+        update = Apply(ALL, clock, clock, ALL, VALUES, VALUES)
+        assert push(1, clock) == [add(1, clock), update, Release((0, 1), ALL, (clock, clock), 1)]
+    # The others are doing something else: nobody else's push has to come for its own to count.
+    assert push(2, 1) == [add(2, 1, lag=3), Release((2,), ALL, (0,), 2)]
+    again = Apply(ALL, 3, 4, ALL, VALUES, VALUES)
+    assert push(2, 2) == [again, add(2, 2, lag=1), Release((2,), ALL, (0,), 2)]
+    assert ledger.awaited == {}
+
+
+def test_what_is_added_to_others_has_no_norm_of_its_own() -> None:
+    with pytest.raises(MismatchError, match="rank 0 asks for the norm of gradients that are added to others"):
+        Ledger(3, Bsp(backup=1)).handle(Request("norm", 0, 1))

@@ -82,6 +82,11 @@ class TestCombinations:
             ("native sync=asp", r"native has none; the nearest that works is 'ps\(servers=1\) sync=asp'"),
             ("ps(servers=2, update=worker) sync=asp", r"ps has none; the nearest .* 'ps\(servers=2\) sync=asp'"),
             ("ps(servers=1) sync=asp schedule=delayed", r"two steps under way.* is 'ps\(servers=1\) sync=asp'"),
+            (
+                "ring sync=bsp(backup=1)",
+                r"owners take .*'ps\(servers=1\) sync=bsp\(backup=1\)'",
+            ),
+            ("ps sync=bsp(backup=-1)", r"backup=-1: it is a number of workers that updates do not wait for, 0 or more"),
             ("ps sync=ssp(staleness=-1)", r"staleness=-1: it is a number of steps, 0 or more; ssp\(staleness=0\) goes"),
             ("ps sync=ssp", r"ssp needs staleness, as in ssp\(staleness=..."),
             (

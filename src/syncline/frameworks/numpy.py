@@ -34,7 +34,7 @@ from ..session.communicator import BUCKET_KEYS
 from ..session.layout import Layout, decide_layout, place_bucket, place_tensors
 from ..session.session import Session
 from ..session.tickets import AVERAGE, CONSOLIDATE, STEP, Meeting, step_argument
-from ..sync import Agrees, Mixes, exchanges_gradients
+from ..sync import Agrees, Mixes, alone, exchanges_gradients
 from . import Handed
 from ._agreed import AgreedWeights
 from ._schedules import check_schedule
@@ -145,15 +145,15 @@ class Shared(Wrapped):
         if self._agreed is not None and not self._steps.due:
             self._step_alone(gradients)
             return
-        merges = self._session.strategy.sync_mode().merges
-        share = 1.0 / self._session.world_size if self._steps.due and merges else 1.0
+        mode = self._session.strategy.sync_mode()
+        share = 1.0 / self._session.world_size if self._steps.due and not alone(mode) else 1.0
         try:
             for tensor in reversed(range(len(self._names))):  # as backward passes come to them
                 np.multiply(gradients[self._names[tensor]].reshape(-1), share, out=self._gradients.flat[tensor])
                 self._do(self._steps.produced(tensor))
             self._do(self._steps.backward_ended())
             self._do(self._steps.stepped())
-            if merges:
+            if mode.merges:
                 self._session.coordination.begun()
         except BaseException as error:
             self._session.member.interrupted(error)  # the others wait for the rest of this step

@@ -46,6 +46,10 @@ class Merged:
         """Wait for what is under way."""
         self._engine.wait(*self._pushes, *self._pulls.values())
 
+    def add(self, worker: int, bucket: int, scale: float) -> None:
+        """The plan has summed them."""
+        raise NotImplementedError
+
     def update(self, worker: int, bucket: int, update: Update) -> None:  # noqa: ARG002
         """As ``Updating`` does."""
         self._updating.say(update)()

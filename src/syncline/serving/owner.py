@@ -24,10 +24,10 @@ from ..session.layout import LABEL, Layout, Passed, hear_layout
 from ..session.replacing import LABEL as REPLACING
 from ..session.replacing import Recompressing, copy_weights
 from ..session.session import Heard, Session
-from ..sync import application_of
+from ..sync import application_of, backup_of
 from .compensation import Compensation
 from .messages import ANSWERS, check_fields, nonsense, read_message, receive_body, send_body
-from .protocol import ALL, Apply, Ledger, Measure, Release, Request
+from .protocol import ALL, Add, Apply, Ledger, Measure, Release, Request
 from .records import Record, pack, unpack
 from .relaying import Lay, Leaving, Relay
 from .shard import Build, Shard
@@ -70,6 +70,10 @@ class Moves(Protocol):
         """Tell these workers the squared norm of the gradients here."""
         ...
 
+    def add(self, worker: int, bucket: int, scale: float) -> None:
+        """Add what that worker has pushed of a bucket, or of ``ALL``, times ``scale``, to the next update of all."""
+        ...
+
     def update(self, worker: int, bucket: int, update: Update) -> None:
         """Have what that worker, or ``ALL``, has pushed of a bucket, or of all, updated as soon as it is there."""
         ...
@@ -91,6 +95,7 @@ class Owner:
         self._session, self.shard, self._moves = session, shard, moves
         mode = session.strategy.sync_mode()
         self.ledger = Ledger(session.group.workers, mode, buckets)
+        self._adds = backup_of(mode) > 0
         self.version = 0
         self.lags = [0] * session.group.workers
         factor = application_of(mode).compensate
@@ -103,6 +108,10 @@ class Owner:
             if isinstance(action, Measure):
                 moves.settle(action.worker)
                 moves.tell_norm(action.workers, self.shard.squared_norm())
+            elif isinstance(action, Add):
+                self.lags[action.worker] = max(self.lags[action.worker], action.lag)
+                if not action.values["skip"]:
+                    moves.add(action.worker, action.bucket, action.values["scale"])
             elif isinstance(action, Apply):
                 self.version += 1
                 if action.worker != ALL:
@@ -129,6 +138,9 @@ class Owner:
         """One update; raises ProtocolError that names the worker whose values are none of this optimizer's."""
         try:
             values = action.values
+            if self._adds:  # these were pushes' own
+                self.shard.apply(bucket, action.newest["groups"], 1.0)
+                return
             if values["skip"]:
                 return
             if self._compensation is not None:
@@ -248,6 +260,10 @@ class Server:
         """They have asked for it."""
         for worker in workers:
             self._reply(worker, {"squared": squared})
+
+    def add(self, worker: int, bucket: int, scale: float) -> None:
+        """As the traffic does."""
+        self._exchanges.add(worker, bucket, scale)
 
     def update(self, worker: int, bucket: int, update: Update) -> None:
         """As the traffic does."""

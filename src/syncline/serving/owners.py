@@ -189,6 +189,10 @@ class LocalOwners:
         """The last step has waited for its pulls."""
         self._session.engine.wait(*self._pushes.values())
 
+    def add(self, worker: int, bucket: int, scale: float) -> None:
+        """Pushes are summed by their plan."""
+        raise NotImplementedError
+
     def update(self, worker: int, bucket: int, update: Update) -> None:  # noqa: ARG002
         """When the workers are known to agree."""
         assert self._updating is not None

@@ -18,6 +18,11 @@ Where pushes are not merged a worker may leave between two steps, and is the slo
 there: who has come holds up nobody, and when all have that have not left, all are sent the same weights and go on from
 the clock of the fastest.
 
+With so many backup workers the slowest of the others is the one that is waited for. An update is the sum of what has
+been pushed, made when that one has come to another clock; who comes later goes on at once, and what it has pushed is
+part of the next update, or, where it comes again before that, of one of its own. Nothing is lost, and nobody waits for
+the slowest (Chen et al., "Revisiting Distributed Synchronous SGD", ICLR workshop 2016, where it is dropped).
+
 Rules
 * A worker's message is for its next step, each bucket once, and it begins a step only when it has been released from
   all of the one before; all else raises and changes nothing.
@@ -38,6 +43,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from ..errors import MismatchError
+from ..sync import backup_of
 
 ALL = -1
 """In place of a worker's number: all of them, whose pushes are one. In place of a bucket's: the whole step."""
@@ -85,6 +91,17 @@ class Measure:
 
 
 @dataclass(frozen=True)
+class Add:
+    """Add the push of that worker for step ``clock`` to the next update of ``ALL``; ``lag`` is as for ``Apply``."""
+
+    worker: int
+    clock: int
+    bucket: int
+    values: Mapping[str, Any]
+    lag: int
+
+
+@dataclass(frozen=True)
 class Apply:
     """Apply the push of that worker for step ``clock``, or the merged one of ``ALL``: it makes that version.
 
@@ -114,7 +131,7 @@ class Release:
     by: int
 
 
-Action = Measure | Apply | Release
+Action = Measure | Add | Apply | Release
 
 
 @dataclass
@@ -122,6 +139,7 @@ class _Page:
     """A bucket's: the last step that each worker has pushed, who waits, and the first push of steps to be applied.
 
     ``sent`` are the versions that workers were sent last, ``newest`` is the latest push of the most advanced clock.
+    ``added`` are the workers whose pushes wait for the next update, ``level`` is the clock that the last one was of.
     """
 
     clocks: list[int]
@@ -130,6 +148,8 @@ class _Page:
     version: int = 0
     pushed: dict[int, Request] = field(default_factory=dict)
     newest: Request | None = None
+    added: set[int] = field(default_factory=set)
+    level: int = 0
 
 
 class Ledger:
@@ -140,7 +160,7 @@ class Ledger:
 
     def __init__(self, workers: int, rule: Rule, buckets: Sequence[int] = (ALL,)) -> None:
         self._workers = range(workers)
-        self._rule = rule
+        self._rule, self._backup = rule, backup_of(rule)
         self._pages = {bucket: _Page([0] * workers, [0] * workers) for bucket in buckets}
         self._asked: dict[int, dict[int, Request]] = {}  # step -> worker -> its question for the norm
         self._shadows: dict[int, set[int]] = {}  # step -> workers without batches
@@ -205,19 +225,27 @@ class Ledger:
         (self._left if request.kind == "leave" else self._met).add(request.worker)
         if self._met and not self._moving():
             return self._part(request.worker)
-        return [one for bucket, page in self._pages.items() for one in self._release(page, bucket, request.worker)]
+        found: list[Action] = []
+        for bucket, page in self._pages.items():
+            found += [*self._come_to(page, bucket), *self._release(page, bucket, request.worker)]
+        return found
 
     def _part(self, last: int) -> list[Action]:
         """All have met: all get the same weights, and nobody is ahead."""
         met, clock = tuple(sorted(self._met)), max(self.clocks)
         self._met.clear()
-        for page in self._pages.values():
+        found: list[Action] = []
+        for bucket, page in self._pages.items():
+            found += self._sum_up(page, bucket)
             for worker in met:
                 page.clocks[worker], page.sent[worker] = clock, page.version
-        return [Release(met, bucket, (0,) * len(met), last) for bucket in self._pages]
+            page.level = clock
+        return [*found, *(Release(met, bucket, (0,) * len(met), last) for bucket in self._pages)]
 
     def _measure(self, request: Request) -> list[Action]:
         worker, clock = request.worker, request.clock
+        if self._backup:
+            raise MismatchError(f"rank {worker} asks for the norm of gradients that are added to others as they come")
         if not self._rule.merges:
             return [Measure(worker, clock, (worker,))]
         self._asked.setdefault(clock, {})[worker] = request
@@ -236,7 +264,11 @@ class Ledger:
             worker, clock, bucket, values = request.worker, request.clock, request.bucket, request.values
             if page.newest is None or clock >= page.newest.clock:
                 page.newest = request
+            before = self._sum_up(page, bucket) if worker in page.added else []
             lag = page.version - page.sent[worker]
+            if self._backup:
+                page.added.add(worker)
+                return [*before, Add(worker, clock, bucket, values, lag), *self._come_to(page, bucket)]
             page.version += 1
             return [Apply(worker, clock, page.version, bucket, values, page.newest.values, lag)]
         if request.kind == "push":
@@ -250,11 +282,33 @@ class Ledger:
         self._shadows = {step: workers for step, workers in self._shadows.items() if step > done}
         return found
 
+    def _come_to(self, page: _Page, bucket: int) -> list[Action]:
+        """One update of all that has been added, where who is waited for has come to another clock."""
+        level = self._level(page)
+        if not self._backup or level <= page.level:
+            return []
+        page.level = level
+        return self._sum_up(page, bucket)
+
+    def _sum_up(self, page: _Page, bucket: int) -> list[Action]:
+        if not page.added:
+            return []
+        assert page.newest is not None
+        page.version += 1
+        page.added.clear()
+        newest = page.newest
+        return [Apply(ALL, newest.clock, page.version, bucket, newest.values, newest.values)]
+
+    def _level(self, page: _Page) -> int:
+        """The clock of the slowest worker that is waited for, of those that make steps; 0 where there are none."""
+        clocks = sorted(page.clocks[worker] for worker in self._moving())
+        return clocks[min(self._backup, len(clocks) - 1)] if clocks else 0
+
     def _release(self, page: _Page, bucket: int, by: int) -> list[Action]:
         if not page.waiting:
             return []
-        slowest = min(page.clocks[worker] for worker in self._moving())
-        free = [worker for worker in sorted(page.waiting) if self._rule.may_proceed(page.clocks[worker], slowest)]
+        slowest, level = min(page.clocks[worker] for worker in self._moving()), self._level(page)
+        free = [worker for worker in sorted(page.waiting) if self._rule.may_proceed(page.clocks[worker], level)]
         page.waiting.difference_update(free)
         for worker in free:
             page.sent[worker] = page.version

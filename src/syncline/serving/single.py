@@ -144,6 +144,7 @@ class _Owned:
         self._pushes: dict[int, list[Work]] = {}  # the next ones of each worker
         self._given: dict[int, Work] = {}  # bucket -> done when this process's worker has what its owner updates of it
         self._owing: dict[int, Work] = {}  # the same, while that is not so
+        self._added: set[int] = set()  # buckets in whose gradients the sum of some pushes lies
 
     def holdings(self) -> list[Holding]:
         """What is owned, tensor by tensor."""
@@ -187,9 +188,25 @@ class _Owned:
             part, came = self._mine[number], self._carrier.pushed(worker, number)
             np.copyto(self._gradients[number][part], came[part], casting="same_kind")
 
+    def add(self, worker: int, bucket: int, scale: float) -> None:
+        """In the order in which pushes come."""
+        for number in self._numbers(bucket):
+            part = self._mine[number]
+            total, came = self._gradients[number][part], self._carrier.pushed(worker, number)[part]
+            scaled = came if scale == 1.0 else came * came.dtype.type(scale)
+            if number in self._added:
+                np.add(total, scaled, out=total, casting="same_kind")
+            else:
+                np.copyto(total, scaled, casting="same_kind")
+        self._added.update(self._numbers(bucket))
+
     def update(self, worker: int, bucket: int, update: Update) -> None:
         """At once; the worker's next push comes when it has the weights."""
-        self.settle(worker, bucket)
+        if worker != ALL:
+            self.settle(worker, bucket)
+        elif self._added.isdisjoint(self._numbers(bucket)):  # nothing of it was finite
+            return
+        self._added.difference_update(self._numbers(bucket))
         update(bucket)
         for number in self._numbers(bucket):
             self._carrier.updated(number)

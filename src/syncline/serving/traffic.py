@@ -42,6 +42,10 @@ class Exchanges(Protocol):
         """Return when the push of that worker lies in the gradients, and nothing under way reads the weights."""
         ...
 
+    def add(self, worker: int, bucket: int, scale: float) -> None:
+        """Add what that worker has pushed of a bucket, or of ``ALL``, times ``scale``, to the next update of all."""
+        ...
+
     def update(self, worker: int, bucket: int, update: Update) -> None:
         """Have what that worker has pushed of a bucket, or of ``ALL``, updated, now or as soon as it is there."""
         ...

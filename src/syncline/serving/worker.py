@@ -16,7 +16,7 @@ from ..engine.work import Work
 from ..errors import UsageError
 from ..session.replacing import copy_weights
 from ..session.session import Session
-from ..sync import application_of
+from ..sync import alone, application_of
 from .owner import by_bucket, serve_beside
 from .owners import LocalOwners, Owners, RemoteOwners
 from .records import Record
@@ -37,7 +37,7 @@ class Worker:
         """The clock of this session's protocol; a resumed run begins at 0 again."""
         self._unsaid = 0  # which changed weights the owners have taken while the workers have not compared them
         mode = session.strategy.sync_mode()
-        self._together, self._shares_rate = mode.merges, not mode.merges and application_of(mode).rate == "shared"
+        self._together, self._shares_rate = mode.merges, alone(mode) and application_of(mode).rate == "shared"
         self._pushes: dict[int, Work] = {}
         self._pushed: dict[int, Work] = {}  # what the pulls of this step go behind
 

@@ -21,7 +21,7 @@ from ..errors import PlanError, UsageError
 from ..nouns import Group, Layer, Spec
 from ..plans.check import phases
 from ..schedules import Application, GoesAhead, Phases, Release, Schedule
-from ..sync import LOOKED_AT, Agrees, Averages, Mixes, SyncMode, exchanges_gradients
+from ..sync import LOOKED_AT, Agrees, Averages, Mixes, SyncMode, alone, exchanges_gradients
 from .grammar import Part
 from .parts import build, roles_of, write
 from .words import AUTO, BSP, NONE, WORDS, bind_word
@@ -317,12 +317,16 @@ def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
 def _pushes_by_themselves_need_owners(given: Combination) -> Fault | None:
     if build("sync", given.sync).merges or given.server_holds_weights:
         return None
-    reason = (
-        f"under sync={given.sync.name} every worker's push is an update by itself, which takes owners of the weights"
-        f" that apply it, and {given.architecture.name} has none"
-    )
+    reason = f"{_apart(given)}, which takes owners of the weights that apply it, and {given.architecture.name} has none"
     others = [] if given.roles is None else _variants(given.architecture, lambda roles: roles.holds_weights)
     return reason, [*others, {"architecture": Part("ps")}, {"sync": BSP}]
+
+
+def _apart(given: Combination) -> str:
+    """What every worker does by itself."""
+    if alone(build("sync", given.sync)):
+        return f"under sync={given.sync.name} every worker's push is an update by itself"
+    return f"under sync={write('sync', given.sync)} owners take every worker's push by itself"
 
 
 def _owners_are_told_every_push(given: Combination) -> Fault | None:
@@ -336,7 +340,7 @@ def _owners_are_told_every_push(given: Combination) -> Fault | None:
 def _pushes_by_themselves_can_be_decoded(given: Combination) -> Fault | None:
     if build("sync", given.sync).merges or given.codec == NONE:
         return None
-    where = f"under sync={given.sync.name} every worker's push is an update by itself"
+    where = _apart(given)
     if given.codec == AUTO:
         reason = f"{where}, and what codec=auto measures are payloads that are summed"
         return reason, [{"codec": NONE}, {"sync": BSP}]

@@ -37,7 +37,7 @@ from ..codecs import Chooses
 from ..compression.reducers.ways import OWNERS, way_of
 from ..errors import StrategyError, UsageError
 from ..nouns import Group
-from ..sync import Averages, Mixes
+from ..sync import Averages, Mixes, backup_of
 from .grammar import Part, nearest, read_part, read_words
 from .parts import build, write
 from .presets import preset_of
@@ -123,6 +123,11 @@ class Strategy(Combination):
         architecture cannot be planned for so many workers or servers.
         """
         group = self._with_servers(group)
+        if group.workers <= (backup := backup_of(self.sync_mode())):
+            raise UsageError(
+                f"sync={write('sync', self.sync)} does not wait for {backup} of {group.workers} workers, so for none:"
+                " use fewer backup workers, or sync=asp"
+            )
         transport = self.transport
         if transport == AUTO:
             if inproc:

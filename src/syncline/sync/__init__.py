@@ -65,6 +65,26 @@ class Applied:
     compensate: float = 0.0
 
 
+@runtime_checkable
+class Spares(Protocol):
+    """A mode whose updates do not wait for the slowest workers: a push that is late is part of the next one."""
+
+    @property
+    def backup(self) -> int:
+        """How many workers an update does not wait for; 0 for none."""
+        ...
+
+
+def backup_of(mode: object) -> int:
+    """How many workers updates do not wait for."""
+    return mode.backup if isinstance(mode, Spares) else 0
+
+
+def alone(mode: SyncMode) -> bool:
+    """Whether every push is an update by itself: gradients are not summed, neither by a plan nor by owners."""
+    return not mode.merges and not backup_of(mode)
+
+
 def application_of(mode: SyncMode) -> Applies:
     """How the mode's pushes are applied."""
     return mode if isinstance(mode, Applies) else Applied()

@@ -13,6 +13,7 @@ from operator import ge
 
 from ..serving import protocol
 from ..serving.protocol import ALL, Action, Ledger, Measure, Release, Request, Rule
+from ..sync import backup_of
 from .laws import require
 
 Choose = Callable[[Sequence[int]], int]
@@ -62,7 +63,8 @@ class Play:
         norms: int = 0,
         stops: int = 0,
     ) -> None:
-        self.ledger, self.rule, self.buckets, self.norms = Ledger(workers, rule, buckets), rule, buckets, norms
+        self.ledger, self.rule, self.buckets = Ledger(workers, rule, buckets), rule, buckets
+        self.norms = 0 if backup_of(rule) else norms  # nobody could say of what
         self.choose, self.stops = choose, stops
         self.workers = [Played() for _ in range(workers)]
         self.log: list[Request | Action] = []
@@ -158,6 +160,8 @@ class Play:
 
 def versions_only_grow(log: Log, workers: int, rule: Rule, buckets: Sequence[int] = (ALL,)) -> None:
     """By one with every update of a bucket."""
+    if backup_of(rule):  # how many there are depends on who is late
+        workers = 0
     found: dict[int, list[int]] = defaultdict(list)
     pushes: dict[int, int] = defaultdict(int)
     for entry in log:
@@ -166,7 +170,7 @@ def versions_only_grow(log: Log, workers: int, rule: Rule, buckets: Sequence[int
         elif isinstance(entry, Request) and entry.kind == "push":
             pushes[entry.bucket] += 1
     for bucket in {*buckets, *found}:
-        updates = pushes[bucket] // workers if rule.merges else pushes[bucket]
+        updates = len(found[bucket]) if not workers else pushes[bucket] // (workers if rule.merges else 1)
         wanted = list(range(1, updates + 1))
         require(found[bucket] == wanted, f"bucket {bucket} has the versions {found[bucket]} in place of {wanted}")
 
@@ -183,6 +187,8 @@ def clocks_only_grow(log: Log) -> None:
 
 def every_push_is_applied_once(log: Log, workers: int, rule: Rule) -> None:
     """In order, with its own values where it is an update by itself, and no sooner than all it is merged with."""
+    if backup_of(rule):
+        return
     pushed, done = defaultdict[tuple[int, int], list[Request]](list), defaultdict[tuple[int, int], int](int)
     for entry in log:
         if isinstance(entry, Request) and entry.kind == "push":
@@ -201,6 +207,39 @@ def every_push_is_applied_once(log: Log, workers: int, rule: Rule) -> None:
     require(done == wanted, f"by worker and bucket, {dict(done)} of {wanted} pushes were applied")
 
 
+def every_push_is_added_once(log: Log, workers: int, rule: Rule) -> None:
+    """Where updates do not wait for all: at once, and no worker's two to one update, nor any to none in the end.
+
+    Before workers that have met go on all are in the weights.
+    """
+    if not backup_of(rule):
+        return
+    waiting, sent = defaultdict[int, list[protocol.Add]](list), defaultdict[tuple[int, int], int](int)
+    versions, moving = defaultdict[int, int](int), set(range(workers))
+    pushed: Request | None = None
+    for entry in log:
+        if isinstance(entry, Request):
+            require(pushed is None, f"{pushed} is not added at once")
+            pushed = entry if entry.kind == "push" else None
+            moving -= {entry.worker} if entry.kind in ("meet", "leave") else set()
+        elif isinstance(entry, protocol.Add):
+            wanted = None if pushed is None else (pushed.worker, pushed.bucket, pushed.clock, pushed.values)
+            require(wanted == (entry.worker, entry.bucket, entry.clock, entry.values), f"{entry} is not {pushed}")
+            twice = any(one.worker == entry.worker for one in waiting[entry.bucket])
+            require(not twice, f"{entry} is added to what the worker has pushed before")
+            pushed = None
+            waiting[entry.bucket].append(entry)
+        elif isinstance(entry, protocol.Apply):
+            require(bool(waiting[entry.bucket]), f"{entry} is of nothing")
+            waiting[entry.bucket].clear()
+            versions[entry.bucket] = entry.version
+        elif isinstance(entry, Release):
+            require(bool(moving) or not waiting[entry.bucket], f"{waiting[entry.bucket]} are left out when all meet")
+            sent |= {(worker, entry.bucket): versions[entry.bucket] for worker in entry.workers}
+            if moving.isdisjoint(entry.workers):
+                moving |= set(entry.workers)
+
+
 def the_newest_values_count(log: Log) -> None:
     """Those of the most advanced clock, and of the latest push among its equals."""
     newest: dict[int, Request] = {}
@@ -217,9 +256,10 @@ def the_lag_is_what_others_have_updated(log: Log) -> None:
     """Since a worker was released, until its next push is applied."""
     versions, sent = defaultdict[int, int](int), defaultdict[tuple[int, int], int](int)
     for entry in log:
-        if isinstance(entry, protocol.Apply):
+        if isinstance(entry, protocol.Apply | protocol.Add):
             lag = versions[entry.bucket] - sent[entry.worker, entry.bucket]
             require(entry.worker == ALL or entry.lag == lag, f"{entry} has a lag of {lag}")
+        if isinstance(entry, protocol.Apply):
             versions[entry.bucket] = entry.version
         elif isinstance(entry, Release):
             sent |= {(worker, entry.bucket): versions[entry.bucket] for worker in entry.workers}
@@ -244,9 +284,10 @@ class _Standing:
             if request.kind == "meet":
                 self.meeting.add(request.worker)
 
-    def slowest(self, bucket: int) -> int:
-        """The least clock of those that make steps."""
-        return min((self.clocks[bucket][worker] for worker in self.moving), default=0)
+    def slowest(self, bucket: int, backup: int = 0) -> int:
+        """The least clock of those that make steps, so many others left out."""
+        clocks = sorted(self.clocks[bucket][worker] for worker in self.moving)
+        return clocks[min(backup, len(clocks) - 1)] if clocks else 0
 
     def part(self) -> None:
         """All have met."""
@@ -272,17 +313,19 @@ def nobody_goes_on_before_the_rule_allows(log: Log, workers: int, rule: Rule, bu
                 stand.part()
             mine = stand.clocks[entry.bucket]
             possible = min(mine) if rule.merges else stand.pushes[entry.bucket]
-            require(versions[entry.bucket] == possible, f"{entry} comes before the update that was possible")
-            slowest = stand.slowest(entry.bucket)
+            made = versions[entry.bucket] == possible or backup_of(rule) > 0
+            require(made, f"{entry} comes before the update that was possible")
+            slowest, waited_for = stand.slowest(entry.bucket), stand.slowest(entry.bucket, backup_of(rule))
             for worker, ahead in zip(entry.workers, entry.ahead, strict=True):
                 stand.waiting[entry.bucket].discard(worker)
-                allowed = rule.may_proceed(mine[worker], slowest)
+                allowed = rule.may_proceed(mine[worker], waited_for)
                 require(allowed, f"{entry} at the clocks {mine}: worker {worker} has to wait for the slowest")
                 require(ahead == mine[worker] - slowest, f"{entry} at the clocks {mine}: worker {worker} is not so far")
         if place + 1 == len(log) or isinstance(log[place + 1], Request):
             for bucket in buckets:
                 for worker in stand.waiting[bucket]:
-                    held = not rule.may_proceed(stand.clocks[bucket][worker], stand.slowest(bucket))
+                    slowest = stand.slowest(bucket, backup_of(rule))
+                    held = not rule.may_proceed(stand.clocks[bucket][worker], slowest)
                     require(held, f"worker {worker} is held up at {stand.clocks[bucket]}")
             require(not stand.meeting or bool(stand.moving), "all have met, and wait")
 
@@ -295,6 +338,7 @@ def played(
     versions_only_grow(log, workers, rule, buckets)
     clocks_only_grow(log)
     every_push_is_applied_once(log, workers, rule)
+    every_push_is_added_once(log, workers, rule)
     the_newest_values_count(log)
     the_lag_is_what_others_have_updated(log)
     nobody_goes_on_before_the_rule_allows(log, workers, rule, buckets)

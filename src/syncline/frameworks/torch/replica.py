@@ -36,7 +36,7 @@ from ...errors import GradientError
 from ...session.layout import Layout
 from ...session.session import Session
 from ...session.tickets import AVERAGE, STEP, Meeting, step_argument
-from ...sync import exchanges_gradients
+from ...sync import alone, exchanges_gradients
 from .backward import Backward
 from .batch_norm import SyncBatchNorm, synchronise
 from .buffers import Buffers
@@ -90,7 +90,7 @@ class Replica:
         self.steps = 0
         self.made_local_steps = False  # which were not exchanged
         self._buffers = Buffers(session, self.selection, self.gradients.staging, first_key, self.fault)
-        self._share = 1.0 / session.world_size if self._mode.merges else 1.0
+        self._share = 1.0 if alone(self._mode) else 1.0 / session.world_size
         self._synchronising = True
         self._synchronises = self._alone = False  # the present backward pass is exchanged, or a step of the rank's own
         self._held = True  # nothing of a backward pass is sent before it ends

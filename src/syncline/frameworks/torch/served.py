@@ -28,6 +28,7 @@ from ...serving.shard import WEIGHTS, Groups
 from ...serving.traffic import Model
 from ...serving.worker import Worker
 from ...session.tickets import Meeting
+from ...sync import backup_of
 from .gradients import Gradients
 from .intact import Contents
 from .replica import Replica
@@ -97,6 +98,12 @@ class Client:
                 f" schedule={self.crossing.name} owners of the weights update each bucket when it comes: use"
                 " schedule=fixed, or ps(update=worker)"
             )
+        mode = self.replica.session.strategy.sync_mode()
+        if backup_of(mode):
+            raise self.replica.fault(
+                "clip_grad_norm_() has to know the gradients that are averaged, and with backup workers these are"
+                " whoever's come first: use sync=bsp without backup="
+            )
         self._check_pushed()
         if scale != 1.0:
             self.unscale(scale)
@@ -116,7 +123,7 @@ class Client:
                 " schedule=fixed, or ps(update=worker)"
             )
         self._check_pushed()
-        if self.worker.overflown():
+        if self.together and self.worker.overflown():  # else a push is skipped by itself
             view = next(view for view in self.replica.storage.views if view.numel())
             view.view(-1)[:1].fill_(math.inf)
         self._scaler_looks = True

@@ -15,7 +15,7 @@ from ...errors import UsageError
 from ...serving.shard import Groups
 from ...serving.worker import shared_rate
 from ...strategy.strategy import Strategy
-from ...sync import Mixes, application_of
+from ...sync import Mixes, alone, application_of
 from .batch_norm import unsynchronised
 from .options import Named, Options, Selection
 from .parts import DECLARED, probe_parts, updates_alone
@@ -196,7 +196,7 @@ def check_by_itself(strategy: Strategy, groups: Groups, selection: Selection, op
     And for values of the optimizer's groups with which a push alone cannot be applied.
     """
     sync = strategy.sync.name
-    if application_of(strategy.sync_mode()).rate == "shared":
+    if alone(strategy.sync_mode()) and application_of(strategy.sync_mode()).rate == "shared":
         shared_rate(groups, 1, sync)
     if options.weight != 1:
         raise UsageError(
