@@ -71,7 +71,7 @@ def test_the_page_has_columns_for_it_and_names_the_slowest(mixed: Result, stale:
     assert "<td>0.37 (3)</td>" in text
     assert "<td>12.5</td>" in text
     assert "<td>2.25 s</td>" in text
-    assert "ps(servers=1): rank 2 computes 3.0 times as long as the median worker." in text
+    assert "Rank 2 computes 3.0 times as long as the median worker." in text
     heads = text.count('<th scope="col">') - 1
     assert f'colspan="{heads}"' in text
 

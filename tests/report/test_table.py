@@ -138,7 +138,19 @@ def test_columns_of_coordination_are_there_where_a_row_has_something_to_say(mixe
     assert (
         "To acc is the training time after which the model was first seen to be 97 % accurate; ring never was." in words
     )
-    assert "ps(servers=1): rank 1 computes 3.0 times as long as the median worker." in words
+    assert "Rank 1 computes 3.0 times as long as the median worker. " in f"{words} "
+
+
+def test_the_slowest_worker_is_named_once(mixed: Result) -> None:
+    ring, server = (
+        dataclasses.replace(row, compute_by_rank_s=(1.0, 1.0, 2.0), slowest_rank=2) for row in mixed.rows[1:3]
+    )
+    slower = dataclasses.replace(server, compute_by_rank_s=(1.0, 1.0, 3.0))
+    alike = dataclasses.replace(server, compute_by_rank_s=(1.0, 1.0, 1.0), slowest_rank=None)
+    both = " ".join(shown(dataclasses.replace(mixed, rows=(ring, slower))).split())
+    assert "Rank 2 computes 2.0 to 3.0 times as long as the median worker." in both
+    one = " ".join(shown(dataclasses.replace(mixed, rows=(ring, alike))).split())
+    assert "Rank 2 computes 2.0 times as long as the median worker under ring." in one
 
 
 @pytest.mark.parametrize("width", [40, 80])

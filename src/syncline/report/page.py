@@ -6,8 +6,8 @@ Owns the words and the order of the page; the charts come from ``charts``, the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 from ..timeline.window import Iteration
 from . import svg, table, units
@@ -17,6 +17,8 @@ from .frame import Line, fill, origin_facts
 from .rows import BASELINE, Result, Row
 from .table import remarks
 from .timeline_charts import timeline_charts
+
+T = TypeVar("T")
 
 HEADS = (
     ("{score}", ""),
@@ -36,6 +38,9 @@ HEADS = (
     ("memory", ""),
     ("replicas", ""),
 )
+_MERIT = 4
+"""As many columns say how good a row is; the others say why."""
+
 READING = (
     "Accuracy and loss are of the test set after the last iteration. Images/s is of all workers together; scaling is "
     "that against one worker's times the number of workers. Times are medians over iterations: copy is the copy of a "
@@ -92,7 +97,9 @@ def render(result: Result, timelines: Sequence[Iteration] = ()) -> str:
         heading=f"{result.workload}: {_contenders(result)}",
         summary=_summary(result),
         facts=_facts(result),
-        heads=[(head.format(score=score), note) for head, note in (*HEADS, *((one.head, one.note) for one in extra))],
+        heads=[
+            (head.format(score=score), note) for head, note in _with(HEADS, ((one.head, one.note) for one in extra))
+        ],
         reading=" ".join(readings),
         lines=_lines(result, extra),
         remarks=remarks(result),
@@ -163,7 +170,7 @@ def _place(row: Row) -> str:
 def _cells(row: Row, replayed: bool, extra: Sequence[Extra]) -> tuple[str, ...]:
     verdict = {True: "equal", False: "DIFFER", None: units.MISSING}[row.replicas_equal]
     times = (row.loading_s, row.h2d_s, row.forward_s, row.backward_s, row.update_s, row.compute_s, row.exposed_comm_s)
-    return (
+    found = (
         units.percent(row.of_bound if replayed else row.accuracy, 2),
         units.number(row.loss),
         units.rate(row.images_per_s),
@@ -174,5 +181,10 @@ def _cells(row: Row, replayed: bool, extra: Sequence[Extra]) -> tuple[str, ...]:
         units.seconds(row.start_s),
         units.size(row.peak_bytes),
         verdict,
-        *(one.cell(row) for one in extra),
     )
+    return _with(found, (one.cell(row) for one in extra))
+
+
+def _with(columns: tuple[T, ...], extra: Iterable[T]) -> tuple[T, ...]:
+    """What is not in every table stands behind the figures of merit, where it is seen without scrolling."""
+    return (*columns[:_MERIT], *extra, *columns[_MERIT:])

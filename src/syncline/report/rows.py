@@ -131,12 +131,11 @@ class Row:
         return sum(number * count for number, count in self.staleness.items()) / steps if steps else None
 
     @property
-    def slowest(self) -> str | None:
-        """The slowest worker in words, where there is one."""
+    def slower(self) -> float | None:
+        """How many times as long as the median worker the slowest computes, where there is one."""
         if self.slowest_rank is None:
             return None
-        times = self.compute_by_rank_s[self.slowest_rank] / median_low(self.compute_by_rank_s)
-        return f"rank {self.slowest_rank} computes {times:.1f} times as long as the median worker"
+        return self.compute_by_rank_s[self.slowest_rank] / median_low(self.compute_by_rank_s)
 
     @property
     def reasoned(self) -> bool:

@@ -152,7 +152,7 @@ def remarks(result: Result) -> tuple[str, ...]:
             f"To acc is the training time after which the model was first seen to be {accuracy} accurate"
             + (f"; {', '.join(never)} never was." if never else ".")
         )
-    lines += [f"{result.label(row)}: {row.slowest}." for row in result.rows if row.slowest is not None]
+    lines += _slowest(result)
     lines += [f"{preset}: {note}." for preset, note in _noted(result).items()]
     found = (row.name for row in result.rows if row.iteration_s is not None and row.exposed_comm_s is None)
     uncounted = list(dict.fromkeys(found))
@@ -167,6 +167,19 @@ def remarks(result: Result) -> tuple[str, ...]:
     if any(row.replicas_equal is False for row in result.rows):
         lines.append("Replicas that differ at the end are a fault, unless the strategy lets them drift on purpose.")
     return tuple(lines)
+
+
+def _slowest(result: Result) -> list[str]:
+    """The slowest workers, and under which strategies they were, unless they were under all."""
+    measured = [row for row in result.rows if row.compute_by_rank_s]
+    lines = []
+    for rank in sorted({row.slowest_rank for row in measured if row.slowest_rank is not None}):
+        rows = [row for row in measured if row.slowest_rank == rank]
+        ends = sorted({f"{row.slower or 0.0:.1f}" for row in rows}, key=float)
+        where = "" if rows == measured else f" under {', '.join(map(result.label, rows))}"
+        times = " to ".join(dict.fromkeys((ends[0], ends[-1])))
+        lines.append(f"Rank {rank} computes {times} times as long as the median worker{where}.")
+    return lines
 
 
 def _noted(result: Result) -> dict[str, str]:
