@@ -187,3 +187,23 @@ def test_an_optimizer_without_a_rate_to_share_is_refused_or_goes_by_its_own(grou
 
     first, second = on_group(group, "ps(servers=1) sync=asp(rate=own)", WORKERS, unrated, body, weight=1)
     same(first, second)
+
+
+@pytest.mark.parametrize("place", ["ps(servers=2)", "ps(servers=2, on=workers)"])
+@pytest.mark.parametrize("mode", ["asp", "ssp(staleness=2)"])
+def test_pushes_of_all_move_weights_as_far_as_one_step_of_all(group: Any, place: str, mode: str) -> None:
+    """Under an optimizer that normalises gradients too, whose steps they would else be one each: its rate is shared."""
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for _ in range(5):
+            here.optimizer.zero_grad()
+            sum(parameter.sum() for parameter in here.model.parameters()).backward()  # type: ignore[union-attr]
+            here.optimizer.step()
+        if here.client is not None:
+            prepared(here)[0].consolidate()
+        return weights(here.model)
+
+    wanted = body(Here(*adam()))
+    for found in on_group(group, f"{place} sync={mode}", 4, adam, body, weight=1):
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-9)

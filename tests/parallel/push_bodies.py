@@ -57,8 +57,7 @@ def add_up(line: Connection, place: Place, strategy: str) -> None:
         weights, optimizer = syncline.prepare({"w": np.zeros(SIZE)}, Descent())
         for step in range(STEPS + 5 * place[0]):
             optimizer.step({"w": gradient_of(place[0], step)})
-        syncline.barrier()
-        optimizer.step({"w": np.zeros(SIZE)})
+        syncline.consolidate()
         line.send(weights["w"].copy())
 
 

@@ -167,6 +167,8 @@ AGREES = {"agree": lambda *_: None, "pull": lambda *_: 1.0, "remembers": True}
         ("sync", {"due": lambda _, step: 1 // (step - 3) == 0}, "fails at step 3 .ZeroDivisionError"),
         ("sync", {"merges": None}, "has merges=None: it says by True or False whether all pushes are one update"),
         ("sync", {"due": None}, r"has no due\(\)"),
+        ("sync", {"rate": "half", "compensate": 0.5}, "has rate='half', with which no owner .* 'shared' or 'own'"),
+        ("sync", {"rate": "own", "compensate": "off"}, "has compensate='off': it is the lambda"),
     ],
 )
 def test_what_a_part_asks_for_is_done_or_refused(kind: str, properties: dict[str, Any], says: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -62,6 +62,15 @@ class Both(Trained):
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class Applied(Mode):
+    """Every push is an update by itself, and the mode says how it is applied."""
+
+    merges: Any = False
+    rate: Any = "own"
+    compensate: Any = 0.5
+
+
 def test_modes_that_exchange_weights_keep_all_laws() -> None:
     assert check_sync(Trained(), examples=10) == LAWS.names
 
@@ -70,6 +79,7 @@ def test_modes_that_exchange_weights_keep_all_laws() -> None:
 @pytest.mark.parametrize("staleness", [0, 2, float("inf")])
 def test_modes_with_and_without_a_bound_keep_all_laws(staleness: float, merges: bool) -> None:
     assert check_sync(Mode(staleness, merges=merges), examples=10) == LAWS.names
+    assert check_sync(Applied(staleness), examples=2) == LAWS.names
 
 
 @pytest.mark.parametrize(
@@ -87,6 +97,9 @@ def test_modes_with_and_without_a_bound_keep_all_laws(staleness: float, merges: 
         ("workers exchange at last", Mode(dues=lambda step: False)),  # noqa: ARG005
         ("what it asks for is known", Trained(averaged=lambda step: step)),
         ("what it asks for is known", Both()),
+        ("what it asks for is known", Applied(rate="half")),
+        ("what it asks for is known", Applied(compensate=-1)),
+        ("what it asks for is known", Applied(compensate="much")),
         ("the same question gets the same answer", Trained(averaged=lambda step: next(turn) % 3 == 0)),  # noqa: ARG005
         ("workers exchange at last", Trained(averaged=lambda step: False)),  # noqa: ARG005
         ("workers exchange at last", Trained(dues=lambda step: True)),  # noqa: ARG005
@@ -130,6 +143,25 @@ def test_owners_that_break_a_promise_are_found(
     monkeypatch.setattr(serving, "Ledger", ledger(change))
     with pytest.raises(BrokenLaw, match=fault) as caught:
         check_sync(Mode())
+    assert caught.value.law == "owners keep their promises"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "fault"),
+    [
+        (Apply, {"lag": 77}, "has a lag of"),
+        (Apply, {"newest": {}}, "is not with the values of"),
+        (Apply, {"clock": 77}, "is not of the step of"),
+        (Release, {"ahead": (77, 77, 77, 77, 77)}, "is shorter|is longer|is not so far"),
+    ],
+)
+def test_owners_that_say_what_is_not_so_are_found(
+    kind: Any, change: dict[str, Any], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = ledger(lambda actions: [replace(one, **change) if isinstance(one, kind) else one for one in actions])
+    monkeypatch.setattr(serving, "Ledger", changed)
+    with pytest.raises(BrokenLaw, match=fault) as caught:
+        check_sync(Applied(1))
     assert caught.value.law == "owners keep their promises"
 
 

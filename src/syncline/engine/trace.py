@@ -54,7 +54,7 @@ class Span:
     """What it is for: of a bucket its number and tensors."""
     within: Span | None = None
     key: int = -1
-    """Of works and runs: what tells it from others under way."""
+    """Of works and runs: what tells it from others under way. Of updates the step of the worker that has pushed."""
     phase: str = ""
     """Of runs: the plan's goal, or ``reduce`` for reducers; of their turns ``encode`` or ``decode``."""
     priority: float = 0.0

@@ -21,7 +21,7 @@ from ..errors import PlanError, UsageError
 from ..nouns import Group, Layer, Spec
 from ..plans.check import phases
 from ..schedules import Application, GoesAhead, Phases, Release, Schedule
-from ..sync import LOOKED_AT, Agrees, Averages, Mixes, SyncMode, alone, exchanges_gradients
+from ..sync import LOOKED_AT, Agrees, Averages, Mixes, SyncMode, alone, exchanges_gradients, wrong_application
 from .grammar import Part
 from .parts import build, roles_of, write
 from .words import AUTO, BSP, NONE, WORDS, bind_word
@@ -290,6 +290,8 @@ def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
             f"sync={name} has merges={merges!r}: it says by True or False whether all pushes are one update",
             remedies,
         )
+    if why := wrong_application(mode):
+        return f"sync={name} {why}", remedies
     if averages is not None and not merges:
         return f"sync={name} exchanges weights, to which all come together, and has merges=False", remedies
     for clock in range(LOOKED_AT):

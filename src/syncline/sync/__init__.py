@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from ..plans.plan import Plan
 
@@ -88,6 +88,17 @@ def alone(mode: SyncMode) -> bool:
 def application_of(mode: SyncMode) -> Applies:
     """How the mode's pushes are applied."""
     return mode if isinstance(mode, Applies) else Applied()
+
+
+def wrong_application(mode: SyncMode) -> str:
+    """What is wrong with how a mode says that its pushes are applied, if anything."""
+    rate: object = application_of(mode).rate
+    factor: object = application_of(mode).compensate
+    if rate not in get_args(Rate):
+        return f"has rate={rate!r}, with which no owner applies a push: it is {' or '.join(map(repr, get_args(Rate)))}"
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < float("inf"):
+        return f"has compensate={factor!r}: it is the lambda of delay compensation, 0 (none) or more"
+    return ""
 
 
 @runtime_checkable

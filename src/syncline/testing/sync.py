@@ -16,7 +16,7 @@ from ..plans.check import check_mixing
 from ..serving.protocol import ALL
 from ..strategy.grammar import read_part
 from ..strategy.parts import build
-from ..sync import Agrees, Averages, Mixes, SyncMode, mixes_of
+from ..sync import Agrees, Averages, Mixes, SyncMode, mixes_of, wrong_application
 from .laws import Laws, require
 from .serving import played
 from .training import SLICED, Worker, go_together
@@ -73,6 +73,7 @@ def what_it_asks_for_is_known(case: Case) -> None:
         require(sum(ways) == 1, f"weights are exchanged, and {sum(ways)} of agree() and mix() say what becomes of them")
     for name, answer in answers.items():
         require(isinstance(answer, bool), f"{name} answers {answer!r}, not True or False")
+    require(not (why := wrong_application(mode)), f"it {why}")
 
 
 @LAWS.law(runs)
@@ -107,8 +108,9 @@ def the_slowest_may_always_go_on(case: Case) -> None:
 def workers_exchange_at_last(case: Case) -> None:
     """In some steps, or nobody would ever hear of the others: gradients, or weights, and never both in one."""
     some, mode = False, case.mode
+    averaging = mode if isinstance(mode, Averages) else None  # which takes a while to find out
     for step in range(_HORIZON):
-        due, averages = mode.due(step), isinstance(mode, Averages) and mode.averages(step)
+        due, averages = mode.due(step), averaging is not None and averaging.averages(step)
         require(not (due and averages), f"step {step} is due, and weights are averaged after it")
         some = some or due or averages
     require(some, f"in none of the first {_HORIZON} steps anything is exchanged")

@@ -494,7 +494,7 @@ class Replica:
         meeting = self._meeting
         if due:
             self.gradients.exchanged(meeting)
-            if self._mode.merges:
+            if self._mode.merges or self.session.alone:
                 self.session.coordination.begun()
         if self.gradients.times is not None:
             self.gradients.times.end_step()
