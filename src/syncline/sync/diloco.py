@@ -11,6 +11,10 @@ momentum m:
 
 W and v are the same on all workers bit for bit. The paper has H of some hundreds, AdamW inside, lr 0.7 and m 0.9; with
 lr 1 and m 0 this is local SGD.
+
+Outer steps add up to lr / (1 - m) times what workers come to, 7 times by default. Where a period is so short that they
+come as far in each one as learning rate and gradient say, that is a learning rate 7 times as large, and an ordinary one
+diverges: take a smaller m then, as 0.5.
 """
 
 from __future__ import annotations
