@@ -103,6 +103,24 @@ def test_workers_in_step_have_equal_shares(group: Any) -> None:
         assert {index for _, epochs, _ in found for batch in epochs[epoch] for index in batch} == set(range(10))
 
 
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_server_that_runs_the_script_so_far_takes_part_in_nothing(group: Any, sync: str) -> None:
+    """Scripts make their loaders before ``prepare``, which servers do not come back from."""
+
+    def body(session: Session) -> Any:
+        sampler = sampler_of(session, Order(10, 2, shuffle=False))
+        if session.is_worker:
+            found = [index for batch in sampler for index in batch]
+            session.barrier()
+            return found
+        session.engine.wait_any([], until=session.ending.workers_left)
+        return list(sampler)
+
+    first, second, server = group(f"ps(servers=1) sync={sync}", 2, body)
+    assert sorted(first + second) == list(range(10))
+    assert server == [[1, 3], [5, 7], [9]]
+
+
 def reset(sampler: Sampler, epoch: int) -> Sampler:
     sampler.set_epoch(epoch)
     return sampler
