@@ -395,9 +395,9 @@ def sampler(dataset: Sized | int, *, batch_size: int | None = None, seed: int = 
     With ``batch_size`` it gives lists, for ``DataLoader(dataset, batch_sampler=)``, else indices, for
     ``DataLoader(dataset, batch_size=, sampler=)``. Under strategies whose workers exchange in step it splits an epoch
     as DistributedSampler does, into as many samples for each, a few of them twice where the number does not divide.
-    Where each worker goes at its own pace (``asp``, ``ssp``) all take their batches from one pool: every sample once
-    per epoch, a slow worker fewer of them, and the epoch is over for all when the pool is empty. Each iteration is the
-    next epoch, shuffled anew from ``seed``; ``set_epoch`` chooses.
+    Where each worker goes at its own pace (``asp``, ``ssp``, backup workers) all take their batches from one pool:
+    every sample once per epoch, a slow worker fewer of them, and the epoch is over for all when the pool is empty. Each
+    iteration is the next epoch, shuffled anew from ``seed``; ``set_epoch`` chooses.
     """
     samples = dataset if isinstance(dataset, int) else len(dataset)
     return sampler_of(session(), Order(samples, batch_size, seed, shuffle))
