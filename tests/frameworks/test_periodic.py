@@ -322,6 +322,19 @@ def test_accumulated_passes_and_those_of_one_closure_are_one_step(group: Any) ->
     assert on_group(group, "ring sync=local(steps=2)", 2, lbfgs, several, weight=1) == [4, 4]
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler filters its own warnings, which threads disturb
+def test_compiled_models_train_as_others(group: Any) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        plain = here.model
+        here.model = torch.compile(plain, backend="aot_eager", dynamic=True)  # type: ignore[assignment]
+        shares(here, range(4))
+        return weights(plain)
+
+    own = by_hand(sgd, lambda step: step % 2 == 1, mean, 2)
+    for found, wanted in zip(on_group(group, "ring sync=local(steps=2)", 2, sgd, body, weight=1), own, strict=True):
+        close(found, wanted[3])
+
+
 def test_gradients_stay_where_autograd_puts_them(group: Any) -> None:
     """So does what a script holds on to: an average writes to none of it."""
 
