@@ -207,3 +207,14 @@ def test_pushes_of_all_move_weights_as_far_as_one_step_of_all(group: Any, place:
     for found in on_group(group, f"{place} sync={mode}", 4, adam, body, weight=1):
         for name, tensor in wanted.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)", "ps(servers=2, on=workers)"])
+def test_in_bulk_synchronous_steps_nobody_is_ahead(group: Any, strategy: str) -> None:
+    def body(here: Here) -> Any:
+        train(here, 3)
+        assert here.session is not None
+        stats = here.session.stats()
+        return dict(stats.staleness), dict(stats.version_lag)
+
+    assert on_group(group, strategy, WORKERS, sgd, body, weight=1) == [({0: 3}, {})] * WORKERS
