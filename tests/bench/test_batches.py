@@ -57,7 +57,7 @@ def test_a_pool_is_for_workers_at_their_own_pace(contender: str, wanted: bool) -
         ("ring", True),
         ("ring sync=diloco(steps=4)", True),
         ("ring sync=gossip", False),
-        ("ps(servers=1) sync=asp", False),
+        ("ps(servers=1) sync=asp", True),
     ],
 )
 def test_batches_count_by_their_sizes_where_they_are_averaged_with_all_others(contender: str, wanted: bool) -> None:

@@ -128,6 +128,41 @@ def test_every_gradient_counts_once_with_backup_workers(group: Any, strategy: st
         close(found, wanted)
 
 
+@pytest.mark.parametrize("sync", ["asp", "ssp(staleness=1)", "bsp(backup=1)"])
+@pytest.mark.parametrize("strategy", SINGLE)
+def test_a_push_counts_by_its_batch(group: Any, strategy: str, sync: str) -> None:
+    """Once every owner has heard of all: a sum of pushes is the mean over their samples."""
+    sizes = [1, 5]
+
+    def step(here: Here, factor: float) -> None:
+        here.optimizer.zero_grad()
+        rows = sizes[here.rank] if here.client is not None else 1
+        (here.model(torch.ones(rows, 4, dtype=torch.float64)).mean() * factor).backward()
+        here.optimizer.step()
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        assert here.client is not None
+        step(here, 0.0)  # of this nobody can know what the others' counts
+        here.client.consolidate()
+        for number in range(STEPS):
+            step(here, number + 10.0 * here.rank)
+        here.client.consolidate()
+        return weights(here.model)
+
+    def one(here: Here) -> dict[str, torch.Tensor]:
+        shares = [size / sum(sizes) for size in sizes]
+        step(here, sum(share * (number + 10.0 * rank) for rank, share in enumerate(shares) for number in range(STEPS)))
+        return weights(here.model)
+
+    def linear(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = fill(torch.nn.Linear(4, 3).double())
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    wanted = alone(linear, one)
+    for found in on_group(group, under(strategy, sync), WORKERS, linear, body, weight="batch"):
+        close(found, wanted)
+
+
 class Normalised(torch.nn.Module):
     def __init__(self, kind: type[torch.nn.Module]) -> None:
         super().__init__()
@@ -142,8 +177,6 @@ def normalised(kind: type[torch.nn.Module], index: int) -> tuple[torch.nn.Module
 @pytest.mark.parametrize(
     ("make", "options", "says"),
     [
-        (sgd, {"weight": "batch"}, "weight='batch': under sync=asp every worker's push is an update by itself"),
-        (sgd, {"weight": 2}, "weight=2: .* leave weight= out"),
         (partial(normalised, torch.nn.BatchNorm1d), {"weight": 1}, "give syncline.prepare.. broadcast_buffers=False"),
         (
             partial(normalised, torch.nn.SyncBatchNorm),

@@ -45,9 +45,8 @@ def pooled(contender: str) -> bool:
 
 
 def weighed(contender: str) -> bool:
-    """Whether a batch can count by its size: where it is averaged with those of all others."""
-    mode = _mode_of(contender)
-    return mode is None or (mode.merges and not isinstance(mode, Mixes))
+    """Whether a batch can count by its size: where all others' count too, and not only some neighbours'."""
+    return not isinstance(_mode_of(contender), Mixes)
 
 
 def in_step(contender: str, iterations: int) -> bool:

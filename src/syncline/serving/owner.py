@@ -10,6 +10,7 @@ since there everybody comes to the same call.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -24,13 +25,14 @@ from ..session.layout import LABEL, Layout, Passed, hear_layout
 from ..session.replacing import LABEL as REPLACING
 from ..session.replacing import Recompressing, copy_weights
 from ..session.session import Heard, Session
-from ..sync import application_of, backup_of
+from ..sync import alone, application_of, backup_of
 from .compensation import Compensation
 from .messages import ANSWERS, check_fields, nonsense, read_message, receive_body, send_body
 from .protocol import ALL, Add, Apply, Ledger, Measure, Release, Request
 from .records import Record, pack, unpack
 from .relaying import Lay, Leaving, Relay
 from .shard import Build, Shard
+from .shares import Shares, shared_rate
 from .traffic import Model, Traffic
 from .updating import Update
 from .ways import traffic_of
@@ -95,7 +97,8 @@ class Owner:
         self._session, self.shard, self._moves = session, shard, moves
         mode = session.strategy.sync_mode()
         self.ledger = Ledger(session.group.workers, mode, buckets)
-        self._adds = backup_of(mode) > 0
+        self._adds, self._shares = backup_of(mode) > 0, Shares(session.group.workers)
+        self._shares_rate = alone(mode) and application_of(mode).rate == "shared"
         self.version = 0
         self.lags = [0] * session.group.workers
         factor = application_of(mode).compensate
@@ -111,7 +114,9 @@ class Owner:
             elif isinstance(action, Add):
                 self.lags[action.worker] = max(self.lags[action.worker], action.lag)
                 if not action.values["skip"]:
-                    moves.add(action.worker, action.bucket, action.values["scale"])
+                    weight, total = self._shares.of(action.worker, action.values["weight"])
+                    times = weight * self._session.group.workers / total  # a worker divides by their number
+                    moves.add(action.worker, action.bucket, action.values["scale"] * times)
             elif isinstance(action, Apply):
                 self.version += 1
                 if action.worker != ALL:
@@ -145,7 +150,11 @@ class Owner:
                 return
             if self._compensation is not None:
                 self._compensation.correct(action.worker, bucket, values["scale"])
-            self.shard.apply(bucket, action.newest["groups"], values["scale"])
+            groups = action.newest["groups"]
+            if self._shares_rate:
+                weight, total = self._shares.of(action.worker, values["weight"])
+                groups = shared_rate(groups, weight, total, self._session.strategy.sync.name)
+            self.shard.apply(bucket, groups, values["scale"])
         except SynclineError:
             raise
         except Exception as error:
@@ -301,7 +310,10 @@ class Server:
         check_fields(self._session, worker, label, message, fields)
         if message["kind"] == "push":
             values = message["values"]
-            check_fields(self._session, worker, label, values, {"groups": list, "scale": float, "skip": bool})
+            wanted = {"groups": list, "scale": float, "skip": bool, "weight": float}
+            check_fields(self._session, worker, label, values, wanted)
+            if not 0 <= values["weight"] < math.inf:
+                raise nonsense(self._session, worker, label, f"its weight is {values['weight']}")
             if not all(isinstance(group, dict) for group in values["groups"]):
                 raise nonsense(self._session, worker, label, "its groups are no groups")
         if "version" in fields and message["version"] != self._told[worker]:

@@ -29,11 +29,15 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class Values(TypedDict):
-    """What an update needs of a worker: with ``skip`` it is none, as of gradients that have overflown."""
+    """What an update needs of a worker: with ``skip`` it is none, as of gradients that have overflown.
+
+    ``weight`` is what they count, 1 where workers have agreed on that.
+    """
 
     groups: Groups
     scale: float
     skip: bool
+    weight: float
 
 
 @dataclass(frozen=True, eq=False)

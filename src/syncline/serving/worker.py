@@ -16,11 +16,10 @@ from ..engine.work import Work
 from ..errors import UsageError
 from ..session.replacing import copy_weights
 from ..session.session import Session
-from ..sync import alone, application_of
 from .owner import by_bucket, serve_beside
 from .owners import LocalOwners, Owners, RemoteOwners
 from .records import Record
-from .shard import Build, Groups, Shard
+from .shard import Build, Groups, Shard, Values
 from .traffic import Model, Traffic
 from .ways import traffic_of
 
@@ -37,7 +36,7 @@ class Worker:
         """The clock of this session's protocol; a resumed run begins at 0 again."""
         self._unsaid = 0  # which changed weights the owners have taken while the workers have not compared them
         mode = session.strategy.sync_mode()
-        self._together, self._shares_rate = mode.merges, alone(mode) and application_of(mode).rate == "shared"
+        self._together = mode.merges
         self._pushes: dict[int, Work] = {}
         self._pushed: dict[int, Work] = {}  # what the pulls of this step go behind
 
@@ -74,19 +73,21 @@ class Worker:
         self.owners.replace(weights)
         self._unsaid = (self._unsaid + number) & 0xFFFFFFFF
 
-    def step(self, groups: Groups, *, skip: bool = False) -> None:
+    def step(self, groups: Groups, *, skip: bool = False, weight: float = 1.0) -> None:
         """Have the pushed gradients applied, or dropped; returns when the owners let this worker pull."""
-        self.begin(groups, skip=skip)
+        self.begin(groups, skip=skip, weight=weight)
         self.owners.told()
 
-    def begin(self, groups: Groups, *, skip: bool = False) -> None:
-        """Have the gradients of a step applied that begins, or that has been pushed; returns at once."""
+    def begin(self, groups: Groups, *, skip: bool = False, weight: float = 1.0) -> None:
+        """Have the gradients of a step applied that begins, or that has been pushed; returns at once.
+
+        ``weight`` is what they count beside those of other workers, where these do not agree on it.
+        """
         scale, self.scale, self._squared = self.scale, 1.0, None
         changed, self._unsaid = self._unsaid, 0
         self.steps += 1
-        if self._shares_rate:
-            groups = shared_rate(groups, self._session.world_size, self._session.strategy.sync.name)
-        self.owners.tell(self.steps, {"groups": groups, "scale": scale, "skip": skip}, changed)
+        values = Values(groups=groups, scale=scale, skip=skip, weight=1.0 if self._together else weight)
+        self.owners.tell(self.steps, values, changed)
 
     def shadow(self, kind: int, teller: int) -> bool:
         """Take part, without batches, in what workers do who show tickets of ``kind``; whether to pull weights then.
@@ -191,21 +192,3 @@ def attach(session: Session, model: Model, build: Build, learnt: list[Record], *
     over = None if shard is None else serve_beside(session, shard, traffic)
     session.member.before_end.append(partial(remote.leave, over))
     return Worker(session, remote, traffic)
-
-
-def shared_rate(groups: Groups, workers: int, sync: str) -> Groups:
-    """The groups with a share of their learning rates, so that a push of each worker moves as far as one of all.
-
-    Raises UsageError for a group that has none.
-    """
-    shared = []
-    for number, group in enumerate(groups):
-        rate = group.get("lr")
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)):
-            raise UsageError(
-                f"sync={sync} applies every worker's push with the learning rate divided by the number of workers, and"
-                f" the optimizer's group {number} has no number as 'lr': use {sync}(rate=own), and set what the"
-                " optimizer goes by for so many times as many updates"
-            )
-        shared.append({**group, "lr": rate / workers})
-    return shared

@@ -111,7 +111,7 @@ def prepare(
     if isinstance(session.strategy.sync_mode(), Averages):
         check_averaging(session.strategy, optimizer, options)
     if not session.strategy.sync_mode().merges and optimizer is not None:
-        check_by_itself(session.strategy, group_values(optimizer.param_groups), selection, options)
+        check_by_itself(session.strategy, group_values(optimizer.param_groups), selection)
     first_key = session.enter_model(model)
     before: Prepared | None = session.prepared.pop(first_key, None)
     if before is not None:

@@ -77,6 +77,7 @@ class Replica:
         self.gradients = Gradients(session, model, self.named, schedule, first_key=first_key, copier=copier)
         self.guard = Guard(model, self.named, self.selection, self.gradients.storages, self.fault)
         self.first_key = first_key
+        self.weight = 1.0  # what the gradients of the last step that was pushed by itself count
         self.exchanged = False  # True between the end of an exchange and the next backward
         self._unused = options.unused
         self._backward = Backward(self._end_backward, self._given_up)
@@ -447,6 +448,7 @@ class Replica:
         """A bucket is complete."""
         if self._meeting is None and not self._begun:  # nothing is agreed on where pushes are not merged
             self._check_start()
+            self.weight = self._weight()
             if self.on_begin is not None:
                 self.on_begin()
         self._begun = True

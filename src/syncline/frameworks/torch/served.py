@@ -71,7 +71,7 @@ class Client:
         """The first gradient of a step has come: tell the owners the values that it is to be made with."""
         self._pulled.remember_mirror()  # all that was pulled is in the parameters
         self._tell_changed()
-        self.worker.begin(groups)
+        self.worker.begin(groups, weight=self.replica.weight)
         self._begun = groups
         self._remember_weights()
 
@@ -147,7 +147,7 @@ class Client:
             self.replica.exchanged = False
             return
         self._tell_changed()
-        self.worker.step(groups, skip=skip)
+        self.worker.step(groups, skip=skip, weight=self.replica.weight)
         self._take_up(self._start_pulls(), self.replica.machine.stepped)
         self.replica.exchanged = False
         if self.replica.gradients.replaces:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import UsageError
 from ...serving.shard import Groups
-from ...serving.worker import shared_rate
+from ...serving.shares import shared_rate
 from ...strategy.strategy import Strategy
 from ...sync import Mixes, alone, application_of
 from .batch_norm import unsynchronised
@@ -190,19 +190,14 @@ def _check_apart(schedule: str, named: Named) -> None:
             )
 
 
-def check_by_itself(strategy: Strategy, groups: Groups, selection: Selection, options: Options) -> None:
+def check_by_itself(strategy: Strategy, groups: Groups, selection: Selection) -> None:
     """Raise UsageError for what workers agree on in every step, where no two of them come to one.
 
     And for values of the optimizer's groups with which a push alone cannot be applied.
     """
     sync = strategy.sync.name
     if alone(strategy.sync_mode()) and application_of(strategy.sync_mode()).rate == "shared":
-        shared_rate(groups, 1, sync)
-    if options.weight != 1:
-        raise UsageError(
-            f"weight={options.weight!r}: under sync={sync} every worker's push is an update by itself, so that no rank"
-            " knows what the others count; leave weight= out"
-        )
+        shared_rate(groups, 1, 1, sync)
     if selection.buffers():
         raise UsageError(
             f"under sync={sync} no step is there in which rank 0's buffers (batch statistics) could be copied: give"
