@@ -126,7 +126,7 @@ class Replica:
         return machine
 
     def _machine(self, begun: int) -> Steps:
-        held = self.session.strategy.server_holds_weights and self._mode.merges
+        held = self.session.strategy.server_holds_weights
         return Steps(len(self.named), self.gradients.layout, self._schedule, self._mode, begun=begun, held=held)
 
     @property

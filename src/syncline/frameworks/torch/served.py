@@ -288,7 +288,7 @@ class Client:
 
     def _changes_gradients(self, meeting: Meeting | None) -> bool:
         """Whether the exchange itself writes to what the script sees of its gradients."""
-        if self._staging.device is not None:  # what is pushed are copies
+        if self._staging.device is not None or not self.together:  # what is pushed are copies, or is only read
             return False
         session = self.replica.session
         if not session.group.servers:
