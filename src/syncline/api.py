@@ -276,7 +276,7 @@ def join() -> Iterator[None]:
     optimizer state of all ranks are those of the rank that trained longest; learning-rate schedulers are the script's.
     """
     here = _session_of_torch("join()")
-    if any(made.client is not None and made.client.crossing is not None for made in _prepared):
+    if any(made.client is not None and made.client.together and made.client.crossing is not None for made in _prepared):
         raise UsageError(
             "join() where owners of the weights update each bucket when it comes, as under schedule=priority, is not"
             " possible: a rank without batches cannot say with which values; use schedule=fixed"

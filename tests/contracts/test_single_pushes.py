@@ -303,6 +303,10 @@ def wrong(how: str, session: Session) -> None:
         if session.rank == 1 and how in ("no groups", "no rate"):
             training.push(worker, step)
             worker.step([] if how == "no groups" else [{"lr": "none"}])
+        elif session.rank == 1 and how in ("scale", "descent", "weight"):
+            training.push(worker, step)
+            worker.scale = {"scale": 1e300, "descent": -1.0}.get(how, 1.0)
+            worker.step([{"lr": 0.1}], weight=1e300 if how == "weight" else 1.0)
         else:
             training.step(worker, step)
 
@@ -317,6 +321,9 @@ def wrong(how: str, session: Session) -> None:
         ("version", ProtocolError, "a request of rank 1 .*it is of version 7 of the weights, and it was sent 0"),
         ("no groups", ProtocolError, "the update with the values that .*rank 1.* has pushed fails .IndexError"),
         ("no rate", UsageError, "the optimizer's group 0 has no number as 'lr': use ssp.rate=own"),
+        ("scale", ProtocolError, "a request of rank 1 .*its scale is 1e.300"),
+        ("descent", ProtocolError, "a request of rank 1 .*its scale is -1.0"),
+        ("weight", ProtocolError, "a request of rank 1 .*its weight is 1e.300"),
         ("clock", MismatchError, "rank 1 sent a push for step 4, its next one is step 1"),
         ("old", MismatchError, "rank 1 sent a push for step 1, its next one is step 2"),
     ],

@@ -163,6 +163,31 @@ def test_a_push_counts_by_its_batch(group: Any, strategy: str, sync: str) -> Non
         close(found, wanted)
 
 
+@pytest.mark.parametrize("sync", ["ssp(staleness=0)", "ssp(staleness=0, rate=own)", "bsp(backup=1)"])
+def test_what_an_optimizer_keeps_is_of_weighed_gradients(group: Any, sync: str) -> None:
+    """With momentum: of constant gradients it comes to the mean over samples, whatever order pushes come in."""
+    sizes = [2, 6]
+
+    def body(here: Here) -> float:
+        rows = sizes[here.rank]
+        for _ in range(40):
+            here.optimizer.zero_grad()
+            (here.model(torch.ones(rows, 1, dtype=torch.float64)).mean() * (1 - here.rank)).backward()
+            here.optimizer.step()
+        assert here.client is not None
+        here.client.consolidate()
+        return float(here.model.weight.detach())
+
+    def one(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        torch.nn.init.zeros_(model.weight)
+        return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+
+    found, _ = on_group(group, f"ps(servers=1) sync={sync}", WORKERS, one, body, weight="batch")
+    wanted = -0.01 * 40 * 0.25 / (1 - 0.5) * (2 if "own" in sync else 1)
+    assert found == pytest.approx(wanted, rel=0.1)  # the start, and the last of what is kept, apart
+
+
 class Normalised(torch.nn.Module):
     def __init__(self, kind: type[torch.nn.Module]) -> None:
         super().__init__()

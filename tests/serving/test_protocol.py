@@ -274,3 +274,23 @@ def test_with_a_backup_worker_who_is_late_goes_on_at_once_and_counts_in_the_next
 def test_what_is_added_to_others_has_no_norm_of_its_own() -> None:
     with pytest.raises(MismatchError, match="rank 0 asks for the norm of gradients that are added to others"):
         Ledger(3, Bsp(backup=1)).handle(Request("norm", 0, 1))
+
+
+def test_a_rate_is_that_of_who_has_made_most_steps_after_a_meeting_too() -> None:
+    """Workers go on from one clock then, and their schedules from where each has come; who leaves takes its own."""
+    ledger = Ledger(3, Asp())
+
+    def newest(worker: int, clock: int, lr: float) -> float:
+        (update, *_) = ledger.handle(Request("push", worker, clock, {"lr": lr}))
+        assert isinstance(update, Apply)
+        return float(update.newest["lr"])
+
+    assert [newest(0, clock, 1 / clock) for clock in (1, 2, 3)] == [1, 1 / 2, 1 / 3]
+    assert newest(1, 1, 1.0) == 1 / 3
+    for worker, clock in ((0, 4), (1, 2), (2, 1)):
+        ledger.handle(Request("meet", worker, clock))
+    assert newest(1, 4, 1 / 2) == 1 / 3
+    assert newest(0, 4, 1 / 4) == 1 / 4
+    ledger.handle(Request("leave", 0, 5))
+    assert newest(1, 5, 1 / 3) == 1 / 3
+    assert newest(2, 4, 1.0) == 1 / 3

@@ -10,7 +10,6 @@ since there everybody comes to the same call.
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 
 from ..engine.trace import begin
 from ..engine.work import Work
-from ..errors import ProtocolError, SynclineError
+from ..errors import ProtocolError, SynclineError, UsageError
 from ..session.layout import LABEL, Layout, Passed, hear_layout
 from ..session.replacing import LABEL as REPLACING
 from ..session.replacing import Recompressing, copy_weights
@@ -32,7 +31,7 @@ from .protocol import ALL, Add, Apply, Ledger, Measure, Release, Request
 from .records import Record, pack, unpack
 from .relaying import Lay, Leaving, Relay
 from .shard import Build, Shard
-from .shares import Shares, shared_rate
+from .shares import MOST_WEIGHT, Shares, shared_rate
 from .traffic import Model, Traffic
 from .updating import Update
 from .ways import traffic_of
@@ -113,9 +112,8 @@ class Owner:
                 moves.tell_norm(action.workers, self.shard.squared_norm())
             elif isinstance(action, Add):
                 self.lags[action.worker] = max(self.lags[action.worker], action.lag)
-                if not action.values["skip"]:
-                    weight, total = self._shares.of(action.worker, action.values["weight"])
-                    times = weight * self._session.group.workers / total  # a worker divides by their number
+                times = self._shares.of(action.worker, action.values["weight"])
+                if times and not action.values["skip"]:
                     moves.add(action.worker, action.bucket, action.values["scale"] * times)
             elif isinstance(action, Apply):
                 self.version += 1
@@ -146,18 +144,18 @@ class Owner:
             if self._adds:  # these were pushes' own
                 self.shard.apply(bucket, action.newest["groups"], 1.0)
                 return
-            if values["skip"]:
+            times = 1.0 if action.worker == ALL else self._shares.of(action.worker, values["weight"])
+            if values["skip"] or not times:
                 return
             if self._compensation is not None:
                 self._compensation.correct(action.worker, bucket, values["scale"])
             groups = action.newest["groups"]
             if self._shares_rate:
-                weight, total = self._shares.of(action.worker, values["weight"])
-                groups = shared_rate(groups, weight, total, self._session.strategy.sync.name)
-            self.shard.apply(bucket, groups, values["scale"])
-        except SynclineError:
-            raise
+                groups = shared_rate(groups, self._session.group.workers, self._session.strategy.sync.name)
+            self.shard.apply(bucket, groups, values["scale"] * times)
         except Exception as error:
+            if isinstance(error, SynclineError) and not isinstance(error, UsageError):
+                raise
             who = "all workers have" if action.worker == ALL else f"{self._session.name(action.worker)} has"
             raise ProtocolError(
                 f"the update with the values that {who} pushed fails ({type(error).__name__}: {error}): do all"
@@ -312,8 +310,10 @@ class Server:
             values = message["values"]
             wanted = {"groups": list, "scale": float, "skip": bool, "weight": float}
             check_fields(self._session, worker, label, values, wanted)
-            if not 0 <= values["weight"] < math.inf:
-                raise nonsense(self._session, worker, label, f"its weight is {values['weight']}")
+            if not 0 <= values["weight"] <= MOST_WEIGHT:
+                raise nonsense(self._session, worker, label, f"its weight is {values['weight']!r:.100}")
+            if not 0 <= values["scale"] < MOST_WEIGHT and values["scale"] == values["scale"]:  # NaN is a norm's
+                raise nonsense(self._session, worker, label, f"its scale is {values['scale']!r:.100}")
             if not all(isinstance(group, dict) for group in values["groups"]):
                 raise nonsense(self._session, worker, label, "its groups are no groups")
         if "version" in fields and message["version"] != self._told[worker]:

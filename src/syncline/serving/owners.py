@@ -16,7 +16,7 @@ from ..engine.work import Work
 from ..errors import UsageError
 from ..session.session import Session
 from ..session.tickets import CALLS, COMMIT, NORM, Meeting
-from .messages import ANSWERS, read_message, receive_body, send_body
+from .messages import ANSWERS, nonsense, read_message, receive_body, send_body
 from .owner import REPLY_BYTES, REQUEST_BYTES, Owner
 from .protocol import Kind, Release, Request
 from .records import Record, pack, unpack
@@ -269,7 +269,14 @@ class RemoteOwners:
 
     def squared_norm(self, clock: int) -> float:
         """Summed in server order."""
-        return sum(float(reply["squared"]) for reply in self._ask({"kind": "norm", "clock": clock}, {"squared": float}))
+        found = 0.0
+        replies = self._ask({"kind": "norm", "clock": clock}, {"squared": float})
+        for server, reply in zip(self._servers, replies, strict=True):
+            if reply["squared"] < 0:
+                label = "the answer to a norm"
+                raise nonsense(self._session, server, label, f"a sum of squares is {reply['squared']!r:.100}")
+            found += float(reply["squared"])
+        return found
 
     def tell(self, clock: int, values: Values, changed: int = 0) -> None:
         """Every server answers once it knows what all workers tell, or where each is an update by itself, has made it.
@@ -360,6 +367,7 @@ class RemoteOwners:
 
     def leave(self, over: Work | None) -> None:
         """Tell all owners that this worker asks no more; one that serves itself goes on until no worker does."""
+        self.told()  # who is held by the bound leaves behind its release
         for server in self._servers:
             self._send(server, {"kind": "leave"})
         if over is not None:

@@ -105,7 +105,7 @@ class Add:
 class Apply:
     """Apply the push of that worker for step ``clock``, or the merged one of ``ALL``: it makes that version.
 
-    ``values`` came with the push, ``newest`` with the latest of the most advanced clock. ``lag`` is how many updates
+    ``values`` came with the push, ``newest`` with the latest of who has made most steps. ``lag`` is how many updates
     had been made to the bucket since the weights that the worker was sent last.
     """
 
@@ -138,7 +138,8 @@ Action = Measure | Add | Apply | Release
 class _Page:
     """A bucket's: the last step that each worker has pushed, who waits, and the first push of steps to be applied.
 
-    ``sent`` are the versions that workers were sent last, ``newest`` is the latest push of the most advanced clock.
+    ``sent`` are the versions that workers were sent last, ``latest`` their latest pushes, the newest behind the others,
+    and ``made`` how many there were of each.
     ``added`` are the workers whose pushes wait for the next update, ``level`` is the clock that the last one was of.
     """
 
@@ -147,7 +148,8 @@ class _Page:
     waiting: set[int] = field(default_factory=set)
     version: int = 0
     pushed: dict[int, Request] = field(default_factory=dict)
-    newest: Request | None = None
+    latest: dict[int, Request] = field(default_factory=dict)
+    made: dict[int, int] = field(default_factory=dict)
     added: set[int] = field(default_factory=set)
     level: int = 0
 
@@ -262,15 +264,16 @@ class Ledger:
     def _apply(self, page: _Page, request: Request) -> list[Action]:
         if not self._rule.merges:
             worker, clock, bucket, values = request.worker, request.clock, request.bucket, request.values
-            if page.newest is None or clock >= page.newest.clock:
-                page.newest = request
+            page.latest.pop(worker, None)
+            page.latest[worker] = request
+            page.made[worker] = page.made.get(worker, 0) + 1
             before = self._sum_up(page, bucket) if worker in page.added else []
             lag = page.version - page.sent[worker]
             if self._backup:
                 page.added.add(worker)
                 return [*before, Add(worker, clock, bucket, values, lag), *self._come_to(page, bucket)]
             page.version += 1
-            return [Apply(worker, clock, page.version, bucket, values, page.newest.values, lag)]
+            return [Apply(worker, clock, page.version, bucket, values, self._newest(page).values, lag)]
         if request.kind == "push":
             page.pushed.setdefault(request.clock, request)
         found: list[Action] = []
@@ -293,11 +296,15 @@ class Ledger:
     def _sum_up(self, page: _Page, bucket: int) -> list[Action]:
         if not page.added:
             return []
-        assert page.newest is not None
         page.version += 1
         page.added.clear()
-        newest = page.newest
+        newest = self._newest(page)
         return [Apply(ALL, newest.clock, page.version, bucket, newest.values, newest.values)]
+
+    def _newest(self, page: _Page) -> Request:
+        """The latest push of who has made most, and has not left: a schedule that has ended is nobody else's."""
+        here = [worker for worker in page.latest if worker not in self._left] or list(page.latest)
+        return page.latest[max(reversed(here), key=lambda worker: page.made[worker])]
 
     def _level(self, page: _Page) -> int:
         """The clock of the slowest worker that is waited for, of those that make steps; 0 where there are none."""

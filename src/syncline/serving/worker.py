@@ -16,10 +16,12 @@ from ..engine.work import Work
 from ..errors import UsageError
 from ..session.replacing import copy_weights
 from ..session.session import Session
+from ..sync import alone, application_of
 from .owner import by_bucket, serve_beside
 from .owners import LocalOwners, Owners, RemoteOwners
 from .records import Record
 from .shard import Build, Groups, Shard, Values
+from .shares import shared_rate
 from .traffic import Model, Traffic
 from .ways import traffic_of
 
@@ -37,6 +39,7 @@ class Worker:
         self._unsaid = 0  # which changed weights the owners have taken while the workers have not compared them
         mode = session.strategy.sync_mode()
         self._together = mode.merges
+        self._shares_rate = alone(mode) and application_of(mode).rate == "shared"
         self._pushes: dict[int, Work] = {}
         self._pushed: dict[int, Work] = {}  # what the pulls of this step go behind
 
@@ -48,7 +51,7 @@ class Worker:
     def clip(self, max_norm: float) -> float:
         """Have the next update's gradients clipped to a norm of ``max_norm``; their norm."""
         norm: float = self.scale * self._squared_norm() ** 0.5
-        self.scale *= min(1.0, max_norm / (norm + 1e-6))
+        self.scale *= 1.0 if norm + 1e-6 <= max_norm else max_norm / (norm + 1e-6)  # NaN stays, as in PyTorch
         return norm
 
     def overflown(self) -> bool:
@@ -86,6 +89,8 @@ class Worker:
         scale, self.scale, self._squared = self.scale, 1.0, None
         changed, self._unsaid = self._unsaid, 0
         self.steps += 1
+        if self._shares_rate:
+            shared_rate(groups, 1, self._session.strategy.sync.name)  # which owners do: here it says what is wrong
         values = Values(groups=groups, scale=scale, skip=skip, weight=1.0 if self._together else weight)
         self.owners.tell(self.steps, values, changed)
 

@@ -92,6 +92,8 @@ def application_of(mode: SyncMode) -> Applies:
 
 def wrong_application(mode: SyncMode) -> str:
     """What is wrong with how a mode says that its pushes are applied, if anything."""
+    if backup_of(mode) and isinstance(mode, Applies):
+        return "has backup workers, whose pushes are summed, and says how one is applied by itself (rate, compensate)"
     rate: object = application_of(mode).rate
     factor: object = application_of(mode).compensate
     if rate not in get_args(Rate):

@@ -241,14 +241,19 @@ def every_push_is_added_once(log: Log, workers: int, rule: Rule) -> None:
 
 
 def the_newest_values_count(log: Log) -> None:
-    """Those of the most advanced clock, and of the latest push among its equals."""
-    newest: dict[int, Request] = {}
+    """Those of who has pushed most, of them that have not left, and of the latest push among equals."""
+    pushed, left = defaultdict[int, list[Request]](list), set[int]()
     for entry in log:
         if isinstance(entry, Request) and entry.kind == "push":
-            if entry.bucket not in newest or entry.clock >= newest[entry.bucket].clock:
-                newest[entry.bucket] = entry
+            pushed[entry.bucket].append(entry)
+        elif isinstance(entry, Request) and entry.kind == "leave":
+            left.add(entry.worker)
         elif isinstance(entry, protocol.Apply) and entry.worker != ALL:
-            wanted = newest[entry.bucket]
+            mine = pushed[entry.bucket]
+            made = {worker: [one for one in mine if one.worker == worker] for worker in {one.worker for one in mine}}
+            most = max(len(several) for worker, several in made.items() if worker not in left)
+            last = [several[-1] for worker, several in made.items() if len(several) == most and worker not in left]
+            wanted = max(last, key=mine.index)
             require(entry.newest == wanted.values, f"{entry} is not with the values of {wanted}")
 
 

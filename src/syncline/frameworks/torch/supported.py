@@ -197,7 +197,7 @@ def check_by_itself(strategy: Strategy, groups: Groups, selection: Selection) ->
     """
     sync = strategy.sync.name
     if alone(strategy.sync_mode()) and application_of(strategy.sync_mode()).rate == "shared":
-        shared_rate(groups, 1, 1, sync)
+        shared_rate(groups, 1, sync)
     if selection.buffers():
         raise UsageError(
             f"under sync={sync} no step is there in which rank 0's buffers (batch statistics) could be copied: give"
