@@ -160,6 +160,33 @@ def test_throughput_is_what_each_worker_did_in_its_time() -> None:
     assert (row.steps, row.iterations) == ((4, 2), 3)
 
 
+def test_a_worker_without_a_batch_has_no_part_in_medians() -> None:
+    idle, busy = {"staleness": {}, "waited_s": {"1": 0.3}}, {"waited_s": {"0": 1.0}}
+    alone = row_of("asp", 2, 0, 16, [report_of([0.1] * 10, **busy), report_of([0.2] * 5, **busy)])
+    reports = [report_of([], **idle), report_of([0.1] * 10, **busy), report_of([0.2] * 5, **busy), report_of([])]
+    row = row_of("asp", 4, 0, 16, [report | {"waited_s": report["waited_s"] or {}} for report in reports])
+    assert all(getattr(row, name) == getattr(alone, name) for name in (*MEASURES, "wait_s_per_step"))
+    assert (row.steps, row.warmup, row.iterations) == ((0, 10, 5, 0), 2, 4)
+    assert row.compute_by_rank_s == pytest.approx((0.0, 0.09, 0.18, 0.0))
+    assert (row.slowest_rank, row.slower) == (2, pytest.approx(2.0))
+    assert row.replicas_equal is True
+    assert row.error is None
+
+
+def test_the_curve_is_that_of_the_worker_with_most_steps_and_ends_with_the_last() -> None:
+    """Rank 0, which tests the model, may do least, and end first."""
+    slow, fast, slowest = report_of([]), report_of([0.1] * 4, loss=0.5), report_of([0.3] * 3, loss=1.5)
+    row = row_of("asp", 3, 0, 24, [slow, fast, slowest])
+    assert [(point.iteration, point.loss) for point in row.curve if point.loss is not None] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 1.0),
+        (4, 0.5),
+    ]
+    assert timed(row, 0.5).time_to_accuracy_s == pytest.approx(0.9)
+    assert row.loss == 0.25
+
+
 def test_bytes_are_the_mean_over_the_run_the_warm_up_included() -> None:
     record = Record(20)
     for step in range(20):

@@ -114,21 +114,23 @@ class Record:
         self.points.append(Point(at, seconds, accuracy=accuracy, test_loss=loss))
 
     def report(self) -> dict[str, Any]:
-        """The worker's medians, means and curve, as JSON values."""
+        """The worker's medians, means and curve, as JSON values; zeros of one that had no batch."""
         skip = warmup(self.done)
         if self._losses:
             self._enter_loss()
-        measures: dict[str, float | None] = {name: median(values[skip:]) for name, values in self.measures.items()}
-        seconds = sum(self.measures["iteration_s"][skip:])
+        found = {name: values[skip:] or [0.0] for name, values in self.measures.items()}
+        measures: dict[str, float | None] = {name: median(values) for name, values in found.items()}
+        seconds = sum(found["iteration_s"])
         measures["images_per_s"] = sum(self._samples[skip:]) / seconds if seconds > 0 else 0.0
-        measures["bytes_sent_per_step"] = fmean(self.measures["bytes_sent_per_step"])
+        measures["bytes_sent_per_step"] = fmean(self.measures["bytes_sent_per_step"] or [0.0])
         return {
             "iterations": self.done,
+            "seconds": self.seconds,
             "warmup": skip,
             "measures": {
                 name: value if self.counted or name not in COUNTED else None for name, value in measures.items()
             },
-            "mean_compute_s": fmean(self.measures["compute_s"][skip:]) if self.counted else None,
+            "mean_compute_s": fmean(found["compute_s"]) if self.counted else None,
             "curve": [asdict(point) for point in sorted(self.points, key=lambda point: point.iteration)],
         }
 
@@ -145,16 +147,20 @@ def warmup(iterations: int) -> int:
 
 
 def row_of(strategy: str, workers: int, servers: int, batch: int, reports: Sequence[Mapping[str, Any]]) -> Row:
-    """One row made of the reports of all its workers, in rank order; what a worker does not know is None."""
+    """One row made of the reports of all its workers, in rank order; what a worker does not know is None.
+
+    A worker that had no batch, as a slow one may where all take them from a pool, has no part in medians.
+    """
     first = reports[0]
     steps = [int(report["iterations"]) for report in reports]
-    values = {name: [report["measures"][name] for report in reports] for name in MEASURES}
+    busy = [report for report in reports if report["iterations"]]
+    values = {name: [report["measures"][name] for report in busy] for name in MEASURES}
     measures: dict[str, Any] = {name: None if None in items else median(items) for name, items in values.items()}
     measures["images_per_s"] = sum(values["images_per_s"])
     counted = measures["bytes_sent_per_step"] is not None
     sent, received = [report["sent"] for report in reports], [report["received"] for report in reports]
     digests = {str(report["sha256"]) for report in reports}
-    curve = _curve([report["curve"] for report in reports])
+    curve = _curve(reports)
     scored = [point for point in curve if point.accuracy is not None]
     losses = [point.loss for point in curve if point.loss is not None]
     return Row(
@@ -167,7 +173,7 @@ def row_of(strategy: str, workers: int, servers: int, batch: int, reports: Seque
         chosen=str(first["chosen"]),
         servers=servers,
         iterations=round(sum(steps) / workers),
-        warmup=int(first["warmup"]),
+        warmup=int(_furthest(reports)["warmup"]),
         batch=batch,
         replica_sha256=digests.pop() if len(digests) == 1 else None,
         start_s=median(report["start_s"] for report in reports),
@@ -193,13 +199,13 @@ def _coordination(reports: Sequence[Mapping[str, Any]], steps: Sequence[int]) ->
             tuple(float(line.get(str(rank), 0.0)) for rank in range(len(reports))) for line in waited
         )
         found["wait_s_per_step"] = fmean(
-            sum(line) / max(1, count) for line, count in zip(found["waits"], steps, strict=True)
+            sum(line) / count for line, count in zip(found["waits"], steps, strict=True) if count
         )
     computing = [report["mean_compute_s"] for report in reports]
     if None not in computing and len(computing) > 1:
         found["compute_by_rank_s"] = tuple(computing)
         slowest = max(range(len(computing)), key=lambda rank: computing[rank])
-        if computing[slowest] > _SLOWER * median_low(computing):
+        if computing[slowest] > _SLOWER * median_low(filter(None, computing)):
             found["slowest_rank"] = slowest
     return found
 
@@ -243,15 +249,28 @@ def traffic(
     return tuple(tuple(line) for line in matrix)
 
 
-def _curve(curves: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[Point, ...]:
-    """Rank 0's points with the training loss averaged over the workers that have the same point."""
+def _curve(reports: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
+    """Rank 0's scores, and the training loss averaged over the workers that have the same point.
+
+    The points are those of the worker that made most steps: where each goes at its own pace, rank 0 may have few or
+    none. The last score is of what all workers did, so its time is when the last of them was done.
+    """
     losses: dict[int, list[float]] = {}
-    for points in curves:
-        for point in points:
+    for report in reports:
+        for point in report["curve"]:
             if point["loss"] is not None:
                 losses.setdefault(point["iteration"], []).append(point["loss"])
-    own = [Point(**point) for point in curves[0]]
-    return tuple(
-        point if point.loss is None else Point(point.iteration, point.seconds, loss=fmean(losses[point.iteration]))
-        for point in own
-    )
+    scored = [Point(**point) for point in reports[0]["curve"] if point["accuracy"] is not None]
+    if scored:
+        scored[-1] = replace(scored[-1], seconds=max(report["seconds"] for report in reports))
+    trained = [
+        Point(point["iteration"], point["seconds"], loss=fmean(losses[point["iteration"]]))
+        for point in _furthest(reports)["curve"]
+        if point["loss"] is not None
+    ]
+    return tuple(sorted((*trained, *scored), key=lambda point: point.iteration))
+
+
+def _furthest(reports: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """That of the worker with most steps, of the first one where several have as many."""
+    return max(reports, key=lambda report: int(report["iterations"]))

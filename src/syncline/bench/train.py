@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -162,8 +163,9 @@ def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0, process: 
     if rank == 0:
         _tell(sender, record, world)
     end = side.stats()
-    side.barrier()
+    # Who has no more batches holds nobody up here; whom a bound on staleness stops would wait for it at a barrier.
     side.consolidate()
+    side.barrier()
     model.eval()
     outcome = _outcome(bare, start, end, record.done)
     # Waits of workers in step are part of their exchanges, and nobody tells them apart.
@@ -244,13 +246,13 @@ def _tell(sender: Sender, record: Record, world: int) -> None:
         "progress",
         iteration=record.position,
         loss=record.last_loss,
-        images_per_s=world * sum(rates) / len(rates),
+        images_per_s=world * fmean(rates) if rates else None,
     )
 
 
 def _outcome(model: torch.nn.Module, start: Counters, end: Counters, steps: int) -> dict[str, Any]:
     def per_step(first: Mapping[int, int], last: Mapping[int, int]) -> dict[str, float]:
-        return {str(peer): (count - first.get(peer, 0)) / steps for peer, count in last.items()}
+        return {str(peer): (count - first.get(peer, 0)) / steps for peer, count in last.items()} if steps else {}
 
     return {
         "chosen": end.chosen,

@@ -44,7 +44,8 @@ class Point:
 class Row:
     """One strategy, measured. Times are seconds per iteration, bytes are per worker and iteration.
 
-    A worker's value is the median over its iterations, a row's value the median over its workers, with two exceptions.
+    A worker's value is the median over its iterations, a row's value the median over its workers (those that had a
+    batch), with two exceptions.
     ``images_per_s`` is the sum over workers of what each did in its time, the warm-up left out, and
     ``bytes_sent_per_step`` is the mean over the whole run, exchanges that come every so many steps included.
     ``forward_s``, ``backward_s`` and the other stages exclude the time for which the training thread was blocked in the
@@ -113,7 +114,7 @@ class Row:
     waits: tuple[tuple[float, ...], ...] = ()
     """Seconds of the run that each worker (row) waited for each worker (column) before its steps."""
     compute_by_rank_s: tuple[float, ...] = ()
-    """Each worker's mean iteration without the time blocked in communication."""
+    """Each worker's mean iteration without the time blocked in communication; 0 of one that had no batch."""
     slowest_rank: int | None = None
     """The worker that computes longest, where that is a quarter longer than the median worker or more."""
     time_to_accuracy_s: float | None = None
@@ -135,7 +136,7 @@ class Row:
         """How many times as long as the median worker the slowest computes, where there is one."""
         if self.slowest_rank is None:
             return None
-        return self.compute_by_rank_s[self.slowest_rank] / median_low(self.compute_by_rank_s)
+        return self.compute_by_rank_s[self.slowest_rank] / median_low(filter(None, self.compute_by_rank_s))
 
     @property
     def reasoned(self) -> bool:
