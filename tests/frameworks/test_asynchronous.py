@@ -11,7 +11,7 @@ import torch
 from toy import STAGED, Here, adam, batch, loss_of, on_group, sgd, weights
 
 from syncline import checkpoint
-from syncline.errors import GradientError, UsageError
+from syncline.errors import GradientError, MismatchError, UsageError
 from syncline.frameworks.torch.joining import shadow_until_all_joined
 from syncline.frameworks.torch.prepare import Prepared
 
@@ -218,3 +218,35 @@ def test_in_bulk_synchronous_steps_nobody_is_ahead(group: Any, strategy: str) ->
         return dict(stats.staleness), dict(stats.version_lag)
 
     assert on_group(group, strategy, WORKERS, sgd, body, weight=1) == [({0: 3}, {})] * WORKERS
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=1) sync=asp", "ps(servers=2, on=workers) sync=ssp(staleness=2)"])
+def test_who_joins_takes_part_in_what_others_do_between_their_steps(group: Any, strategy: str) -> None:
+    """However often the others consolidate, all end with the same weights."""
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        assert here.replica is not None
+        assert here.client is not None
+        for number in range([2, 4][here.rank]):
+            here.optimizer.zero_grad()
+            loss_of(here.model(batch(10 * number + here.rank, 4))).backward()
+            here.optimizer.step()
+            here.client.consolidate()
+        shadow_until_all_joined(here.replica, here.client)
+        return weights(here.model)
+
+    first, second = on_group(group, strategy, 2, sgd, body, weight=1)
+    assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
+
+
+def test_calls_that_do_not_go_together_name_both_workers(group: Any) -> None:
+    def body(here: Here) -> None:
+        assert here.client is not None
+        if here.rank == 0:
+            here.client.consolidate()
+        else:
+            here.client.owners_weights()
+
+    says = r"rank . is at (consolidate|state_dict)\(\) while rank . is at (state_dict|consolidate)\(\)"
+    with pytest.raises(MismatchError, match=says):
+        on_group(group, "ps(servers=1) sync=asp", 2, sgd, body, weight=1)

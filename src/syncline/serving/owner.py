@@ -51,10 +51,13 @@ _FIELDS: dict[str, dict[str, type]] = {
     "norm": {"clock": int},
     "push": {"clock": int, "version": int, "values": dict},
     "shadow": {"clock": int, "version": int},
-    "meet": {"clock": int},
+    "meet": {"clock": int, "call": str},
     "leave": {},
 }
 """What each kind of request has to say."""
+
+_MOST_CALL = 64
+"""Letters of the name of a call at which workers meet."""
 
 _OF_STEPS = ("norm", "push", "shadow")
 """Requests behind the gradients of a step."""
@@ -284,9 +287,9 @@ class Server:
             standing.parts += 1
             standing.ahead = max(standing.ahead, ahead)
             if standing.parts == len(self._parts):
-                self._answer_step(worker, standing, released.by)
+                self._answer_step(worker, standing, released.by, released.met)
 
-    def _answer_step(self, worker: int, standing: _Standing, by: int) -> None:
+    def _answer_step(self, worker: int, standing: _Standing, by: int, met: str) -> None:
         """A worker has been sent all, the last of it because of a message of worker ``by``."""
         waited_s = 0.0 if worker == by else time.perf_counter() - standing.since
         version = self._told[worker] = self._owner.version
@@ -294,7 +297,7 @@ class Server:
         self._owner.lags[worker], standing.parts = 0, 0
         answer = {"version": version, "clock": clock, "ahead": standing.ahead, "lag": lag}
         standing.ahead = 0
-        self._reply(worker, {**answer, "waited_s": waited_s, "for": by})
+        self._reply(worker, {**answer, "waited_s": waited_s, "for": by, "met": met})
 
     # Requests.
 
@@ -316,6 +319,8 @@ class Server:
                 raise nonsense(self._session, worker, label, f"its scale is {values['scale']!r:.100}")
             if not all(isinstance(group, dict) for group in values["groups"]):
                 raise nonsense(self._session, worker, label, "its groups are no groups")
+        if len(message.get("call", "")) > _MOST_CALL:
+            raise nonsense(self._session, worker, label, f"its call is {message['call']!r:.100}")
         if "version" in fields and message["version"] != self._told[worker]:
             why = f"it is of version {message['version']} of the weights, and it was sent {self._told[worker]}"
             raise nonsense(self._session, worker, label, why)
@@ -335,7 +340,8 @@ class Server:
         kind = message["kind"]
         if kind in _OF_STEPS or kind == "meet":
             self._standing[worker].since = time.perf_counter()
-            self._owner.handle(Request(kind, worker, message["clock"], message.get("values", {})))
+            values = {"call": message["call"]} if kind == "meet" else message.get("values", {})
+            self._owner.handle(Request(kind, worker, message["clock"], values))
             return
         if kind != "load":  # which alone does not touch the weights
             self._exchanges.rest()

@@ -27,7 +27,7 @@ from .updating import Update, Updating
 
 NOTHING: Mapping[str, type] = {}
 
-_RELEASED = {"version": int, "clock": int, "ahead": int, "lag": int, "waited_s": float, "for": int}
+_RELEASED = {"version": int, "clock": int, "ahead": int, "lag": int, "waited_s": float, "for": int, "met": str}
 """What servers say when they send weights."""
 
 
@@ -62,10 +62,11 @@ class Owners(Protocol):
         """
         ...
 
-    def meet(self, clock: int) -> int:
+    def meet(self, clock: int, call: str) -> tuple[int, str]:
         """Have the owners wait, after step ``clock``, until all workers that have not left do so; the clock of all.
 
-        They then send the weights of all buckets. Only where every push is an update by itself.
+        Each says at which ``call`` it is, and is told at which all have met: another one than that of who joins. Owners
+        then send the weights of all buckets. Only where every push is an update by itself.
         """
         ...
 
@@ -205,9 +206,9 @@ class LocalOwners:
     def release(self, released: Release) -> None:
         """Nobody is told."""
 
-    def meet(self, clock: int) -> int:
+    def meet(self, clock: int, call: str) -> tuple[int, str]:
         """They go in step."""
-        return clock
+        return clock, call
 
     def state(self) -> list[Record]:
         """Collective."""
@@ -297,12 +298,12 @@ class RemoteOwners:
                 waited_s, held_by = max((answer["waited_s"], answer["for"]) for answer in answers)
                 self._session.coordination.pushed(max(answer["lag"] for answer in answers), waited_s, held_by)
 
-    def meet(self, clock: int) -> int:
+    def meet(self, clock: int, call: str) -> tuple[int, str]:
         """Every server answers when all have come."""
         self.told()
-        replies = self._begin({"kind": "meet", "clock": clock + 1})
-        clocks: list[int] = [answer["clock"] for answer in self._released("meet", replies)]
-        return max(clocks)
+        replies = self._begin({"kind": "meet", "clock": clock + 1, "call": call})
+        answers = self._released("meet", replies)
+        return max(answer["clock"] for answer in answers), str(answers[0]["met"])
 
     def _released(self, kind: str, replies: Sequence[Work]) -> list[dict[str, Any]]:
         """The answers of servers that send weights."""

@@ -45,6 +45,9 @@ from typing import Any, Literal, Protocol
 from ..errors import MismatchError
 from ..sync import backup_of
 
+JOIN = "join()"
+"""The call of who has no more batches: it meets others at whatever call they come to, until all are at this one."""
+
 ALL = -1
 """In place of a worker's number: all of them, whose pushes are one. In place of a bucket's: the whole step."""
 
@@ -122,13 +125,15 @@ class Apply:
 class Release:
     """Send the bucket's weights to these workers: as far as it is concerned, they go on.
 
-    ``ahead`` is how many clocks each is ahead of the slowest, ``by`` the worker whose message they have waited for.
+    ``ahead`` is how many clocks each is ahead of the slowest, ``by`` the worker whose message they have waited for,
+    ``met`` the call at which all have met, if they have.
     """
 
     workers: tuple[int, ...]
     bucket: int
     ahead: tuple[int, ...]
     by: int
+    met: str = ""
 
 
 Action = Measure | Add | Apply | Release
@@ -167,7 +172,7 @@ class Ledger:
         self._asked: dict[int, dict[int, Request]] = {}  # step -> worker -> its question for the norm
         self._shadows: dict[int, set[int]] = {}  # step -> workers without batches
         self._left: set[int] = set()
-        self._met: set[int] = set()  # those that wait for all others between two steps
+        self._met: dict[int, str] = {}  # those that wait for all others between two steps, and at which call
 
     @property
     def clocks(self) -> list[int]:
@@ -205,6 +210,7 @@ class Ledger:
         """
         self._check_turn(request)
         if request.kind in ("meet", "leave"):
+            self._check_meeting(request)
             return self._stop(request)
         if request.kind == "shadow":
             self._check_shadow(request)
@@ -224,7 +230,10 @@ class Ledger:
 
     def _stop(self, request: Request) -> list[Action]:
         """The worker makes no steps any more, or none before all have met: nobody waits for one of it."""
-        (self._left if request.kind == "leave" else self._met).add(request.worker)
+        if request.kind == "leave":
+            self._left.add(request.worker)
+        else:
+            self._met[request.worker] = request.values.get("call", "")
         if self._met and not self._moving():
             return self._part(request.worker)
         found: list[Action] = []
@@ -235,6 +244,7 @@ class Ledger:
     def _part(self, last: int) -> list[Action]:
         """All have met: all get the same weights, and nobody is ahead."""
         met, clock = tuple(sorted(self._met)), max(self.clocks)
+        call = next((call for call in self._met.values() if call != JOIN), JOIN)
         self._met.clear()
         found: list[Action] = []
         for bucket, page in self._pages.items():
@@ -242,7 +252,7 @@ class Ledger:
             for worker in met:
                 page.clocks[worker], page.sent[worker] = clock, page.version
             page.level = clock
-        return [*found, *(Release(met, bucket, (0,) * len(met), last) for bucket in self._pages)]
+        return [*found, *(Release(met, bucket, (0,) * len(met), last, call) for bucket in self._pages)]
 
     def _measure(self, request: Request) -> list[Action]:
         worker, clock = request.worker, request.clock
@@ -354,6 +364,16 @@ class Ledger:
                 f"rank {request.worker} takes part in step {request.clock} without batches, and"
                 f" {'so do all' if self._rule.merges else 'every push is an update by itself'}"
             )
+
+    def _check_meeting(self, request: Request) -> None:
+        """Who meets does it for one thing."""
+        call = request.values.get("call", "")
+        for worker, other in self._met.items():
+            if request.kind == "meet" and JOIN not in (call, other) and call != other:
+                raise MismatchError(
+                    f"rank {request.worker} is at {call} while rank {worker} is at {other}: all workers that have not"
+                    " left make these calls in the same order; inside join() who has no more batches takes part in all"
+                )
 
     def _check_norm(self, request: Request) -> None:
         """A worker that waits for the norm would wait forever for one that pushes without asking."""

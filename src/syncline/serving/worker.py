@@ -39,6 +39,7 @@ class Worker:
         self._unsaid = 0  # which changed weights the owners have taken while the workers have not compared them
         mode = session.strategy.sync_mode()
         self._together = mode.merges
+        self.met = ""
         self._shares_rate = alone(mode) and application_of(mode).rate == "shared"
         self._pushes: dict[int, Work] = {}
         self._pushed: dict[int, Work] = {}  # what the pulls of this step go behind
@@ -109,14 +110,14 @@ class Worker:
         self._pushed[number] = self.owners.updated(number, work)
         return work
 
-    def consolidate(self) -> list[Work]:
+    def consolidate(self, call: str = "consolidate()") -> list[Work]:
         """Wait, between two steps, until all workers that have not left do so; the pulls of what all then have.
 
-        Nothing where workers go in step: they have it.
+        Nothing where workers go in step: they have it. ``met`` is then at which ``call`` all have met.
         """
         if self._together:
             return []
-        self.steps = self.owners.meet(self.steps)
+        self.steps, self.met = self.owners.meet(self.steps, call)
         return [self.pull(number) for number in range(self._traffic.buckets)]
 
     @property
@@ -138,9 +139,9 @@ class Worker:
         if self._together:
             self._session.barrier()
             return self.owners.weights()
-        self._session.engine.wait(*self.consolidate())
+        self._session.engine.wait(*self.consolidate("state_dict()"))
         found = self.owners.weights()
-        self._session.engine.wait(*self.consolidate())  # nobody goes on before all have asked
+        self._session.engine.wait(*self.consolidate("state_dict()"))  # nobody goes on before all have asked
         return found
 
     def load(self, records: list[Record]) -> None:
@@ -158,7 +159,7 @@ class Worker:
 
         Where workers do not go in step, these pull them by ``consolidate``.
         """
-        self._session.engine.wait(*self.consolidate())
+        self._session.engine.wait(*self.consolidate("load_state_dict()"))
         self.owners.resume(step, weights)
 
     def move_out(self) -> None:

@@ -28,7 +28,7 @@ def shadow_until_all_joined(replica: Replica, client: Client | None = None) -> N
     an update by itself nobody needs a shadow.
     """
     if client is not None and not client.together:
-        client.consolidate()
+        client.join()
         return
     session = replica.session
     replica.settle()

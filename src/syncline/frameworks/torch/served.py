@@ -23,6 +23,7 @@ from ...engine.step import Action
 from ...engine.work import Work
 from ...errors import GradientError, UsageError
 from ...nouns import Slice
+from ...serving.protocol import JOIN
 from ...serving.records import Record
 from ...serving.shard import WEIGHTS, Groups
 from ...serving.traffic import Model
@@ -184,14 +185,20 @@ class Client:
         self._staging.join()
         self._remember_weights()
 
-    def consolidate(self) -> None:
+    def consolidate(self, call: str = "consolidate()") -> None:
         """Have the owners' newest weights, as all workers then do; those that have not left call it between steps."""
         self.settle("syncline.consolidate()")
         if self.together:
             return
         self._check_between("syncline.consolidate()")
         self._tell_changed()
-        self._take_up(self.worker.consolidate())
+        self._take_up(self.worker.consolidate(call))
+
+    def join(self) -> None:
+        """Take part in what others do between their steps, until no worker has batches any more."""
+        self.worker.met = ""
+        while self.worker.met != JOIN:
+            self.consolidate(JOIN)
 
     def _check_between(self, what: str) -> None:
         if self.replica.exchanged:
@@ -228,7 +235,7 @@ class Client:
         self.settle("syncline.state_dict()")
         self._tell_changed()
         if not self.together and self.replica.gradients.compression is None:
-            self.consolidate()  # what the workers have then says all
+            self.consolidate("state_dict()")  # what the workers have then says all
             return {name: parameter.detach().cpu().clone() for name, parameter in self.replica.named}
         whole = whole_state(self.worker.weights(), self.parameters)
         return {
@@ -254,7 +261,7 @@ class Client:
             self._check_between("syncline.load_state_dict()")
         self.worker.resume(step, records)
         if not self.together:
-            self._take_up(self.worker.consolidate())
+            self._take_up(self.worker.consolidate("load_state_dict()"))
 
     def _prepare_to_lay_out(self) -> Callable[[], None]:
         """Other buckets are about to take the place of these: the servers shall know what was changed before."""
@@ -288,7 +295,9 @@ class Client:
 
     def _changes_gradients(self, meeting: Meeting | None) -> bool:
         """Whether the exchange itself writes to what the script sees of its gradients."""
-        if self._staging.device is not None or not self.together:  # what is pushed are copies, or is only read
+        if self._staging.device is not None:  # what is pushed are copies
+            return False
+        if not self.together and self.replica.gradients.compression is None:  # what is pushed is only read
             return False
         session = self.replica.session
         if not session.group.servers:
