@@ -115,6 +115,7 @@ def _rest(prepared: Sequence[Prepared], what: str) -> None:
     """Wait for what is under way; raises GradientError where owners of weights are ahead of the script."""
     for made in prepared:
         made.replica.flush()
+        made.replica.settle()  # weights that are to be exchanged, where the optimizer was not called
         if made.client is not None:
             made.client.settle(what)
 

@@ -241,6 +241,13 @@ def test_two_steps_under_way_are_those_of_every_step() -> None:
             "left of one to the other",
             "sync=post_local(after=2, steps=4) codec=feedback(int8)",
         ),
+        (
+            "sync=easgd(steps=4) codec=topk(ratio=0.1)",
+            "how far once more, and the error feedback",
+            "sync=easgd(steps=4) codec=topk(ratio=0.1) feedback=off",
+        ),
+        ("sync=easgd(steps=4) codec=adaptive", "until training diverges", "sync=easgd(steps=4)"),
+        ("sync=easgd(steps=4) codec=threshold(ratio=0.1, momentum=0.9)", "diverges", "sync=easgd(steps=4)"),
     ],
 )
 def test_weights_that_are_exchanged_are_refused_where_they_cannot_be(text: str, says: str, works: str) -> None:

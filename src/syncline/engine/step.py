@@ -148,7 +148,7 @@ class Steps:
         self._open: deque[_Step] = deque()  # those of which something is left to apply, the oldest first
         self._now: _Step | None = None  # the one whose backward pass is running
         self._averages = mode if isinstance(mode, Averages) else None
-        self._owed: list[int] = []  # the steps after which weights are to be exchanged, and have not been
+        self._owed: int | None = None  # the last step after which weights are to be exchanged, and have not been
         self.begun = begun
         """How many steps have begun."""
 
@@ -171,7 +171,7 @@ class Steps:
     @property
     def owes(self) -> bool:
         """Whether weights are to be exchanged before another step begins."""
-        return bool(self._owed)
+        return self._owed is not None
 
     @property
     def missing(self) -> list[int]:
@@ -241,14 +241,14 @@ class Steps:
         if self._now is not None:
             raise UsageError(f"weights are updated in the middle of the backward pass of step {self._now.number}")
         actions: list[Action] = []
-        for number in self._owed:
-            step = _Step(number, False, self._slices)
-            actions.append(Agree(number))
+        if self._owed is not None:
+            step = _Step(self._owed, False, self._slices)
+            actions.append(Agree(step.number))
             for bucket in range(len(self._slices)):
                 self._submit_phases(step, bucket, actions)
             self._wait(step, step.unapplied, actions)
-            actions.append(Average(number))
-        self._owed.clear()
+            actions.append(Average(step.number))
+        self._owed = None
         return actions
 
     def needed(self, tensor: int) -> list[Action]:
@@ -310,7 +310,7 @@ class Steps:
 
     def _owe(self, step: int) -> None:
         if self._averages is not None and self._averages.averages(step):
-            self._owed.append(step)
+            self._owed = step
 
     def _begin(self, actions: list[Action]) -> _Step:
         last = self._open[-1] if self._open else None

@@ -32,6 +32,7 @@ from .tickets import (
     BARRIER,
     BROADCAST,
     CALLS,
+    CONSOLIDATE,
     GATHER,
     LAYOUT,
     SPLIT,
@@ -263,9 +264,10 @@ class Communicator:
     def mismatch(self, rank: int, theirs: Ticket, ours: Ticket) -> MismatchError:
         """The error for workers that came for different calls."""
         hint = "check that every rank makes the same calls in the same order with the same sizes"
-        if theirs.kind != ours.kind and {theirs.kind, ours.kind} & {STEP, AVERAGE}:
+        kinds = {theirs.kind, ours.kind}
+        if kinds == {CONSOLIDATE} or (len(kinds) == 2 and kinds & {STEP, AVERAGE}):
             hint = "do all ranks have the same number of batches? if not, wrap the loop in `with syncline.join():`"
-        elif LAYOUT in (theirs.kind, ours.kind):
+        elif LAYOUT in kinds:
             hint = "do all ranks load a checkpoint at the same place, and the same one?"
         error = MismatchError(f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}; {hint}")
         self.member.fail(error)

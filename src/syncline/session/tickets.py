@@ -55,7 +55,7 @@ class Ticket(NamedTuple):
     @property
     def text(self) -> str:
         """For messages."""
-        where = f", step {step_of(self)}" if self.kind in (STEP, AVERAGE) else ""
+        where = f", step {step_of(self)}" if self.kind in (STEP, AVERAGE, CONSOLIDATE) else ""
         return f"at {CALLS.get(self.kind, 'nothing known')} (call {self.call}{where})"
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from .. import registry
 from ..algorithms import Roles
-from ..codecs import NeedsFeedback, Wraps, relay_of, warmup_of
+from ..codecs import NeedsFeedback, Sparse, Wraps, relay_of, warmup_of
 from ..compression.reducers.ways import way_of
 from ..errors import PlanError, UsageError
 from ..nouns import Group, Layer, Spec
@@ -381,6 +381,23 @@ def _weights_are_averaged_between_steps(given: Combination) -> Fault | None:
     return None
 
 
+def _what_is_left_is_told_once(given: Combination) -> Fault | None:
+    mode: SyncMode = build("sync", given.sync)
+    if given.codec == AUTO or not isinstance(mode, Agrees) or mode.pull(_WORKERS) == 1:
+        return None
+    codec = _codec_of(given)
+    if not (isinstance(codec, Wraps) and isinstance(codec.codec, Sparse)):
+        return None
+    reason = (
+        f"sync={given.sync.name} leaves workers apart from what they agree on, so that each exchange tells how far once"
+        f" more, and the error feedback in codec={write('codecs', given.codec)} would add to it what it has not sent of"
+        " the last ones, until training diverges"
+    )
+    inner = [value for _, value in given.codec.args if isinstance(value, Part)]
+    without: list[dict[str, Part]] = [{"codec": part} for part in inner if given.codec.name == "feedback"]
+    return reason, [*without, {"codec": NONE}]
+
+
 def _mixes_are_plans_between_workers(given: Combination) -> Fault | None:
     if not isinstance(build("sync", given.sync), Mixes):
         return None
@@ -457,6 +474,7 @@ RULES: tuple[Callable[[Combination], Fault | None], ...] = (
     _other_buckets_need_all_workers,
     _servers_that_sum_remember_one_thing,
     _servers_that_sum_count_no_steps,
+    _what_is_left_is_told_once,
     _feedback_needs_a_contraction,
 )
 """What cannot be combined. A rule is a function of the whole combination; parts know nothing of each other."""
