@@ -274,6 +274,8 @@ def join() -> Iterator[None]:
 
     A rank that has run out takes part in the others' exchanges with weight 0 until all have. At the end model and
     optimizer state of all ranks are those of the rank that trained longest; learning-rate schedulers are the script's.
+    Where workers train by themselves and exchange weights (``local``, ``gossip``), model weights are then, on all, what
+    ``consolidate`` makes of those that the ranks have.
     """
     here = _session_of_torch("join()")
     if any(made.client is not None and made.client.together and made.client.crossing is not None for made in _prepared):

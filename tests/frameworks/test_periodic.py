@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 from collections.abc import Callable
@@ -314,12 +315,37 @@ def test_accumulated_passes_and_those_of_one_closure_are_one_step(group: Any) ->
             here.optimizer.step(closure)
         return here.replica.steps if here.replica is not None else 0
 
+    def counted(here: Here) -> float:
+        several(here)
+        here.optimizer.step(lambda: several_batches(here))
+        return 0.0 if here.replica is None else here.replica.left_weight
+
+    def several_batches(here: Here) -> torch.Tensor:
+        here.optimizer.zero_grad()
+        with here.no_sync():
+            loss_of(here.model(batch(1, 3))).backward()
+        loss = loss_of(here.model(batch(2, 5)))
+        loss.backward()
+        return loss.detach()
+
+    def raising(here: Here) -> int:
+        def closure() -> torch.Tensor:
+            several_batches(here)
+            raise ValueError
+
+        with contextlib.suppress(ValueError):
+            here.optimizer.step(closure)
+        loss_of(here.model(batch(3))).backward()
+        return here.replica.steps if here.replica is not None else 0
+
     def lbfgs(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
         model = mlp()
         return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, tolerance_change=0)
 
     assert on_group(group, "ring sync=local(steps=2)", 2, sgd, accumulated, weight=1) == [4, 4]
     assert on_group(group, "ring sync=local(steps=2)", 2, lbfgs, several, weight=1) == [4, 4]
+    assert on_group(group, "ring sync=local(steps=2)", 2, lbfgs, counted, weight="batch") == [8.0, 8.0]
+    assert on_group(group, "ring sync=local(steps=3)", 2, sgd, raising, weight=1) == [2, 2]
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler filters its own warnings, which threads disturb

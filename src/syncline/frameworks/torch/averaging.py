@@ -15,7 +15,8 @@ stays what it would be without it: what was agreed on, and what is counted, are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,14 +59,19 @@ class Averaging:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Be told when the optimizer runs."""
-        before, after = eager(lambda *_: self._before_step()), eager(lambda *_: self._after_step())
+        before, after = eager(lambda _, *given: self._before_step(*given)), eager(lambda *_: self._after_step())
         self._replica.keep([optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)])
 
     # What happens to the model.
 
+    @property
+    def repeats(self) -> bool:
+        """Whether backward passes evaluate the step again that the optimizer, which is running, has begun."""
+        return self._in_step and self._counted
+
     def begin_step(self) -> bool:
         """A backward pass of the worker's own has ended: whether it is a step, and no further part of one."""
-        if self._in_step and self._counted:
+        if self.repeats:
             return False
         self._counted = self._in_step
         if self._follows_exchange:  # all have the same weights still: the optimizer is called after this
@@ -78,8 +84,20 @@ class Averaging:
         """Gradients have been: weights stay those that all have."""
         self._follows_exchange = True
 
-    def _before_step(self) -> None:
+    def _before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any] | None:
         self._in_step, self._counted = True, False
+        closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
+        if closure is None:
+            return None
+        return (arguments[0], partial(self._evaluate, closure)), {}
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Call a closure; when it raises, the optimizer has ended, and tells nobody."""
+        try:
+            return closure()
+        except BaseException:
+            self._in_step = False
+            raise
 
     def _after_step(self) -> None:
         self._in_step = False

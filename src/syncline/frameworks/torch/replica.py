@@ -462,7 +462,7 @@ class Replica:
         if not (self._touched and self._synchronises):
             if self.gradients.times is not None:
                 self.gradients.times.forget()
-            if self._touched:
+            if self._touched and not (self.averaging is not None and self.averaging.repeats):
                 self._counting.keep()
             else:
                 self._counting.drop()
