@@ -91,7 +91,7 @@ def test_rows_in_a_lab_get_the_bound_of_its_link(
         return Row(case.strategy, case.workers, iteration_s=1.0, replicas_equal=True)
 
     monkeypatch.setattr(compare, "measure", measure)
-    cases = (Case("single", 1, 0, 1, 5), Case("ring", 2, 0, 2, 5), Case("slow", 2, 1, 2, 5, rate=8e6))
+    cases = (Case("single", 1, 0, 1, 5), Case("ring", 2, 0, 2, 5), Case("ps(servers=1)", 2, 1, 2, 5, rate=8e6))
     comparison = Comparison("trace:x", cases, 0, None, 5, tmp_path / "r.json", None, Rate(1e8), TRACE)
     quiet = Console(file=io.StringIO(), force_terminal=False, width=80)
     assert compare.carry_out(comparison, 10.0, quiet, quiet) == 0

@@ -180,7 +180,7 @@ def test_weights_that_are_known_at_the_end_only_are_refused(group: Any) -> None:
 
 def test_join_refuses_models_that_normalise_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank without batches would leave the others waiting for its statistics."""
-    replica = SimpleNamespace(normalises_over_ranks=True)
+    replica = SimpleNamespace(normalises_over_ranks=True, synchronous_at_first=False)
     monkeypatch.setattr(api, "session", lambda: SimpleNamespace(alone=False, models=[]))
     monkeypatch.setattr(api, "_prepared", [SimpleNamespace(client=None, optimizer=object(), replica=replica)])
     with pytest.raises(UsageError, match=r"join\(\) with SyncBatchNorm"), api.join():

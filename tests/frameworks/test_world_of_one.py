@@ -12,7 +12,7 @@ from toy import Here, alone, batch, loss_of, mlp, sgd, weights
 
 import syncline
 from syncline import api
-from syncline.errors import NotBuiltError, UsageError
+from syncline.errors import UsageError
 from syncline.frameworks.torch import prepare
 from syncline.session.session import Session
 
@@ -102,7 +102,7 @@ def test_public_calls_reach_servers_that_hold_the_gradients(group: Any, monkeypa
         with pytest.raises(UsageError, match="all parameters of one prepared model"):
             syncline.clip_grad_norm_(here.model[0].parameters(), 1.0)  # type: ignore[index]
         here.optimizer.step()
-        with pytest.raises(NotBuiltError, match=r"join\(\).*ps\(update=worker\)"), syncline.join():
+        with syncline.join():
             pass
         assert syncline.state_dict()["steps"] == [1]
         syncline.load_state_dict({**syncline.state_dict(), "steps": [5]})
