@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -310,15 +310,7 @@ class Server:
             raise nonsense(self._session, worker, label, f"kind is {message['kind']!r:.100}")
         check_fields(self._session, worker, label, message, fields)
         if message["kind"] == "push":
-            values = message["values"]
-            wanted = {"groups": list, "scale": float, "skip": bool, "weight": float}
-            check_fields(self._session, worker, label, values, wanted)
-            if not 0 <= values["weight"] <= MOST_WEIGHT:
-                raise nonsense(self._session, worker, label, f"its weight is {values['weight']!r:.100}")
-            if not 0 <= values["scale"] < MOST_WEIGHT and values["scale"] == values["scale"]:  # NaN is a norm's
-                raise nonsense(self._session, worker, label, f"its scale is {values['scale']!r:.100}")
-            if not all(isinstance(group, dict) for group in values["groups"]):
-                raise nonsense(self._session, worker, label, "its groups are no groups")
+            check_values(self._session, worker, label, message["values"])
         if len(message.get("call", "")) > _MOST_CALL:
             raise nonsense(self._session, worker, label, f"its call is {message['call']!r:.100}")
         if "version" in fields and message["version"] != self._told[worker]:
@@ -406,6 +398,17 @@ class Server:
 
     def _reply(self, worker: int, message: dict[str, object]) -> None:
         self._session.send(worker, json.dumps(message).encode(), f"an answer to rank {worker}", ANSWERS)
+
+
+def check_values(session: Session, worker: int, label: str, values: Mapping[str, Any]) -> None:
+    """Raise ProtocolError unless these are what an update needs of a worker (``Values``), from another process."""
+    check_fields(session, worker, label, values, {"groups": list, "scale": float, "skip": bool, "weight": float})
+    if not 0 <= values["weight"] <= MOST_WEIGHT:
+        raise nonsense(session, worker, label, f"its weight is {values['weight']!r:.100}")
+    if not 0 <= values["scale"] < MOST_WEIGHT and values["scale"] == values["scale"]:  # NaN is a norm's
+        raise nonsense(session, worker, label, f"its scale is {values['scale']!r:.100}")
+    if not all(isinstance(group, dict) for group in values["groups"]):
+        raise nonsense(session, worker, label, "its groups are no groups")
 
 
 def serve(

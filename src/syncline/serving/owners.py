@@ -17,7 +17,7 @@ from ..errors import UsageError
 from ..session.session import Session
 from ..session.tickets import CALLS, COMMIT, NORM, Meeting
 from .messages import ANSWERS, nonsense, read_message, receive_body, send_body
-from .owner import REPLY_BYTES, REQUEST_BYTES, Owner
+from .owner import REPLY_BYTES, REQUEST_BYTES, Owner, check_values
 from .protocol import Kind, Release, Request
 from .records import Record, pack, unpack
 from .relaying import Leaving
@@ -164,7 +164,8 @@ class LocalOwners:
         if kind != COMMIT:
             return False
         label = "the values of a step"
-        values = read_message(self._session, teller, label, self._session.tell_all(b"", teller), {"groups": list})
+        values = read_message(self._session, teller, label, self._session.tell_all(b"", teller), {})
+        check_values(self._session, teller, label, values)
         self._take("push", clock, values)
         opens, self._open = self._open, _nothing
         opens()

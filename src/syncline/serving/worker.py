@@ -40,6 +40,7 @@ class Worker:
         mode = session.strategy.sync_mode()
         self._together = mode.merges
         self.met = ""
+        """The call at which all workers have met last, where they go at their own pace."""
         self._shares_rate = alone(mode) and application_of(mode).rate == "shared"
         self._pushes: dict[int, Work] = {}
         self._pushed: dict[int, Work] = {}  # what the pulls of this step go behind

@@ -113,7 +113,7 @@ class Client:
     def share_overflow(self) -> None:
         """A GradScaler is about to look whether this worker's gradients overflow: it shall see those of all workers.
 
-        It looks in a way that counts as a change, so what the gradients hold is not looked at again.
+        It looks in a way that counts as one change to each gradient, which leaves all numbers as they are.
         """
         if not self.replica.exchanged:
             return  # which ``step`` says
@@ -127,6 +127,8 @@ class Client:
         if self.together and self.worker.overflown():  # else a push is skipped by itself
             view = next(view for view in self.replica.storage.views if view.numel())
             view.view(-1)[:1].fill_(math.inf)
+            self._pushed.remember()
+        self._versions = [view._version for view in self.replica.storage.views]
         self._scaler_looks = True
 
     def unscale(self, scale: float) -> None:
@@ -311,14 +313,12 @@ class Client:
         """The owners must have seen what the worker sees."""
         if not self.replica.exchanged:
             raise GradientError("step() before backward(): the parameter server has no gradients of this step")
-        if self._scaler_looks:
-            return
         storage = self.replica.storage
         with torch._C.DisableTorchFunctionSubclass():
             for index, (name, parameter) in enumerate(self.replica.named):
                 if parameter.grad is None or parameter.grad.data_ptr() != storage.places[index]:
                     raise self._changed(name)
-                if storage.views[index]._version != self._versions[index]:
+                if storage.views[index]._version - self._versions[index] not in (0, int(self._scaler_looks)):
                     raise self._changed(name)
         for index in self._pushed.changed() if self._looked else ():
             raise self._changed(self.replica.named[index][0])
