@@ -37,6 +37,7 @@ from ..session.tickets import AVERAGE, CONSOLIDATE, STEP, Meeting, step_argument
 from ..sync import Agrees, Mixes, alone, exchanges_gradients
 from . import Handed
 from ._agreed import AgreedWeights
+from ._alone import warn_of_plain_steps
 from ._schedules import check_schedule
 
 Array = NDArray[Any]
@@ -295,6 +296,7 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
     _values(optimizer)
     _probe(optimizer)
     if session.alone:
+        warn_of_plain_steps(session)
         own = {name: np.array(array) for name, array in model.items()}
         return Handed((own, Alone(own, optimizer)))
     check_schedule(session.strategy, "NumPy")

@@ -10,6 +10,7 @@ import torch
 from ...errors import UsageError
 from ...session.session import Session
 from .. import Handed
+from .._alone import warn_of_plain_steps
 from .options import Options
 from .prepare import Prepared, prepare
 
@@ -25,6 +26,7 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
     chosen = Options(options["unused"], options["weight"], names, options["broadcast_buffers"])
     result = model if optimizer is None else (model, optimizer)
     if session.alone:
+        warn_of_plain_steps(session)
         return Handed(result)
     made = prepare(session, model, optimizer, chosen)
     return None if made is None else Handed(result, made)
