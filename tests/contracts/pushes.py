@@ -33,13 +33,17 @@ LR = 0.75
 
 @dataclass
 class Sgd:
-    """Gradient descent on whatever slices it is given, which keeps what each update has made of them."""
+    """Gradient descent on whatever slices it is given, which keeps what each update has made of them.
+
+    With momentum where the values say so, as torch.optim.SGD has it.
+    """
 
     holdings: Sequence[Holding]
     history: list[list[Array]] = field(default_factory=list)
     applied: Callable[[int], None] = lambda _: None
 
     def __post_init__(self) -> None:
+        self._momenta = [np.zeros_like(held.weights) for held in self.holdings]
         self._keep()
 
     def _keep(self) -> None:
@@ -49,8 +53,11 @@ class Sgd:
         return float(sum(np.square(held.gradient).sum() for held in self.holdings))
 
     def apply(self, groups: Groups, scale: float) -> None:
-        for held in self.holdings:
-            held.weights[:] -= groups[0]["lr"] * scale * held.gradient
+        momentum = groups[0].get("momentum", 0.0)
+        for held, memory in zip(self.holdings, self._momenta, strict=True):
+            memory[:] = momentum * memory + scale * held.gradient
+            ahead = scale * held.gradient + momentum * memory
+            held.weights[:] -= groups[0]["lr"] * (ahead if groups[0].get("nesterov") else memory)
         self._keep()
         self.applied(len(self.history) - 1)
 
@@ -112,10 +119,10 @@ class Training:
         self.session.engine.wait(*[worker.pull(bucket) for bucket in range(2)])
         return np.concatenate(self.weights)
 
-    def step(self, worker: Worker, step: int, rate: float = LR) -> Array:
-        """Push, have applied, pull; the weights."""
+    def step(self, worker: Worker, step: int, rate: float = LR, **values: Any) -> Array:
+        """Push, have applied with these values of the optimizer, pull; the weights."""
         self.push(worker, step)
-        worker.step([{"lr": rate}])
+        worker.step([{"lr": rate, **values}])
         return self.pull(worker)
 
     def owned(self, version: int = -1) -> Array:

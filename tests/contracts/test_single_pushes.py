@@ -168,11 +168,33 @@ def test_with_no_staleness_it_is_bulk_synchronous(on: Run, kind: str, place: str
             np.testing.assert_array_equal(weights, other)
 
 
-def train_merged(session: Session) -> list[Any]:
+def train_merged(session: Session, **values: Any) -> list[Any]:
     """With the share of the learning rate that a push by itself is applied with."""
     training = Training(session)
     worker = training.start()
-    return [training.step(worker, step, LR / WORKERS) for step in range(STEPS if worker else 0)]
+    return [training.step(worker, step, LR / WORKERS, **values) for step in range(STEPS if worker else 0)]
+
+
+@pytest.mark.parametrize("momentum", ["own", "dana"])
+@pytest.mark.parametrize("place", FEW)
+def test_momenta_of_each_worker_add_up_to_that_of_one(on: Run, place: str, momentum: str) -> None:
+    """Where nobody is ahead: to the bit, since the sums are exact. One momentum of all pushes forgets sooner."""
+    values: dict[str, Any] = {"momentum": 0.5, "nesterov": False}
+
+    def body(session: Session) -> list[Any]:
+        training = Training(session)
+        worker = training.start()
+        seen = [training.step(worker, step, **values) for step in range(STEPS if worker else 0)]
+        if worker is not None:
+            session.engine.wait(*worker.consolidate())
+        session.shutdown()
+        return [*seen, np.concatenate(training.weights)]
+
+    merged = on("inproc", place, partial(train_merged, **values | {"nesterov": momentum == "dana"}))
+    for seen in on("inproc", f"{place} sync=ssp(staleness=0, momentum={momentum})", body)[:WORKERS]:
+        np.testing.assert_array_equal(seen[-1], merged[0][-1])
+    for seen in on("inproc", f"{place} sync=ssp(staleness=0)", body)[:WORKERS]:
+        assert not np.array_equal(seen[-1], merged[0][-1])
 
 
 @pytest.mark.parametrize("kind", NEAR)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from pushes import LR, SIZES, Training, expected, gradient_of, joined, on_group
 
 from syncline.engine.trace import Recorder
+from syncline.errors import PeerTimeout, SynclineError
 from syncline.session.session import Session
 
 WORKERS = 3
@@ -25,7 +28,7 @@ Run = Callable[..., list[Any]]
 @pytest.fixture
 def on(run_on: Run) -> Run:
     """``on_group`` of so many workers, over the threads of one process."""
-    return lambda strategy, body: on_group(run_on, "inproc", strategy, WORKERS, body)
+    return lambda strategy, body, **options: on_group(run_on, "inproc", strategy, WORKERS, body, **options)
 
 
 def figures(session: Session) -> tuple[dict[int, int], dict[int, int], dict[int, float]]:
@@ -114,6 +117,64 @@ def test_who_has_left_is_not_waited_for_when_the_others_consolidate(on: Run) -> 
     np.testing.assert_array_equal(third, second)
 
 
+def tell_late(session: Session, count: int) -> None:
+    """Have this owner see that a worker has the weights that it sent as the ``count``-th once it is to send the next.
+
+    That is what a process does which gets no turn meanwhile.
+    """
+    engine, sends, held, over = session.engine, Counter[str](), list[Any](), threading.Event()
+    exchange, poll = engine.exchange, engine.transport.poll
+
+    def exchanged(program: Any, array: Any, key: int, label: str, **options: Any) -> Any:
+        sends[label] += " to rank " in label
+        work = exchange(program, array, key, label, **options)
+        if sends[label] == count + 1:
+            engine.then("seen late", (), over.set)
+        return work
+
+    def polled(timeout: float) -> list[Any]:
+        came = []
+        for handle in poll(0.0 if held and over.is_set() else timeout):
+            late = isinstance(handle.owner, tuple) and sends[handle.owner[0].run.label] == count and not over.is_set()
+            (held if late else came).append(handle)
+        if over.is_set():
+            came += held
+            held.clear()
+        return came
+
+    engine.exchange, engine.transport.poll = exchanged, polled  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("mode", ["asp", "bsp(backup=1)"])
+@pytest.mark.parametrize("place", FEW)
+def test_what_owners_send_at_a_meeting_goes_behind_what_they_sent_before(
+    on: Run, place: str, mode: str, count: int
+) -> None:
+    """Workers ask for it as soon as they have that, and push the next: before or after, its owner may know it late."""
+
+    def body(session: Session) -> Any:
+        training = Training(session)
+        tell_late(session, count)
+        worker = training.start()
+        if worker is None:
+            return None
+        for step in range(2):
+            training.step(worker, step)
+        session.engine.wait(*worker.consolidate())
+        training.step(worker, 2)
+        session.engine.wait(*worker.consolidate())
+        weights = np.concatenate(training.weights)
+        session.shutdown()
+        return weights
+
+    first, *others = on(f"{place} sync={mode}", body)[:WORKERS]
+    if mode == "asp":
+        np.testing.assert_array_equal(first, expected([3] * WORKERS))
+    for weights in others:
+        np.testing.assert_array_equal(weights, first)
+
+
 def test_late_gradients_are_compensated(on: Run) -> None:
     """By the weights that the worker was sent and those that there are, with what it clips to."""
     factor, scale, gone = 0.25, 0.5, threading.Event()
@@ -145,14 +206,37 @@ def test_late_gradients_are_compensated(on: Run) -> None:
         np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
+@pytest.mark.parametrize("place", FEW)
+def test_calls_that_wait_for_each_other_are_named(on: Run, place: str) -> None:
+    """Rank 0 is held by the bound until rank 1 makes a step, which waits in a barrier for it."""
+
+    def body(session: Session) -> Any:
+        training = Training(session)
+        worker = training.start()
+        try:
+            for step in range((2 if session.rank != 1 else 0) if worker else 0):
+                training.step(worker, step)
+            session.barrier()
+        except SynclineError as error:
+            return error
+        return None
+
+    found = on(f"{place} sync=ssp(staleness=0)", body, limit_s=1.0)
+    named = [str(error) for error in found if isinstance(error, PeerTimeout)]
+    both = [r"rank 1 for rank \d \(barrier\)", r"rank \d for rank 1 \(step 1 of the optimizer\)"]
+    assert any(all(re.search(one, text) for one in both) for text in named), named  # the first, who ends it for others
+
+
 def drawn_at(weights: Any, rank: int, step: int) -> Any:
     """A gradient on these weights, whose sums depend on their order."""
     return np.sin(weights * (rank + 1)) + 0.1 * gradient_of(rank, step)
 
 
+@pytest.mark.parametrize("momentum", ["shared", "own", "dana"])
 @pytest.mark.parametrize("place", ["ps(servers=1)", "ps(servers=2, on=workers)"])
-def test_a_run_in_the_order_of_its_log_gives_the_same_bits(run_on: Run, place: str) -> None:
+def test_a_run_in_the_order_of_its_log_gives_the_same_bits(run_on: Run, place: str, momentum: str) -> None:
     """What an observer is told of owners' updates is all that there is to know of an asynchronous run."""
+    factor = 0.0 if momentum == "shared" else 0.9
     recorders: dict[int, Recorder] = {}
     steps = [6, 3, 9]
 
@@ -167,14 +251,15 @@ def test_a_run_in_the_order_of_its_log_gives_the_same_bits(run_on: Run, place: s
             training.gradients[0][:], training.gradients[1][:] = gradient[:-1], gradient[-1:]
             assert worker is not None
             session.engine.wait(*[worker.push(bucket, f"bucket {bucket}") for bucket in range(2)])
-            worker.step([{"lr": LR}])
+            worker.step([{"lr": LR, "momentum": factor, "nesterov": False}])
             training.pull(worker)
         if worker is not None:
             session.engine.wait(*worker.consolidate())
         session.shutdown()
         return np.concatenate(training.weights), training
 
-    found = on_group(run_on, "inproc", f"{place} sync=asp", WORKERS, body, observe=observe)
+    strategy = f"{place} sync=asp(momentum={momentum})"
+    found = on_group(run_on, "inproc", strategy, WORKERS, body, observe=observe)
     parts = []
     for index, (_, training) in enumerate(found):
         if training.owner is None:
@@ -182,9 +267,11 @@ def test_a_run_in_the_order_of_its_log_gives_the_same_bits(run_on: Run, place: s
         log = [(span.peer, span.key, span.step) for span in recorders[index].spans("update")]
         assert [version for *_, version in log] == list(range(1, sum(steps) + 1))
         weights = np.ones(sum(SIZES))
-        sent = [weights.copy() for _ in range(WORKERS)]
+        sent, kept = [weights.copy() for _ in range(WORKERS)], [np.zeros_like(weights) for _ in range(WORKERS)]
         for worker, clock, _ in log:
-            weights -= LR / WORKERS * 1.0 * drawn_at(sent[worker], worker, clock - 1)
+            gradient = drawn_at(sent[worker], worker, clock - 1)
+            kept[worker] = factor * kept[worker] + gradient
+            weights -= LR / WORKERS * (gradient + factor * kept[worker] if momentum == "dana" else kept[worker])
             sent[worker] = weights.copy()
         parts.append(np.where(np.isnan(training.owned()), np.nan, weights))
     for replica, _ in found[:WORKERS]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from toy import STAGED, Here, adam, batch, loss_of, on_group, sgd, weights
+from toy import STAGED, Here, adam, batch, close, loss_of, making, on_group, sgd, weights
+from toy import train as train_together
 
 from syncline import checkpoint
 from syncline.errors import GradientError, MismatchError, UsageError
@@ -62,7 +63,7 @@ def test_all_have_the_same_weights_at_the_end(group: Any, strategy: str, ends: s
     same(first, second)
 
 
-@pytest.mark.parametrize("strategy", PLACES)
+@pytest.mark.parametrize("strategy", [*PLACES, "ps(servers=2) sync=asp(momentum=own)"])
 def test_a_run_goes_on_from_its_checkpoint(group: Any, strategy: str) -> None:
     """Whatever was trained since: weights and optimizer state are those that were saved, on all ranks and owners."""
     kept: dict[int, Any] = {}
@@ -207,6 +208,43 @@ def test_pushes_of_all_move_weights_as_far_as_one_step_of_all(group: Any, place:
     for found in on_group(group, f"{place} sync={mode}", 4, adam, body, weight=1):
         for name, tensor in wanted.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("momentum", ["own", "dana"])
+@pytest.mark.parametrize("strategy", ["ps(servers=2)", "ps(servers=2, on=workers)", "ps(servers=2) schedule=priority"])
+def test_momenta_of_workers_that_wait_for_each_other_are_that_of_one(group: Any, strategy: str, momentum: str) -> None:
+    """In the weights, and in the state that an optimizer without workers goes on from."""
+
+    def body(here: Here) -> Any:
+        train_together(here, range(4))
+        if here.client is None:
+            here.optimizer.param_groups[0]["nesterov"] = False
+            return weights(here.model), here.optimizer.state_dict()
+        prepared(here)[0].consolidate()
+        return weights(here.model), here.optimizer.state_dict()
+
+    plain = Here(*sgd())
+    plain.optimizer.param_groups[0]["nesterov"] = momentum == "dana"
+    wanted, state = body(plain)
+    text = f"{strategy} sync=ssp(staleness=0, momentum={momentum})"
+    for found, saved in on_group(group, text, WORKERS, sgd, body, weight=1):
+        close(found, wanted)
+        for index, entry in state["state"].items():
+            torch.testing.assert_close(saved["state"][index]["momentum_buffer"], entry["momentum_buffer"])
+            assert {f"momentum_buffer of rank {rank} of 2" for rank in range(2)} < saved["state"][index].keys()
+        assert not saved["param_groups"][0]["nesterov"]
+        _, other = sgd()
+        other.load_state_dict(saved)
+        other.step()
+
+
+def test_momenta_that_an_optimizer_does_not_have_are_refused_by_its_name(group: Any) -> None:
+    with pytest.raises(
+        UsageError, match=r"sync=ssp\(momentum=own\) keeps for every worker .* SGD, as it is set, learns"
+    ):
+        on_group(group, "ps sync=ssp(staleness=1, momentum=own)", WORKERS, making("sgd"), lambda here: train(here, 1))
+    with pytest.raises(UsageError, match=r"looks ahead by Nesterov's momentum.* use asp\(momentum=own\)"):
+        on_group(group, "ps sync=asp(momentum=dana)", WORKERS, adam, lambda here: train(here, 1))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)", "ps(servers=2, on=workers)"])

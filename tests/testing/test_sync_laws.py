@@ -69,6 +69,7 @@ class Applied(Mode):
     merges: Any = False
     rate: Any = "own"
     compensate: Any = 0.5
+    momentum: Any = "own"
 
 
 def test_modes_that_exchange_weights_keep_all_laws() -> None:
@@ -100,6 +101,7 @@ def test_modes_with_and_without_a_bound_keep_all_laws(staleness: float, merges: 
         ("what it asks for is known", Applied(rate="half")),
         ("what it asks for is known", Applied(compensate=-1)),
         ("what it asks for is known", Applied(compensate="much")),
+        ("what it asks for is known", Applied(momentum=0.9)),
         ("the same question gets the same answer", Trained(averaged=lambda step: next(turn) % 3 == 0)),  # noqa: ARG005
         ("workers exchange at last", Trained(averaged=lambda step: False)),  # noqa: ARG005
         ("workers exchange at last", Trained(dues=lambda step: True)),  # noqa: ARG005

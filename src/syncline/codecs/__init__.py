@@ -192,6 +192,16 @@ class Sparse(Protocol):
 
 
 @runtime_checkable
+class LeavesOut(Protocol):
+    """A codec, not ``Sparse``, that may say nothing of most of a tensor in one exchange."""
+
+    @property
+    def leaves_out(self) -> bool:
+        """True when its arguments make it so: what error feedback keeps can be larger than what comes."""
+        ...
+
+
+@runtime_checkable
 class Decays(Protocol):
     """A codec whose residual keeps only a part, ``decay``, of what was not sent; all of it where that is 1."""
 

@@ -47,6 +47,7 @@ class PowerSGD:
     block: ClassVar[int] = 0
     contraction: ClassVar[bool] = True
     biased: ClassVar[bool] = True
+    leaves_out: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.rank <= 1024:

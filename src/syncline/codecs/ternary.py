@@ -78,6 +78,11 @@ class Ternary:
         """True when rounded to nearest, or clipped."""
         return self.clips or not self.stochastic
 
+    @property
+    def leaves_out(self) -> bool:
+        """True when rounded to nearest: 0 is sent for all that is smaller than half the maximum."""
+        return not self.stochastic
+
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
         """A word for every 20 elements, and one for the maximum of each block."""
         size = 4 * words_of(spec.elements, self.block, _TRITS)

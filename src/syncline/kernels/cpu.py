@@ -73,6 +73,14 @@ def add_difference(array: Array, change: Array) -> None:
     np.add(array, change, out=array, dtype=np.result_type(np.float32, array.dtype), casting="same_kind")
 
 
+def weigh(array: Array, share: float) -> None:
+    """``array *= share`` in place; without a share all is 0, also what is no number, as a mean over nothing."""
+    if share > 0:
+        scale(array, share)
+    else:
+        array[...] = 0
+
+
 def scale(array: Array, factor: float) -> None:
     """``array *= factor`` in place, the factor rounded to the array's element type first."""
     if factor != 1.0:

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..predict.compression import ANY_LINK_BIT_PER_S
+from ..costs.compression import ANY_LINK_BIT_PER_S
 from . import units
 from .breaking import broken
 from .codec_rows import CodecResult, CodecRow

@@ -105,10 +105,10 @@ class Plans:
         """The array, or the own worker's gradients."""
         return self._rooms.get(worker, self._model.gradients)[number]
 
-    def send(self, worker: int, number: int, label: str) -> Work:
+    def send(self, worker: int, number: int, label: str, gate: Work | None) -> Work:
         """The other end of ``pull``."""
         program, array, key = self._programs[worker][1], self._rooms[worker][number], self._keys.pull(worker, number)
-        return self._session.engine.exchange(program, array, key, label)
+        return self._session.engine.exchange(program, array, key, label, gate=gate)
 
     def hold(self, weights: Sequence[Array]) -> Sequence[Array]:
         """They are sent as they are."""
@@ -227,11 +227,11 @@ class Payloads:
         """The array, or the own worker's gradients, which are what its payload says."""
         return self._pushed.get(worker, self._model.gradients)[number]
 
-    def send(self, worker: int, number: int, label: str) -> Work:
+    def send(self, worker: int, number: int, label: str, gate: Work | None) -> Work:
         """That message."""
         said = self._messages.pop((worker, number), None)
         sends = [] if said is None else [Message(worker, said)]
-        return self._reduce([partial(_sending, sends)], self._keys.pull(worker, number), label)
+        return self._reduce([partial(_sending, sends)], self._keys.pull(worker, number), label, gate=gate)
 
     def _reduce(self, pieces: Sequence[Callable[[], Reducer]], key: int, label: str, **options: Any) -> Work:
         return self._session.engine.reduce(lambda: pieces, self._session.bucket_program, key, label, **options)

@@ -24,14 +24,14 @@ from ..session.layout import LABEL, Layout, Passed, hear_layout
 from ..session.replacing import LABEL as REPLACING
 from ..session.replacing import Recompressing, copy_weights
 from ..session.session import Heard, Session
-from ..sync import alone, application_of, backup_of
+from ..sync import application_of, backup_of, momentum_of
 from .compensation import Compensation
 from .messages import ANSWERS, check_fields, nonsense, read_message, receive_body, send_body
 from .protocol import ALL, Add, Apply, Ledger, Measure, Release, Request
 from .records import Record, pack, unpack
 from .relaying import Lay, Leaving, Relay
-from .shard import Build, Shard
-from .shares import MOST_WEIGHT, Shares, shared_rate
+from .shard import Build, Holding, Shard
+from .shares import MOST_WEIGHT, PushGroups, Shares
 from .traffic import Model, Traffic
 from .updating import Update
 from .ways import traffic_of
@@ -100,7 +100,7 @@ class Owner:
         mode = session.strategy.sync_mode()
         self.ledger = Ledger(session.group.workers, mode, buckets)
         self._adds, self._shares = backup_of(mode) > 0, Shares(session.group.workers)
-        self._shares_rate = alone(mode) and application_of(mode).rate == "shared"
+        self._applied = PushGroups(mode, session.group.workers, session.strategy.sync.name)
         self.version = 0
         self.lags = [0] * session.group.workers
         factor = application_of(mode).compensate
@@ -152,10 +152,8 @@ class Owner:
                 return
             if self._compensation is not None:
                 self._compensation.correct(action.worker, bucket, values["scale"])
-            groups = action.newest["groups"]
-            if self._shares_rate:
-                groups = shared_rate(groups, self._session.group.workers, self._session.strategy.sync.name)
-            self.shard.apply(bucket, groups, values["scale"] * times)
+            groups = self._applied(action.newest["groups"])
+            self.shard.apply(bucket, groups, values["scale"] * times, action.worker)
         except Exception as error:
             if isinstance(error, SynclineError) and not isinstance(error, UsageError):
                 raise
@@ -220,7 +218,7 @@ class Server:
             self._gone.add(worker)
             del self._requests[worker]
             if not self._merges:
-                self._owner.handle(Request("leave", worker, self._owner.ledger.clocks[worker] + 1))
+                self._owner.handle(Request("leave", worker, self._owner.ledger.clock_of(worker) + 1))
         else:
             self._answer(worker, message)
             self._requests[worker] = self._listen(worker)
@@ -293,7 +291,7 @@ class Server:
         """A worker has been sent all, the last of it because of a message of worker ``by``."""
         waited_s = 0.0 if worker == by else time.perf_counter() - standing.since
         version = self._told[worker] = self._owner.version
-        clock, lag = self._owner.ledger.clocks[worker], self._owner.lags[worker]
+        clock, lag = self._owner.ledger.clock_of(worker), self._owner.lags[worker]
         self._owner.lags[worker], standing.parts = 0, 0
         answer = {"version": version, "clock": clock, "ahead": standing.ahead, "lag": lag}
         standing.ahead = 0
@@ -429,10 +427,18 @@ def serve(
     if holdings is not None:
         merges = session.strategy.sync_mode().merges
         relay = Relay(model, lay) if lay is not None and merges else None
-        Server(session, Shard(holdings, build, learnt, apart=apart and by_bucket(session)), traffic, relay).serve()
+        Server(session, shard_of(session, holdings, build, learnt, apart=apart), traffic, relay).serve()
 
 
-def by_bucket(session: Session) -> bool:
+def shard_of(
+    session: Session, holdings: Sequence[Holding], build: Build, learnt: Sequence[Record], *, apart: bool
+) -> Shard:
+    """What this process owns, updated as the strategy says."""
+    workers = 1 if momentum_of(session.strategy.sync_mode()) == "shared" else session.group.workers
+    return Shard(holdings, build, learnt, apart=apart and _by_bucket(session), workers=workers)
+
+
+def _by_bucket(session: Session) -> bool:
     """Whether owners update bucket by bucket where the optimizer allows it.
 
     Pushes that are updates by themselves they do so where workers tell the values of a step when it begins.

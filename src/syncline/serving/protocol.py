@@ -159,6 +159,19 @@ class _Page:
     level: int = 0
 
 
+@dataclass
+class _Turn:
+    """A worker's next step: how many buckets it has pushed of it, and how many of the step before are released.
+
+    ``back`` are those that it has pushed and that are released already, and count for the step behind it.
+    """
+
+    clock: int
+    ready: int
+    begun: int = 0
+    back: int = 0
+
+
 class Ledger:
     """Keeps how far every worker is, who waits for whom, and what is still to be applied, under a rule.
 
@@ -169,6 +182,7 @@ class Ledger:
         self._workers = range(workers)
         self._rule, self._backup = rule, backup_of(rule)
         self._pages = {bucket: _Page([0] * workers, [0] * workers) for bucket in buckets}
+        self._turns = [_Turn(1, len(self._pages)) for _ in self._workers]
         self._asked: dict[int, dict[int, Request]] = {}  # step -> worker -> its question for the norm
         self._shadows: dict[int, set[int]] = {}  # step -> workers without batches
         self._left: set[int] = set()
@@ -177,7 +191,11 @@ class Ledger:
     @property
     def clocks(self) -> list[int]:
         """The steps that each worker has pushed as a whole."""
-        return [min(page.clocks[worker] for page in self._pages.values()) for worker in self._workers]
+        return [turn.clock - 1 for turn in self._turns]
+
+    def clock_of(self, worker: int) -> int:
+        """Those of one."""
+        return self._turns[worker].clock - 1
 
     @property
     def awaited(self) -> dict[int, int]:
@@ -222,11 +240,18 @@ class Ledger:
         page = self._pages[request.bucket]
         page.clocks[request.worker] = request.clock
         page.waiting.add(request.worker)
+        self._push(self._turns[request.worker])
         measured: list[Action] = []
         if request.kind == "shadow":
             self._shadows.setdefault(request.clock, set()).add(request.worker)
             measured = self._measured(request.clock)
         return [*measured, *self._apply(page, request), *self._release(page, request.bucket, request.worker)]
+
+    def _push(self, turn: _Turn) -> None:
+        """One bucket more has been; behind the last comes the next step."""
+        turn.ready, turn.begun = turn.ready - 1, turn.begun + 1
+        if turn.begun == len(self._pages):
+            turn.clock, turn.ready, turn.begun, turn.back = turn.clock + 1, turn.back, 0, 0
 
     def _stop(self, request: Request) -> list[Action]:
         """The worker makes no steps any more, or none before all have met: nobody waits for one of it."""
@@ -247,6 +272,8 @@ class Ledger:
         call = next((call for call in self._met.values() if call != JOIN), JOIN)
         self._met.clear()
         found: list[Action] = []
+        for worker in met:
+            self._turns[worker] = _Turn(clock + 1, len(self._pages))
         for bucket, page in self._pages.items():
             found += self._sum_up(page, bucket)
             for worker in met:
@@ -329,13 +356,18 @@ class Ledger:
         page.waiting.difference_update(free)
         for worker in free:
             page.sent[worker] = page.version
+            turn = self._turns[worker]
+            if page.clocks[worker] == turn.clock:
+                turn.back += 1
+            else:
+                turn.ready += 1
         ahead = tuple(page.clocks[worker] - slowest for worker in free)
         return [Release(tuple(free), bucket, ahead, by)] if free else []
 
     def _check_turn(self, request: Request) -> None:
         worker, clock = request.worker, request.clock
         if worker not in self._workers or not self._is_next(request):
-            expected = self.clocks[worker] + 1 if worker in self._workers else 0
+            expected = self._turns[worker].clock if worker in self._workers else 0
             part = "" if request.bucket == ALL else f" of bucket {request.bucket}"
             raise MismatchError(
                 f"rank {worker} sent a {request.kind}{part} for step {clock}, its next one is step {expected}: do all"
@@ -347,14 +379,13 @@ class Ledger:
         worker, clock = request.worker, request.clock
         if worker not in self._moving() or (self._rule.merges and request.kind in ("meet", "leave")):
             return False
-        begun, ready = set[int](), set[int]()
-        for bucket, page in self._pages.items():
-            if page.clocks[worker] == clock:
-                begun.add(bucket)
-            elif page.clocks[worker] == clock - 1 and worker not in page.waiting:
-                ready.add(bucket)
-        all_known = len(begun) + len(ready) == len(self._pages)
-        return all_known and (request.bucket in ready if request.kind in ("push", "shadow") else not begun)
+        turn = self._turns[worker]
+        if clock != turn.clock or turn.begun + turn.ready < len(self._pages):
+            return False
+        if request.kind not in ("push", "shadow"):
+            return turn.begun == 0
+        page = self._pages.get(request.bucket)
+        return page is not None and page.clocks[worker] == clock - 1 and worker not in page.waiting
 
     def _check_shadow(self, request: Request) -> None:
         """Somebody has to have batches, whose values count, and to wait for all."""

@@ -18,6 +18,7 @@ from ..compression.updates import Updates
 from ..engine.runs import chunk_edges
 from ..nouns import Bucket, Slice
 from ..plans.plan import Plan
+from .momenta import gathered, parted
 from .protocol import ALL
 from .records import Array, Elements, Record, State, states_of, write_into
 
@@ -85,39 +86,49 @@ Build = Callable[[Sequence[Holding]], Optimizer]
 class Shard:
     """The slices of one process with their optimizer, which begins with what ``learnt`` says of them.
 
-    ``apart`` says that tensors may be updated by themselves: each bucket then has an optimizer of its own.
+    ``apart`` says that tensors may be updated by themselves: each bucket then has an optimizer of its own. Where each
+    of so many ``workers`` has its own momentum there are as many of every one, on the same weights and gradients.
     """
 
     def __init__(
-        self, holdings: Sequence[Holding], build: Build, learnt: Iterable[Record], *, apart: bool = False
+        self,
+        holdings: Sequence[Holding],
+        build: Build,
+        learnt: Iterable[Record],
+        *,
+        apart: bool = False,
+        workers: int = 1,
     ) -> None:
         self.holdings, self.build, self.apart = tuple(holdings), build, apart
         self.slices = tuple(held.slice for held in self.holdings)
         self._whole = build(self.holdings)
-        self._parts: dict[int, tuple[Sequence[int], Optimizer]] = {}
+        self._parts: dict[int, tuple[Sequence[int], list[Optimizer]]] = {}
         for bucket in dict.fromkeys(held.bucket for held in self.holdings) if apart else ():
             mine = [index for index, held in enumerate(self.holdings) if held.bucket == bucket]
-            self._parts[bucket] = mine, build([self.holdings[index] for index in mine])
+            self._parts[bucket] = mine, [build([self.holdings[index] for index in mine]) for _ in range(workers)]
         if not apart:
-            self._parts[ALL] = range(len(self.holdings)), self._whole
+            others = [build(self.holdings) for _ in range(workers - 1)]
+            self._parts[ALL] = range(len(self.holdings)), [self._whole, *others]
         self.load(learnt)
 
     def squared_norm(self) -> float:
         """Of all gradients here."""
         return self._whole.squared_norm()
 
-    def apply(self, bucket: int, groups: Groups, scale: float) -> None:
-        """Update what is here of a bucket, or of ``ALL``, as ``Optimizer.apply`` does."""
+    def apply(self, bucket: int, groups: Groups, scale: float, worker: int = ALL) -> None:
+        """Update what is here of a bucket, or of ``ALL``, as ``Optimizer.apply`` does, by a push of that worker."""
         wanted = [self._parts.get(bucket)] if bucket != ALL else list(self._parts.values())
         for part in wanted:
             if part is not None:
-                part[1].apply(groups, scale)
+                optimizers = part[1]
+                optimizers[worker if len(optimizers) > 1 else 0].apply(groups, scale)
 
     def state(self) -> list[Record]:
         """The optimizer's state, slice by slice."""
         states: dict[int, State] = {}
-        for mine, optimizer in self._parts.values():
-            states |= zip(mine, optimizer.state(), strict=True)
+        for mine, optimizers in self._parts.values():
+            each = [optimizer.state() for optimizer in optimizers]
+            states |= zip(mine, each[0] if len(each) == 1 else map(gathered, zip(*each, strict=True)), strict=True)
         return [
             Record(part, key, value) for index, part in enumerate(self.slices) for key, value in states[index].items()
         ]
@@ -125,8 +136,10 @@ class Shard:
     def load(self, records: Iterable[Record]) -> None:
         """Replace the optimizer's state by records of whole tensors or of any slices that cover these."""
         states = states_of(records, self.slices)
-        for mine, optimizer in self._parts.values():
-            optimizer.load([states[index] for index in mine])
+        for mine, optimizers in self._parts.values():
+            each = [parted(states[index], len(optimizers)) for index in mine]
+            for worker, optimizer in enumerate(optimizers):
+                optimizer.load([own[worker] for own in each])
 
     def weights(self) -> list[Record]:
         """The weights, slice by slice."""

@@ -64,8 +64,8 @@ class Carrier(Protocol):
         """Where the owner finds that push, an array of the bucket's size; also that of its own worker."""
         ...
 
-    def send(self, worker: int, number: int, label: str) -> Work:
-        """Start to send a worker what ``put`` has made ready."""
+    def send(self, worker: int, number: int, label: str, gate: Work | None) -> Work:
+        """Send a worker, behind ``gate``, what ``put`` has made ready."""
         ...
 
     def hold(self, weights: Sequence[Array]) -> Sequence[Array]:
@@ -142,6 +142,7 @@ class _Owned:
                 own[part] = array[part]
         self._sent = carrier.hold(self._weights)
         self._pushes: dict[int, list[Work]] = {}  # the next ones of each worker
+        self._sends: dict[tuple[int, int], Work] = {}  # the last one of a bucket to each worker
         self._given: dict[int, Work] = {}  # bucket -> done when this process's worker has what its owner updates of it
         self._owing: dict[int, Work] = {}  # the same, while that is not so
         self._added: set[int] = set()  # buckets in whose gradients the sum of some pushes lies
@@ -231,8 +232,14 @@ class _Owned:
         """Nothing takes the place of these."""
 
     def _give(self, worker: int, number: int) -> Work:
-        """Send a bucket; its next push, behind that, unless one is expected already, the last pull being none's."""
-        sent = self._carrier.send(worker, number, f"weights of bucket {number} to rank {worker}")
+        """Send a bucket; its next push, behind that, unless one is expected already, the last pull being none's.
+
+        A worker that meets the others, or has just met them, has all that was sent before; this process may not have
+        seen that yet, and goes on with the key when it has.
+        """
+        label = f"weights of bucket {number} to rank {worker}"
+        sent = self._carrier.send(worker, number, label, self._sends.get((worker, number)))
+        self._sends[worker, number] = sent
         expected = self._pushes[worker][number]
         return self._expect(worker, number, sent) if expected.done else expected
 

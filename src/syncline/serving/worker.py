@@ -16,12 +16,11 @@ from ..engine.work import Work
 from ..errors import UsageError
 from ..session.replacing import copy_weights
 from ..session.session import Session
-from ..sync import alone, application_of
-from .owner import by_bucket, serve_beside
+from .owner import serve_beside, shard_of
 from .owners import LocalOwners, Owners, RemoteOwners
 from .records import Record
-from .shard import Build, Groups, Shard, Values
-from .shares import shared_rate
+from .shard import Build, Groups, Values
+from .shares import PushGroups
 from .traffic import Model, Traffic
 from .ways import traffic_of
 
@@ -41,7 +40,7 @@ class Worker:
         self._together = mode.merges
         self.met = ""
         """The call at which all workers have met last, where they go at their own pace."""
-        self._shares_rate = alone(mode) and application_of(mode).rate == "shared"
+        self._applied = PushGroups(mode, 1, session.strategy.sync.name)
         self._pushes: dict[int, Work] = {}
         self._pushed: dict[int, Work] = {}  # what the pulls of this step go behind
 
@@ -91,8 +90,7 @@ class Worker:
         scale, self.scale, self._squared = self.scale, 1.0, None
         changed, self._unsaid = self._unsaid, 0
         self.steps += 1
-        if self._shares_rate:
-            shared_rate(groups, 1, self._session.strategy.sync.name)  # which owners do: here it says what is wrong
+        self._applied(groups)  # which owners do: here it says what is wrong
         values = Values(groups=groups, scale=scale, skip=skip, weight=1.0 if self._together else weight)
         self.owners.tell(self.steps, values, changed)
 
@@ -192,7 +190,7 @@ def attach(session: Session, model: Model, build: Build, learnt: list[Record], *
             session.member.before_end.append(partial(remote.leave, None))
         return Worker(session, remote, traffic)
     holdings = traffic.holdings()
-    shard = None if holdings is None else Shard(holdings, build, learnt, apart=apart and by_bucket(session))
+    shard = None if holdings is None else shard_of(session, holdings, build, learnt, apart=apart)
     if together:
         return Worker(session, LocalOwners(session, shard, len(model.layout.buckets)), traffic)
     remote = RemoteOwners(session)

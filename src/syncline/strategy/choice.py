@@ -3,7 +3,7 @@
 Owns ``Choice``, what ``architecture=auto`` runs, and ``choose``. Pure: who measures, tells and keeps it is ``tuning``'s
 business.
 
-Theory. For one algorithm and group time(n) = A + B n (``predict.network``), so that of two algorithms one is faster
+Theory. For one algorithm and group time(n) = A + B n (``costs.network``), so that of two algorithms one is faster
 below some size and the other above it; one with few messages is for small arrays, one with few bytes for large ones.
 The times of real transports have steps in addition (a message that no longer fits into a frame, a cache that is full),
 therefore the table follows measured points. Between two sizes, time is a straight line on logarithmic axes: exact where

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from .. import registry
 from ..algorithms import Roles
-from ..codecs import NeedsFeedback, Sparse, Wraps, relay_of, warmup_of
+from ..codecs import LeavesOut, NeedsFeedback, Sparse, Wraps, relay_of, warmup_of
 from ..compression.reducers.ways import way_of
 from ..errors import PlanError, UsageError
 from ..nouns import Group, Layer, Spec
@@ -386,7 +386,7 @@ def _what_is_left_is_told_once(given: Combination) -> Fault | None:
     if given.codec == AUTO or not isinstance(mode, Agrees) or mode.pull(_WORKERS) == 1:
         return None
     codec = _codec_of(given)
-    if not (isinstance(codec, Wraps) and isinstance(codec.codec, Sparse)):
+    if not (isinstance(codec, Wraps) and _leaves_out(codec.codec)):
         return None
     reason = (
         f"sync={given.sync.name} leaves workers apart from what they agree on, so that each exchange tells how far once"
@@ -396,6 +396,11 @@ def _what_is_left_is_told_once(given: Combination) -> Fault | None:
     inner = [value for _, value in given.codec.args if isinstance(value, Part)]
     without: list[dict[str, Part]] = [{"codec": part} for part in inner if given.codec.name == "feedback"]
     return reason, [*without, {"codec": NONE}]
+
+
+def _leaves_out(codec: Codec) -> bool:
+    """Whether most of a tensor may wait for later exchanges."""
+    return isinstance(codec, Sparse) or (isinstance(codec, LeavesOut) and codec.leaves_out)
 
 
 def _mixes_are_plans_between_workers(given: Combination) -> Fault | None:

@@ -18,6 +18,9 @@ from ..plans.plan import Plan
 Rate = Literal["shared", "own"]
 """The learning rate of a push that is an update by itself: the optimizer's divided among the workers, or all of it."""
 
+Momentum = Literal["shared", "own", "dana"]
+"""What an optimizer keeps of pushes that are updates by themselves: of all, or of each worker's; with a look-ahead."""
+
 Elements = Any
 """A flat array of floating-point numbers, NumPy's or of a framework, that is computed with in place."""
 
@@ -57,6 +60,16 @@ class Applies(Protocol):
         ...
 
 
+@runtime_checkable
+class Recalls(Protocol):
+    """A mode whose pushes are updates by themselves and that says by which momentum; others have one of all pushes."""
+
+    @property
+    def momentum(self) -> Momentum:
+        """Whose pushes the optimizer's state, which one goes by, is of."""
+        ...
+
+
 @dataclass(frozen=True)
 class Applied:
     """How a push that is an update by itself is applied where the mode says nothing of it."""
@@ -90,14 +103,23 @@ def application_of(mode: SyncMode) -> Applies:
     return mode if isinstance(mode, Applies) else Applied()
 
 
+def momentum_of(mode: SyncMode) -> Momentum:
+    """Whose pushes the optimizer's state is of by which one is applied."""
+    return mode.momentum if alone(mode) and isinstance(mode, Recalls) else "shared"
+
+
 def wrong_application(mode: SyncMode) -> str:
     """What is wrong with how a mode says that its pushes are applied, if anything."""
     if backup_of(mode) and isinstance(mode, Applies):
         return "has backup workers, whose pushes are summed, and says how one is applied by itself (rate, compensate)"
     rate: object = application_of(mode).rate
     factor: object = application_of(mode).compensate
+    momentum: object = momentum_of(mode)
     if rate not in get_args(Rate):
         return f"has rate={rate!r}, with which no owner applies a push: it is {' or '.join(map(repr, get_args(Rate)))}"
+    if momentum not in get_args(Momentum):
+        known = " or ".join(map(repr, get_args(Momentum)))
+        return f"has momentum={momentum!r}, which no owner keeps: it is {known}"
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < float("inf"):
         return f"has compensate={factor!r}: it is the lambda of delay compensation, 0 (none) or more"
     return ""

@@ -11,6 +11,15 @@ momentum", Allerton 2016), and an optimizer's own comes on top. That one counts 
 forgets N times as fast, in 1 / (N (1 - factor)) steps of every worker. Where both together are too much, lower the
 factor.
 
+``momentum`` says whose pushes it is of. Under ``shared`` the optimizer has one state, of all pushes as they come. Under
+``own`` it has one for every worker, by which that worker's pushes go: momentum, moments and counts are then those of
+its own steps, and forget as fast as in a synchronous run. If all wait for the slowest, the sum of what N pushes do is
+what momentum does on one worker. ``dana`` adds Nesterov's look-ahead, in which a worker is sent the weights that the
+momenta of all workers will carry them to: where they will be, roughly, when its push comes (Hakimi, Barkai, Gabel and
+Schuster, "Taming momentum in a distributed asynchronous environment", arXiv 1907.11612). That is ``own`` with
+``nesterov=True`` in the optimizer (the paper's DANA-Slim), so no message is larger. Owners keep the state of each
+worker.
+
 ``compensate`` is the lambda of delay compensation (Zheng et al., "Asynchronous stochastic gradient descent with delay
 compensation", ICML 2017): a gradient g that was computed on the weights w becomes g + lambda g g (w' - w) on those that
 there are now, w', which is what the first two terms of a Taylor series say of the gradient there, with g g in place of

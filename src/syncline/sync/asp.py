@@ -9,17 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..registry import register
-from . import Rate
+from . import Momentum, Rate
 from ._apart import Apart
 
 
-@register("sync", "asp", examples=("asp", "asp(rate=own)", "asp(compensate=0.04)"))
+@register("sync", "asp", examples=("asp", "asp(rate=own)", "asp(compensate=0.04)", "asp(momentum=own)"))
 @dataclass(frozen=True)
 class Asp(Apart):
     """Asynchronous: every push is an update by itself, and nobody waits."""
 
     rate: Rate = "shared"
     compensate: float = 0.0
+    momentum: Momentum = "shared"
 
     def may_proceed(self, clock: int, slowest: int) -> bool:  # noqa: ARG002
         """Always."""

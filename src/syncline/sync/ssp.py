@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..registry import register
-from . import Rate
+from . import Momentum, Rate
 from ._apart import Apart
 
 
-@register("sync", "ssp", examples=("ssp(staleness=0)", "ssp(staleness=3)", "ssp(staleness=2, rate=own)"))
+@register("sync", "ssp", examples=("ssp(staleness=0)", "ssp(staleness=3)", "ssp(staleness=1, momentum=dana)"))
 @dataclass(frozen=True)
 class Ssp(Apart):
     """Stale synchronous: every push is an update by itself, nobody begins a step more than so many ahead."""
@@ -27,6 +27,7 @@ class Ssp(Apart):
     staleness: int
     rate: Rate = "shared"
     compensate: float = 0.0
+    momentum: Momentum = "shared"
 
     def __post_init__(self) -> None:
         """Raise UsageError for a staleness that is none."""

@@ -13,10 +13,10 @@ from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from ..costs.iteration import Spent, VirtualLink
 from ..engine import step as machine
 from ..engine.step import Agree, Steps, Submit, Wait
 from ..nouns import Bucket, Layer, Slice
-from ..predict.iteration import Spent, VirtualLink
 from ..schedules import Cost, Schedule
 from ..sync import Averages, Elements, SyncMode
 from .laws import require
