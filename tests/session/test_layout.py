@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline import registry
+from syncline.costs.network import LinearCost
 from syncline.errors import ProtocolError, UsageError
 from syncline.nouns import Bucket, Layer, Slice, Spec
-from syncline.predict.network import LinearCost
 from syncline.schedules import Cost
 from syncline.schedules.fixed import Fixed
 from syncline.session.layout import BUCKETS, Layout, check_buckets, decide_layout, read_layout

@@ -156,14 +156,17 @@ class Engine(Driver):
         if self.error is not None:
             raise self._raised(self.error)
 
-    def send(self, dst: int, tag: int, data: bytes, label: str, tolerant: bool = False) -> Work:
-        """Send a small message, which may be to this process itself; a ``tolerant`` one to a peer that may leave."""
+    def send(self, dst: int, tag: int, data: bytes | Bytes, label: str, tolerant: bool = False) -> Work:
+        """Send a message, which may be to this process itself; a ``tolerant`` one to a peer that may leave.
+
+        An array stays unchanged until the work is done.
+        """
         work = self._work(label, tolerant)
         body = np.frombuffer(data, np.uint8)
 
         def start() -> None:
             if dst == self.transport.rank:
-                self._loopback.send(tag, data)
+                self._loopback.send(tag, bytes(data))
                 self._finish(work, None)
                 return
             if not tolerant:
@@ -176,15 +179,30 @@ class Engine(Driver):
         self._post(start, tolerant)
         return work
 
-    def recv(self, src: int, tag: int, nbytes: int, label: str, tolerant: bool = False) -> Work:
-        """Receive a message of at most ``nbytes``; ``result`` is its bytes."""
+    def recv(
+        self,
+        src: int,
+        tag: int,
+        nbytes: int,
+        label: str,
+        tolerant: bool = False,
+        place: Bytes | None = None,
+        left: Callable[[Exception], None] = lambda _: None,
+    ) -> Work:
+        """Receive a message of at most ``nbytes``; ``result`` is its bytes, or how many lie in ``place`` then.
+
+        Where a ``tolerant`` one does not come because its peer has left, ``left`` is told in the thread that drives.
+        """
         work = self._work(label, tolerant)
-        into: Bytes = np.empty(nbytes, np.uint8)
+        into: Bytes = np.empty(nbytes, np.uint8) if place is None else place
 
         def came(data: bytes) -> None:
             if len(data) > nbytes:
                 raise SynclineError(f"{label}: a message of {len(data)} bytes does not fit a receive of {nbytes}")
             work.result = data
+            if place is not None:
+                place[: len(data)] = np.frombuffer(data, np.uint8)
+                work.result = len(data)
             self._finish(work, None)
 
         def start() -> None:
@@ -198,8 +216,8 @@ class Engine(Driver):
                 span = begin(self._observer, "receive", label, work.span, peer=src, nbytes=nbytes)
 
             def arrived(handle: Handle) -> None:
-                work.result = into[: handle.nbytes].tobytes()
-                self._arrived(work, handle, span)
+                work.result = into[: handle.nbytes].tobytes() if place is None else handle.nbytes
+                self._arrived(work, handle, span, left)
 
             self.transport.recv(src, tag, into, owner=arrived)
 
@@ -321,10 +339,13 @@ class Engine(Driver):
             done = partial(self._finish, work, lane)
             self._exchange.start(Run(chosen, array, key, work.label, work.priority, done, work.tolerant, work.span))
 
-    def _arrived(self, work: Work, handle: Handle, span: Span | None) -> None:
+    def _arrived(
+        self, work: Work, handle: Handle, span: Span | None, left: Callable[[Exception], None] = lambda _: None
+    ) -> None:
         self._messages.pop(work, None)
         if handle.error is not None:
             if work.tolerant and self._has_left(handle.peer):
+                left(handle.error)
                 return
             raise labelled(work.label, handle.error)
         if span is not None:

@@ -1,8 +1,9 @@
-"""What torchrun's own store is used for: to tell where the processes meet, and a key that guards against accidents.
+"""What a store of torch's is used for: to tell where the processes meet, and a key that guards against accidents.
 
-The store is torch's (TCPStore), served by torchrun's agent to whoever reaches it. It cannot prove who wrote a value and
-its calls do not always keep a time limit: one that does not answer holds its caller for ever. So they are made in a
-thread that is given up on. Loads torch, which torchrun has brought.
+It is torchrun's own (TCPStore), served by its agent to whoever reaches it, or the one that a process group was given.
+It cannot prove who wrote a value and its calls do not always keep a time limit: one that does not answer holds its
+caller
+for ever. So they are made in a thread that is given up on. Loads torch, which torchrun, or the group, has brought.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..errors import GroupError
 from .environment import Environment
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import Store, TCPStore
 
 _VALUE_BYTES = 4096
 
@@ -43,7 +44,13 @@ def tell(environment: Environment, run: str, told: Told, limit_s: float) -> None
 
 def hear(environment: Environment, run: str, limit_s: float) -> Told:
     """Where the processes of ``run`` meet; raises GroupError when rank 0 has not told within ``limit_s``."""
-    value = bytes(_with_store(environment, limit_s, lambda store: store.get(_key(run))))
+    within = datetime.timedelta(seconds=limit_s)
+
+    def read(store: Store) -> bytes:
+        store.wait([_key(run)], within)  # another thread may use the same connection, which a get would keep
+        return store.get(_key(run))
+
+    value = bytes(_with_store(environment, limit_s, read))
     try:
         if len(value) > _VALUE_BYTES:
             raise ValueError
@@ -53,8 +60,8 @@ def hear(environment: Environment, run: str, limit_s: float) -> Told:
         return Told(str(address), port, bytes.fromhex(key))
     except (ValueError, TypeError) as error:
         raise GroupError(
-            "what torchrun's store says of the place to meet is not of this version: does another program, or another"
-            " version, use the same store?"
+            f"what {environment.store_name} says of the place to meet is not of this version: does another program, or"
+            " another version, use the same store?"
         ) from error
 
 
@@ -62,29 +69,32 @@ def _key(run: str) -> str:
     return f"syncline/{run}/meeting"
 
 
-def _with_store(environment: Environment, limit_s: float, call: Callable[[TCPStore], T]) -> T:
+def _with_store(environment: Environment, limit_s: float, call: Callable[[Store], T]) -> T:
     """The result of a call, which another thread makes: after ``limit_s`` nobody waits for it any more."""
     answers: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
 
     def work() -> None:
         try:
-            answers.put(call(_connect(environment, limit_s)))
+            answers.put(call(environment.store or _connect(environment, limit_s)))
         except Exception as error:
             answers.put(error)
 
     threading.Thread(target=work, name="syncline-agent-store", daemon=True).start()
-    where = f"{environment.address}:{environment.port}"
+    where = f", at {environment.address}:{environment.port}," if environment.address else ""
     try:
         answer = answers.get(timeout=limit_s)
     except queue.Empty:
         answer = TimeoutError("no answer")
     if not isinstance(answer, Exception):
         return answer
-    what = "told torchrun's store where to meet" if environment.rank == 0 else "heard there where rank 0 is"
+    name = environment.store_name
+    place = "there" if environment.store is None else f"in {name}"
+    what = f"told {name} where to meet" if environment.rank == 0 else f"heard {place} where rank 0 is"
+    running = "is torchrun running there, and " if environment.store is None else ""
     raise GroupError(
-        f"rank {environment.rank} has not {what}, at {where}, within {limit_s:.0f} s:"
-        f" {str(answer).splitlines()[0] if str(answer) else type(answer).__name__}; is torchrun running there, and has"
-        " rank 0 come this far? see what it printed"
+        f"rank {environment.rank} has not {what}{where} within {limit_s:.0f} s:"
+        f" {str(answer).splitlines()[0] if str(answer) else type(answer).__name__}; {running}has rank 0 come this far?"
+        " see what it printed"
     ) from answer
 
 

@@ -27,7 +27,8 @@ class Environment:
 
     ``address`` and ``port`` say where rank 0 serves the meeting, an empty address that the launcher has said nothing of
     it (``address`` finds one), and with ``agent_store`` where the launcher's agent serves torch's store, in which rank
-    0 tells. ``meeting_fd`` is the listening socket that the launcher opened for rank 0. ``restart`` counts how often
+    0 tells; ``store`` is one that this process has already. ``meeting_fd`` is the listening socket that the launcher
+    opened for rank 0. ``restart`` counts how often
     the launcher has started the run again. ``secret`` is what the run's processes share, ``servers`` and ``strategy``
     what the launcher was told, both None when it was not.
     """
@@ -42,6 +43,7 @@ class Environment:
     run_id: str = ""
     restart: int = 0
     agent_store: bool = False
+    store: Any = field(default=None, repr=False, compare=False)
     meeting_fd: int | None = None
     servers: int | None = None
     strategy: str | None = None
@@ -60,6 +62,11 @@ class Environment:
             raise UsageError(f"port {self.port} does not exist: use 0 to 65535")
         if self.servers is not None and not 0 <= self.servers < self.world:
             raise UsageError(f"{self.servers} servers leave no worker in a world of {self.world} processes")
+
+    @property
+    def store_name(self) -> str:
+        """How messages call the store in which rank 0 tells where the processes meet."""
+        return "torchrun's store" if self.store is None else "the process group's store"
 
     def where(self, rank: int) -> str:
         """Where a process was to run, as `` (node 1, local rank 3)``; empty when the launcher did not say."""
@@ -89,6 +96,25 @@ def recognise(
         if found is not None:
             return found
     return Environment("none", **_told(variables))
+
+
+def of_store(store: Any, rank: int, world_size: int, run_id: str) -> Environment:
+    """The place of a process to which torch gives its rank, and a ``store`` to meet the others in."""
+    inner = store
+    while hasattr(inner, "underlying_store"):
+        inner = inner.underlying_store
+    host, port = getattr(inner, "host", ""), getattr(inner, "port", 0)
+    return Environment(
+        "torch",
+        rank=rank,
+        world=world_size,
+        address=str(host),
+        port=int(port),
+        run_id=run_id,
+        agent_store=True,
+        store=store,
+        **_told(os.environ),
+    )
 
 
 def _explicit(environ: Environ, rank: int | None, world_size: int | None, address: str | None) -> Environment:

@@ -2,7 +2,7 @@
 
 Owns what differs between launchers. Rank 0 serves the meeting (``wire.meeting_server``) for as long as a start
 takes: at the address that all were told (``env://``, ``srun``, ``syncline run``, arguments), at one that it tells over
-MPI, or at one that it tells in torchrun's store. The port is free again when a start has ended.
+MPI, or at one that it tells in a store of torch's. The port is free again when a start has ended.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MeetingPoint:
 
     def __init__(self, environment: Environment) -> None:
         self.asked = environment
-        self._environment: Environment | None = environment if environment.address else None
+        self._environment: Environment | None = environment if environment.address or environment.store else None
         self._kept: socket.socket | None = None  # keeps the port that MPI was told from being given to others
         self._inherited = environment.meeting_fd
         self._server: MeetingServer | None = None
@@ -119,13 +119,14 @@ class MeetingPoint:
         key = b""
         if not secret:
             log.warning(
-                "no secret is set: whoever reaches rank 0's port, or torchrun's store, can join this run. Set"
-                " SYNCLINE_SECRET to the same random text on all hosts, or use init(secret=)"
+                "no secret is set: whoever reaches rank 0's port, or %s, can join this run. Set"
+                " SYNCLINE_SECRET to the same random text on all hosts, or use init(secret=)",
+                environment.store_name,
             )
             key = secrets.token_bytes(32)
         proof = secret
         if environment.agent_store and key:
-            proof = key  # told in torchrun's store
+            proof = key  # told in the store
         meeting = Meeting(environment.world, key, environment.where)
         server = self._server = MeetingServer(doors, run_id(run), proof, meeting, limit_s + 2 * CONNECT_S)
         try:
@@ -198,6 +199,11 @@ def listen_address(environment: Environment, interface: str | None) -> str:
 
 def _addresses(environment: Environment) -> list[str]:
     """This machine's addresses from which rank 0's is reached, and first one that the others reach."""
+    if not environment.address:  # a store that is no server: a file that all hosts may have
+        try:
+            return [own_address()]
+        except GroupError:
+            return ["127.0.0.1"]
     found = addresses_towards(environment.address, environment.port or 1)
     elsewhere = environment.local_world < environment.world and not _is_loopback(environment.address)
     if elsewhere and all(map(_is_loopback, found)):

@@ -12,7 +12,7 @@ import operator
 import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from .. import registry
 from ..collectives import Collective
 from ..engine.engine import Engine
+from ..engine.work import Work
 from ..errors import MismatchError, PeerTimeout, PlanError, UsageError
 from ..nouns import Group
 from ..plans.check import phases
@@ -37,6 +38,8 @@ from .tickets import (
     LAYOUT,
     SPLIT,
     STEP,
+    TICKET_BYTES,
+    WITH_TENSORS,
     Meeting,
     Ticket,
     ticket_table,
@@ -54,6 +57,10 @@ _CALLS_IN_FLIGHT = 1 << 12
 COMMUNICATORS = (8 * BUCKET_KEYS - CALL_KEYS) // _CALLS_IN_FLIGHT
 """As many have keys of their own."""
 
+_GROUP_MESSAGES, _FOUNDING_MESSAGES = 3 << 62, 7 << 61
+"""Tags of single messages in a communicator, and of those by which some processes make one; others have no bit 62."""
+_TOPIC_BITS = 51
+
 
 class Communicator:
     """The workers with the process numbers ``ranks``, in this order, one of which this process may be.
@@ -69,6 +76,7 @@ class Communicator:
         self._plan = plan
         self._calls = 0
         self._next_key = 0
+        self._holders: dict[int, Work] = {}
 
     @property
     def index(self) -> int:
@@ -95,6 +103,10 @@ class Communicator:
         """The engine; raises ClosedError after the end, in forked children, and in a world of one worker."""
         return self.member.engine
 
+    def topic(self, topic: int) -> int:
+        """The tag of single messages between these workers about ``topic``, of up to 51 bits."""
+        return _GROUP_MESSAGES | self.number << _TOPIC_BITS | topic
+
     def name(self, rank: int) -> str:
         """How messages call a rank."""
         return self.member.name(self.ranks[rank])
@@ -105,17 +117,55 @@ class Communicator:
         What it runs is what this one runs, in a smaller group. Raises UsageError where the message library's own
         collective takes the place of a plan, and for more communicators than have keys.
         """
+        chosen = self._chosen(ranks)
+        number = self._next_number(chosen)
+        self._check_number(number)
+        if self.rank not in chosen:
+            return None
+        return Communicator(self.member, [self.ranks[rank] for rank in chosen], self._plan, number)
+
+    def found(self, ranks: Sequence[int], name: str, timeout: float | None = None) -> Communicator:
+        """A communicator of some of these ranks, this one among them, that make it without the others.
+
+        All of them call it with the same ranks and ``name``, and overlapping groups in one order. PeerTimeout names
+        those that have not come within ``timeout`` seconds. Otherwise as ``split``.
+        """
+        chosen = self._chosen(ranks)
+        peers = [self.ranks[rank] for rank in chosen if self.ranks[rank] != self.index]
+        tag = _FOUNDING_MESSAGES | zlib.crc32(f"{name} {chosen}".encode())
+        member, label = self.member, f"making the group {name}"
+        with member.splitting:
+            number = member.communicators
+            if peers:
+                mine = number.to_bytes(4, "little")
+                sent = [self.engine.send(peer, tag, mine, label) for peer in peers]
+                heard = {peer: self.engine.recv(peer, tag, 4, label) for peer in peers}
+                try:
+                    self.engine.wait(*sent, *heard.values(), timeout=timeout)
+                except PeerTimeout:
+                    if timeout is None or self.engine.error is not None:
+                        raise
+                    raise self._late(label, [peer for peer, work in heard.items() if not work.done], timeout) from None
+                number = max(number, *(int.from_bytes(work.result, "little") for work in heard.values()))
+            self._check_number(number)
+            member.communicators = number + 1
+        return Communicator(member, [self.ranks[rank] for rank in chosen], self._plan, number)
+
+    def _chosen(self, ranks: Sequence[int]) -> tuple[int, ...]:
         chosen = tuple(map(operator.index, ranks))
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.world_size)):
             raise UsageError(f"ranks {chosen}: name some of 0 to {self.world_size - 1}, each once")
         if not isinstance(self._plan(self._group, 1), Plan):
             raise UsageError("the message library's own collective is between all ranks: choose ring, or another plan")
-        number = self._next_number(chosen)
+        return chosen
+
+    @staticmethod
+    def _check_number(number: int) -> None:
         if number >= COMMUNICATORS:
-            raise UsageError(f"a process can be in up to {COMMUNICATORS} communicators: use those that there are again")
-        if self.rank not in chosen:
-            return None
-        return Communicator(self.member, [self.ranks[rank] for rank in chosen], self._plan, number)
+            raise UsageError(
+                f"a process can be in up to {COMMUNICATORS} communicators in a run, and numbers of destroyed groups are"
+                " not used again: make groups once and keep them, or begin a new run"
+            )
 
     def _next_number(self, chosen: tuple[int, ...]) -> int:
         """A number that no rank has used: groups may have been made by some of them without the others."""
@@ -135,8 +185,20 @@ class Communicator:
 
     # Collectives.
 
-    def meet(self, kind: int, argument: int = 0, weight: float = 0.0, flags: int = 0, announce: bool = True) -> Meeting:
-        """Start showing tickets to all workers; ``announce`` as for ``Engine.exchange``."""
+    def meet(
+        self,
+        kind: int,
+        argument: int = 0,
+        weight: float = 0.0,
+        flags: int = 0,
+        announce: bool = True,
+        brings: NDArray[np.uint8] | None = None,
+        room: int = 0,
+    ) -> Meeting:
+        """Start showing tickets to all workers; ``announce`` as for ``Engine.exchange``.
+
+        Each may bring along bytes, up to the ``room`` that all give for it at every call that could meet this one.
+        """
         self.member.check_usable()
         if not self.is_worker:
             raise UsageError(
@@ -145,34 +207,48 @@ class Communicator:
             )
         self._calls += 1
         mine = Ticket(kind, self._calls, argument & 0xFFFFFFFFFFFFFFFF, weight, flags)
-        table = ticket_table(self.world_size, self.rank, mine)
+        table = ticket_table(self.world_size, self.rank, mine, room)
+        if brings is not None:
+            table[self.rank, TICKET_BYTES : TICKET_BYTES + brings.size] = brings
         work = None
         if self.world_size > 1:
-            work = self.engine.exchange(
-                self._program("direct_all_gather"), table, self._call_key(), CALLS[kind], announce=announce
-            )
+            key = self.call_key()
+            program = self._program("direct_all_gather")
+            work = self.engine.exchange(program, table.reshape(-1), key, CALLS[kind], announce=announce)
+            self.hold(key, work)
         return Meeting(work, table, mine, lambda rank, theirs: self.mismatch(rank, theirs, mine))
 
     def agree(self, kind: int, argument: int = 0, timeout: float | None = None, flags: int = 0) -> list[Ticket]:
         """Meet and wait: returns when all workers have come for the same call."""
+        for catch_up in self.member.before_calls.values():
+            catch_up()
         if not self.member.alone:
             self.engine.check_not_driving()  # before anything of the call is under way
         meeting = self.meet(kind, argument, flags=flags, announce=False)
-        if meeting.work is not None:
-            try:
-                self.engine.wait(meeting.work, timeout=timeout)
-            except PeerTimeout:
-                if timeout is None or self.engine.error is not None:
-                    raise  # the limit of progress, whose own error names them
-                missing = [rank for rank in meeting.missing() if self.ranks[rank] in self.engine.awaited]
-                names = ", ".join(self.name(rank) for rank in missing)
-                late = PeerTimeout(
-                    f"{CALLS[kind]}: not reached within {timeout:.1f} s by {names}",
-                    rank=self.ranks[missing[0]] if missing else -1,
-                )
-                self.member.fail(late)
-                raise late from None
+        self.await_all(meeting, CALLS[kind], timeout)
         return meeting.tickets()
+
+    def await_all(self, meeting: Meeting, label: str, timeout: float | None = None) -> None:
+        """Wait until all workers have come to a meeting; PeerTimeout names who has not in ``timeout`` seconds."""
+        if meeting.work is None:
+            return
+        try:
+            self.engine.wait(meeting.work, timeout=timeout)
+        except PeerTimeout:
+            if timeout is None or self.engine.error is not None:
+                raise  # the limit of progress, whose own error names them
+            awaited = self.engine.awaited
+            missing = [self.ranks[rank] for rank in meeting.missing() if self.ranks[rank] in awaited]
+            raise self._late(label, missing, timeout) from None
+
+    def _late(self, label: str, missing: Sequence[int], timeout: float) -> PeerTimeout:
+        """The error for processes that have not come in time, told to all."""
+        names = ", ".join(self.member.name(index) for index in missing)
+        late = PeerTimeout(
+            f"{label}: not reached within {timeout:.1f} s by {names}", rank=missing[0] if missing else -1
+        )
+        self.member.fail(late)
+        return late
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until all workers are here; PeerTimeout names those that are not within ``timeout`` seconds.
@@ -225,11 +301,11 @@ class Communicator:
         gather = self._program("all_gather")
         sizes = np.zeros(self.world_size, np.int64)
         sizes[self.rank] = len(data)
-        self.engine.run(gather, sizes, self._call_key(), "gather")
+        self.engine.run(gather, sizes, self.call_key(), "gather")
         widest = max(1, int(sizes.max()))
         table = np.zeros(self.world_size * widest, np.uint8)
         table[self.rank * widest : self.rank * widest + len(data)] = np.frombuffer(data, np.uint8)
-        self.engine.run(gather, table, self._call_key(), "gather")
+        self.engine.run(gather, table, self.call_key(), "gather")
         return [table[rank * widest : rank * widest + int(size)].tobytes() for rank, size in enumerate(sizes)]
 
     def tell_all(self, data: bytes, root: int = 0) -> bytes:
@@ -248,7 +324,7 @@ class Communicator:
 
     def run(self, program: Program | Collective, array: Array, label: str) -> None:
         """Run a plan, or a library's collective, over the workers' arrays, at the same point of their scripts."""
-        self.engine.run(program, array, self._call_key(), label)
+        self.engine.run(program, array, self.call_key(), label)
 
     # What runs.
 
@@ -256,6 +332,18 @@ class Communicator:
         """This process's part in an allreduce of the workers, or what the message library does instead."""
         found = self._plan(self._group, nbytes)
         return compiled(among(found, self.ranks), self.index) if isinstance(found, Plan) else found
+
+    def phase_program(self, phase: Literal["reduce_scatter", "all_gather"], nbytes: int) -> Program:
+        """This process's part in one half of an allreduce of ``nbytes``, after or before which rank r has part r.
+
+        Where the algorithm of the allreduce has no such halves, a ring takes its place.
+        """
+        found = self._plan(self._group, nbytes)
+        if isinstance(found, Plan) and has_phases(found):
+            half = phases_of(found)[phase == "all_gather"]
+            if half.owners == tuple(range(self.world_size)):
+                return compiled(among(half, self.ranks), self.index)
+        return self._program(phase)
 
     def broadcast_program(self, root: int = 0) -> Program:
         """This process's part in a broadcast to the workers."""
@@ -267,6 +355,8 @@ class Communicator:
         kinds = {theirs.kind, ours.kind}
         if kinds == {CONSOLIDATE} or (len(kinds) == 2 and kinds & {STEP, AVERAGE}):
             hint = "do all ranks have the same number of batches? if not, wrap the loop in `with syncline.join():`"
+        elif kinds <= WITH_TENSORS and theirs.text == ours.text:
+            hint += ": they differ in the root, the reduction, or the sizes and types of the tensors one by one"
         elif LAYOUT in kinds:
             hint = "do all ranks load a checkpoint at the same place, and the same one?"
         error = MismatchError(f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}; {hint}")
@@ -276,9 +366,21 @@ class Communicator:
     def _program(self, algorithm: str) -> Program:
         return compiled(among(planned(algorithm, Group(self.world_size)), self.ranks), self.index)
 
-    def _call_key(self) -> int:
+    def call_key(self) -> int:
+        """The key of one more exchange of a call; all workers take as many for each.
+
+        There are so many, and then the first again: waits for what holds it, which needs nothing of this script.
+        """
         self._next_key = (self._next_key + 1) % _CALLS_IN_FLIGHT
-        return CALL_KEYS + self.number * _CALLS_IN_FLIGHT + self._next_key
+        key = CALL_KEYS + self.number * _CALLS_IN_FLIGHT + self._next_key
+        holder = self._holders.pop(key, None)
+        if holder is not None and not holder.done:
+            self.engine.wait(holder)
+        return key
+
+    def hold(self, key: int, work: Work) -> None:
+        """Keep a key until a work that goes on behind the script is done."""
+        self._holders[key] = work
 
 
 @lru_cache(maxsize=256)

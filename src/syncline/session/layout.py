@@ -21,9 +21,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..compression.cuts import join_cuts
+from ..costs.network import LinearCost
 from ..errors import ProtocolError, StrategyError, UsageError
 from ..nouns import Bucket, Layer, Slice, Spec
-from ..predict.network import LinearCost
 from ..schedules import Cost
 from ..strategy.grammar import read_part
 from ..strategy.parts import write

@@ -43,6 +43,8 @@ class Member:
         self.communicators = 1
         """The least number that no communicator of this process has had; that of all workers is 0."""
         self.splitting = threading.Lock()
+        self.before_calls: dict[int, Callable[[], None]] = {}
+        """What a model still has to do with the others before they come to another call, by its first key."""
         self.before_end: list[Callable[[], None]] = []
         """What this process does for the others before it leaves a run in which nothing went wrong."""
         self.at_end: Callable[[bool], None] = lambda _: None

@@ -172,7 +172,7 @@ class Session(Communicator):
             return planned(self.choice.at(nbytes), self.group)
         return self.strategy.plan(self.group)
 
-    def phase_program(self, phase: Literal["reduce_scatter", "all_gather"], nbytes: int) -> Program:
+    def bucket_phase_program(self, phase: Literal["reduce_scatter", "all_gather"], nbytes: int) -> Program:
         """This process's part in one of the two phases of a bucket's exchange.
 
         Where the algorithm is chosen by size, and the choice has no phases, a ring takes its place.

@@ -2,7 +2,8 @@
 
 A ticket says which call this is, the how manieth, an argument that must agree, and the weight of the worker's batch.
 Workers that do different things at the same point therefore get an error that names them, instead of a hang or wrong
-numbers. Tickets travel as one table of a row per worker; this file knows nothing of how.
+numbers. Tickets travel as one table of a row per worker, behind whose ticket there may be room for what the worker
+brings along; this file knows nothing of how.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _STEPS = (1 << 40) - 1
 
 STEP, ALLREDUCE, BROADCAST, BARRIER, GATHER, NORM, COMMIT, JOINED, TABLE, SPLIT, LAYOUT = range(1, 12)
 AVERAGE, CONSOLIDATE = 12, 13
+ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SCATTER, REDUCE = range(14, 19)
 CALLS = {
     STEP: "a training step",
     ALLREDUCE: "allreduce",
@@ -36,11 +38,35 @@ CALLS = {
     LAYOUT: "replacing the buckets",
     AVERAGE: "averaging weights",
     CONSOLIDATE: "consolidate",
+    ALL_GATHER: "all-gather",
+    REDUCE_SCATTER: "reduce-scatter",
+    ALL_TO_ALL: "all-to-all",
+    SCATTER: "scatter",
+    REDUCE: "reduce",
 }
 
 
+ELEMENT_TYPES = (
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+    "complex128",
+    "another type",
+)
+"""Those that tickets can name."""
+
 _OF_STEPS = {STEP, NORM, COMMIT, AVERAGE}
 """What a worker without batches takes part in."""
+WITH_TENSORS = {ALLREDUCE, BROADCAST, GATHER, *range(ALL_GATHER, REDUCE + 1)}
+"""Those whose flags say what they are for, where they say anything."""
 
 
 class Ticket(NamedTuple):
@@ -55,8 +81,21 @@ class Ticket(NamedTuple):
     @property
     def text(self) -> str:
         """For messages."""
-        where = f", step {step_of(self)}" if self.kind in (STEP, AVERAGE, CONSOLIDATE) else ""
-        return f"at {CALLS.get(self.kind, 'nothing known')} (call {self.call}{where})"
+        if self.kind in (STEP, AVERAGE, CONSOLIDATE):
+            return f"at {CALLS[self.kind]} (call {self.call}, step {step_of(self)})"
+        return f"at {described(self.kind, self.call, self.flags if self.kind in WITH_TENSORS else 0)}"
+
+
+def described(kind: int, call: int, flags: int) -> str:
+    """A call for messages; ``flags`` are those of ``sized``, or 0 where nothing is known of what it is for."""
+    elements, code = divmod(flags, len(ELEMENT_TYPES) + 1)
+    what = f", {elements} element{'s' * (elements != 1)} of {ELEMENT_TYPES[code - 1]}" if code else ""
+    return f"{CALLS.get(kind, 'nothing known')} (call {call}{what})"
+
+
+def sized(elements: int, dtype: str) -> int:
+    """The flags of a ticket that say how many elements of which type a call is for."""
+    return elements * (len(ELEMENT_TYPES) + 1) + ELEMENT_TYPES.index(dtype) + 1
 
 
 def step_argument(first_key: int, step: int) -> int:
@@ -69,16 +108,19 @@ def step_of(ticket: Ticket) -> int:
     return ticket.argument & _STEPS
 
 
-def ticket_table(world: int, rank: int, mine: Ticket) -> NDArray[np.uint8]:
-    """A table for the tickets of ``world`` workers with the own one filled in: uint8, TICKET_BYTES per worker."""
-    table = np.zeros(world * TICKET_BYTES, np.uint8)
-    _TICKET.pack_into(table, rank * TICKET_BYTES, *mine)
+def ticket_table(world: int, rank: int, mine: Ticket, room: int = 0) -> NDArray[np.uint8]:
+    """A table for the tickets of ``world`` workers with the own one filled in.
+
+    uint8, one row per worker: TICKET_BYTES, and ``room`` bytes for what each brings along.
+    """
+    table = np.zeros((world, TICKET_BYTES + room), np.uint8)
+    _TICKET.pack_into(table[rank], 0, *mine)
     return table
 
 
 def read_ticket(table: NDArray[np.uint8], rank: int) -> Ticket:
-    """A worker's row; its kind is 0 while it has not come."""
-    return Ticket(*_TICKET.unpack_from(table, rank * TICKET_BYTES))
+    """A worker's ticket; its kind is 0 while it has not come."""
+    return Ticket(*_TICKET.unpack_from(table[rank], 0))
 
 
 class Meeting:
@@ -91,7 +133,7 @@ class Meeting:
 
     def tickets(self) -> list[Ticket]:
         """All workers' tickets in rank order, once the work is done."""
-        found = [read_ticket(self._table, rank) for rank in range(self._table.size // TICKET_BYTES)]
+        found = [read_ticket(self._table, rank) for rank in range(len(self._table))]
         for rank, ticket in enumerate(found):
             kinds = {ticket.kind, self._mine.kind}
             if JOINED in kinds and kinds & _OF_STEPS:
@@ -102,4 +144,9 @@ class Meeting:
 
     def missing(self) -> list[int]:
         """Workers whose ticket has not come yet."""
-        return [rank for rank in range(self._table.size // TICKET_BYTES) if read_ticket(self._table, rank).kind == 0]
+        return [rank for rank in range(len(self._table)) if read_ticket(self._table, rank).kind == 0]
+
+    @property
+    def brought(self) -> NDArray[np.uint8]:
+        """What all have brought along, a row per worker, once the work is done."""
+        return self._table[:, TICKET_BYTES:]

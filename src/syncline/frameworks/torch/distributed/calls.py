@@ -1,0 +1,83 @@
+"""A collective under way: a meeting, and after it steps that each wait for some works.
+
+``rest`` is a generator: it computes, yields the works that it needs, and goes on when they are done. Whoever calls a
+collective and waits drives it in its own thread; otherwise the thread that drives the engine does, step by step. Keys
+and numbers are taken when the call begins, in the order of the script, which is that of all ranks, and as many by every
+call: so ranks that call different things meet, and find out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ....engine.work import Work
+from ....errors import PeerTimeout
+from ....session.communicator import Communicator
+from ....session.tickets import Meeting
+
+Steps = Iterator[Sequence[Work]]
+
+
+@dataclass(eq=False)
+class Call:
+    """One collective of a communicator; ``key`` is for what is exchanged after its meeting, ``number`` counts calls."""
+
+    us: Communicator
+    label: str
+    meeting: Meeting
+    key: int
+    number: int
+    rest: Steps
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for everything here; PeerTimeout names who has not come, or the limit, after ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            self.us.await_all(self.meeting, self.label, timeout_s)
+            self.meeting.tickets()
+            for works in self.rest:
+                await_works(self.us, works, self.label, max(0.0, deadline - time.monotonic()))
+        except BaseException as error:
+            self.us.member.interrupted(error)
+            raise
+
+    def begin(self) -> Work:
+        """Let it go on behind the script; the work is done when the call is."""
+        engine = self.us.engine
+        promised = engine.promise(self.label)
+        self.us.hold(self.key, promised)
+
+        def check() -> None:
+            self.meeting.tickets()
+            go_on()
+
+        def go_on() -> None:
+            works = next(self.rest, None)
+            if works is None:
+                engine.fulfil(promised)
+            else:
+                engine.then(self.label, works, go_on)
+
+        engine.then(self.label, [] if self.meeting.work is None else [self.meeting.work], check)
+        return promised
+
+
+def await_works(us: Communicator, works: Sequence[Work], label: str, timeout_s: float) -> None:
+    """Wait for works; after ``timeout_s`` an error that ends the run, and names those that are waited for."""
+    if not works:
+        return
+    engine = us.engine
+    try:
+        engine.wait(*works, timeout=timeout_s)
+    except PeerTimeout:
+        if engine.error is not None:
+            raise
+        awaited = sorted(engine.awaited)
+        names = ", ".join(us.member.name(index) for index in awaited) or "a rank of the group"
+        late = PeerTimeout(
+            f"{label}: not done within {timeout_s:.1f} s, waiting for {names}", rank=awaited[0] if awaited else -1
+        )
+        us.member.fail(late)
+        raise late from None

@@ -1,0 +1,83 @@
+"""What reducers ask for, carried by any process group of torch: messages between ranks, and sums.
+
+Payloads are in the CPU's memory; a group that moves tensors of its device only gets copies there. A receive has to know
+its size beforehand, as reducers do not: so sizes travel before payloads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ....compression.reducers import Round
+from ..storage import as_torch
+
+
+class Carrier:
+    """A group of the same ranks and backend as ``group``, for the messages of reducers alone; all ranks make it."""
+
+    def __init__(self, group: Any) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        self._group = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
+        self._ranks = ranks
+        self.rank, self.world = dist.get_rank(group), len(ranks)
+        self._device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+    def swap(self, asked: Round) -> list[int]:
+        """Send and receive the messages of a round; the lengths of those that came."""
+        sent = [torch.tensor([message.data.size]) for message in asked.sends]
+        came = [torch.zeros(1, dtype=torch.int64) for _ in asked.receives]
+        self._move(asked, sent, came)
+        lengths = [int(size) for size in came]
+        for length, message in zip(lengths, asked.receives, strict=True):
+            if not 0 <= length <= message.data.size:
+                raise RuntimeError(f"rank {message.peer} sends {length} bytes where {message.data.size} fit")
+        bodies = [torch.from_numpy(message.data) for message in asked.sends]
+        places = [
+            torch.from_numpy(message.data[:length]) for message, length in zip(asked.receives, lengths, strict=True)
+        ]
+        self._move(asked, bodies, places)
+        return lengths
+
+    def add(self, array: NDArray[Any]) -> None:
+        """Replace an array by its sum over the ranks."""
+        flat = as_torch(array, getattr(torch, array.dtype.name))
+        there = flat.to(self._device)
+        dist.all_reduce(there, group=self._group)
+        if there is not flat:
+            flat.copy_(there)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, on all."""
+        size = torch.tensor([len(data)], device=self._device)
+        sizes = [torch.zeros_like(size) for _ in range(self.world)]
+        dist.all_gather(sizes, size, group=self._group)
+        widest = max(1, *(int(one) for one in sizes))
+        mine = torch.zeros(widest, dtype=torch.uint8)
+        mine[: len(data)] = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        rows = [torch.zeros(widest, dtype=torch.uint8, device=self._device) for _ in range(self.world)]
+        dist.all_gather(rows, mine.to(self._device), group=self._group)
+        return [row.cpu()[: int(one)].numpy().tobytes() for row, one in zip(rows, sizes, strict=True)]
+
+    def _move(self, asked: Round, out: list[torch.Tensor], into: list[torch.Tensor]) -> None:
+        """Send and receive tensors that are not empty, all at the same time."""
+        there = [tensor if self._device.type == "cpu" else tensor.to(self._device) for tensor in into]
+        calls = [
+            dist.P2POp(dist.isend, tensor.to(self._device), self._ranks[message.peer], self._group)
+            for message, tensor in zip(asked.sends, out, strict=True)
+            if tensor.numel()
+        ]
+        calls += [
+            dist.P2POp(dist.irecv, tensor, self._ranks[message.peer], self._group)
+            for message, tensor in zip(asked.receives, there, strict=True)
+            if tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(calls) if calls else ():
+            work.wait()
+        for tensor, place in zip(there, into, strict=True):
+            if tensor is not place:
+                place.copy_(tensor)

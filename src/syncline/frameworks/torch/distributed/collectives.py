@@ -1,0 +1,240 @@
+"""The collectives of a process group over a communicator: which plan, or which messages, carry what.
+
+Every one begins with a meeting at which ranks show what they are calling; up to ROOM bytes of data come along, so that
+small tensors need nothing else. Sums follow the strategy's plan, the halves of an allreduce its halves; other
+reductions go by owners, each of which combines its part of all ranks in their order. What differs between pairs of
+ranks (all-to-all, gather, scatter) travels as messages. Nothing here knows torch's calls, works or time limits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....engine.work import Work
+from ....errors import MismatchError
+from ....session.communicator import Communicator
+from ....session.tickets import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    ALLREDUCE,
+    BARRIER,
+    BROADCAST,
+    CALLS,
+    ELEMENT_TYPES,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    sized,
+)
+from .calls import Call, Steps
+from .reductions import Reduction
+
+Array = NDArray[Any]
+Done = Callable[[], None]
+Sizes = list[tuple[int, str]]
+"""Of the tensors of a call, which all ranks give alike: how many elements, of which of torch's types."""
+
+ROOM = 2048
+"""Bytes that come along to a meeting."""
+
+_MESSAGES = 1 << 50
+"""The topics of collectives' messages, counted from here; below them are those of send and receive."""
+
+
+class Collectives:
+    """Those of the ranks of ``us``. Each returns a call that has begun; ``done`` is called when it has its result."""
+
+    def __init__(self, us: Communicator) -> None:
+        self.us = us
+        self.calls = 0
+
+    def barrier(self) -> Call:
+        """Nothing but a meeting."""
+        return self._call(BARRIER, "", [], None, lambda _: iter(()))
+
+    def allreduce(self, array: Array, reduction: Reduction, sizes: Sizes, done: Done) -> Call:
+        """``array``, flat, becomes that of all ranks."""
+        return self._call(ALLREDUCE, reduction.name, sizes, array, self._reducing(array, reduction, done))
+
+    def reduce(self, array: Array, root: int, reduction: Reduction, sizes: Sizes, done: Done) -> Call:
+        """As ``allreduce``, of which rank ``root`` alone keeps the result."""
+        what = f"{reduction.name} {root}"
+        return self._call(REDUCE, what, sizes, array, self._reducing(array, reduction, done))
+
+    def broadcast(self, data: Array, root: int, sizes: Sizes, done: Done) -> Call:
+        """Bytes of ``root`` on all."""
+        us = self.us
+
+        def rest(call: Call) -> Steps:
+            if data.size <= ROOM:
+                data[:] = call.meeting.brought[root, : data.size]
+            elif us.world_size > 1:
+                program = us.broadcast_program(root)
+                yield [us.engine.exchange(program, data, call.key, call.label, announce=False)]
+            done()
+
+        return self._call(BROADCAST, str(root), sizes, data, rest)
+
+    def all_gather(self, mine: Array, table: Array, sizes: Sizes, done: Done) -> Call:
+        """Each rank's bytes ``mine`` in the rows of ``table``, on all."""
+        us = self.us
+
+        def rest(call: Call) -> Steps:
+            if mine.size <= ROOM:
+                table[:] = call.meeting.brought[:, : mine.size]
+            else:
+                table[us.rank] = mine
+                if us.world_size > 1:
+                    program = us.phase_program("all_gather", table.nbytes)
+                    yield [us.engine.exchange(program, table.reshape(-1), call.key, call.label, announce=False)]
+            done()
+
+        return self._call(ALL_GATHER, "", sizes, mine, rest)
+
+    def reduce_scatter(self, parts: Array, reduction: Reduction, sizes: Sizes, done: Callable[[Array], None]) -> Call:
+        """Row r of ``parts``, which is lost, becomes the ranks' on rank r; ``done`` gets the own one."""
+        us = self.us
+
+        def rest(call: Call) -> Steps:
+            if us.world_size == 1:
+                done(reduction.of([parts[0]], 1))
+            elif reduction.adds(parts.dtype):
+                program = us.phase_program("reduce_scatter", parts.nbytes)
+                yield [us.engine.exchange(program, parts.reshape(-1), call.key, call.label, announce=False)]
+                reduction.finish(parts[us.rank], us.world_size)
+                done(parts[us.rank])
+            else:
+                come = np.empty_like(parts)
+                yield from self._swap(call, _rows(parts), _rows(come))
+                done(reduction.of(list(come), us.world_size))
+
+        return self._call(REDUCE_SCATTER, reduction.name, sizes, None, rest)
+
+    def all_to_all(self, out: Mapping[int, Array], into: Mapping[int, Array], kind: str, done: Done) -> Call:
+        """Bytes ``out[r]`` to each rank r, where they lie in ``into`` of this one."""
+        us, world = self.us, self.us.world_size
+        counts = np.array([out[rank].size for rank in range(world)], np.int64)
+
+        def rest(call: Call) -> Steps:
+            if counts.nbytes <= ROOM:
+                for rank in range(world):
+                    theirs = int(call.meeting.brought[rank, : counts.nbytes].view(np.int64)[us.rank])
+                    if theirs != into[rank].size:
+                        raise self._unequal(call.label, rank, theirs, into[rank].size)
+            yield from self._swap(call, out, into)
+            done()
+
+        brings = counts.view(np.uint8) if counts.nbytes <= ROOM else None
+        return self._call(ALL_TO_ALL, "", [(0, kind)], brings, rest)
+
+    def gather(self, mine: Array, root: int, table: Mapping[int, Array], sizes: Sizes, done: Done) -> Call:
+        """Each rank's bytes at ``root``, whose ``table`` says where."""
+
+        def rest(call: Call) -> Steps:
+            yield from self._swap(call, {root: mine}, table)
+            done()
+
+        return self._call(GATHER, str(root), sizes, None, rest)
+
+    def scatter(self, table: Mapping[int, Array], root: int, mine: Array, sizes: Sizes, done: Done) -> Call:
+        """What the ``table`` of ``root`` has for each rank."""
+
+        def rest(call: Call) -> Steps:
+            yield from self._swap(call, table, {root: mine})
+            done()
+
+        return self._call(SCATTER, str(root), sizes, None, rest)
+
+    # What they have in common.
+
+    def _call(self, kind: int, what: str, sizes: Sizes, brings: Array | None, rest: Callable[[Call], Steps]) -> Call:
+        """Begin: show ticket and data, and keep what comes after the meeting."""
+        us = self.us
+        self.calls += 1
+        data = None if brings is None or brings.nbytes > ROOM else brings.view(np.uint8)
+        argument = zlib.crc32(f"{what} {sizes}".encode())
+        flags = _flags(sizes)
+        meeting = us.meet(kind, argument, flags=flags, announce=False, brings=data, room=ROOM)
+        call = Call(us, CALLS[kind], meeting, us.call_key(), self.calls, iter(()))
+        call.rest = rest(call)
+        return call
+
+    def _reducing(self, array: Array, reduction: Reduction, done: Done) -> Callable[[Call], Steps]:
+        us = self.us
+
+        def rest(call: Call) -> Steps:
+            world = us.world_size
+            if array.nbytes <= ROOM:
+                rows = call.meeting.brought[:, : array.nbytes]
+                array[:] = reduction.of([row.view(array.dtype) for row in rows], world)
+            elif world == 1:
+                pass
+            elif reduction.adds(array.dtype):
+                program = us.allreduce_program(array.nbytes)
+                yield [us.engine.exchange(program, array, call.key, call.label, announce=False)]
+                reduction.finish(array, world)
+            else:
+                yield from self._by_owners(call, array, reduction)
+            done()
+
+        return rest
+
+    def _by_owners(self, call: Call, array: Array, reduction: Reduction) -> Steps:
+        """Reduce by messages: rank r combines part r of all, and tells all."""
+        us, world = self.us, self.us.world_size
+        parts = np.zeros((world, -(-array.size // world)), array.dtype)
+        parts.reshape(-1)[: array.size] = array
+        come = np.empty_like(parts)
+        yield from self._swap(call, _rows(parts), _rows(come))
+        parts[us.rank] = reduction.of(list(come), world)
+        program = us.phase_program("all_gather", parts.nbytes)
+        yield [us.engine.exchange(program, parts.reshape(-1).view(np.uint8), call.key, call.label, announce=False)]
+        array[:] = parts.reshape(-1)[: array.size]
+
+    def _swap(self, call: Call, out: Mapping[int, Array], into: Mapping[int, Array]) -> Steps:
+        """Send bytes to ranks, and receive as many as there is memory for from others."""
+        us, label = self.us, call.label
+        topic = us.topic(_MESSAGES | (call.number & (_MESSAGES - 1)))
+        if us.rank in out and us.rank in into:
+            into[us.rank][:] = out[us.rank]
+        works: list[Work] = []
+        come: dict[int, Work] = {}
+        for rank, place in into.items():
+            if rank != us.rank and place.size:
+                come[rank] = us.engine.recv(us.ranks[rank], topic, place.size, label, place=place)
+        for rank, data in out.items():
+            if rank != us.rank and data.size:
+                works.append(us.engine.send(us.ranks[rank], topic, data, label))
+        if works or come:
+            yield [*works, *come.values()]
+        for rank, work in come.items():
+            if work.result != into[rank].size:
+                raise self._unequal(label, rank, work.result, into[rank].size)
+
+    def _unequal(self, label: str, rank: int, theirs: int, ours: int) -> MismatchError:
+        us = self.us
+        error = MismatchError(
+            f"{label}: {us.name(rank)} gives {theirs} bytes for {us.name(us.rank)}, which expects {ours}; check that"
+            " the sizes of what every rank gives and takes fit together"
+        )
+        us.member.fail(error)
+        return error
+
+
+def _flags(sizes: Sizes) -> int:
+    """What tickets say of tensors of these sizes."""
+    if not sizes:
+        return 0
+    kind = sizes[0][1]
+    return sized(sum(elements for elements, _ in sizes), kind if kind in ELEMENT_TYPES else ELEMENT_TYPES[-1])
+
+
+def _rows(table: Array) -> dict[int, Array]:
+    """The bytes of each row."""
+    return {rank: row.view(np.uint8) for rank, row in enumerate(table)}

@@ -1,0 +1,182 @@
+"""Send and receive with tags, between two ranks of a group, or from whichever rank comes first.
+
+A message is announced by a header, in the order in which one rank sends to another; what is small comes along, what is
+larger follows under a number of its own once somebody wants it. So a receive from any rank can look at what has been
+announced, and sizes that do not fit are an error on the rank that receives, not another message's bytes. A header is
+awaited from a rank only while a receive that it could be for waits. All that is kept changes in the thread that drives.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....engine.messages import labelled
+from ....engine.work import Work
+from ....errors import MismatchError, ProtocolError
+from ....session.communicator import Communicator
+
+Array = NDArray[Any]
+
+_HEADER = struct.Struct("<qqQ")
+_ALONG_BYTES = 16 * 1024
+"""What comes along with its header."""
+_BODIES = 1 << 49
+"""The topics of bodies, counted from here; that of headers is 0."""
+
+
+@dataclass(eq=False)
+class _Receive:
+    """What somebody waits for: from ``source``, or from anybody where that is None."""
+
+    source: int | None
+    tag: int
+    place: Array
+    work: Work
+
+    def takes(self, source: int, tag: int) -> bool:
+        """Whether a message with that tag is for it."""
+        return self.tag == tag and self.source in (None, source)
+
+
+@dataclass(frozen=True)
+class _Letter:
+    """A message that was announced: its tag, its size, and its number or its bytes."""
+
+    tag: int
+    nbytes: int
+    number: int
+    body: bytes
+
+
+class Mailbox:
+    """The messages between the ranks of ``us``."""
+
+    def __init__(self, us: Communicator) -> None:
+        self.us = us
+        self._sent: defaultdict[int, int] = defaultdict(int)
+        self._wanted: list[_Receive] = []
+        self._awaited: set[int] = set()
+        self._arrived: defaultdict[int, deque[_Letter]] = defaultdict(deque)
+        self._heard: defaultdict[int, int] = defaultdict(int)
+        self._gone: dict[int, Exception] = {}  # ranks that have left, as a receive from them has found
+
+    def send(self, rank: int, tag: int, data: Array) -> Work:
+        """Send bytes; a small message may be changed at once, a larger one when the work is done."""
+        us, label = self.us, f"send to rank {rank}"
+        process = us.ranks[rank]
+        self._sent[rank] += 1
+        header = _HEADER.pack(tag, data.size, self._sent[rank])
+        if data.size <= _ALONG_BYTES:
+            return us.engine.send(process, us.topic(0), header + data.tobytes(), label)
+        us.engine.send(process, us.topic(0), header, label)
+        return us.engine.send(process, us.topic(_BODIES + self._sent[rank]), data, label)
+
+    def receive(self, rank: int | None, tag: int, place: Array) -> Work:
+        """Receive into ``place`` what fills it; ``result`` is the rank that has sent it."""
+        label = "receive from any rank" if rank is None else f"receive from rank {rank}"
+        work = self.us.engine.promise(label)
+        wanted = _Receive(rank, tag, place, work)
+        self.us.engine.then(label, [], partial(self._want, wanted))
+        return work
+
+    def _want(self, receive: _Receive) -> None:
+        sources = range(self.us.world_size) if receive.source is None else (receive.source,)
+        for source in sources:
+            for letter in self._arrived[source]:
+                if receive.takes(source, letter.tag):
+                    self._arrived[source].remove(letter)
+                    self._deliver(receive, source, letter)
+                    return
+        self._wanted.append(receive)
+        self._check_gone()
+        for source in sources:
+            self._await(source, receive.work.label, tolerant=receive.source is None)
+
+    def _await(self, source: int, label: str, tolerant: bool) -> None:
+        """Let the next header of a rank come; nobody minds if it does not where others may send in its place."""
+        if source in self._awaited:
+            return
+        self._awaited.add(source)
+        us = self.us
+        size, left = _HEADER.size + _ALONG_BYTES, partial(self._left, source)
+        work = us.engine.recv(us.ranks[source], us.topic(0), size, label, tolerant, left=left)
+        us.engine.then(label, [work], partial(self._come, source, work), tolerant=tolerant)
+
+    def _left(self, source: int, error: Exception) -> None:
+        self._gone[source] = error
+        self._check_gone()
+
+    def _check_gone(self) -> None:
+        """Raise for a receive for which nobody is left."""
+        us = self.us
+        for receive in self._wanted:
+            sources = set(range(us.world_size)) - {us.rank} if receive.source is None else {receive.source}
+            if sources <= self._gone.keys():
+                raise labelled(receive.work.label, self._gone[max(sources)])
+
+    def _come(self, source: int, work: Work) -> None:
+        self._awaited.discard(source)
+        letter = self._opened(source, work)
+        receive = next((found for found in self._wanted if found.takes(source, letter.tag)), None)
+        if receive is None:
+            self._arrived[source].append(letter)
+        else:
+            self._wanted.remove(receive)
+            self._deliver(receive, source, letter)
+        waiting = [found for found in self._wanted if found.source in (None, source)]
+        if waiting:
+            self._await(source, waiting[0].work.label, tolerant=all(found.source is None for found in waiting))
+
+    def _opened(self, source: int, work: Work) -> _Letter:
+        """What a rank has sent, if it can be a header and what comes along: it says where bytes go."""
+        message, self._heard[source] = work.result, self._heard[source] + 1
+        if len(message) < _HEADER.size:
+            raise self._senseless(source, work.label, f"{len(message)} bytes in place of a header of {_HEADER.size}")
+        tag, nbytes, number = _HEADER.unpack_from(message)
+        letter = _Letter(tag, nbytes, number, message[_HEADER.size :])
+        if number != self._heard[source]:
+            raise self._senseless(source, work.label, f"message {number} where {self._heard[source]} is the next")
+        if nbytes < 0 or len(letter.body) != (nbytes if nbytes <= _ALONG_BYTES else 0):
+            along = f"{len(letter.body)} bytes with the header of a message of {nbytes}"
+            raise self._senseless(source, work.label, along)
+        return letter
+
+    def _senseless(self, source: int, label: str, what: str) -> ProtocolError:
+        us = self.us
+        error = ProtocolError(
+            f"{label}: {us.name(source)} sends {what}; check that every rank has the same version of syncline",
+            rank=us.ranks[source],
+        )
+        us.member.fail(error)
+        return error
+
+    def _deliver(self, receive: _Receive, source: int, letter: _Letter) -> None:
+        us, label = self.us, receive.work.label
+        if letter.nbytes != receive.place.size:
+            error = MismatchError(
+                f"{label}: {us.name(source)} sends {letter.nbytes} bytes (tag {letter.tag}) where {us.name(us.rank)}"
+                f" receives {receive.place.size}; give tensors of the same size and type on both"
+            )
+            us.member.fail(error)
+            raise error
+        receive.work.result = source
+        if letter.nbytes <= _ALONG_BYTES:
+            receive.place[:] = np.frombuffer(letter.body, np.uint8)
+            us.engine.fulfil(receive.work)
+            return
+        topic = us.topic(_BODIES + letter.number)
+        body = us.engine.recv(us.ranks[source], topic, letter.nbytes, label, place=receive.place)
+
+        def come() -> None:
+            if body.result != letter.nbytes:
+                raise self._senseless(source, label, f"{body.result} bytes of a message of {letter.nbytes}")
+            us.engine.fulfil(receive.work)
+
+        us.engine.then(label, [body], come)

@@ -1,0 +1,128 @@
+"""The sessions under the process groups of this process: which group has one of its own, and how each ends.
+
+The default group is a run of its own: its processes meet through the store that torch gives it, and nothing else. A
+group of some of its ranks is a communicator of that run: the same connections, keys of its own. Where the default group
+is another backend's, or a group asks for a strategy of its own, it is a run by itself.
+
+A script need not destroy its groups: a process that ends says goodbye, by whatever way Python lets it end, and one that
+ends with an exception says that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing.util
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ....errors import PeerError, UsageError
+from ....launch.connecting import alone, connect_session
+from ....launch.environment import of_store
+from ....launch.meeting import MeetingPoint
+from ....session.communicator import Communicator
+from ....session.printing import watch_exceptions
+from ....session.session import Session
+from ....strategy.strategy import Strategy
+from ....strategy.words import NONE
+from .group import SynclineGroup
+
+_live: list[Session] = []
+_watching = False
+
+
+def communicator_for(
+    store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int], strategy: str | None
+) -> tuple[Communicator, Callable[[], None]]:
+    """What a new group communicates by, and what ends it. ``ranks`` are those of the default group, none for itself."""
+    limit_s = timeout.total_seconds()
+    if ranks and strategy is None and dist.is_initialized():
+        default = dist.distributed_c10d._get_default_group()
+        if isinstance(default, SynclineGroup):
+            if size == 1 and default.us.member.alone:
+                return default.us, lambda: None
+            return default.us.found(ranks, name, limit_s), lambda: None
+    session = _begin(store, rank, size, limit_s, name, _chosen(strategy))
+    return session, lambda: _end(session)
+
+
+def _begin(store: Any, rank: int, size: int, limit_s: float, name: str, strategy: Strategy) -> Session:
+    """A session of processes that meet through ``store``."""
+    _watch_the_end()
+    if size == 1:
+        session = alone(strategy)
+    else:
+        point = MeetingPoint(of_store(store, rank, size, name))
+        try:
+            session = connect_session(
+                strategy,
+                point,
+                f"torch/{name}",
+                interface=os.environ.get("SYNCLINE_INTERFACE"),
+                timeout=limit_s,
+                limit_s=limit_s,
+            )
+        finally:
+            point.close()
+    _live.append(session)
+    return session
+
+
+def _chosen(text: str | None) -> Strategy:
+    """The strategy of a group, or of SYNCLINE_STRATEGY; raises UsageError for what a process group cannot run."""
+    found = Strategy.parse(text if text is not None else os.environ.get("SYNCLINE_STRATEGY", ""))
+    remedy = "give the process group another (SYNCLINE_STRATEGY, or pg_options), or use syncline.prepare()"
+    if found.servers or found.server_holds_weights:
+        raise UsageError(f"{found}: torch's process groups have no parameter servers; {remedy}")
+    if found.sync.name != "bsp":
+        raise UsageError(f"{found}: the collectives of a process group are synchronous; {remedy}")
+    if found.codec != NONE:
+        raise UsageError(
+            f"{found}: what a process group sums is not known to be gradients, so it is not compressed; give the codec"
+            " to DistributedDataParallel's hook:"
+            f" ddp.register_comm_hook(syncline.hook_state('codec={found.codec.name}'), syncline.comm_hook)"
+        )
+    return found
+
+
+def _end(session: Session) -> None:
+    """End a session; raises a failure of the run that no call has raised yet."""
+    if session in _live:
+        _live.remove(session)
+        failure = session.shutdown()
+        if failure is not None:
+            raise failure
+
+
+def _end_all() -> None:
+    """The end of this process: nobody is left to raise to."""
+    while _live:
+        with contextlib.suppress(PeerError):
+            _end(_live[-1])
+
+
+def _current() -> Session | None:
+    return _live[0] if _live else None
+
+
+def _watch_the_end() -> None:
+    global _watching
+    if _watching:
+        return
+    _watching = True
+    watch_exceptions(_current)
+    atexit.register(_end_all)
+    # Children of multiprocessing, and of torch.multiprocessing.spawn, end without the functions of atexit.
+    multiprocessing.util.Finalize(None, _end_all, exitpriority=100)
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    """In a forked child (a data loader's worker): the connections are the parent's."""
+    for session in _live:
+        session.member.forget_in_child()
+    _live.clear()

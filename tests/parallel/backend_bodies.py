@@ -1,0 +1,229 @@
+"""What ranks of the pool do with torch.distributed over the backend syncline, or gloo."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_bodies import SECRET, Place
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import syncline
+
+BATCH = 12
+
+
+@contextmanager
+def grouped(place: Place, backend: str, **options: Any) -> Iterator[int]:
+    rank, world, address = place
+    host, _, port = address.rpartition(":")
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, SYNCLINE_SECRET=SECRET)
+    options.setdefault("timeout", timedelta(seconds=60))
+    dist.init_process_group(backend, rank=rank, world_size=world, **options)
+    yield rank
+    dist.destroy_process_group()
+
+
+def build(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3),
+        torch.nn.BatchNorm2d(4),
+        torch.nn.Flatten(),
+        torch.nn.Linear(64, 200),
+        torch.nn.Tanh(),
+        torch.nn.Linear(200, 5),
+    )
+
+
+def train(model: torch.nn.Module, rank: int, world: int, count: int = 4, first: int = 0) -> list[float]:
+    update = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(first, first + count):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(BATCH, 1, 6, 6, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator)
+        share = slice(rank, None, world)
+        loss = torch.nn.functional.cross_entropy(model(x[share]), y[share])
+        update.zero_grad()
+        loss.backward()
+        update.step()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+def ddp(line: Connection, place: Place, backend: str) -> None:
+    """The weights after some steps; each rank begins with others."""
+    with grouped(place, backend) as rank:
+        model = DistributedDataParallel(build(rank), bucket_cap_mb=0.03)
+        train(model, rank, place[1])
+        line.send([dist.get_backend(), [tensor.numpy() for tensor in weights(model.module)]])
+
+
+def sharded(line: Connection, place: Place) -> None:
+    """FSDP2 on the CPU over a mesh, beside DDP in the same group."""
+    from torch.distributed.fsdp import fully_shard
+
+    with grouped(place, "syncline") as rank, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its own names
+        plain = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5))
+        torch.manual_seed(1)
+        for parameter in plain.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        other = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5))
+        other.load_state_dict(plain.state_dict())
+        mesh = init_device_mesh("cpu", (place[1],))
+        for layer in (other[0], other[2], other):
+            fully_shard(layer, mesh=mesh)
+        replicated = DistributedDataParallel(plain)
+        for model in (replicated, other):
+            update = torch.optim.Adam(model.parameters(), lr=0.01)
+            for step in range(3):
+                x = torch.randn(8, 7, generator=torch.Generator().manual_seed(step))
+                update.zero_grad()
+                model(x[rank :: place[1]]).square().mean().backward()
+                update.step()
+        whole = [value.full_tensor() for value in other.state_dict().values()]
+        off = max(float((a - b).abs().max()) for a, b in zip(whole, plain.state_dict().values(), strict=True))
+        line.send(off)
+
+
+def mesh(line: Connection, place: Place) -> None:
+    """Rows and columns of a mesh of 2 x 2, and a group of three ranks."""
+    with grouped(place, "syncline") as rank:
+        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+        found = []
+        for name in ("data", "model"):
+            total = torch.full((3000,), 10.0**rank)
+            dist.all_reduce(total, group=square.get_group(name))
+            found.append(float(total[0]))
+        three = dist.new_group([0, 1, 3])
+        if rank != 2:
+            total = torch.full((3,), 10.0**rank)
+            dist.all_reduce(total, group=three)
+            found.append(float(total[0]))
+        objects: list[Any] = [None] * place[1]
+        dist.all_gather_object(objects, {"rank": rank})
+        found.append([one["rank"] for one in objects])
+        line.send(found)
+
+
+def mismatch(line: Connection, place: Place, calls: list[str]) -> None:
+    """Each rank makes the call at its place in the list."""
+    with grouped(place, "syncline") as rank:
+        call = calls[rank]
+        if call == "barrier":
+            dist.barrier()
+        elif call == "late":
+            line.recv()
+            dist.barrier()
+        elif call == "soon":
+            sent = dist.isend(torch.zeros(1), 2 - rank)  # ranks 0 and 2 begin to wait together
+            dist.recv(torch.zeros(1), 2 - rank)
+            sent.wait()
+            dist.barrier(timeout=timedelta(seconds=2))
+        elif call == "broadcast":
+            dist.broadcast(torch.zeros(4000), 0)
+        elif call == "behind":
+            dist.all_reduce(torch.zeros(4000), async_op=True).get_future().wait()
+        elif call == "receive":
+            dist.recv(torch.zeros(3), 1 - rank)
+        elif call == "send":
+            dist.send(torch.zeros(4), 1 - rank)
+        else:
+            dist.all_reduce(torch.zeros(int(call)))
+        dist.barrier()
+    line.send("never")
+
+
+def dies(_: Connection, place: Place) -> None:
+    """Rank 1 is gone in the middle of the others' collectives."""
+    with grouped(place, "syncline") as rank:
+        dist.barrier()
+        if rank == 1:
+            os._exit(3)
+        while True:
+            dist.all_reduce(torch.zeros(1000))
+
+
+def goes_without_a_word(line: Connection, place: Place) -> None:
+    """Scripts need not destroy their groups, and do not end together."""
+    rank, world, address = place
+    host, _, port = address.rpartition(":")
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, SYNCLINE_SECRET=SECRET)
+    dist.init_process_group("syncline", rank=rank, world_size=world)
+    dist.barrier()
+    line.send("done")
+    if rank == 0:
+        line.recv()
+
+
+def refused(line: Connection, place: Place) -> None:
+    """What is not there, and what was made for a device beside this one."""
+    made: list[Any] = []
+
+    class StandIn(dist.ProcessGroup):
+        def allreduce(self, tensors: Any, *_: Any) -> Any:
+            made.append(tensors[0].device.type)
+            future: Any = torch.futures.Future()
+            future.set_result(tensors)
+            return torch._C._distributed_c10d._create_work_from_future(future)
+
+    dist.Backend.register_backend("standin", lambda _store, rank, size, _timeout: StandIn(rank, size), devices=["meta"])
+    with grouped(place, "cpu:syncline,meta:standin"):
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        dist.all_reduce(torch.ones(3, device="meta"))
+        found = [total.tolist(), list(made)]
+        some = dist.new_group(list(range(place[1])), backend="syncline")
+        for call in (
+            lambda: dist.all_reduce(torch.ones(3, device="meta"), group=some),
+            lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND),
+            lambda: dist.new_group(list(range(place[1])), backend="syncline", pg_options="ps(servers=1)"),
+            lambda: dist.new_group(list(range(place[1])), backend="syncline", pg_options="codec=int8"),
+        ):
+            try:
+                call()
+            except (NotImplementedError, ValueError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+        other = dist.new_group(list(range(place[1])), backend="syncline", pg_options="tree transport=tcp")
+        total = torch.ones(3000)
+        dist.all_reduce(total, group=other)
+        line.send([*found, float(total[0]), other.us.strategy.transport.name])
+
+
+def hooked(line: Connection, place: Place, backend: str, codec: str) -> None:
+    """Weights under the hook, on all ranks alike; and those of a run that was resumed in the middle, twice."""
+    with grouped(place, backend) as rank:
+
+        def begin() -> tuple[Any, Any]:
+            model = DistributedDataParallel(build(0), bucket_cap_mb=0.03)
+            state = syncline.hook_state(codec)
+            model.register_comm_hook(state, syncline.comm_hook)
+            return model, state
+
+        def digest(model: Any) -> list[Any]:
+            return [tensor.numpy() for tensor in weights(model.module)]
+
+        model, state = begin()
+        train(model, rank, place[1], 5)
+        saved, kept = weights(model.module), state.state_dict()
+        found = [digest(model)]
+        for _ in range(2):
+            model, state = begin()
+            model.module.load_state_dict(dict(zip(model.module.state_dict(), saved, strict=True)))
+            state.load_state_dict(kept)
+            train(model, rank, place[1], 3, first=5)
+            found.append(digest(model))
+        line.send([*found, sum(one.numel() for one in kept["ranks"])])
