@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,12 @@ def test_tests_from_elsewhere_are_the_last(shared: Any, tmp_path: Path) -> None:
     items = [SimpleNamespace(path=path) for path in paths]
     shared.pytest_collection_modifyitems(items)
     assert [item.path for item in items] == paths[::-1]
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Folders of tests are no packages: of two modules of one name the second is not run."""
+    names = Counter(path.name for path in HERE.rglob("*.py") if path.name != "conftest.py")
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_all_ranks_that_do_not_end_are_named(shared: Any, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:

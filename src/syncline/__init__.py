@@ -11,6 +11,7 @@ loads no framework; the first call that needs one does.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from .version import __version__
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
         barrier,
         broadcast,
         clip_grad_norm_,
+        comm_hook,
         consolidate,
         flush,
         gather,
+        hook_state,
         init,
         is_initialized,
         join,
@@ -45,9 +48,11 @@ __all__ = [
     "barrier",
     "broadcast",
     "clip_grad_norm_",
+    "comm_hook",
     "consolidate",
     "flush",
     "gather",
+    "hook_state",
     "init",
     "is_initialized",
     "join",
@@ -70,6 +75,12 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if "torch" in sys.modules:
+    from .torch_backend import register
+
+    register()
 
 
 def __dir__() -> list[str]:

@@ -432,6 +432,15 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     checkpoint.load(_session_of_torch("load_state_dict()"), _prepared, state)
 
 
+def __getattr__(name: str) -> Any:
+    """The hook of DistributedDataParallel, which is torch's: it is loaded when it is asked for."""
+    if name in ("comm_hook", "hook_state"):
+        from .frameworks.torch.distributed import hook
+
+        return getattr(hook, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def _session_of_torch(call: str) -> Session:
     """The session; raises NotBuiltError for a call that would pass over a model of another framework."""
     here = session()

@@ -18,12 +18,12 @@ from torch.optim.lr_scheduler import StepLR
 from toy import STAGED, Here, adam, alone, batch, close, fill, loss_of, on_group, sgd, train, weights
 
 from syncline import checkpoint
+from syncline.costs.network import LinearCost
 from syncline.errors import UsageError
 from syncline.frameworks.torch import Options, Prepared, choosing, prepare
 from syncline.frameworks.torch.joining import shadow_until_all_joined
 from syncline.frameworks.torch.timing import BucketTimes
 from syncline.nouns import Bucket, Layer
-from syncline.predict.network import LinearCost
 from syncline.schedules import Cost, PushAndPull
 from syncline.schedules.merged import Merged
 from syncline.session.layout import Lay, Layout

@@ -239,3 +239,11 @@ def test_an_allreduce_with_one_owner_per_chunk_splits():
 def test_plans_without_halves_say_why(plan, reason):
     with pytest.raises(PlanError, match=reason):
         phases(plan)
+
+
+def test_what_comes_first_to_a_rank_that_contributes_nothing_is_no_addition() -> None:
+    rows = [(0, 0, 2, 0, 1, REDUCE), (0, 1, 2, 0, 1, REDUCE), (0, 1, 2, 1, 1, REDUCE), (1, 2, 0, 0, 2, COPY)]
+    plan = Plan.of("to a server", Group(2, 1), 2, [*rows, (1, 2, 1, 0, 2, COPY)])
+    assert plan.additions.tolist() == [False, True, False, False, False]
+    ring = Plan.of("both", 2, 1, [(0, 0, 1, 0, 1, REDUCE), (1, 1, 0, 0, 1, COPY)])
+    assert ring.additions.tolist() == [True, False]

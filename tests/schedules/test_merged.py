@@ -8,8 +8,8 @@ from itertools import combinations, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from syncline.costs.network import LinearCost, fit_line
 from syncline.nouns import Bucket, Layer, Spec
-from syncline.predict.network import LinearCost, fit_line
 from syncline.schedules import PushAndPull
 from syncline.schedules.fixed import Fifo, Fixed, WaitFree
 from syncline.schedules.merged import Merged

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from syncline.costs.iteration import predict_iteration
+from syncline.costs.network import LinearCost
 from syncline.errors import UsageError
 from syncline.nouns import Group, Layer, Spec
-from syncline.predict.iteration import predict_iteration
-from syncline.predict.network import LinearCost
 from syncline.session.layout import Layout
 from syncline.strategy.parts import write
 from syncline.strategy.strategy import Strategy

@@ -52,7 +52,19 @@ def test_one_that_does_not_answer_is_named() -> None:
 
 def test_where_all_wait_for_each_other_one_is_named() -> None:
     graph: Graph = {0: {1: "bucket 0"}, 1: {2: "bucket 1"}, 2: {0: "bucket 2"}}
-    assert found(0, graph) == Culprit(2, "waits for others that wait for it, in bucket 1")
+    circle = "rank 2 for rank 0 (bucket 2), rank 0 for rank 1 (bucket 0), rank 1 for rank 2 (bucket 1)"
+    assert found(0, graph) == Culprit(2, f"waits for others that wait for it, in bucket 1: {circle}")
+
+
+def test_of_those_that_wait_for_each_other_the_search_tells_in_what() -> None:
+    """Who only waits for one of them is left out; of many some are told."""
+    graph: Graph = {0: {1: "a push"}, 1: {2: "step 4", 1: "itself"}, 2: {1: "barrier", 2: "itself"}}
+    circle = "rank 2 for rank 1 (barrier), rank 1 for rank 2 (step 4)"
+    assert found(0, graph) == Culprit(2, f"waits for others that wait for it, in step 4: {circle}")
+    ring: Graph = {rank: {(rank + 1) % 20: "a send"} for rank in range(20)}
+    blamed = found(0, ring)
+    assert blamed is not None
+    assert blamed.why.endswith("rank 6 for rank 7 (a send), and so on")
 
 
 def test_who_waits_for_itself_waits_for_nobody() -> None:

@@ -11,7 +11,22 @@ from typing import Any
 
 import click
 
-from . import accuracy, bench, bench_codecs, bench_gradients, compare, lab, record, run, show, strategies, timeline
+from . import (
+    accuracy,
+    bench,
+    bench_codecs,
+    bench_gradients,
+    calibrate,
+    compare,
+    lab,
+    predict,
+    record,
+    reproduce,
+    run,
+    show,
+    strategies,
+    timeline,
+)
 
 INTERRUPTED = 130
 
@@ -55,8 +70,11 @@ for verb in (
     bench.bench,
     bench_codecs.bench_codecs,
     bench_gradients.bench_gradients,
+    calibrate.calibrate,
     lab.lab,
+    predict.predict,
     record.record,
+    reproduce.reproduce,
     show.show,
     strategies.strategies,
     timeline.timeline,

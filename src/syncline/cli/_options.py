@@ -60,3 +60,20 @@ def spread(args: Sequence[str], lists: Iterable[str]) -> list[str]:
             fresh = False
         found.append(arg)
     return found
+
+
+def node_sizes(text: str) -> list[int]:
+    """The ranks of each node: ``2x4`` is two nodes of four, or ``4,4,2``; raises UsageError."""
+    try:
+        if "x" in text:
+            count, each = text.split("x")
+            sizes = [int(each)] * int(count)
+        else:
+            sizes = [int(size) for size in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        from ..errors import UsageError
+
+        raise UsageError(f"--nodes must look like 2x4 or 4,4,2, got {text!r}")
+    return sizes

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ._options import node_sizes
+
 if TYPE_CHECKING:
     from ..nouns import Group
     from ..strategy.grammar import Part
@@ -66,16 +68,7 @@ def _group(ranks: int | None, nodes: str | None, servers: int) -> Group:
 
     if nodes is None:
         return Group(4 if ranks is None else ranks, servers)
-    try:
-        if "x" in nodes:
-            count, each = nodes.split("x")
-            sizes = [int(each)] * int(count)
-        else:
-            sizes = [int(size) for size in nodes.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise UsageError(f"--nodes must look like 2x4 or 4,4,2, got {nodes!r}")
+    sizes = node_sizes(nodes)
     if ranks is not None and ranks != sum(sizes):
         raise UsageError(f"--ranks {ranks} and --nodes {nodes} disagree: the nodes have {sum(sizes)} workers")
     return Group(sum(sizes), servers, tuple(node for node, size in enumerate(sizes) for _ in range(size)))

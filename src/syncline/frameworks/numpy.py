@@ -27,6 +27,7 @@ from ..nouns import Layer, Spec
 from ..serving.owner import serve
 from ..serving.records import Elements, State
 from ..serving.shard import Groups, Holding
+from ..serving.shares import PushGroups, check_kept
 from ..serving.summing import Summing
 from ..serving.traffic import Model
 from ..serving.worker import Worker, attach
@@ -34,7 +35,7 @@ from ..session.communicator import BUCKET_KEYS
 from ..session.layout import Layout, decide_layout, place_bucket, place_tensors
 from ..session.session import Session
 from ..session.tickets import AVERAGE, CONSOLIDATE, STEP, Meeting, step_argument
-from ..sync import Agrees, Mixes, alone, exchanges_gradients
+from ..sync import Agrees, Mixes, alone, exchanges_gradients, momentum_of
 from . import Handed
 from ._agreed import AgreedWeights
 from ._alone import warn_of_plain_steps
@@ -293,16 +294,18 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
     _check_model(model)
     if not callable(getattr(optimizer, "update", None)):
         raise UsageError("a model of NumPy needs an optimizer with update(weights, gradient, state)")
-    _values(optimizer)
-    _probe(optimizer)
+    values, keeps = _values(optimizer), _probe(optimizer)
     if session.alone:
         warn_of_plain_steps(session)
         own = {name: np.array(array) for name, array in model.items()}
         return Handed((own, Alone(own, optimizer)))
     check_schedule(session.strategy, "NumPy")
-    if isinstance(session.strategy.sync_mode(), Mixes):
+    mode, sync = session.strategy.sync_mode(), session.strategy.sync.name
+    check_kept(momentum_of(mode), sync, type(optimizer).__name__, keeps)
+    PushGroups(mode, 1, sync)(values)
+    if isinstance(mode, Mixes):
         raise UsageError(
-            f"sync={session.strategy.sync.name} averages weights with those of some workers, which Syncline does not do"
+            f"sync={sync} averages weights with those of some workers, which Syncline does not do"
             " with NumPy yet: use local, diloco or easgd"
         )
     if session.is_worker:
@@ -379,8 +382,8 @@ def _values(optimizer: Update) -> list[dict[str, Any]]:
     return [values]
 
 
-def _probe(optimizer: Update) -> None:
-    """Raise UsageError unless slices are updated as the whole is."""
+def _probe(optimizer: Update) -> bool:
+    """Raise UsageError unless slices are updated as the whole is; whether anything is kept in the state."""
     generator = np.random.default_rng(0)
     whole = generator.standard_normal(24)
     parts = [whole[:5].copy(), whole[5:].copy()]
@@ -395,6 +398,7 @@ def _probe(optimizer: Update) -> None:
             f"{type(optimizer).__name__}.update() gives other weights for slices of an array than for all of it: update"
             " every element by itself, and keep what it learns in the state"
         )
+    return bool(states[2])
 
 
 def _array(value: Elements) -> Array:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -141,6 +142,15 @@ class Plan:
     def steps(self) -> int:
         """The number of distinct steps."""
         return len(np.unique(self.step))
+
+    @cached_property
+    def additions(self) -> NDArray[np.bool_]:
+        """Of every transfer whether it adds: what comes first to a rank that contributes nothing does not."""
+        found: NDArray[np.bool_] = self.op == REDUCE
+        outside = np.flatnonzero(found & ~np.isin(self.dst, self.members))
+        _, first = np.unique(self.dst[outside] * self.chunks + self.chunk[outside], return_index=True)
+        found[outside[first]] = False
+        return found
 
     def bytes_sent(self, nbytes: float) -> NDArray[np.float64]:
         """The bytes that each rank sends when the array has ``nbytes``: float64, shape (world,), exact chunk shares."""

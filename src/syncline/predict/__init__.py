@@ -1,1 +1,1 @@
-"""Predictions: what a plan costs on a network, without running it."""
+"""Prediction: what collectives and training iterations take on networks that files of constants describe."""

@@ -1,7 +1,7 @@
 """What a codec costs on this machine: seconds of encoding and of decoding beside ``np.add``, measured in turn.
 
 Owns what is run and timed: every contestant once per repetition, in an order that rotates, on one thread. Prints
-nothing and chooses nothing; whether a codec pays is ``predict.compression``'s arithmetic.
+nothing and chooses nothing; whether a codec pays is ``costs.compression``'s arithmetic.
 
 Gradients are normally distributed and differ from one repetition to the next: the same one again and again would
 leave residuals whose elements all lie just below what a sparse codec sends, which no training has.
@@ -20,9 +20,9 @@ import numpy as np
 from .. import registry
 from ..codecs import Chooses, Codec, Combine, Floats, NeedsFeedback, Rounds, Wraps, codec_of, warmup_of
 from ..compression.reducers.ways import WAYS
+from ..costs.compression import CodedAllreduce
 from ..errors import UsageError
 from ..nouns import Spec
-from ..predict.compression import CodedAllreduce
 from ..strategy.grammar import Part, read_part
 from ..strategy.parts import bind, build, write
 
@@ -143,7 +143,15 @@ def every_codec(*, choosing: bool = False) -> tuple[str, ...]:
 def in_turn(
     contestants: Sequence[Timed], elements: int, repetitions: int, progress: Progress | None = None
 ) -> list[tuple[float, ...]]:
-    """The median seconds of each contestant's parts over the repetitions, after one that is not timed.
+    """The median seconds of each contestant's parts; as ``rounds_in_turn``."""
+    rounds = rounds_in_turn(contestants, elements, repetitions, progress)
+    return [tuple(median(part) for part in zip(*found, strict=True)) for found in rounds]
+
+
+def rounds_in_turn(
+    contestants: Sequence[Timed], elements: int, repetitions: int, progress: Progress | None = None
+) -> list[list[tuple[float, ...]]]:
+    """The seconds of each contestant's parts in every repetition, after one that is not timed.
 
     Raises UsageError where there is nothing to measure.
     """
@@ -164,7 +172,7 @@ def in_turn(
             found = [contestants[place](x) for _ in range(calls if repetition >= 0 else 1)]
             if repetition >= 0:
                 times_s[place].append(tuple(fmean(part) for part in zip(*found, strict=True)))
-    return [tuple(median(part) for part in zip(*found, strict=True)) for found in times_s]
+    return times_s
 
 
 class Addition:

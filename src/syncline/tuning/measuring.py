@@ -2,7 +2,7 @@
 
 Owns what is run how often. Knows nothing of how the table is kept or chosen.
 
-Course. Three short runs of a ring's halves give alpha, beta and gamma (``predict.network``). Algorithms that the model
+Course. Three short runs of a ring's halves give alpha, beta and gamma (``costs.network``). Algorithms that the model
 finds hopeless at all sizes are never run. From small to large sizes, each of the others then runs in turn a number of
 times that the remaining budget allows; its time is the median over repetitions of the slowest rank's. Before a size is
 measured, each algorithm's time there is foreseen: the model's ratio between the two sizes, applied to what was measured
@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import registry
+from ..costs.network import Network, fit_ring, plan_s
 from ..nouns import Group
 from ..plans.messages import Program, compile_program
 from ..plans.plan import Plan
-from ..predict.network import Network, fit_ring, plan_s
 from ..session.session import Session
 
 Decision = TypeVar("Decision")

@@ -1,7 +1,7 @@
 """``schedule=auto``: which schedule lets an iteration end soonest here, predicted from what a few steps have measured.
 
 The steps of a run time the layers and the exchanges of buckets of all sizes. From these the time of an iteration under
-every candidate is predicted (``predict.iteration``) by the state machine that would run it: to try each in turn would
+every candidate is predicted (``costs.iteration``) by the state machine that would run it: to try each in turn would
 cost more steps, and ranks that are busy otherwise would choose. Rank 0 decides and tells the others with the layout.
 
 Candidates are those that leave the mathematics as it is and go with the rest of the strategy. The simplest counts that
@@ -14,10 +14,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..costs.iteration import IterationTimes, predict_iteration
+from ..costs.network import LinearCost
 from ..errors import StrategyError, UsageError
 from ..nouns import Layer
-from ..predict.iteration import IterationTimes, predict_iteration
-from ..predict.network import LinearCost
 from ..session.layout import Lay, Layout
 from ..strategy.grammar import read_part
 from ..strategy.parts import write

@@ -4,7 +4,7 @@ Whom a process waits for may itself wait for another one: all workers wait for a
 has not sent its gradients; in a ring everybody waits for a neighbour. So whoever blames somebody first follows the
 wait-for graph, with the edges as each process tells them (Chandy, Misra, Haas, "Distributed Deadlock Detection", 1983).
 Its end is the culprit: a process that waits for nobody, because it has not come to the operation. One that does not
-answer ends the search too. Where all wait for each other, the last one is named.
+answer ends the search too. Where all wait for each other, the last one is named, and who waits there for whom in what.
 
 The answers of one search are of different moments, and one that is busy, or was stopped a moment ago, may not have read
 yet what lies before it: it says that it waits for nobody, and is innocent. So a search counts if a second one finds the
@@ -20,12 +20,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 Waits = Mapping[int, str]
 """Peer -> label of what is waited for."""
 
 ANEW = 2
 """Of so many looks that have ended since a moment, the last has begun since."""
+
+_CIRCLE = 8
+"""So many of those that wait for each other are told."""
 
 _ENTRIES = 256
 _LABEL_BYTES = 100
@@ -86,7 +90,7 @@ def find_culprit(me: int, waits: Waits, ask: Callable[[int], Answer | None]) -> 
     ``ask`` says what a process answers, None when it does not. Each is asked once at most.
     """
     answers: dict[int, Answer | None] = {}
-    last = None
+    last: tuple[int, str] | None = None
     todo = sorted(waits.items(), reverse=True)
     while todo:
         peer, label = todo.pop()
@@ -97,9 +101,23 @@ def find_culprit(me: int, waits: Waits, ask: Callable[[int], Answer | None]) -> 
             return Found(Culprit(peer, f"does not say for whom it waits in {label}"), answers)
         if not answer.waits.keys() - {peer}:
             return Found(Culprit(peer, f"has not come to {label}"), answers)
-        last = Culprit(peer, f"waits for others that wait for it, in {label}")
+        last = peer, label
         todo += sorted(answer.waits.items(), reverse=True)
-    return Found(last, answers)
+    if last is None:
+        return Found(None, answers)
+    known = {me: waits} | {peer: answer.waits for peer, answer in answers.items() if answer is not None}
+    why = f"waits for others that wait for it, in {last[1]}: {_circle(last[0], known)}"
+    return Found(Culprit(last[0], why), answers)
+
+
+def _circle(start: int, waits: Mapping[int, Waits]) -> str:
+    """Some who wait for each other, as one gets to them from ``start``; everybody waits for another."""
+    path = [start]
+    while len(set(path)) == len(path):
+        path.append(min(peer for peer in waits[path[-1]] if peer != path[-1]))
+    circle = path[path.index(path[-1]) :]
+    told = [f"rank {one} for rank {other} ({waits[one][other]})" for one, other in pairwise(circle)]
+    return ", ".join(told[:_CIRCLE]) + (", and so on" if len(told) > _CIRCLE else "")
 
 
 def pack(answer: Answer) -> bytes:

@@ -191,9 +191,8 @@ class Differences:
         if self._pull < 1:
             return False
         self._differ()
-        with torch.no_grad():
-            for flat in self._storage.resident.values():
-                flat.mul_(share)
+        for flat in self._storage.resident.values():
+            weigh(flat, share)
         return True
 
     def take_final(self) -> None:
@@ -228,12 +227,12 @@ class Mixture:
 
     def put(self, share: float) -> None:  # noqa: ARG002
         """All of them: what is added up is divided afterwards."""
-        self._put(1.0)
+        self._put()
 
-    def _put(self, share: float) -> None:
+    def _put(self) -> None:
         with torch.no_grad():
             for parameter, view in zip(self._parameters, self._storage.views, strict=True):
-                torch.mul(parameter, share, out=view)
+                view.copy_(parameter)
 
     def take(self, step: int) -> None:
         """The mean of the sum."""
@@ -245,7 +244,9 @@ class Mixture:
 
     def put_own(self, share: float) -> bool:
         """A share of all workers' mean."""
-        self._put(share)
+        self._put()
+        for flat in self._storage.resident.values():
+            weigh(flat, share)
         return True
 
     def take_final(self) -> None:
@@ -266,3 +267,9 @@ class Mixture:
 
     def give_agreed(self) -> None:
         """There are none."""
+
+
+def weigh(flat: torch.Tensor, share: float) -> None:
+    """A tensor times its worker's share; without one it is 0, whatever it was: NaN, where a worker had no samples."""
+    with torch.no_grad():
+        flat.mul_(share) if share > 0 else flat.zero_()

@@ -2,7 +2,8 @@
 
 Such a step is a plain one: gradients stay where autograd has put them, and the optimizer is called as ever, or not, as
 GradScaler decides. When it has run after a step of which the sync mode says so, weights are exchanged and waited for.
-Where the script has not called it, that is done before the model's next forward pass in training. A step is a backward
+Where it has not been called, that is done before the model's next forward pass in training, and where a GradScaler has
+left the call out, before any other call at which workers meet. A step is a backward
 pass outside ``no_sync``, or what one call of the optimizer makes of several (LBFGS). So all ranks count alike whatever
 their gradients are.
 
@@ -32,6 +33,7 @@ from .agreed import Exchanged, Tensors
 from .buffers import MeanBuffers
 from .eager import eager
 from .replica import Replica
+from .skipped import Telling
 from .storage import as_bytes
 
 
@@ -49,6 +51,8 @@ class Averaging:
         self._works: dict[BucketPhase, Work] = {}
         self._in_step = self._counted = False  # the optimizer has been called; and has made a step of its own since
         self._follows_exchange = False
+        self._scaled = False  # a GradScaler has come with the optimizer, which has not been called since
+        self._telling: Telling | None = None
         self.since = 0
         """How many steps have been made since weights were exchanged last."""
 
@@ -61,6 +65,14 @@ class Averaging:
         """Be told when the optimizer runs."""
         before, after = eager(lambda _, *given: self._before_step(*given)), eager(lambda *_: self._after_step())
         self._replica.keep([optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)])
+        self._telling = Telling(optimizer, self._note_scaler)
+        self._replica.session.member.before_calls[self._replica.first_key] = self._catch_up
+
+    def detach(self) -> None:
+        """The run is over for this model."""
+        if self._telling is not None:
+            self._telling.remove()
+            self._replica.session.member.before_calls.pop(self._replica.first_key, None)
 
     # What happens to the model.
 
@@ -73,7 +85,7 @@ class Averaging:
         """A backward pass of the worker's own has ended: whether it is a step, and no further part of one."""
         if self.repeats:
             return False
-        self._counted = self._in_step
+        self._counted, self._scaled = self._in_step, False
         if self._follows_exchange:  # all have the same weights still: the optimizer is called after this
             self._weights.anew()
             self._follows_exchange = False
@@ -85,7 +97,7 @@ class Averaging:
         self._follows_exchange = True
 
     def _before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any] | None:
-        self._in_step, self._counted = True, False
+        self._in_step, self._counted, self._scaled = True, False, False
         closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
         if closure is None:
             return None
@@ -107,6 +119,14 @@ class Averaging:
         """A forward pass begins: what the optimizer was not called for is exchanged now, if the pass is of training."""
         training = torch.is_grad_enabled() and self._replica.model.training
         if training and not self._in_step and torch._C._current_graph_task_id() == -1:
+            self.settle()
+
+    def _note_scaler(self) -> None:
+        self._scaled = True
+
+    def _catch_up(self) -> None:
+        """The others have exchanged before they come to a call of the script's, if a GradScaler skips on this rank."""
+        if self._scaled:
             self.settle()
 
     def settle(self) -> None:

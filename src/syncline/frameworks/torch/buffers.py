@@ -114,7 +114,7 @@ class MeanBuffers:
         exchange = session.engine.exchange(
             session.allreduce_program(self._packed.nbytes) if mix is None else mix, self._packed, self._key, label,
             gate=self._staging.down(self._pair, meeting.work, label),
-            before=lambda: cpu.scale(self._packed, self._share_of(meeting)),
+            before=lambda: cpu.weigh(self._packed, self._share_of(meeting)),
         )  # fmt: skip
         self._works.append(self._staging.up(self._pair, exchange, label))
 

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...costs.network import LinearCost
 from ...errors import UsageError
 from ...nouns import Layer
-from ...predict.network import LinearCost
 from ...session.layout import Lay, Layout
 from ...session.tickets import STEP, Ticket
 from ...strategy.strategy import Strategy

@@ -20,13 +20,13 @@ import torch
 
 from ...collectives import Collective
 from ...compression.compression import Compression
+from ...costs.network import LinearCost
 from ...engine.step import BucketPhase, Phase
 from ...engine.work import Lane, Work
 from ...errors import UsageError
 from ...kernels import cpu
 from ...nouns import Bucket, Layer
 from ...plans.messages import Program
-from ...predict.network import LinearCost
 from ...schedules import Cost, PushAndPull, Schedule
 from ...session.layout import BUCKETS, Layout, Passed, decide_layout, place_tensors
 from ...session.replacing import Recompressing, agree_on_layout, push_nothing
@@ -217,7 +217,7 @@ class Gradients:
         elif operation.phase == "allreduce":
             program = self.session.bucket_program(array.nbytes)
         else:
-            program = self.session.phase_program(operation.phase, array.nbytes)
+            program = self.session.bucket_phase_program(operation.phase, array.nbytes)
             label = f"{label}, {operation.phase.replace('_', '-')}"
         return self.session.engine.exchange(program, array, key, label, **options)
 
@@ -240,11 +240,7 @@ class Gradients:
 
     def _correct(self, array: np.ndarray, meeting: Meeting) -> None:
         """In the progress thread: weigh this rank's gradient by its share of the samples."""
-        share = self.share_of(meeting)
-        if share > 0:
-            cpu.scale(array, share)
-        else:
-            array[...] = 0  # the mean over an empty batch is not a number, and does not count
+        cpu.weigh(array, self.share_of(meeting))
 
     def share_of(self, meeting: Meeting) -> float:
         """How much this rank's gradient counts in a step whose tickets have come, on the average 1."""

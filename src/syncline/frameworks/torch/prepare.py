@@ -42,6 +42,7 @@ from .supported import (
     check_by_itself,
     check_crossing,
     check_held_once,
+    check_momentum,
     check_normalisation,
     check_only_ours,
     check_optimizer,
@@ -120,6 +121,8 @@ def prepare(
     if session.is_worker:
         put_together(session, optimizer)
     keeps_state = optimizer is not None and session.strategy.server_holds_weights and probe(optimizer)
+    if optimizer is not None:
+        check_momentum(session.strategy, optimizer, keeps_state)
     check_same_model(session, selection.tensors(), [*options.agreed, f"the run's model {first_key // MODEL_KEYS}"])
     check_parameters(model, selection.trained())
     copy_from_worker(session, [tensor.detach() for _, tensor in selection.tensors()])

@@ -205,6 +205,8 @@ class Replica:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self.averaging is not None:
+            self.averaging.detach()
         if self.crossing is not None:
             self.crossing.detach()
         self.gradients.close()

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import UsageError
 from ...serving.shard import Groups
-from ...serving.shares import shared_rate
+from ...serving.shares import PushGroups, check_kept
 from ...strategy.strategy import Strategy
-from ...sync import Mixes, alone, application_of
+from ...sync import Mixes, momentum_of
 from .batch_norm import unsynchronised
 from .options import Named, Options, Selection
 from .parts import DECLARED, probe_parts, updates_alone
@@ -196,8 +196,7 @@ def check_by_itself(strategy: Strategy, groups: Groups, selection: Selection) ->
     And for values of the optimizer's groups with which a push alone cannot be applied.
     """
     sync = strategy.sync.name
-    if alone(strategy.sync_mode()) and application_of(strategy.sync_mode()).rate == "shared":
-        shared_rate(groups, 1, sync)
+    PushGroups(strategy.sync_mode(), 1, sync)(groups)
     if selection.buffers():
         raise UsageError(
             f"under sync={sync} no step is there in which rank 0's buffers (batch statistics) could be copied: give"
@@ -205,6 +204,11 @@ def check_by_itself(strategy: Strategy, groups: Groups, selection: Selection) ->
         )
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in selection.model.modules()):
         raise UsageError(f"SyncBatchNorm adds up over all ranks, which come to no step together under sync={sync}")
+
+
+def check_momentum(strategy: Strategy, optimizer: torch.optim.Optimizer, keeps_state: bool) -> None:
+    """Raise UsageError where each worker shall have a state of its own of an optimizer that keeps none."""
+    check_kept(momentum_of(strategy.sync_mode()), strategy.sync.name, type(optimizer).__name__, keeps_state)
 
 
 class Prepared(Protocol):

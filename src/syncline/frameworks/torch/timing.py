@@ -25,8 +25,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ...costs.network import LinearCost, fit_line
 from ...nouns import Bucket, Layer
-from ...predict.network import LinearCost, fit_line
 from .eager import eager
 from .options import Named
 from .samples import tensors_in

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from syncline.codecs import Combine
 from syncline.compression.reducers.ways import WAYS
-from syncline.predict.compression import ANY_LINK_BIT_PER_S, CodedAllreduce
-from syncline.predict.levels import OnHosts
+from syncline.costs.compression import ANY_LINK_BIT_PER_S, CodedAllreduce
+from syncline.costs.levels import OnHosts
 
 N = 1_000_000
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..plans.plan import REDUCE, Plan
+from ..plans.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def plan_s(plan: Plan, nbytes: float, network: Network) -> float:
     steps, step = np.unique(plan.step, return_inverse=True)
     size = plan.count * (nbytes / plan.chunks)
     busy = network.alpha_s + size * network.beta_s_per_byte
-    adds = np.where(plan.op == REDUCE, size * network.gamma_s_per_byte, 0.0)
+    adds = np.where(plan.additions, size * network.gamma_s_per_byte, 0.0)
 
     def per_rank(rank: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         cells = step * plan.world + rank

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from syncline.costs.iteration import IterationTimes, Spent, VirtualLink, predict_iteration
+from syncline.costs.network import LinearCost
 from syncline.engine.step import BucketPhase, Submit
 from syncline.errors import UsageError
 from syncline.nouns import Bucket, Layer, Spec
-from syncline.predict.iteration import IterationTimes, Spent, VirtualLink, predict_iteration
-from syncline.predict.network import LinearCost
 from syncline.schedules import Schedule
 from syncline.strategy.grammar import read_part
 from syncline.strategy.parts import build

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from syncline.codecs import Combine
 from syncline.compression.reducers.ways import WAYS
-from syncline.predict.compression import ANY_LINK_BIT_PER_S, CodedAllreduce, dense
+from syncline.costs.compression import ANY_LINK_BIT_PER_S, CodedAllreduce, dense
 
 N = 1_000_000
 HEAD_BYTES = 12  # of a message

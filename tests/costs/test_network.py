@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline import registry
+from syncline.costs.network import Network, fit_ring, plan_s
 from syncline.nouns import Group
 from syncline.plans.plan import Plan
-from syncline.predict.network import Network, fit_ring, plan_s
 
 Cost = tuple[float, float, float]
 """Factors of a, nb and ng."""

@@ -1,0 +1,198 @@
+"""Constants from repeated measurements: lines through times, their pieces, intervals, and what lies far out.
+
+Pure arithmetic; knows neither messages nor clocks. A measurement is a sum of constants, each so many times: rows of a
+matrix. All distances are relative, since times go from microseconds to seconds, and no constant is negative.
+
+Theory. A row counts by its median, after what lies far out has been set aside: modified z-score above 3.5 (Iglewicz and
+Hoaglin, "How to detect and handle outliers", 1993). Least squares, in units of what a row can be trusted to: the
+standard error of its median, or what no line has to be better than. Intervals are of 95 %, by the bootstrap (Efron and
+Tibshirani, "An introduction to the bootstrap", 1993): every row is drawn again from its own samples, and what the model
+leaves unexplained is drawn from all rows, so that neither noise nor a line that is none is forgotten. The number of
+pieces is that of the least Schwarz criterion (Annals of Statistics 6, 1978): the squares, and for each piece two
+numbers and its beginning, at ln(rows) each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+TOLERANCE = 0.05
+"""By how much, relatively, a line may miss a size that is not to be another piece."""
+
+_FAR = 3.5
+_NORMAL = 0.6745
+"""The median distance from the median of a normal distribution, in standard deviations."""
+
+_LEAST_SPREAD = 0.01
+"""Samples that agree better than this are not told apart: one of them would be far out by next to nothing."""
+
+_FEWEST = 5
+"""Of fewer samples none is far out."""
+
+_RESAMPLES = 300
+_ENDS = (2.5, 97.5)
+_MOST_PIECES = 3
+_SIZES_PER_PIECE = 3
+_PER_PIECE = 3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A constant, the ends of its interval, and how many samples it is from, those set aside not counted."""
+
+    value: float
+    low: float
+    high: float
+    samples: int
+    outliers: int = 0
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One quantity measured again and again; ``far`` are those set aside."""
+
+    every: tuple[float, ...]
+
+    @cached_property
+    def kept(self) -> Floats:
+        """What counts."""
+        return self._split[0]
+
+    @cached_property
+    def far(self) -> Floats:
+        """What lies far out."""
+        return self._split[1]
+
+    @cached_property
+    def median(self) -> float:
+        """Of what counts."""
+        return float(np.median(self.kept))
+
+    @cached_property
+    def spread(self) -> float:
+        """The standard error of the median, relatively to it."""
+        distance = float(np.median(np.abs(self.kept - self.median)))
+        # 1.2533: by how much more the median of normal numbers varies than their mean.
+        return 1.2533 * distance / _NORMAL / math.sqrt(len(self.kept)) / self.median if self.median else 0.0
+
+    def medians(self, random: np.random.Generator, count: int) -> Floats:
+        """Medians of what might have been measured instead."""
+        drawn = random.choice(self.kept, (count, len(self.kept)))
+        found: Floats = np.median(drawn, axis=1)
+        return found
+
+    @property
+    def estimate(self) -> Estimate:
+        """The median with its interval."""
+        low, high = np.percentile(self.medians(np.random.default_rng(0), _RESAMPLES), _ENDS)
+        return Estimate(
+            self.median, min(float(low), self.median), max(float(high), self.median), len(self.kept), len(self.far)
+        )
+
+    @cached_property
+    def _split(self) -> tuple[Floats, Floats]:
+        values = np.array(self.every, np.float64)
+        middle = float(np.median(values))
+        distance = np.abs(values - middle)
+        spread = max(float(np.median(distance)), _LEAST_SPREAD * abs(middle))
+        far = _NORMAL * distance > _FAR * spread if len(values) >= _FEWEST else np.zeros(len(values), bool)
+        return values[~far], values[far]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement that should be the sum of its ``amounts`` times the constants of these names."""
+
+    amounts: Mapping[str, float]
+    samples: Samples
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Constants by name, and by how much the rows' medians are above what these make of them, relatively."""
+
+    constants: Mapping[str, Estimate]
+    misfits: tuple[float, ...]
+
+
+def fit(rows: Sequence[Row]) -> Fit:
+    """The constants that are nearest to the rows, with intervals."""
+    table = _Table(rows)
+    values = table.nearest(table.medians)
+    expected = table.amounts @ values
+    misfits = table.medians / expected - 1
+    free = max(1, len(rows) - int(np.count_nonzero(values)))
+    unexplained = misfits / table.worth * math.sqrt(len(rows) / free)
+    random = np.random.default_rng(0)
+    noise = np.stack([row.samples.medians(random, _RESAMPLES) / row.samples.median for row in rows])
+    lines = 1 + random.choice(unexplained, noise.shape) * table.worth[:, None]
+    again = noise * expected[:, None] * np.maximum(0.1, lines)
+    ends = np.percentile(np.stack([table.nearest(column) for column in again.T]), _ENDS, axis=0)
+    found = {}
+    for place, name in enumerate(table.names):
+        of = [row.samples for row in rows if row.amounts.get(name)]
+        counts = sum(len(samples.kept) for samples in of), sum(len(samples.far) for samples in of)
+        value = float(values[place])
+        found[name] = Estimate(value, min(float(ends[0, place]), value), max(float(ends[1, place]), value), *counts)
+    return Fit(found, tuple(misfits.tolist()))
+
+
+def pieces(sizes: Sequence[int], rows_of: Callable[[Sequence[int]], Sequence[Row]]) -> tuple[int, ...]:
+    """At which of the sizes, ascending, pieces begin, the first at 0.
+
+    ``rows_of`` gives the measurements as sums of the constants of such pieces.
+    """
+    return min(_starts(sizes), key=lambda starts: _criterion(rows_of(starts), len(starts)))
+
+
+def _starts(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All ways to cut the sizes into few pieces of enough of them; the fewest first."""
+    for cuts in range(_MOST_PIECES):
+        for places in combinations(range(len(sizes)), cuts):
+            ends = (0, *places, len(sizes))
+            if not cuts or all(stop - start >= _SIZES_PER_PIECE for start, stop in pairwise(ends)):
+                yield (0, *(sizes[place] for place in places))
+
+
+def _criterion(rows: Sequence[Row], count: int) -> float:
+    table = _Table(rows)
+    misfits = table.amounts @ table.nearest(table.medians) / table.medians - 1
+    return float(np.square(misfits / table.worth).sum()) + _PER_PIECE * (count - 1) * math.log(len(rows))
+
+
+class _Table:
+    """Rows as a matrix; ``worth`` is to what, relatively, each can be trusted."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.names = list(dict.fromkeys(name for row in rows for name in row.amounts))
+        table = [[row.amounts.get(name, 0.0) for name in self.names] for row in rows]
+        self.amounts: Floats = np.array(table, np.float64)
+        self.medians: Floats = np.array([row.samples.median for row in rows], np.float64)
+        self.worth: Floats = np.array([max(TOLERANCE, row.samples.spread) for row in rows], np.float64)
+
+    def nearest(self, times: Floats) -> Floats:
+        """The numbers, none negative, with which the rows sum up to times.
+
+        Where noise would make one negative it is 0, and the others alone say most.
+        """
+        rows = self.amounts / (times * self.worth)[:, None]
+        scale = np.linalg.norm(rows, axis=0)
+        rows = rows / np.where(scale > 0, scale, 1.0)
+        used, found = scale > 0, np.zeros(len(self.names))
+        while used.any():
+            found[:] = 0.0
+            found[used] = np.linalg.lstsq(rows[:, used], 1 / self.worth, rcond=None)[0]
+            if found.min() >= 0:
+                break
+            used[int(np.argmin(found))] = False
+        values: Floats = np.maximum(found, 0.0) / np.where(scale > 0, scale, 1.0)
+        return values

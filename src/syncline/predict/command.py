@@ -1,0 +1,32 @@
+"""The verb ``syncline predict`` without its options' syntax: request, prediction, file, table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from ..report import prediction_table
+from ..report.files import STANDARD_OUTPUT, checked
+from .collectives import predict_collectives
+from .networks import load_network
+
+
+def collectives(
+    texts: Sequence[str],
+    sizes: Sequence[int],
+    workers: Sequence[int],
+    network: str,
+    *,
+    per_node: int | None = None,
+    json_path: Path | None = None,
+    console: Console | None = None,
+) -> None:
+    """Predict collectives, print the table and write the file; raises UsageError before anything is computed."""
+    target = checked(json_path)
+    console = console or Console(stderr=target == STANDARD_OUTPUT)
+    result = predict_collectives(texts, sizes, workers, load_network(network), per_node)
+    if target is not None:
+        result.save(target)
+    console.print(prediction_table.render(result, console.width))

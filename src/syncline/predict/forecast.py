@@ -1,0 +1,42 @@
+"""``syncline predict --workload`` without its options' syntax: question, prediction, files, table.
+
+Owns the order of things: everything is checked before anything is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from ..report import forecast_table
+from ..report.files import STANDARD_OUTPUT, checked, replace_text
+from .rows import predict, question, worker_counts
+
+
+def workload(
+    text: str,
+    networks: Sequence[str],
+    workers: Sequence[str],
+    strategies: Sequence[str],
+    *,
+    per_node: int | None = None,
+    price: float | None = None,
+    epoch_images: int | None = None,
+    json_path: Path | None = None,
+    report_path: Path | None = None,
+    console: Console | None = None,
+) -> None:
+    """Predict a workload, print the table and write the files; raises UsageError before anything is simulated."""
+    target, page = checked(json_path), checked(report_path)
+    asked = question(text, networks, worker_counts(workers), strategies, per_node, price, epoch_images)
+    console = console or Console(stderr=STANDARD_OUTPUT in (target, page))
+    found = predict(asked)
+    if target is not None:
+        found.save(target)
+    if page is not None:
+        from ..report import forecast_page
+
+        replace_text(page, forecast_page.render(found))
+    console.print(forecast_table.render(found, console.width))

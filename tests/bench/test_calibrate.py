@@ -1,0 +1,64 @@
+"""``syncline calibrate`` with real ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from syncline.predict.networks import load_network
+
+COMMAND = [sys.executable, "-m", "syncline", "calibrate", "--transport", "tcp", "--codecs", "none"]
+LIMIT_S = 120.0
+
+
+def test_two_ranks_write_a_network_that_can_be_read(tmp_path: Path) -> None:
+    """The process with its children; nothing but the file is left."""
+    path = tmp_path / "mine.json"
+    done = subprocess.run(
+        [*COMMAND, "--seconds", "0.1", "-o", str(path)], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "between.alpha" in done.stdout
+    assert f"--network {path}".replace("\n", "") in done.stdout.replace("\n", "")
+    assert list(tmp_path.iterdir()) == [path]
+    cluster = load_network(str(path))
+    assert (cluster.name, cluster.cores, cluster.one_machine) == ("mine", len(os.sched_getaffinity(0)), True)
+    assert cluster.source.startswith("syncline calibrate --transport tcp --codecs none --seconds 0.1;")
+    wanted = {"between.alpha", "between.beta", "between.flight", "message", "byte_cpu", "bucket", "gamma", "copy"}
+    assert wanted <= set(cluster.constants)
+    assert all(cluster.constants[name].measured for name in wanted)
+    # A byte takes some time to send, and a processor some to send it.
+    assert max(piece.per_byte_s for piece in cluster.between.pieces) > 0
+    assert cluster.message_s > 0
+
+
+@pytest.mark.parametrize("how", ["a rank is killed", "interrupt"])
+def test_nothing_is_left_when_it_ends_early(how: str, tmp_path: Path) -> None:
+    """A rank that dies is named; Ctrl-C ends all; there is no file, and no process."""
+    command = [*COMMAND, "--seconds", "600", "-o", str(tmp_path / "mine.json")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as started:
+        assert started.stdout is not None
+        lines = iter(started.stdout)
+        assert any("messages of up to" in line for line in lines)  # all have met
+        ranks = psutil.Process(started.pid).children()
+        if how == "interrupt":
+            os.killpg(started.pid, signal.SIGINT)
+        else:
+            killed = max(ranks, key=lambda rank: int(rank.environ()["SYNCLINE_PROCESS"]))
+            killed.kill()
+        told = "".join(lines)
+        status = started.wait(LIMIT_S)
+    assert status == (130 if how == "interrupt" else 128 + signal.SIGKILL), told
+    # Ctrl-C reaches all of them at once: either the command ends by it, or it says how its ranks have ended.
+    said = ("interrupted", "was ended by the launcher") if how == "interrupt" else ("rank 1 was killed by SIGKILL",)
+    assert any(text in told for text in said), told
+    assert not any(rank.is_running() for rank in ranks)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,148 @@
+"""The file that measurements make, and what is refused before there are any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from syncline.bench.calibration.computing import Computed, measure, ways_of
+from syncline.bench.calibration.fits import Estimate, Samples
+from syncline.bench.calibration.links import Timed
+from syncline.bench.calibration.network import Hosts, calibration_of
+from syncline.bench.calibration.patterns import SIZES, cells_of
+from syncline.bench.calibration.request import Request, request_of
+from syncline.errors import UsageError
+from syncline.nouns import Rate
+from syncline.predict.networks import load_network, parse_network, to_json
+
+ORIGIN: dict[str, Any] = {
+    "machine": "a processor",
+    "cores": 2,
+    "versions": {"python": "3.12", "syncline": "0.1"},
+    "started": "2026-01-02T03:04:05+00:00",
+}
+COMPUTED = Computed({"gamma": Estimate(1e-10, 9e-11, 1.1e-10, 15)}, {})
+
+
+def timed(alpha_s: float = 30e-6, later_s: float = 0.0) -> list[Timed]:
+    """A link on which messages of 128 KiB and more take ``later_s`` longer; one sample of each cell is far out."""
+    found = []
+    for nbytes in SIZES:
+        for cell in cells_of(nbytes, 32 << 20):
+            extra_s = later_s * (nbytes >= 1 << 17)
+            seconds = 20e-6 + cell.flights * 80e-6 + cell.messages * (alpha_s + extra_s + nbytes * 1e-9)
+            found.append(Timed(cell, Samples((*[seconds] * 8, 5 * seconds)), Samples((cell.moved * 1e-5 + 1e-5,) * 8)))
+    return found
+
+
+def place(*nodes: int, **more: Any) -> Hosts:
+    return Hosts(nodes, **{"cores": 2, "one_machine": True, "transport": "tcp", **more})
+
+
+def test_what_is_written_is_read_back_with_sources_and_intervals() -> None:
+    found = calibration_of("mine", place(0, 1), timed(), (), COMPUTED, ORIGIN, "syncline calibrate")
+    cluster = parse_network(to_json(found.cluster), "mine.json")
+    assert (cluster.name, cluster.cores, cluster.one_machine, cluster.per_host) == ("mine", 2, True, 1)
+    assert "a processor, 2 cores; python 3.12" in cluster.source
+    assert cluster.source.startswith("syncline calibrate")
+    assert cluster.date == ORIGIN["started"]
+    assert cluster.inside is None
+    alpha = cluster.constants["between.alpha"]
+    assert alpha.value == pytest.approx(30e-6, rel=0.05)
+    assert all(constant.measured for constant in cluster.constants.values())
+    assert {row.name for row in found.rows} == set(cluster.constants)
+
+
+def test_pieces_and_links_inside_hosts_have_names_of_their_own() -> None:
+    inside = timed(alpha_s=5e-6)
+    found = calibration_of("mine", place(0, 0, 1, 1), timed(later_s=2e-3), inside, COMPUTED, ORIGIN, "").cluster
+    assert found.constants["between.from_131072.alpha"].value == pytest.approx(2.03e-3, rel=0.05)
+    assert found.constants["inside.alpha"].value == pytest.approx(5e-6, rel=0.1)
+    assert found.per_host == 2
+
+
+def test_outliers_are_told_with_the_farthest() -> None:
+    remarks = calibration_of("mine", place(0, 1), timed(), (), COMPUTED, ORIGIN, "").remarks
+    (told,) = (line for line in remarks if "outliers" in line)
+    cells = len(timed())
+    assert told.startswith(f"{cells} of {9 * cells}")
+    assert "5.0 times the median" in told
+
+
+def test_one_rank_has_no_links_and_the_file_says_what_stands_for_them() -> None:
+    found = calibration_of("mine", place(0), (), (), COMPUTED, ORIGIN, "")
+    assert any("Links were not measured" in line for line in found.remarks)
+    cluster = parse_network(to_json(found.cluster), "mine.json")
+    alpha = cluster.constants["between.alpha"]
+    assert (alpha.value, alpha.measured) == (load_network("loopback").constants["between.alpha"].value, False)
+    assert "assumed" in alpha.source
+    assert cluster.constants["gamma"].measured
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cores", "one_machine", "between", "inside"),
+    [
+        ((0,), 8, True, [], []),
+        ((0, 0), 8, True, [0, 1], []),
+        ((0, 0, 0), 8, True, [0, 1], []),
+        ((0, 0, 0, 0), 2, True, [0, 1], []),  # as many as have a core each
+        ((0, 1, 2, 3), 2, True, [0, 1], []),
+        ((0, 1, 2, 3), 2, False, [0, 1, 2, 3], []),
+        ((0, 0, 1, 1, 1, 2), 4, False, [0, 2], [2, 3]),
+        ((0, 1, 0, 1), 4, False, [0, 1], [0, 2]),
+    ],
+)
+def test_who_measures_a_link(
+    nodes: tuple[int, ...], cores: int, one_machine: bool, between: list[int], inside: list[int]
+) -> None:
+    found = place(*nodes, cores=cores, one_machine=one_machine)
+    assert (found.between, found.inside) == (between, inside)
+
+
+def test_the_place_in_words() -> None:
+    assert place(0).text == "1 rank of one host"
+    assert place(0, 0).text == "2 ranks of one host over tcp"
+    lab = place(0, 0, 1, 1, lab_rate=Rate(1e9)).text
+    assert lab == "2 hosts of a lab with links of 1Gbit with 2 ranks each over tcp"
+
+
+def test_codecs_are_measured_under_the_names_that_strategies_print() -> None:
+    found = measure(ways_of(["int8", "feedback(onebit)"]), lambda *_: None).per_byte
+    codecs = {name for name in found if name.startswith("codecs.")}
+    names = ("int8", "feedback(int8)", "feedback(onebit)")
+    assert codecs == {f"codecs.{name}.{what}" for name in names for what in ("encode", "decode")}
+    assert {"gamma", "copy", "update"} <= set(found)
+    assert all(0 < estimate.low <= estimate.value <= estimate.high for estimate in found.values())
+
+
+def test_an_update_without_torch_is_an_assumption(monkeypatch: pytest.MonkeyPatch) -> None:
+    from syncline.bench.calibration import computing
+
+    monkeypatch.setattr(computing, "find_spec", lambda _: None)
+    found = measure((), lambda *_: None)
+    assert found.per_byte["update"].value == pytest.approx(1.5 * found.per_byte["copy"].value)
+    assert "torch is not installed" in found.assumed["update"]
+    cluster = calibration_of("mine", place(0, 1), timed(), (), found, ORIGIN, "").cluster
+    assert not cluster.constants["update"].measured
+
+
+def test_all_codecs_are_measured_unless_some_are_named() -> None:
+    every = {text for text, _ in ways_of(())}
+    assert {"int8", "onebit", "adaptive", "topk(ratio=0.01)"} <= every
+    assert ways_of(["none"]) == ()
+
+
+def test_a_request_travels_to_the_ranks_as_it_is(tmp_path: Path) -> None:
+    asked = request_of(
+        nodes=(2, 2), lab_rate=Rate(1e9), codecs=["int8"], transport="tcp", output=tmp_path / "mine.json"
+    )
+    assert Request.from_json(asked.to_json()) == asked
+    assert asked.asked == "syncline calibrate --lab 1Gbit --nodes 2x2 --transport tcp --codecs int8"
+    assert (asked.ranks, asked.per_host) == (4, 2)
+
+
+def test_nodes_are_alike() -> None:
+    with pytest.raises(UsageError, match="same number of ranks"):
+        request_of(nodes=(2, 1), lab_rate=Rate(1e9))

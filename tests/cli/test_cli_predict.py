@@ -1,0 +1,48 @@
+"""The command line of predict: what it takes, its rows, and refusals with status 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from calling import call
+
+ASKED = ("predict", "--collective", "ring,tree", "--bytes", "1MB,60.97MB", "--workers", "2,8")
+
+
+def test_rows_go_to_a_file(tmp_path: Path) -> None:
+    result = call(*ASKED, "--network", "10gbe", "--json", str(tmp_path / "rows.json"))
+    assert result.exit_code == 0, result.output
+    assert "Network 10gbe" in result.output
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert len(rows) == 8
+    assert {"algorithm", "bytes", "workers", "comm_s", "low_s", "high_s"} <= rows[0].keys()
+    assert [rows[-1][key] for key in ("algorithm", "bytes", "workers")] == ["tree", 60_970_000, 8]
+
+
+def test_a_network_may_be_written_out_and_rows_go_to_standard_output() -> None:
+    result = call(*ASKED, "--network", "alpha=45us,beta=1.2ns,gamma=2.5ns", "--per-node", "4", "--json", "-")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert {row["per_node"] for row in rows} == {2, 4}
+    # Two workers of one host: the tree's messages go one by one through its port.
+    expected = 2 * (45e-6 + 1.2e-3) + 2.5e-3
+    assert rows[1]["comm_s"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--network", "10gb"), "did you mean '10gbe'"),
+        (("--network", "alpha=-45us,beta=1ns"), "alpha cannot be negative"),
+        (("--network", "10gbe", "--workers", "0"), "at least one worker"),
+        (("--network", "10gbe", "--per-node", "0"), "per-node"),
+        (("--network", "10gbe", "--json", "/nowhere/rows.json"), "there is no folder"),
+        ((), "--network"),
+    ],
+)
+def test_refusals(arguments: tuple[str, ...], says: str) -> None:
+    result = call(*ASKED, *arguments)
+    assert result.exit_code == 2
+    assert says in result.output

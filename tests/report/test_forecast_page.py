@@ -1,0 +1,28 @@
+"""The page of a predicted workload: every strategy, interval and constant is on it, and nothing from outside."""
+
+from __future__ import annotations
+
+import pytest
+
+from syncline.report.forecast_page import render
+from syncline.report.forecast_rows import Predicted, Prediction, Stated
+
+
+def row(strategy: str, workers: int, iteration_s: float) -> Predicted:
+    ends = iteration_s * 0.9, iteration_s * 1.2
+    rates = workers / iteration_s, 0.5 / iteration_s, 0.1, iteration_s - 0.4
+    stages = 0.0, 0.0, 0.1, 0.2, 0.1, 0.0
+    where = strategy, strategy, "<net>", workers, 1, 0, workers
+    return Predicted(*where, iteration_s, *ends, *rates, "bandwidth", "more of it", {"bandwidth": 0.1}, *stages)
+
+
+@pytest.mark.parametrize(("counts", "charts"), [((2, 8), 4), ((8,), 1)])
+def test_all_that_was_predicted_is_on_the_page(counts: tuple[int, ...], charts: int) -> None:
+    rows = tuple(row(name, count, 0.5 + 0.1 * count) for count in counts for name in ("ring", "tree"))
+    constant = Stated("<net>", "between.beta", 1e-9, 5e-10, 2e-9, False, "assumed: <source>")
+    text = render(Prediction("layers", rows, (constant,), warnings=("Nothing was measured.",)))
+    assert text.count("<figure>") == charts
+    for said in ("ring", "tree", "bandwidth", "between.beta", "Nothing was measured.", "&lt;net&gt;"):
+        assert said in text
+    assert "<net>" not in text
+    assert "://" not in text
