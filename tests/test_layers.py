@@ -29,7 +29,7 @@ ROWS = (
     ("launch", "testing", "workloads", "sampling"),
     ("frameworks", "report"),
     ("predict",),
-    ("lab", "checkpoint", "optim", "reproduction", "torch_backend"),
+    ("lab", "checkpoint", "optim", "process", "reproduction", "torch_backend"),
     ("api",),
     ("",),  # the package itself: the public names
     ("bench",),

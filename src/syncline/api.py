@@ -1,15 +1,8 @@
-"""The public calls: one session per process, and what scripts do with it.
-
-The only place that knows of *the* session of a process; everything below takes one as an argument. Ends by itself when
-the interpreter ends; an exception that ends the script is told to the other ranks with its text.
-"""
+"""The public calls: what scripts do with the session of their process, which ``process`` has."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import logging
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -17,42 +10,22 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import numpy as np
 
 from . import checkpoint
-from .errors import ClosedError, NotBuiltError, PeerError, SynclineError, UsageError
-from .launch import attendance
-from .launch.connecting import alone, connect_session
-from .launch.environment import Environment
-from .launch.guard import end_with_launcher
-from .launch.meeting import MeetingPoint, secret_bytes
-from .launch.places import Variables
+from .errors import NotBuiltError, UsageError
+from .process import process
 from .sampling import Sampler, sampler_of
 from .sampling.order import Order
-from .session.printing import watch_exceptions
 from .session.session import Session
 from .session.stats import Stats
-from .strategy.strategy import Strategy
-from .timeline.recording import SessionSpans, begin_recording
-from .wire.saying import say
-from .wire.watch import FAILED_STATUS, LIVENESS_S
+from .wire.watch import LIVENESS_S
 
 if TYPE_CHECKING:
     import torch
 
     from .frameworks.numpy import Trainer, Update
-    from .frameworks.torch import Prepared
 
     Model = TypeVar("Model", bound=torch.nn.Module)
     Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
     Tensors = TypeVar("Tensors", torch.Tensor, np.ndarray[Any, Any])
-
-_session: Session | None = None
-_prepared: list[Prepared] = []
-_point: MeetingPoint | None = None
-_variables = Variables()
-_inits = 0
-_recording: SessionSpans | None = None
-_recordings = 0
-_watching = False
-_hooked = False
 
 
 def init(
@@ -80,86 +53,27 @@ def init(
     Limits in seconds: ``timeout`` for all processes to come, ``liveness`` for a peer without a sign of life,
     ``progress`` for an operation that does not move.
     """
-    global _session, _inits
-    if _session is not None:
-        raise UsageError("syncline.init() was called before: call syncline.shutdown() first")
-    _watch_exceptions()
-    secret_bytes(secret)
-    environment = _variables.recognise(rank=rank, world_size=world_size, address=address)
-    interface = interface or os.environ.get("SYNCLINE_INTERFACE")
-    chosen = _choose(strategy, environment)
-    with _recorded(environment.rank) as recording:
-        if environment.world == 1 and chosen.servers == 0:
-            _session = alone(chosen, recording)
-        else:
-            run = f"{environment.run_id}/{environment.restart}/{_inits}"
-            _inits += 1  # even if this one fails: who comes late to it must not come to the next
-            _session = connect_session(
-                chosen,
-                _meeting_point(environment),
-                run,
-                secret=secret,
-                interface=interface,
-                timeout=timeout,
-                liveness_s=liveness,
-                limit_s=progress,
-                recording=recording,
-            )
-            _variables.count_workers(environment, chosen.servers)
-    _watch_the_end(environment)  # the first to be called at the end: what was loaded on the way ends after it
-
-
-@contextlib.contextmanager
-def _recorded(process: int) -> Iterator[SessionSpans | None]:
-    """Record the session that begins inside, where that is asked for; nothing stays of one that does not."""
-    global _recording, _recordings
-    recording = begin_recording(process, _recordings)
-    try:
-        yield recording
-    except BaseException:
-        if recording is not None:
-            recording.remove()
-        raise
-    _recording, _recordings = recording, _recordings + 1
-
-
-def _meeting_point(environment: Environment) -> MeetingPoint:
-    """Where this process meets the others: made once, since a later session meets where the first one did."""
-    global _point
-    if _point is not None and _point.asked != environment:
-        _point.close()
-        _point = None
-    if _point is None:
-        _point = MeetingPoint(environment)
-    return _point
-
-
-def _choose(strategy: str | None, environment: Environment) -> Strategy:
-    """The strategy asked for by the script or else by the launcher; servers that were started must be in it."""
-    text = strategy if strategy is not None else environment.strategy
-    started = environment.servers
-    if text is None:
-        return Strategy.parse(f"ps(servers={started})" if started else "")
-    chosen = Strategy.parse(text)
-    if started is not None and started != chosen.servers and environment.world > 1:
-        raise UsageError(
-            f"{str(chosen)!r} has {chosen.servers} server processes, {started} were started: use syncline run"
-            f" --servers {chosen.servers}"
-        )
-    return chosen
+    process.begin(
+        strategy,
+        rank=rank,
+        world_size=world_size,
+        address=address,
+        interface=interface,
+        secret=secret,
+        timeout=timeout,
+        liveness=liveness,
+        progress=progress,
+    )
 
 
 def is_initialized() -> bool:
     """Whether ``init`` was called and ``shutdown`` not yet."""
-    return _session is not None
+    return process.joined is not None
 
 
 def session() -> Session:
     """The session of this process; raises ClosedError before ``init`` and after ``shutdown``."""
-    if _session is None:
-        raise ClosedError("call syncline.init() first")
-    _session.check_usable()
-    return _session
+    return process.session
 
 
 def rank() -> int:
@@ -247,10 +161,10 @@ def prepare(
         shutdown()
         sys.exit(0)
     made = handed.prepared
-    if made is not None and any(known.model is model for known in _prepared):
-        _prepared[:] = [made if known.model is model else known for known in _prepared]
+    if made is not None and any(known.model is model for known in process.prepared):
+        process.prepared[:] = [made if known.model is model else known for known in process.prepared]
     elif made is not None:
-        _prepared.append(made)
+        process.prepared.append(made)
     return handed.result
 
 
@@ -261,7 +175,7 @@ def no_sync() -> contextlib.AbstractContextManager[None]:
     @contextlib.contextmanager
     def scope() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for made in _prepared:
+            for made in process.prepared:
                 stack.enter_context(made.replica.no_sync())
             yield
 
@@ -278,34 +192,37 @@ def join() -> Iterator[None]:
     ``consolidate`` makes of those that the ranks have.
     """
     here = _session_of_torch("join()")
-    if any(made.client is not None and made.client.together and made.client.crossing is not None for made in _prepared):
+    if any(
+        made.client is not None and made.client.together and made.client.crossing is not None
+        for made in process.prepared
+    ):
         raise UsageError(
             "join() where owners of the weights update each bucket when it comes, as under schedule=priority, is not"
             " possible: a rank without batches cannot say with which values; use schedule=fixed"
         )
-    if not here.alone and len(_prepared) > 1:
+    if not here.alone and len(process.prepared) > 1:
         raise NotBuiltError("join() with several models is not built yet: give every rank the same number of batches")
-    if any(made.optimizer is None for made in _prepared):
+    if any(made.optimizer is None for made in process.prepared):
         raise UsageError(
             "join() gives all ranks the optimizer state of the rank that trained longest: give syncline.prepare() the"
             " model and its optimizer"
         )
-    if any(made.replica.synchronous_at_first for made in _prepared):
+    if any(made.replica.synchronous_at_first for made in process.prepared):
         raise UsageError(
             f"join() under sync={here.strategy.sync.name}: a rank without batches makes no update in synchronous steps,"
             " and others train by themselves from there on; use sync=local, or give every rank as many batches"
         )
-    if any(made.replica.normalises_over_ranks for made in _prepared):
+    if any(made.replica.normalises_over_ranks for made in process.prepared):
         raise UsageError(
             "join() with SyncBatchNorm: a rank without batches has nothing to add to the statistics of the others; use"
             " BatchNorm, or give every rank the same number of batches"
         )
     yield
-    if not _prepared:
+    if not process.prepared:
         return
     from .frameworks.torch.joining import shadow_until_all_joined
 
-    for made in _prepared:
+    for made in process.prepared:
         shadow_until_all_joined(made.replica, made.client)
 
 
@@ -321,8 +238,8 @@ def clip_grad_norm_(parameters: Any, max_norm: float, *, scaler: torch.amp.GradS
         parameters = parameters.parameters()
     found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     session()
-    clients = [made.client for made in _prepared if made.client is not None]
-    ignored = {id(tensor) for tensor in found for made in _prepared if made.replica.selection.ignores(tensor)}
+    clients = [made.client for made in process.prepared if made.client is not None]
+    ignored = {id(tensor) for tensor in found for made in process.prepared if made.replica.selection.ignores(tensor)}
     wanted = {id(tensor) for tensor in found if tensor.requires_grad} - ignored
     for client in clients:
         if wanted == {id(parameter) for parameter in client.parameters}:
@@ -331,7 +248,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, *, scaler: torch.amp.GradS
     if clients:
         raise UsageError("under a parameter server clip_grad_norm_ takes all parameters of one prepared model")
     if scaler is not None:
-        for optimizer in {id(made.optimizer): made.optimizer for made in _prepared if made.optimizer}.values():
+        for optimizer in {id(made.optimizer): made.optimizer for made in process.prepared if made.optimizer}.values():
             if any(id(tensor) in wanted for group in optimizer.param_groups for tensor in group["params"]):
                 scaler.unscale_(optimizer)
     return torch.nn.utils.clip_grad_norm_(found, max_norm)
@@ -345,7 +262,7 @@ def flush() -> None:
     them: through tensors that share their memory and were made before, or in an extension. Each rank may call it alone.
     """
     session()
-    for made in _prepared:
+    for made in process.prepared:
         made.replica.flush()
 
 
@@ -418,7 +335,7 @@ def state_dict() -> dict[str, Any]:
     hold the weights, theirs are in it too: they know more than the workers have been told so far. Tensors and plain
     values, which ``torch.save`` takes.
     """
-    return checkpoint.save(_session_of_torch("state_dict()"), _prepared)
+    return checkpoint.save(_session_of_torch("state_dict()"), process.prepared)
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
@@ -429,7 +346,7 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     back is shared out where the number of workers is another one. A state without that warns: gradients of the last
     steps that had not been sent yet are lost.
     """
-    checkpoint.load(_session_of_torch("load_state_dict()"), _prepared, state)
+    checkpoint.load(_session_of_torch("load_state_dict()"), process.prepared, state)
 
 
 def __getattr__(name: str) -> Any:
@@ -444,7 +361,7 @@ def __getattr__(name: str) -> Any:
 def _session_of_torch(call: str) -> Session:
     """The session; raises NotBuiltError for a call that would pass over a model of another framework."""
     here = session()
-    if any(all(known.model is not model for known in _prepared) for model in here.models):
+    if any(all(known.model is not model for known in process.prepared) for model in here.models):
         raise NotBuiltError(f"{call} knows models of PyTorch only, and this run has one of NumPy")
     return here
 
@@ -457,46 +374,7 @@ def shutdown() -> None:
 
     A failure of the run that no call has raised yet is raised here, when all is closed.
     """
-    _end(fetch=True)
-
-
-def _end(fetch: bool = False) -> None:
-    global _session
-    if _session is None:
-        return
-    ending, passing = _session, sys.exc_info()[1]
-    try:
-        for made in _prepared:
-            made.release(fetch and passing is None, settle=passing is None)
-    finally:
-        _prepared.clear()
-        _session = None
-        failure = _close(ending, sys.exc_info()[1])
-    if failure is not None and passing is None:
-        raise failure
-
-
-def _close(ending: Session, passing: BaseException | None) -> Exception | None:
-    """End a session while an exception passes through, or none does; the failure that nobody has seen yet."""
-    if isinstance(passing, Exception) and not isinstance(passing, PeerError):
-        ending.fail(passing)  # the others shall read it, not a goodbye
-    failure = ending.shutdown()
-    if not ending.forked:
-        attendance.leave()
-    return failure
-
-
-def _end_at_exit() -> None:
-    """The end of the interpreter, where an exception would be printed and the status would stay 0."""
-    try:
-        _end()
-    except SynclineError as error:
-        say(f"syncline: ended: {error}\n")
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
-                stream.flush()
-        os._exit(FAILED_STATUS)
+    process.end(fetch=True)
 
 
 def _flat(tensor: Any) -> tuple[np.ndarray[Any, Any], Callable[[], object]]:
@@ -511,31 +389,3 @@ def _flat(tensor: Any) -> tuple[np.ndarray[Any, Any], Callable[[], object]]:
     from .frameworks.torch.storage import flat_view
 
     return flat_view(tensor)
-
-
-def _watch_the_end(environment: Environment) -> None:
-    """Say goodbye at exit, tell the others of an exception, let go in forked children, and end with the launcher."""
-    global _watching
-    attendance.join()
-    if _watching:
-        return
-    _watching = True
-    end_with_launcher(environment)
-    atexit.register(_end_at_exit)
-    os.register_at_fork(after_in_child=_forget)
-
-
-def _watch_exceptions() -> None:
-    """Print an exception that ends the script so that it can be read among those of other ranks, and tell them."""
-    global _hooked
-    if not _hooked:
-        _hooked = True
-        watch_exceptions(lambda: _session)
-
-
-def _forget() -> None:
-    """In a forked child (a data loader's worker): the connections are the parent's."""
-    if _session is not None:
-        _session.member.forget_in_child()
-    if _recording is not None:
-        _recording.file.forget()

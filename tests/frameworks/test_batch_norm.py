@@ -13,6 +13,7 @@ from toy import STRATEGIES, Here, alone, batch, close, fill, loss_of, on_group, 
 
 from syncline import api
 from syncline.errors import GradientError, NotBuiltError, UsageError
+from syncline.process import process
 
 
 class Normalised(torch.nn.Module):
@@ -182,6 +183,6 @@ def test_join_refuses_models_that_normalise_over_all_ranks(monkeypatch: pytest.M
     """A rank without batches would leave the others waiting for its statistics."""
     replica = SimpleNamespace(normalises_over_ranks=True, synchronous_at_first=False)
     monkeypatch.setattr(api, "session", lambda: SimpleNamespace(alone=False, models=[]))
-    monkeypatch.setattr(api, "_prepared", [SimpleNamespace(client=None, optimizer=object(), replica=replica)])
+    monkeypatch.setattr(process, "prepared", [SimpleNamespace(client=None, optimizer=object(), replica=replica)])
     with pytest.raises(UsageError, match=r"join\(\) with SyncBatchNorm"), api.join():
         pass

@@ -316,6 +316,7 @@ def test_a_context_that_is_made_and_not_entered_stops_no_exchange(group: Any, mo
     from types import SimpleNamespace
 
     from syncline import api
+    from syncline.process import process
 
     def body(here: Here) -> int:
         assert here.replica is not None
@@ -327,7 +328,7 @@ def test_a_context_that_is_made_and_not_entered_stops_no_exchange(group: Any, mo
     entered = []
     replica = SimpleNamespace(no_sync=lambda: _Noting(entered))
     monkeypatch.setattr(api, "session", lambda: SimpleNamespace(models=[]))
-    monkeypatch.setattr(api, "_prepared", [SimpleNamespace(replica=replica)])
+    monkeypatch.setattr(process, "prepared", [SimpleNamespace(replica=replica)])
     context = api.no_sync()
     assert entered == []
     with context:

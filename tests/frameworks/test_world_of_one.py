@@ -14,6 +14,7 @@ import syncline
 from syncline import api
 from syncline.errors import UsageError
 from syncline.frameworks.torch import prepare
+from syncline.process import process
 from syncline.session.session import Session
 
 
@@ -83,8 +84,8 @@ def as_public(session: Session, body: Any, monkeypatch: pytest.MonkeyPatch) -> A
     made = prepare(session, model, optimizer)
     if made is None:
         return None
-    monkeypatch.setattr(api, "_session", session)
-    monkeypatch.setattr(api, "_prepared", [made])
+    monkeypatch.setattr(process, "joined", session)
+    monkeypatch.setattr(process, "prepared", [made])
     return body(Here(model, optimizer, 0, 1, session, made.replica, made.client))
 
 

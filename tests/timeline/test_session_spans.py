@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import syncline
-from syncline import api
+from syncline import process
 from syncline.errors import SynclineError, UsageError
 from syncline.timeline import recording
 from timelines import load
@@ -20,7 +20,7 @@ Run = Callable[[], None]
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """A session that is asked to write ``t.json``."""
-    monkeypatch.setattr(api, "_recordings", 0)
+    monkeypatch.setattr(process.process, "_recordings", 0)
     monkeypatch.setenv("SYNCLINE_TRACE", str(tmp_path / "t.json"))
 
     def run() -> None:
@@ -41,7 +41,7 @@ def test_a_start_that_fails_leaves_nothing(recorded: Run, tmp_path: Path, monkey
     def fails(*_: object) -> None:
         raise SynclineError("no")
 
-    monkeypatch.setattr(api, "alone", fails)
+    monkeypatch.setattr(process, "alone", fails)
     with pytest.raises(SynclineError, match="no"):
         recorded()
     assert not list(tmp_path.iterdir())
