@@ -68,10 +68,8 @@ class Link:
     def busy_s(self, nbytes: float | Floats) -> float | Floats:
         """Seconds that a message of so many bytes occupies a port; of an array, those of each."""
         if isinstance(nbytes, np.ndarray):
-            starts, fixed_s, per_byte_s = self._columns
-            piece = np.searchsorted(starts, nbytes, side="right") - 1
-            found: Floats = fixed_s[piece] + nbytes * per_byte_s[piece]
-            return found
+            fixed_s, per_byte_s = self.constants(nbytes)
+            return fixed_s + nbytes * per_byte_s
         found_piece = self.piece(nbytes)
         return found_piece.busy_s + nbytes * found_piece.per_byte_s
 
@@ -82,9 +80,7 @@ class Link:
     def bytes_s(self, nbytes: float | Floats) -> float | Floats:
         """The part of ``busy_s`` that is the bytes', which gets longer where a link is shared."""
         if isinstance(nbytes, np.ndarray):
-            starts, _, per_byte_s = self._columns
-            found: Floats = nbytes * per_byte_s[np.searchsorted(starts, nbytes, side="right") - 1]
-            return found
+            return nbytes * self.constants(nbytes)[1]
         return nbytes * self.piece(nbytes).per_byte_s
 
     def constants(self, nbytes: Floats) -> tuple[Floats, Floats]:

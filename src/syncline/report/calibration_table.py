@@ -6,7 +6,7 @@ never the interval.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -16,9 +16,8 @@ from rich.text import Text
 
 from . import units
 from .breaking import broken
-from .columns import fitting
+from .columns import Column, fitting, width_of
 
-_GAP = 2
 _NAME_LEAST = 16
 _PER_MESSAGE = ("alpha", "flight", "message", "bucket")
 
@@ -39,22 +38,11 @@ class ConstantRow:
     measured: bool
 
 
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    cell: Callable[[ConstantRow], str]
-    rank: int
-    """The greatest goes first when there is no room; 0 stays."""
-
-    def width(self, rows: Sequence[ConstantRow]) -> int:
-        return max(len(self.title), *(len(self.cell(row)) for row in rows))
-
-
-_COLUMNS = (
-    _Column("value", lambda row: amount(row.name, row.value), 0),
-    _Column("interval", lambda row: f"{amount(row.name, row.low)} to {amount(row.name, row.high)}", 0),
-    _Column("samples", lambda row: f"{row.samples:,}" if row.measured else "assumed", 2),
-    _Column("outliers", lambda row: str(row.outliers or ""), 1),
+_COLUMNS: tuple[Column[ConstantRow], ...] = (
+    Column("value", lambda row: amount(row.name, row.value), 0),
+    Column("interval", lambda row: f"{amount(row.name, row.low)} to {amount(row.name, row.high)}", 0),
+    Column("samples", lambda row: f"{row.samples:,}" if row.measured else "assumed", 2),
+    Column("outliers", lambda row: str(row.outliers or ""), 1),
 )
 
 LEGEND = (
@@ -67,8 +55,8 @@ def render(rows: Sequence[ConstantRow], title: str, remarks: Sequence[str], widt
     """The table, what its columns mean, and what to keep in mind."""
     longest = max(len(row.name) for row in rows)
 
-    def left(columns: Sequence[_Column]) -> int:
-        return width - 2 - sum(column.width(rows) + _GAP for column in columns)
+    def left(columns: Sequence[Column[ConstantRow]]) -> int:
+        return width - 2 - width_of(columns, rows)
 
     columns = fitting(_COLUMNS, lambda columns: left(columns) >= longest)
     name = max(_NAME_LEAST, min(longest, left(columns)))

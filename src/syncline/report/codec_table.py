@@ -6,8 +6,7 @@ Owns the words and which columns fit: a narrow terminal loses the comparison wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -18,31 +17,19 @@ from ..costs.compression import ANY_LINK_BIT_PER_S
 from . import units
 from .breaking import broken
 from .codec_rows import CodecResult, CodecRow
-from .columns import fitting
+from .columns import GAP, Column, fitting, width_of
 
-_GAP = 2
 _NAME_MOST = 25
 _NAME_LEAST = 10
 
 
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    cell: Callable[[CodecRow], str]
-    rank: int
-    """The greatest goes first when there is no room; 0 stays."""
-
-    def width(self, result: CodecResult) -> int:
-        return max(len(self.title), *(len(self.cell(row)) for row in result.rows))
-
-
-_COLUMNS = (
-    _Column("fb", lambda row: "yes" if row.feedback else "", 0),
-    _Column("bits", lambda row: units.significant(row.bits_per_element), 0),
-    _Column("encode", lambda row: units.significant(row.encode_gb_per_s), 0),
-    _Column("decode", lambda row: units.significant(row.decode_gb_per_s), 2),
-    _Column("of add", lambda row: units.percent(row.encode_gb_per_s / row.np_add_gb_per_s), 1),
-    _Column("x torch", lambda row: units.MISSING if row.torch_s is None else _times(row.torch_s, row.encode_s), 3),
+_COLUMNS: tuple[Column[CodecRow], ...] = (
+    Column("fb", lambda row: "yes" if row.feedback else "", 0),
+    Column("bits", lambda row: units.significant(row.bits_per_element), 0),
+    Column("encode", lambda row: units.significant(row.encode_gb_per_s), 0),
+    Column("decode", lambda row: units.significant(row.decode_gb_per_s), 2),
+    Column("of add", lambda row: units.percent(row.encode_gb_per_s / row.np_add_gb_per_s), 1),
+    Column("x torch", lambda row: units.MISSING if row.torch_s is None else _times(row.torch_s, row.encode_s), 3),
 )
 
 
@@ -53,8 +40,8 @@ def render(result: CodecResult, width: int) -> RenderableType:
     name = min(_NAME_MOST, max(len(row.codec) for row in result.rows))
     verdict = max(len(verdict_of(row)) for row in result.rows)
 
-    def left(columns: Sequence[_Column]) -> int:
-        return width - verdict - 2 * _GAP - sum(column.width(result) + _GAP for column in columns)
+    def left(columns: Sequence[Column[CodecRow]]) -> int:
+        return width - verdict - 2 * GAP - width_of(columns, result.rows)
 
     columns = fitting(_COLUMNS, lambda columns: left(columns) >= name)
     # What is left without the verdict: names break before it does.

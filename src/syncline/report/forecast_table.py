@@ -6,21 +6,15 @@ interval or the bottleneck.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from . import units
-from .breaking import broken
-from .columns import fitting
+from .columns import Column, grouped_table
 from .forecast_rows import Predicted, Prediction
-
-_GAP = 2
-_NAME_MOST = 20
 
 LEGEND = (
     "iter ms: of an iteration; low, high: where it is expected. eff: scaling efficiency, against one worker there."
@@ -29,30 +23,18 @@ LEGEND = (
 )
 
 
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    cell: Callable[[Predicted], str]
-    rank: int
-    """The greatest goes first when there is no room; 0 stays."""
-    when: Callable[[Predicted], object] = lambda _: True
-
-    def width(self, rows: Sequence[Predicted]) -> int:
-        return max(len(self.title), *(len(self.cell(row)) for row in rows))
-
-
-_COLUMNS = (
-    _Column("W", lambda row: f"{row.workers:,}", 0),
-    _Column("iter ms", lambda row: units.milliseconds(row.iteration_s), 0),
-    _Column("low", lambda row: units.milliseconds(row.low_s), 0),
-    _Column("high", lambda row: units.milliseconds(row.high_s), 0),
-    _Column("img/s", lambda row: units.rate(row.images_per_s), 5),
-    _Column("eff %", lambda row: units.percent(row.scaling_efficiency, 0, ""), 1),
-    _Column("comm ms", lambda row: units.milliseconds(row.comm_s), 4),
-    _Column("exp ms", lambda row: units.milliseconds(row.exposed_comm_s), 2),
-    _Column("sent", lambda row: units.size(row.bytes_sent_per_step), 6),
-    _Column("price", lambda row: _price(row), 7, lambda row: row.price is not None),
-    _Column("bottleneck", lambda row: row.bottleneck, 0),
+_COLUMNS: tuple[Column[Predicted], ...] = (
+    Column("W", lambda row: f"{row.workers:,}", 0),
+    Column("iter ms", lambda row: units.milliseconds(row.iteration_s), 0),
+    Column("low", lambda row: units.milliseconds(row.low_s), 0),
+    Column("high", lambda row: units.milliseconds(row.high_s), 0),
+    Column("img/s", lambda row: units.rate(row.images_per_s), 5),
+    Column("eff %", lambda row: units.percent(row.scaling_efficiency, 0, ""), 1),
+    Column("comm ms", lambda row: units.milliseconds(row.comm_s), 4),
+    Column("exp ms", lambda row: units.milliseconds(row.exposed_comm_s), 2),
+    Column("sent", lambda row: units.size(row.bytes_sent_per_step), 6),
+    Column("price", lambda row: _price(row), 7, lambda row: row.price is not None),
+    Column("bottleneck", lambda row: row.bottleneck, 0, text=True),
 )
 
 
@@ -107,21 +89,4 @@ def _capital(text: str) -> str:
 
 
 def _table(rows: Sequence[Predicted], width: int) -> Table:
-    name = min(_NAME_MOST, max(len("strategy"), *(len(row.requested) for row in rows)))
-
-    def fit(columns: Sequence[_Column]) -> bool:
-        return 2 + name + sum(column.width(rows) + _GAP for column in columns) <= width
-
-    columns = fitting([column for column in _COLUMNS if any(column.when(row) for row in rows)], fit)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
-    table.add_column("strategy", overflow="fold", width=name)
-    for column in columns:
-        last = column.title == "bottleneck"
-        table.add_column(column.title, justify="left" if last else "right", no_wrap=not last)
-    before = None
-    for row in rows:
-        if before is not None and row.workers != before.workers:
-            table.add_section()
-        table.add_row(Text(broken(row.requested, name)), *(Text(column.cell(row)) for column in columns))
-        before = row
-    return table
+    return grouped_table("strategy", lambda row: row.requested, _COLUMNS, rows, width, lambda row: row.workers)

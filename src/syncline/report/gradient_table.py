@@ -7,7 +7,6 @@ or the verdict. A row that failed keeps its place, and its error stands below th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import units
-from .columns import fitting
+from .columns import GAP, Column, fitting, width_of
 from .gradient_rows import BARE, CONTIGUOUS, GradientResult, GradientRow, places
 
 LEGEND = (
@@ -27,20 +26,8 @@ LEGEND = (
     "on every rank."
 )
 
-_GAP = 2
 _NOISE = "noise"
 _NO_LIMIT = "no limit"
-
-
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    cell: Callable[[GradientRow], str]
-    rank: int
-    """The greatest goes first when there is no room; 0 stays."""
-
-    def width(self, rows: Sequence[GradientRow]) -> int:
-        return max(len(self.title), *(len(self.cell(row)) for row in rows))
 
 
 def render(result: GradientResult, width: int) -> RenderableType:
@@ -97,22 +84,22 @@ def _table(rows: Sequence[GradientRow], cores: int, width: int) -> Table:
     return table
 
 
-def _columns(rows: Sequence[GradientRow], width: int) -> list[_Column]:
+def _columns(rows: Sequence[GradientRow], width: int) -> list[Column[GradientRow]]:
     def figure(head: str) -> Callable[[GradientRow], str]:
         return lambda row: figures(row, rows)[head]
 
     found = [
-        _Column("form", lambda row: row.form, 0),
-        _Column("median", lambda row: "failed" if row.error is not None else figures(row, rows)["median"], 0),
-        _Column("p99", figure("p99"), 4),
-        _Column("added", figure("added"), 0),
-        _Column("share", figure("share"), 3),
-        _Column("limit", figure("limit"), 1),
-        _Column("of limit", figure("of limit"), 2),
-        _Column("x", figure("x"), 0),
-        _Column("ok", figure("ok"), 0),
+        Column("form", lambda row: row.form, 0),
+        Column("median", lambda row: "failed" if row.error is not None else figures(row, rows)["median"], 0),
+        Column("p99", figure("p99"), 4),
+        Column("added", figure("added"), 0),
+        Column("share", figure("share"), 3),
+        Column("limit", figure("limit"), 1),
+        Column("of limit", figure("of limit"), 2),
+        Column("x", figure("x"), 0),
+        Column("ok", figure("ok"), 0),
     ]
-    return fitting(found, lambda columns: sum(column.width(rows) + _GAP for column in columns) + _GAP <= width)
+    return fitting(found, lambda columns: width_of(columns, rows) + GAP <= width)
 
 
 def _errors(rows: Sequence[GradientRow]) -> list[Text]:

@@ -5,21 +5,13 @@ Owns which columns fit: a narrow terminal loses the bandwidth, then the model, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from . import units
-from .breaking import broken
-from .columns import fitting
+from .columns import Column, grouped_table
 from .prediction_rows import CollectivePrediction, CollectiveRow
-
-_GAP = 2
-_NAME_MOST = 20
 
 LEGEND = (
     "low, high: with every constant at the fast and at the slow end of its range. busbw: as in nccl-tests, for an"
@@ -27,25 +19,14 @@ LEGEND = (
 )
 
 
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    cell: Callable[[CollectiveRow], str]
-    rank: int
-    """The greatest goes first when there is no room; 0 stays."""
-
-    def width(self, rows: Sequence[CollectiveRow]) -> int:
-        return max(len(self.title), *(len(self.cell(row)) for row in rows))
-
-
-_COLUMNS = (
-    _Column("bytes", lambda row: units.decimal_size(row.bytes), 0),
-    _Column("W", lambda row: f"{row.workers:,}", 0),
-    _Column("time", lambda row: units.seconds(row.comm_s), 0),
-    _Column("low", lambda row: units.seconds(row.low_s), 0),
-    _Column("high", lambda row: units.seconds(row.high_s), 0),
-    _Column("busbw GB/s", lambda row: _bandwidth(row), 2),
-    _Column("model", lambda row: row.model, 1),
+_COLUMNS: tuple[Column[CollectiveRow], ...] = (
+    Column("bytes", lambda row: units.decimal_size(row.bytes), 0),
+    Column("W", lambda row: f"{row.workers:,}", 0),
+    Column("time", lambda row: units.seconds(row.comm_s), 0),
+    Column("low", lambda row: units.seconds(row.low_s), 0),
+    Column("high", lambda row: units.seconds(row.high_s), 0),
+    Column("busbw GB/s", lambda row: _bandwidth(row), 2),
+    Column("model", lambda row: row.model, 1),
 )
 
 
@@ -69,24 +50,14 @@ def remarks(result: CollectivePrediction) -> tuple[str, ...]:
 
 
 def _table(result: CollectivePrediction, width: int) -> Table:
-    rows = result.rows
-    name = min(_NAME_MOST, max(len("algorithm"), *(len(row.algorithm) for row in rows)))
-
-    def fit(columns: Sequence[_Column]) -> bool:
-        return 2 + name + sum(column.width(rows) + _GAP for column in columns) <= width
-
-    columns = fitting(_COLUMNS, fit)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
-    table.add_column("algorithm", overflow="fold", width=name)
-    for column in columns:
-        table.add_column(column.title, justify="right", no_wrap=True)
-    before = None
-    for row in rows:
-        if before is not None and (row.bytes, row.workers) != (before.bytes, before.workers):
-            table.add_section()
-        table.add_row(Text(broken(row.algorithm, name)), *(Text(column.cell(row)) for column in columns))
-        before = row
-    return table
+    return grouped_table(
+        "algorithm",
+        lambda row: row.algorithm,
+        _COLUMNS,
+        result.rows,
+        width,
+        lambda row: (row.bytes, row.workers),
+    )
 
 
 def _bandwidth(row: CollectiveRow) -> str:
