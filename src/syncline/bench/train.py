@@ -24,9 +24,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -39,78 +38,9 @@ from .contenders import peer_of
 from .looks import Looks
 from .measure import IterationClock, Record
 from .messages import Job, Sender
+from .sides import Alone, Counters, Side
 
 _REPORT_EVERY_S = 0.1
-
-
-class Counters(Protocol):
-    """What the measurement reads: seconds blocked so far, None where nobody counts, and bytes so far per process.
-
-    How the worker was coordinated with the others is what ``Stats`` says.
-    """
-
-    @property
-    def blocked_s(self) -> float | None: ...  # noqa: D102
-    @property
-    def bytes_sent(self) -> Mapping[int, int]: ...  # noqa: D102
-    @property
-    def bytes_received(self) -> Mapping[int, int]: ...  # noqa: D102
-    @property
-    def chosen(self) -> str: ...  # noqa: D102
-    @property
-    def staleness(self) -> Mapping[int, int]: ...  # noqa: D102
-    @property
-    def version_lag(self) -> Mapping[int, int]: ...  # noqa: D102
-    @property
-    def waited_s(self) -> Mapping[int, float]: ...  # noqa: D102
-
-
-class Side(Protocol):
-    """What a contender in a comparison has to offer: the names are those of Syncline's public interface."""
-
-    def rank(self) -> int: ...  # noqa: D102
-    def world_size(self) -> int: ...  # noqa: D102
-    def prepare(self, model: Any, optimizer: Any, *, weight: Any) -> tuple[Any, Any]: ...  # noqa: D102
-    def stats(self) -> Counters: ...  # noqa: D102
-    def barrier(self) -> None: ...  # noqa: D102
-    def consolidate(self) -> None: ...  # noqa: D102
-    def shutdown(self) -> None: ...  # noqa: D102
-
-
-@dataclass(frozen=True)
-class _NoTraffic:
-    blocked_s: float = 0.0
-    bytes_sent: Mapping[int, int] = field(default_factory=dict)
-    bytes_received: Mapping[int, int] = field(default_factory=dict)
-    chosen: str = BASELINE
-    staleness: Mapping[int, int] = field(default_factory=dict)
-    version_lag: Mapping[int, int] = field(default_factory=dict)
-    waited_s: Mapping[int, float] = field(default_factory=dict)
-
-
-class _Alone:
-    """One worker in plain PyTorch."""
-
-    def rank(self) -> int:
-        return 0
-
-    def world_size(self) -> int:
-        return 1
-
-    def prepare(self, model: Any, optimizer: Any, *, weight: Any) -> tuple[Any, Any]:  # noqa: ARG002
-        return model, optimizer
-
-    def stats(self) -> Counters:
-        return _NoTraffic()
-
-    def barrier(self) -> None:
-        pass
-
-    def consolidate(self) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass
 
 
 def main(text: str) -> None:
@@ -228,7 +158,7 @@ class _Loop:
 
 def _side(strategy: str) -> Side:
     if strategy == BASELINE:
-        return _Alone()
+        return Alone()
     peer = peer_of(strategy)
     if peer is not None:
         joined: Side = build("peers", peer).join()

@@ -11,14 +11,14 @@ Li et al., "PyTorch distributed: experiences on accelerating data parallel train
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import UsageError
 from ...launch.environment import Environment, recognise
 from ...nouns import Size
 from ...registry import register
+from ..sides import NoCounts
 from ..store import open_store
 
 if TYPE_CHECKING:
@@ -44,17 +44,6 @@ class DDP:
     def join(self) -> Member:
         """Become a member of the run's Gloo group; raises GroupError when the others cannot be reached."""
         return Member(self, recognise())
-
-
-@dataclass(frozen=True)
-class _Uncounted:
-    chosen: str
-    blocked_s: float | None = None
-    bytes_sent: Mapping[int, int] = field(default_factory=dict)
-    bytes_received: Mapping[int, int] = field(default_factory=dict)
-    staleness: Mapping[int, int] = field(default_factory=dict)
-    version_lag: Mapping[int, int] = field(default_factory=dict)
-    waited_s: Mapping[int, float] = field(default_factory=dict)
 
 
 class Member:
@@ -92,9 +81,9 @@ class Member:
             wrapped.register_comm_hook(None, hook)
         return wrapped, optimizer
 
-    def stats(self) -> _Uncounted:
+    def stats(self) -> NoCounts:
         """Nothing: DistributedDataParallel does not count."""
-        return _Uncounted(f"ddp over gloo on {os.environ.get(_INTERFACE, 'the default interface')}")
+        return NoCounts(f"ddp over gloo on {os.environ.get(_INTERFACE, 'the default interface')}", blocked_s=None)
 
     def barrier(self) -> None:
         """Wait for all workers."""
