@@ -31,6 +31,15 @@ def test_a_network_may_be_written_out_and_rows_go_to_standard_output() -> None:
     assert rows[1]["comm_s"] == pytest.approx(expected)
 
 
+def test_a_network_may_be_given_in_loggps_constants() -> None:
+    result = call(*ASKED, "--network", "L=5us,o=2us,g=3us,G=1ns", "--json", "-")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    alone = 2e-6 + (1e6 - 1) * 1e-9 + 5e-6 + 2e-6  # o + (n-1) G + L + o
+    assert (rows[1]["algorithm"], rows[1]["workers"]) == ("tree", 2)
+    assert rows[1]["comm_s"] == pytest.approx(2 * alone)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from bounds import lower_bound_s
 from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import UsageError
-from syncline.predict.closed import FORMULAS, Size, closed_s, formula_of, has_formula, lower_bound_s
+from syncline.predict.closed import FORMULAS, Size, closed_s, formula_of, has_formula
 from syncline.predict.networks import load_network
 
 TAIHULIGHT = load_network("taihulight")
@@ -86,8 +87,3 @@ def test_what_has_no_formula_is_refused_by_name(name, size, network, says):
     assert not has_formula(name, size, cluster)
     with pytest.raises(UsageError, match=says):
         formula_of(name, size, cluster)
-
-
-def test_bounds_of_what_is_unknown():
-    with pytest.raises(UsageError, match=r"no lower bound .* 'alreduce'.*did you mean 'allreduce'"):
-        lower_bound_s("alreduce", 1.0, 2, ANY)

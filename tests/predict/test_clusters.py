@@ -9,6 +9,7 @@ import pytest
 
 from syncline.errors import DataError, UsageError
 from syncline.predict.cluster import Cluster, Constant
+from syncline.predict.links import loggp
 from syncline.predict.networks import load_network, network_names, parse_network, to_json
 
 TWO = {"between.alpha": Constant(1e-5), "between.beta": Constant(1e-9)}
@@ -73,6 +74,10 @@ def test_topologies_may_be_written_out():
         ("alpha=1us,beta=1ns,between.from_0.alpha=2us", "between.from_0.alpha is given under another name"),
         ("alpha=1us,beta=1ns,inside.flight=1us", "inside.flight needs inside.alpha and inside.beta"),
         ("nothing_near", "unknown network 'nothing_near'. There are"),
+        ("L=5us,o=2us,g=3us", "between.G is missing: LogGP's constants"),
+        ("L=5us,o=2us,g=3us,G=1ns,alpha=1us", "between.alpha is given beside LogGP's"),
+        ("L=5us,o=2us,g=3us,G=1ms", "needs G <= max"),
+        ("inside.L=1us,inside.o=1us,inside.g=1us,inside.G=1ns", "between.alpha is missing"),
     ],
 )
 def test_what_is_wrong_is_named(text, says):
@@ -161,3 +166,22 @@ def test_codecs_are_found_by_their_text():
     assert cluster.codecs["topk(ratio=0.01)"] == (3e-9, 1e-9)
     given = ",".join(f"{name}={value}" for name, value in zip(names, ("3ns", "1ns"), strict=True))
     assert load_network(f"alpha=1us,beta=1ns,{given}").codecs["topk(ratio=0.01)"] == pytest.approx((3e-9, 1e-9))
+
+
+def test_loggp_stands_for_a_link_in_a_text_and_in_a_file(tmp_path):
+    written = load_network("L=5us,o=2us,g=3us,G=1ns,inside.L=1us,inside.o=2us,inside.g=0us,inside.G=0.5ns")
+    assert written.between == loggp(5e-6, 2e-6, 3e-6, 1e-9)
+    assert written.inside == loggp(1e-6, 2e-6, 0.0, 5e-10)
+    path = tmp_path / "mine.json"
+    numbers = {"L": ("5us", "4us", "6us"), "o": ("2us", "1us", "2us"), "g": ("3us", "3us", "4us"), "G": ("1ns",) * 3}
+    constants = {
+        f"between.{name}": {"value": value, "low": low, "high": high, "measured": True, "source": "a fit"}
+        for name, (value, low, high) in numbers.items()
+    }
+    path.write_text(content(constants=constants))
+    alpha, beta, flight = (load_network(str(path)).constants[f"between.{name}"] for name in ("alpha", "beta", "flight"))
+    assert (alpha.value, *alpha.range) == pytest.approx((3e-6 - 1e-9, 3e-6 - 1e-9, 4e-6 - 1e-9))
+    assert (beta.value, *beta.range) == (1e-9, 1e-9, 1e-9)
+    assert (flight.value, *flight.range) == pytest.approx((6e-6, 4e-6 + 2e-6 - 4e-6, 6e-6 + 4e-6 - 3e-6))
+    assert alpha.measured
+    assert alpha.source == "a fit"

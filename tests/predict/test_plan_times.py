@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 import pytest
+from bounds import lower_bound_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from syncline.costs.virtual import Clock
 from syncline.engine.step import BucketPhase, Submit
 from syncline.nouns import Group
 from syncline.plans.plan import Plan
-from syncline.predict.closed import Size, closed_s, lower_bound_s
+from syncline.predict.closed import Size, closed_s
 from syncline.predict.loads import Placement
 from syncline.predict.messages import PlanRuns
 from syncline.predict.networks import load_network
@@ -132,21 +133,20 @@ SECONDS = st.floats(0, 1e-3)
 
 @settings(max_examples=40)
 @given(
-    st.sampled_from([*ALLREDUCE, *HALVES]), RANKS, st.integers(1, 4), st.floats(0, 1e8), st.data()
+    st.sampled_from([*ALLREDUCE, *HALVES]), RANKS, st.floats(0, 1e8), st.data()
 )  # fmt: skip
-def test_ports_are_busy_or_idle_and_never_more_than_there_is_time(name, workers, per_host, nbytes, data):
+def test_no_port_and_no_rank_is_busy_for_longer_than_there_is_time(name, workers, nbytes, data):
     starts = np.array(data.draw(st.lists(SECONDS, min_size=workers, max_size=workers)))
-    cluster = data.draw(st.sampled_from([ANY, FLYING, FOUR]))
-    plan, hosts = plan_of(name, workers, per_host), hosts_of(workers, 0, per_host)
-    found = plan_time(plan, nbytes, cluster, hosts, starts)
-    busy_s = np.stack([found.sending_s, found.receiving_s])
-    assert (found.idle_s >= -1e-9).all()
-    assert (busy_s + found.idle_s <= found.whole_s + 1e-9).all()
-    assert busy_s[0].sum() == pytest.approx(busy_s[1].sum())
+    cluster = data.draw(st.sampled_from([ANY, FLYING]))
+    plan = plan_of(name, workers)
+    found = plan_time(plan, nbytes, cluster, None, starts)
+    sizes = plan.count * (nbytes / plan.chunks)
+    adding_s = cluster.gamma_s_per_byte * sizes * (plan.op == 0)
+    for ends, seconds in ((plan.src, 0.0), (plan.dst, adding_s)):
+        busy_s = np.bincount(ends, cluster.between.busy_s(sizes) + seconds, workers)
+        assert (busy_s <= found.whole_s * (1 + 1e-9)).all()
     assert (found.ends_s >= starts).all()
     assert found.whole_s == found.ends_s.max()
-    sizes = plan.count * (nbytes / plan.chunks)
-    assert found.adding_s.sum() == pytest.approx(cluster.gamma_s_per_byte * sizes[plan.op == 0].sum())
 
 
 @settings(max_examples=40)
@@ -208,7 +208,6 @@ def test_cores_that_all_ranks_share_bound_the_whole():
     found, held = (plan_time(plan, 1e7, cluster, hosts) for cluster in (free, bound))
     sent = plan.bytes_sent(1e7).sum()
     expected_s = 2 * (len(plan) * 50e-6 + sent * 0.3e-9) + sent / 2 * 0.1e-9
-    assert held.processor_s == found.processor_s == pytest.approx(expected_s)
     assert found.whole_s < expected_s / 2
     assert held.whole_s == pytest.approx(expected_s / 2)
 

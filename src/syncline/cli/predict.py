@@ -26,7 +26,8 @@ from ._options import JSON, REPORT, Lists
 @click.option("--workers", multiple=True, metavar="N...", help="Numbers of workers: 2,4,8.")
 @click.option(
     "--network", "networks", multiple=True, required=True, metavar="NAME|FILE|CONSTANTS...",
-    help='Such as 10gbe, a file, or "alpha=45us,beta=1.2ns,gamma=2.5ns"; a workload takes several.',
+    help='Such as 10gbe, a file, "alpha=45us,beta=1.2ns,gamma=2.5ns", or LogGP\'s "L=5us,o=2us,g=3us,G=1ns"; a workload'
+    " takes several.",
 )  # fmt: skip
 @click.option("--per-node", type=click.IntRange(min=1), help="Workers of each host; default: the network's.")
 @click.option("--price", type=click.FloatRange(min=0), help="Of one worker for an hour, with --epoch-images.")

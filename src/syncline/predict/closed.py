@@ -1,6 +1,6 @@
 """Closed formulas of collectives: what they take on a cluster of any size, at once.
 
-Owns the formulas and the lower bounds. They hold for one switch, and for as many messages at once as the ports carry
+Owns the formulas. They hold for one switch, and for as many messages at once as the ports carry
 one by one; plans are held to them (``plan_times``), and they stand in where a plan would be too large to be timed.
 
 Theory. Of N ranks with an array of n bytes, a s per message, b s per byte, g s per byte reduced, lg = ceil(log2 N):
@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import UsageError
-from ..strategy.grammar import nearest
 from .cluster import Cluster
 from .topology import Switch
 
@@ -104,29 +103,6 @@ def has_formula(algorithm: str, size: Size, cluster: Cluster) -> bool:
     """Whether there is one."""
     return algorithm in FORMULAS and _without(algorithm, size, cluster) is None
 
-
-def lower_bound_s(goal: str, nbytes: float, workers: int, cluster: Cluster) -> float:
-    """What no exchange among ranks with a port each is faster than: that of latencies, or that of bytes.
-
-    ``goal`` is an allreduce, or one of its halves, or a broadcast. Links inside hosts are not faster here.
-    """
-    if goal not in _LEAST:
-        raise UsageError(f"no lower bound is known for {goal!r}: there are {', '.join(_LEAST)}{nearest(goal, _LEAST)}")
-    links = [cluster.between] if cluster.inside is None else [cluster.between, cluster.inside]
-    pieces = [piece for link in links for piece in link.pieces]
-    message_s, byte_s = min(piece.busy_s for piece in pieces), min(piece.per_byte_s for piece in pieces)
-    # Those who know something at most double with every message; the last one flies.
-    flight_s = min(link.flight_s for link in links) if workers > 1 else 0.0
-    return flight_s + max((workers - 1).bit_length() * message_s, _LEAST[goal](workers) * nbytes * byte_s)
-
-
-_LEAST: Mapping[str, Callable[[int], float]] = {
-    "allreduce": lambda workers: 2 * (workers - 1) / workers,
-    "reduce_scatter": lambda workers: (workers - 1) / workers,
-    "all_gather": lambda workers: (workers - 1) / workers,
-    "broadcast": lambda workers: float(workers > 1),
-}
-"""The share of the array that a port carries at least."""
 
 _RINGS = ("ring", "reduce_scatter", "all_gather")
 

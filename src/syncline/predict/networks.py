@@ -1,7 +1,8 @@
 """Networks by name, from a file, or written out: where a cluster's constants come from.
 
-Owns the ready-made files in ``networks/``, the format of such files, and the short form ``alpha=45us,beta=1.2ns``. Does
-not know what the constants are called or mean (``cluster``).
+Owns the ready-made files in ``networks/``, the format of such files, the short form ``alpha=45us,beta=1.2ns``, and
+LogGP's constants, which stand for those of a link wherever these may be given. Does not know what other constants are
+called or mean (``cluster``).
 
 A file is JSON: ``name``, ``about``, ``source`` and ``date``, if need be ``topology``, ``ports_per_host``, ``per_host``,
 ``cores`` and ``one_machine``, and ``constants``, each by its name with ``value``, ``low``, ``high``, ``measured`` and
@@ -11,9 +12,10 @@ A file is JSON: ``name``, ``about``, ``source`` and ``date``, if need be ``topol
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,11 @@ from ..errors import DataError, UsageError
 from ..nouns import Rate, Seconds
 from ..strategy.grammar import nearest, read_list, read_value
 from .cluster import Cluster, Constant
+from .links import loggp
 from .topology import topology_of
 
-_SHORT = {"alpha": "between.alpha", "beta": "between.beta", "flight": "between.flight"}
+_LOGGP = ("L", "o", "g", "G")
+_SHORT = {name: f"between.{name}" for name in ("alpha", "beta", "flight", *_LOGGP)}
 _SHAPE = ("ports_per_host", "per_host", "cores")
 _KEYS = ("name", "about", "source", "date", "topology", *_SHAPE, "one_machine", "constants")
 _CONSTANT = ("value", "low", "high", "measured", "source")
@@ -67,8 +71,9 @@ def _content(path: Path) -> str:
 def inline(text: str) -> Cluster:
     """The cluster of ``alpha=45us,beta=1.2ns,gamma=2.5ns``: seconds per message, per byte sent, per byte reduced.
 
-    ``rate=10Gbit`` says ``beta`` in another way; other constants go by their names, as in ``inside.alpha=2us``, and so
-    do ``topology``, ``ports_per_host``, ``per_host`` and ``cores``.
+    ``rate=10Gbit`` says ``beta`` in another way, and ``L=5us,o=2us,g=3us,G=1ns`` all of a link in LogGP's; other
+    constants go by their names, as in ``inside.alpha=2us``, and so do ``topology``, ``ports_per_host``, ``per_host``
+    and ``cores``.
     """
     constants: dict[str, Constant] = {}
     shape: dict[str, Any] = {}
@@ -83,7 +88,7 @@ def inline(text: str) -> Cluster:
             shape[key] = read_value(value, int, key)
         else:
             constants[name] = Constant(_given_s(key, value), source="given")
-    return Cluster(text, constants, about="given as constants", source="given", **shape)
+    return Cluster(text, _with_links(constants), about="given as constants", source="given", **shape)
 
 
 def _halves(item: str) -> tuple[str, str, str]:
@@ -120,7 +125,7 @@ def parse_network(text: str, where: str) -> Cluster:
         texts = {key: _text(data, key) for key in ("about", "source", "date")}
         topology = topology_of(_text(data, "topology", "switch"))
         given: dict[str, Any] = {**texts, **shape}
-        return Cluster(_text(data, "name", where), constants, topology=topology, **given)
+        return Cluster(_text(data, "name", where), _with_links(constants), topology=topology, **given)
     except UsageError as error:
         raise DataError(f"{where}: {error}") from None
 
@@ -175,6 +180,36 @@ def _seconds(held: Any, key: str) -> float:
         return float(held)
     except OverflowError:
         raise UsageError(f"{key} is a finite number of seconds, got one of more digits than any") from None
+
+
+def _with_links(constants: Mapping[str, Constant]) -> dict[str, Constant]:
+    """The constants with alpha, beta and flight in place of LogGP's L, o, g and G, where these are given."""
+    found = dict(constants)
+    for end in ("between", "inside"):
+        given = {name: found.pop(f"{end}.{name}") for name in _LOGGP if f"{end}.{name}" in found}
+        if not given:
+            continue
+        if missing := [name for name in _LOGGP if name not in given]:
+            raise UsageError(f"{end}.{missing[0]} is missing: LogGP's constants are L, o, g and G, give all four")
+        if beside := [key for key in found if key.startswith(f"{end}.")]:
+            raise UsageError(
+                f"{beside[0]} is given beside LogGP's {end}.L, o, g and G, which stand for it: leave one out"
+            )
+        found |= {f"{end}.{name}": constant for name, constant in _link_of(list(given.values())).items()}
+    return found
+
+
+def _link_of(given: Sequence[Constant]) -> dict[str, Constant]:
+    """Alpha, beta and flight from L, o, g and G; each grows or falls with each of these, so ranges end in corners."""
+    corners = [loggp(*values) for values in ([one.value for one in given], *product(*(one.range for one in given)))]
+    measured = all(one.measured for one in given)
+    source = "; ".join(dict.fromkeys(one.source for one in given if one.source))
+    numbers = {
+        "alpha": [link.pieces[0].busy_s for link in corners],
+        "beta": [link.pieces[0].per_byte_s for link in corners],
+        "flight": [link.flight_s for link in corners],
+    }
+    return {name: Constant(of[0], min(of), max(of), measured, source) for name, of in numbers.items()}
 
 
 def _only(data: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,28 +33,11 @@ from .topology import Ints, Switch
 Numbers = NDArray[np.integer[Any]]
 
 
-@dataclass(frozen=True, eq=False)
-class PlanTime:
-    """When a plan is done, and what was used for it.
-
-    ``whole_s`` is the last rank's end from time 0, ``ends_s`` each rank's without what processors add to the whole.
-    ``sending_s`` and ``receiving_s`` are the seconds that every port is busy, ``idle_s`` those that it waits before its
-    last message, sending and receiving in rows; the ports of hosts come first, those inside of each rank after them.
-    ``adding_s`` are every rank's seconds of adding, ``processor_s`` those of the busiest host's cores together.
-    """
+class PlanTime(NamedTuple):
+    """When a plan is done: all of it, and each rank, without what processors add to the whole."""
 
     whole_s: float
     ends_s: Floats
-    sending_s: Floats
-    receiving_s: Floats
-    idle_s: Floats
-    adding_s: Floats
-    processor_s: float
-
-    @property
-    def port_s(self) -> float:
-        """Seconds of the busiest port in its busier direction: what exchanges that go on at once have to share."""
-        return float(max(self.sending_s.max(), self.receiving_s.max()))
 
 
 def plan_time(
@@ -72,7 +55,10 @@ def plan_time(
     for low, high in pairwise(edges.tolist()):
         messages.share(slice(low, high))
         clocks.step(slice(low, high))
-    return _found(plan, cluster, places, messages, clocks)
+    whole_s = float(clocks.ends_s.max())
+    if cluster.cores is not None:
+        whole_s = max(whole_s, _processor_s(plan, cluster, places, messages) / cluster.cores)
+    return PlanTime(whole_s, clocks.ends_s)
 
 
 class _Messages:
@@ -165,25 +151,13 @@ class _Clocks:
         return sent_s, got_s + messages.flight_s[rows]
 
 
-def _found(plan: Plan, cluster: Cluster, hosts: Ints, messages: _Messages, clocks: _Clocks) -> PlanTime:
-    """What has come of it."""
-    adding_s = _sums(plan.dst, messages.add_s, plan.world)
-    sending_s = _sums(messages.out, messages.busy_s, messages.ports)
-    receiving_s = _sums(messages.into, messages.busy_s, messages.ports)
-    idle_s = np.stack([clocks.sends_s - sending_s, clocks.receives_s - receiving_s])
+def _processor_s(plan: Plan, cluster: Cluster, hosts: Ints, messages: _Messages) -> float:
+    """What the cores of the busiest host, or of all that share some, need for messages, bytes and adding."""
     software_s = cluster.message_s + messages.size * cluster.byte_cpu_s
-    of_ranks_s = adding_s + sum(_sums(ranks, software_s, plan.world) for ranks in (plan.src, plan.dst))
+    of_ranks_s = np.bincount(plan.dst, messages.add_s + software_s, plan.world)
+    of_ranks_s += np.bincount(plan.src, software_s, plan.world)
     of_hosts_s = np.bincount(hosts, of_ranks_s)
-    processor_s = float(of_hosts_s.sum() if cluster.one_machine else of_hosts_s.max())
-    whole_s = float(clocks.ends_s.max())
-    if cluster.cores is not None:
-        whole_s = max(whole_s, processor_s / cluster.cores)
-    return PlanTime(whole_s, clocks.ends_s, sending_s, receiving_s, idle_s, adding_s, processor_s)
-
-
-def _sums(places: Numbers, seconds: Floats, count: int) -> Floats:
-    found: Floats = np.bincount(places, seconds, count).astype(np.float64)
-    return found
+    return float(of_hosts_s.sum() if cluster.one_machine else of_hosts_s.max())
 
 
 @dataclass(frozen=True)
