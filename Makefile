@@ -5,10 +5,10 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench clean distclean
+.PHONY: help install demo test test-all check bench clean distclean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 install: .venv/.installed ## Make .venv and install Syncline into it, for development
 
@@ -19,8 +19,13 @@ demo: install ## Train on handwritten digits: one worker, ring, parameter server
 
 # Many tests wait for processes, so there are two at a time for every core, eight at most; the longest files begin
 # (tests/conftest.py). Cores are those that this process may use: nproc would answer with OMP_NUM_THREADS where it is set.
-test: install ## Run all tests
-	$(BIN)/python -m pytest -n $$($(BIN)/python -c 'import os; print(min(8, 2 * len(os.sched_getaffinity(0))))') --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $$($(BIN)/python -c 'import os; print(min(8, 2 * len(os.sched_getaffinity(0))))') --dist loadfile --no-loadscope-reorder
+
+test: install ## Run all tests; those of trainers are skipped where their packages are not installed
+	$(PYTEST)
+
+test-all: .venv/.trainers ## Install the trainers' packages too, and run the tests that make test skips without them
+	$(PYTEST) tests/trainers
 
 check: install ## Run ruff and mypy
 	$(BIN)/ruff check
@@ -50,4 +55,8 @@ distclean: clean ## Also remove .venv and demo
 			"(on Debian and Ubuntu the package python3-venv)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
+	@touch $@
+
+.venv/.trainers: .venv/.installed
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[trainers]"
 	@touch $@

@@ -15,6 +15,7 @@ import contextlib
 import multiprocessing.util
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -46,7 +47,7 @@ def communicator_for(
             if size == 1 and default.us.member.alone:
                 return default.us, lambda: None
             return default.us.found(ranks, name, limit_s), lambda: None
-    session = _begin(store, rank, size, limit_s, name, _chosen(strategy))
+    session = _begin(store, rank, size, limit_s, name, chosen(strategy))
     return session, lambda: _end(session)
 
 
@@ -72,7 +73,7 @@ def _begin(store: Any, rank: int, size: int, limit_s: float, name: str, strategy
     return session
 
 
-def _chosen(text: str | None) -> Strategy:
+def chosen(text: str | None) -> Strategy:
     """The strategy of a group, or of SYNCLINE_STRATEGY; raises UsageError for what a process group cannot run."""
     found = Strategy.parse(text if text is not None else os.environ.get("SYNCLINE_STRATEGY", ""))
     remedy = "give the process group another (SYNCLINE_STRATEGY, or pg_options), or use syncline.prepare()"
@@ -81,10 +82,11 @@ def _chosen(text: str | None) -> Strategy:
     if found.sync.name != "bsp":
         raise UsageError(f"{found}: the collectives of a process group are synchronous; {remedy}")
     if found.codec != NONE:
+        codec = replace(Strategy.parse(""), codec=found.codec)
         raise UsageError(
             f"{found}: what a process group sums is not known to be gradients, so it is not compressed; give the codec"
             " to DistributedDataParallel's hook:"
-            f" ddp.register_comm_hook(syncline.hook_state('codec={found.codec.name}'), syncline.comm_hook)"
+            f" ddp.register_comm_hook(syncline.hook_state({str(codec)!r}), syncline.comm_hook)"
         )
     return found
 

@@ -1,0 +1,51 @@
+"""Running a trainer's example, and what its ranks have trained to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "trainers"
+LIMIT_S = 300.0
+"""Trainers take their time to be imported, more so by several processes on a busy machine."""
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def run(*arguments: Any, status: int = 0, **environment: str) -> str:
+    """Run Python with ``arguments`` in a process of its own; what it has printed, when it has ended as expected."""
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("SYNCLINE_STRATEGY", "HF_"))}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=alone
+        | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", "SYNCLINE_SECRET": "a secret"}
+        | environment,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def weights(folder: Path, name: str, world: int = 2) -> dict[str, torch.Tensor]:
+    """What all ranks of a run have left, which has to be the same on all."""
+    first, *others = (torch.load(folder / f"{name}-{rank}.pt") for rank in range(world))
+    assert first
+    for other in others:
+        assert first.keys() == other.keys()
+        assert all(torch.equal(first[key], other[key]) for key in first)
+    return first  # type: ignore[no-any-return]
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference between two runs' weights."""
+    assert one.keys() == other.keys()
+    return max(float((one[key] - other[key]).abs().max()) for key in one)
