@@ -38,10 +38,11 @@ from ..compression.reducers.ways import OWNERS, way_of
 from ..errors import StrategyError, UsageError
 from ..nouns import Group
 from ..sync import Averages, Mixes, backup_of
+from .combination import Combination
 from .grammar import Part, nearest, read_part, read_words
 from .parts import build, write
 from .presets import preset_of
-from .rules import Combination, fault_of, nearest_that_works
+from .rules import fault_of, nearest_that_works
 from .words import AUTO, NONE, WORDS, belongs_to, bind_word, built_names, kind_of
 
 if TYPE_CHECKING:
