@@ -128,18 +128,18 @@ def test_a_key_in_use_is_refused_and_free_again_afterwards() -> None:
 def test_as_many_segments_as_tags_can_number_and_one_more() -> None:
     plan = compile_program(registry.get("algorithms", "ring").target(Group(2)), 0)
     exchange = Exchange(Hub(2).transport(0), segment_bytes=1)
-    exchange.start(Run(plan, np.zeros(1 << 20, np.uint8), 0, "at the limit"))
-    with pytest.raises(UsageError, match=r"one more: an array of 1048577 bytes has more segments than tags"):
-        exchange.start(Run(plan, np.zeros((1 << 20) + 1, np.uint8), 1, "one more"))
+    exchange.start(Run(plan, np.zeros(1 << 16, np.uint8), 0, "at the limit"))
+    with pytest.raises(UsageError, match=r"one more: an array of 65537 bytes has more segments than tags"):
+        exchange.start(Run(plan, np.zeros((1 << 16) + 1, np.uint8), 1, "one more"))
 
 
 def test_the_tags_of_the_last_key_segment_and_action_are_their_own() -> None:
     """Below those of single messages and of reducers, which have the highest bit."""
-    last = tag_of(Mock(run=Mock(key=(1 << 23) - 1), number=(1 << 20) - 1), Mock(index=(1 << 20) - 1))
+    last = tag_of(Mock(run=Mock(key=(1 << 30) - 1), number=(1 << 16) - 1), Mock(index=(1 << 17) - 1))
     assert last == (1 << 63) - 1
 
 
-@pytest.mark.parametrize("key", [-1, 1 << 23])
+@pytest.mark.parametrize("key", [-1, 1 << 30])
 def test_keys_out_of_range_are_refused(key: int) -> None:
     _, exchanges, runs = pair()
     with pytest.raises(UsageError, match=f"key {key} is out of range"):

@@ -21,7 +21,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from ..compression.reducers import Room
 from ..errors import ClosedError, PeerTimeout, ProtocolError, UsageError
@@ -102,6 +102,10 @@ class Driver(ABC):
     def blocked_s(self) -> float:
         """Seconds for which threads have been blocked here, added up."""
         return sum(list(self._blocked_s.values()))
+
+    def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """The bytes sent to each process, and received, with all headers."""
+        return self.transport.traffic()
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:

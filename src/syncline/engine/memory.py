@@ -44,6 +44,7 @@ from ..plans.memory import Operation
 from ..plans.plan import REDUCE, Plan
 from ..wire.link import broken
 from ..wire.scratch import Scratch, address_of
+from .runs import KEY_BITS
 from .scripts import ScriptedRun, Scripts, nothing
 from .slots import Slots
 from .trace import Kind, Observer, Span, begin
@@ -260,7 +261,7 @@ class OneSided:
     def _open(self, run: ScriptedRun) -> None:
         """Fill in a run's state; the first ``advance`` fills in the slot and shows it to the others."""
         kernel, window, layout, state = self._kernel, self._window, run.layout, run.state
-        identity = (self._next_generation(run.key) << _KEY_BITS | run.key) + 1
+        identity = (self._next_generation(run.key) << KEY_BITS | run.key) + 1
         run.table, run.slot = table, slot = self._slots.take(identity)
         state[:] = layout.state
         address = address_of(run.array)
@@ -342,7 +343,6 @@ def _peers(run: ScriptedRun) -> tuple[int, ...]:
     return run.layout.script.touches + run.layout.script.touched_by
 
 
-_KEY_BITS = 24
 _GENERATIONS = 0xFFFFFFFF
 
 _HEAD_WORDS = board.BOARD_HEAD // 8

@@ -27,9 +27,9 @@ OPEN = 4
 """Reducers of one bucket that are under way at once."""
 
 _MARK = 3 << 62
-"""Tags of rounds have the two highest bits set: plans have neither, single messages the highest alone."""
-_PIECE_BITS = 32
-"""Below them the piece; two processes exchange its messages in the same order, so that rounds need no number."""
+"""Tags of rounds have the two highest bits set: plans have not the first, single messages not the second."""
+_PIECE_BITS = 31
+"""Below the key is the piece; two processes exchange its messages in the same order, so that rounds need no number."""
 
 
 class Reducing:

@@ -18,10 +18,11 @@ from .trace import Span
 
 Array = NDArray[Any]
 
-_INDEX_BITS = 20
-_SEGMENT_BITS = 20
-KEYS = 1 << 23
-"""Keys a run may have; tags with the highest bit set are left to single messages."""
+_INDEX_BITS = 17
+_SEGMENT_BITS = 16
+KEY_BITS = 30
+KEYS = 1 << KEY_BITS
+"""Keys a run may have; tags with the highest bit set are left to single messages and to reducers."""
 
 MOST_ACTIONS, MOST_SEGMENTS = 1 << _INDEX_BITS, 1 << _SEGMENT_BITS
 """What tags can number, of a rank's part in a plan and of a run."""

@@ -51,7 +51,7 @@ def nonsense(session: Session, source: int, label: str, why: str) -> ProtocolErr
     return ProtocolError(
         f"{label} from {session.name(source)} makes no sense: {why}; do all processes run the same version on sound"
         " machines?",
-        rank=source,
+        rank=session.member.number(source),
         host="" if session.roll is None else session.roll.members[source].host,
     )
 

@@ -161,7 +161,7 @@ class Owner:
             raise ProtocolError(
                 f"the update with the values that {who} pushed fails ({type(error).__name__}: {error}): do all"
                 " processes have the same optimizer with the same groups?",
-                rank=action.worker,
+                rank=self._session.member.number(action.worker),
             ) from error
 
 
@@ -363,7 +363,7 @@ class Server:
     def _body(self, worker: int, message: dict[str, Any]) -> list[Record]:
         """The records that follow a message."""
         body = receive_body(self._session, worker, message["size"], f"the body of a {message['kind']}")
-        return unpack(body, self._session.name(worker), worker)
+        return unpack(body, self._session.name(worker), self._session.member.number(worker))
 
     def _replace(self, heard: Heard, relay: Relay) -> None:
         """As ``session.replacing`` has it: the workers have been answered all that they have asked."""

@@ -250,7 +250,8 @@ class LocalOwners:
 
     def _gathered(self, records: list[Record]) -> list[Record]:
         parts = self._session.gather(pack(records))
-        return [record for rank, part in enumerate(parts) for record in unpack(part, self._session.name(rank), rank)]
+        name, number = self._session.name, self._session.member.number
+        return [record for rank, part in enumerate(parts) for record in unpack(part, name(rank), number(rank))]
 
 
 class RemoteOwners:
@@ -364,7 +365,7 @@ class RemoteOwners:
         found: list[Record] = []
         for server, reply in zip(self._servers, self._ask({"kind": kind}, {"size": int}), strict=True):
             body = receive_body(self._session, server, reply["size"], f"the owner's {kind}", ANSWERS)
-            found += unpack(body, self._session.name(server), server)
+            found += unpack(body, self._session.name(server), self._session.member.number(server))
         return found
 
     def leave(self, over: Work | None) -> None:

@@ -50,4 +50,4 @@ class Leaving:
         assert roles is not None
         owners = roles.places(session.group)
         for process, told in zip(owners, session.share(owners, data, LABEL), strict=True):
-            yield from unpack(told, session.name(process), process)
+            yield from unpack(told, session.name(process), session.member.number(process))

@@ -170,7 +170,7 @@ def _said(session: Session, layers: Sequence[Layer], data: bytes) -> tuple[Layou
         raise ProtocolError(
             f"{LABEL}: what {session.name(0)} tells makes no sense ({error}); do all processes run the same version on"
             " sound machines?",
-            rank=0,
+            rank=session.member.number(0),
         ) from error
     raise UsageError(fault)
 

@@ -47,8 +47,7 @@ class Member:
         """What a model still has to do with the others before they come to another call, by its first key."""
         self.before_end: list[Callable[[], None]] = []
         """What this process does for the others before it leaves a run in which nothing went wrong."""
-        self.at_end: Callable[[bool], None] = lambda _: None
-        """Called after the goodbye, while connections still stand; told whether nothing has gone wrong in the run."""
+        self._at_end: Callable[[bool], None] = lambda _: None
         ending = self.ending = Ending(group, index, self.name)
         self._pid = os.getpid()
         self._closed = False
@@ -83,10 +82,18 @@ class Member:
         role = "" if index < self.group.workers else "server "
         return role + (self.roll.name(index) if self.roll is not None else f"rank {index}")
 
+    def number(self, index: int) -> int:
+        """The number in the run of a process, which is its own unless these are some of them (``within``)."""
+        return index
+
     @property
     def forked(self) -> bool:
         """True in a process that was forked from this one."""
         return os.getpid() != self._pid
+
+    def call_at_end(self, call: Callable[[bool], None]) -> None:
+        """After the goodbye, while connections still stand; it is told whether nothing has gone wrong in the run."""
+        self._at_end = call
 
     def check_usable(self) -> None:
         """Raise ClosedError when nothing can be communicated (any more, or here)."""
@@ -143,7 +150,7 @@ class Member:
     def _part(self) -> None:
         """Say goodbye, and do what is to be done while the others can still be reached."""
         self.ending.say_goodbye()
-        self.at_end(self._engine is None or self._engine.error is None)
+        self._at_end(self._engine is None or self._engine.error is None)
 
     def _take_leave(self) -> Exception | None:
         """Call what comes before the end; what went wrong in it, which nobody has seen."""

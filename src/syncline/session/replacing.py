@@ -121,7 +121,7 @@ class Recompressing:
                 raise ProtocolError(
                     f"{LABEL}: what {self._session.name(rank)} has kept back makes no sense ({error}); do all processes"
                     " run the same version on sound machines?",
-                    rank=rank,
+                    rank=self._session.member.number(rank),
                 ) from error
 
 

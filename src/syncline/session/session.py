@@ -48,6 +48,7 @@ from .ending import Ending
 from .member import Member
 from .stats import Stats
 from .tickets import TABLE
+from .within import member_within
 
 MODEL_KEYS = 1 << 16
 """Keys of one model among those of buckets: several models may be in flight at once."""
@@ -84,7 +85,10 @@ class Session(Communicator):
         observer: Observer | None = None,
     ) -> None:
         member = Member(group, index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s, observer=observer)
-        super().__init__(member, range(group.workers), self._allreduce_in)
+        self._begin(strategy, group, member)
+
+    def _begin(self, strategy: Strategy, group: Group, member: Member, number: int = 0) -> None:
+        super().__init__(member, range(group.workers), self._allreduce_in, number)
         self.strategy = strategy
         self.group = group
         self.choice: Choice | None = None
@@ -101,6 +105,19 @@ class Session(Communicator):
         """What lets each model have, on all workers that call it, its newest weights; by first keys."""
         self._models: list[weakref.ref[Any]] = []
         self.prepared: dict[int, Any] = {}  # what a framework has made of each, by its first key
+
+    @classmethod
+    def within(cls, world: Session, ranks: Sequence[int], number: int) -> Session:
+        """The session of some workers of a run, this one among them: models and collectives are theirs alone.
+
+        ``ranks`` are theirs in the run, ascending; ``number`` is one that none of them has used (``GROUPS``). What runs
+        is what ``world`` runs, in a smaller group.
+        """
+        made, member = cls.__new__(cls), member_within(world.member, ranks, number)
+        made._begin(world.strategy, member.group, member, number)
+        made.choice, made.chose_codec, made.reason = world.choice, world.chose_codec, world.reason
+        made.chooses_schedule = world.chooses_schedule and len(ranks) > 1
+        return made
 
     # This process.
 
@@ -332,7 +349,10 @@ class Session(Communicator):
 
     def _check_size(self, size: int, process: int, most: int, label: str) -> None:
         if not 0 <= size <= most:
-            raise ProtocolError(f"{label}: {self.name(process)} tells {size} bytes, which makes no sense", rank=process)
+            raise ProtocolError(
+                f"{label}: {self.name(process)} tells {size} bytes, which makes no sense",
+                rank=self.member.number(process),
+            )
 
     def meet_everyone(self, label: str) -> None:
         """Wait until all processes, servers included, have come here."""
@@ -376,12 +396,11 @@ class Session(Communicator):
         beside = dict(went.staleness), dict(went.version_lag), dict(went.waited_s)
         if self.member.alone:
             return Stats(str(self.strategy), 0.0, {}, {}, "", {}, "", "", *beside)
-        transport = self.engine.transport
-        sent, received = transport.traffic()
+        sent, received = self.engine.traffic()
         algorithms = {} if self.choice is None else dict(self.choice.table)
-        exchange, blocked_s = self.strategy.exchange, self.engine.blocked_s
+        exchange, blocked_s, carrier = self.strategy.exchange, self.engine.blocked_s, self.engine.transport.name
         strategy, reason = self._running()
-        return Stats(str(strategy), blocked_s, sent, received, transport.name, algorithms, exchange, reason, *beside)
+        return Stats(str(strategy), blocked_s, sent, received, carrier, algorithms, exchange, reason, *beside)
 
     def _running(self) -> tuple[Strategy, str]:
         """What runs, with the schedule that was chosen for the first model, and why."""

@@ -191,7 +191,8 @@ def put_together(session: Session, optimizer: Any) -> None:
     found = [(rank, part) for rank, part in enumerate(parts) if part]
     if len(found) != optimizer._owners:
         raise _parted()
-    records = [record for rank, part in found for record in unpack(part, session.name(rank), rank)]
+    number = session.member.number
+    records = [record for rank, part in found for record in unpack(part, session.name(rank), number(rank))]
     _restore(optimizer, whole_state(records, optimizer._parameters))
 
 

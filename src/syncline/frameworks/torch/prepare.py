@@ -234,7 +234,8 @@ def _copy_optimizer(
     """Give every rank the optimizer state of ``root``: a rank without batches has not made the last steps."""
     data = session.tell_all(pack(records_of(optimizer, parameters)) if session.rank == root else b"", root)
     if session.rank != root:
-        for parameter, state in whole_state(unpack(data, session.name(root), root), parameters).items():
+        records = unpack(data, session.name(root), session.member.number(root))
+        for parameter, state in whole_state(records, parameters).items():
             optimizer.state[parameter] = state
 
 
