@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
@@ -14,17 +14,22 @@ from .errors import NotBuiltError, UsageError
 from .process import process
 from .sampling import Sampler, sampler_of
 from .sampling.order import Order
+from .session.groups import WorkerGroup
+from .session.groups import new_group as make_group
 from .session.session import Session
 from .session.stats import Stats
 from .wire.watch import LIVENESS_S
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from .frameworks.numpy import Trainer, Update
 
     Model = TypeVar("Model", bound=torch.nn.Module)
     Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+    Group = WorkerGroup | DeviceMesh | ProcessGroup
     Tensors = TypeVar("Tensors", torch.Tensor, np.ndarray[Any, Any])
 
 
@@ -76,9 +81,24 @@ def session() -> Session:
     return process.session
 
 
-def rank() -> int:
-    """This worker's rank, from 0; a server answers with the last worker's."""
-    return session().rank
+def new_group(ranks: Sequence[int], timeout: float | None = None) -> WorkerGroup:
+    """A group of some workers, for ``group=``; all workers call it, also those that are not in it.
+
+    All give the same ranks, in whatever order, and make several groups in one order, as with ``torch.distributed``. A
+    worker that calls it with other ranks, or does something else instead, is named by an error on all; so is one that
+    has not come within ``timeout`` seconds. A worker that is not in the group has it too, with ``group.rank`` -1, and
+    gets an error where it uses it.
+
+    Within a group ranks count from 0, in ascending order: ``syncline.rank(group)``, ``root=0``. Groups may overlap, and
+    two be used at once by two threads; where calls of two overlapping groups wait, ranks make them in one order.
+    ``group.end()`` ends one.
+    """
+    return make_group(session(), ranks, timeout)
+
+
+def rank(group: Group | None = None) -> int:
+    """This worker's rank, from 0, and within a group that it is not in -1; a server answers with the last worker's."""
+    return group.rank if isinstance(group, WorkerGroup) else process.within(group).rank
 
 
 def local_rank() -> int:
@@ -86,9 +106,9 @@ def local_rank() -> int:
     return session().local_rank
 
 
-def world_size() -> int:
-    """The number of workers; servers do not count."""
-    return session().world_size
+def world_size(group: Group | None = None) -> int:
+    """The number of workers, of all or of ``group``; servers do not count."""
+    return group.size if isinstance(group, WorkerGroup) else process.within(group).world_size
 
 
 @overload
@@ -100,6 +120,7 @@ def prepare(
     weight: float | Literal["batch"] | Callable[..., float] = 1,
     ignore: Iterable[str] = (),
     broadcast_buffers: bool = True,
+    group: Group | None = None,
 ) -> Model: ...
 
 
@@ -112,12 +133,13 @@ def prepare(
     weight: float | Literal["batch"] | Callable[..., float] = 1,
     ignore: Iterable[str] = (),
     broadcast_buffers: bool = True,
+    group: Group | None = None,
 ) -> tuple[Model, Optimizer]: ...
 
 
 @overload
 def prepare(
-    model: Mapping[str, np.ndarray[Any, Any]], optimizer: Update
+    model: Mapping[str, np.ndarray[Any, Any]], optimizer: Update, *, group: Group | None = None
 ) -> tuple[dict[str, np.ndarray[Any, Any]], Trainer]: ...
 
 
@@ -129,6 +151,7 @@ def prepare(
     weight: float | Literal["batch"] | Callable[..., float] = 1,
     ignore: Iterable[str] = (),
     broadcast_buffers: bool = True,
+    group: Group | None = None,
 ) -> Any:
     """Make a model and its optimizer part of the run; both are returned, the training loop stays as it is.
 
@@ -150,9 +173,15 @@ def prepare(
     is returned are the arrays that train, and an optimizer whose ``step(gradients)`` averages the ranks' gradients
     first.
 
+    With a ``group``, which ``new_group`` has given, the model is that of the group's ranks alone, who call this, and
+    "all ranks" above are these. A 1-D DeviceMesh (``mesh["dp"]``) or a ProcessGroup of torch, whatever its backend, is
+    a group too: its ranks make one of it, without others, the first time that they give it. A model that was prepared
+    with another group is that one's no longer.
+
     A server process does not return from here: it serves until the workers have left, and ends with status 0.
     """
-    here = session()
+    here = process.within(group)
+    here.check_fit()
     from .frameworks import adapter_of
 
     options = {"unused": unused, "weight": weight, "ignore": ignore, "broadcast_buffers": broadcast_buffers}
@@ -161,9 +190,11 @@ def prepare(
         shutdown()
         sys.exit(0)
     made = handed.prepared
-    if made is not None and any(known.model is model for known in process.prepared):
-        process.prepared[:] = [made if known.model is model else known for known in process.prepared]
-    elif made is not None:
+    before = [known.model is model for known in process.prepared]
+    process.prepared[:] = [
+        made if same else known for known, same in zip(process.prepared, before, strict=True) if made or not same
+    ]
+    if made is not None and not any(before):
         process.prepared.append(made)
     return handed.result
 
@@ -274,41 +305,52 @@ def consolidate() -> None:
     pull. Where workers train by themselves, all get the mean of their weights, under ``easgd`` the centre; the run goes
     on as it would have, from there. Call it before what every rank shall see alike: a last evaluation, a checkpoint by
     hand. Evaluation never exchanges by itself. Where replicas are equal after every step, as under ``bsp``, it is
-    ``flush()``.
+    ``flush()``. Models that were prepared with a group are brought together in it.
     """
-    for _, bring_together in sorted(session().consolidates.items()):
-        bring_together()
+    for here in session().family:
+        for _, bring_together in sorted(here.consolidates.items()):
+            bring_together()
 
 
-def allreduce(tensor: Tensors, op: str = "mean") -> Tensors:
-    """Replace a tensor or array, on every worker, by the workers' ``mean`` or ``sum``; returns it."""
+def allreduce(tensor: Tensors, op: str = "mean", *, group: Group | None = None) -> Tensors:
+    """Replace a tensor or array, on every worker, by the workers' ``mean`` or ``sum``; returns it.
+
+    Here and below workers are those of ``group``, where one is given (``new_group``).
+    """
     if op not in ("mean", "sum"):
         raise UsageError(f"op={op!r}: choose 'mean' or 'sum'")
-    flat, write_back = _flat(tensor)
-    session().allreduce(flat, average=op == "mean")
+    here, (flat, write_back) = process.within(group), _flat(tensor)
+    here.allreduce(flat, average=op == "mean")
     write_back()
     return tensor
 
 
-def broadcast(tensor: Tensors, root: int = 0) -> Tensors:
-    """Replace a tensor or array, on every worker, by that of rank ``root``; returns it."""
-    flat, write_back = _flat(tensor)
-    session().broadcast(flat, root)
+def broadcast(tensor: Tensors, root: int = 0, *, group: Group | None = None) -> Tensors:
+    """Replace a tensor or array, on every worker, by that of rank ``root``, counted within the group; returns it."""
+    here, (flat, write_back) = process.within(group), _flat(tensor)
+    here.broadcast(flat, root)
     write_back()
     return tensor
 
 
-def gather(data: bytes) -> list[bytes]:
+def gather(data: bytes, *, group: Group | None = None) -> list[bytes]:
     """Every worker's bytes, in rank order, on every worker."""
-    return session().gather(data)
+    return process.within(group).gather(data)
 
 
-def barrier(timeout: float | None = None) -> None:
+def barrier(timeout: float | None = None, *, group: Group | None = None) -> None:
     """Wait until all workers are here; an error names those that are not after ``timeout`` seconds."""
-    session().barrier(timeout)
+    process.within(group).barrier(timeout)
 
 
-def sampler(dataset: Sized | int, *, batch_size: int | None = None, seed: int = 0, shuffle: bool = True) -> Sampler:
+def sampler(
+    dataset: Sized | int,
+    *,
+    batch_size: int | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
+    group: Group | None = None,
+) -> Sampler:
     """Which samples of ``dataset``, or of a number of samples, this worker trains on; all workers call it.
 
     With ``batch_size`` it gives lists, for ``DataLoader(dataset, batch_sampler=)``, else indices, for
@@ -316,15 +358,19 @@ def sampler(dataset: Sized | int, *, batch_size: int | None = None, seed: int = 
     as DistributedSampler does, into as many samples for each, a few of them twice where the number does not divide.
     Where each worker goes at its own pace (``asp``, ``ssp``, backup workers) all take their batches from one pool:
     every sample once per epoch, a slow worker fewer of them, and the epoch is over for all when the pool is empty. Each
-    iteration is the next epoch, shuffled anew from ``seed``; ``set_epoch`` chooses.
+    iteration is the next epoch, shuffled anew from ``seed``; ``set_epoch`` chooses. With a ``group`` its workers alone
+    share the samples out, and call it.
     """
     samples = dataset if isinstance(dataset, int) else len(dataset)
-    return sampler_of(session(), Order(samples, batch_size, seed, shuffle))
+    return sampler_of(process.within(group), Order(samples, batch_size, seed, shuffle))
 
 
-def stats() -> Stats:
-    """Time blocked in Syncline and bytes moved, since ``init``."""
-    return session().stats()
+def stats(*, group: Group | None = None) -> Stats:
+    """Time blocked in Syncline and bytes moved, since ``init``, or what of them was for ``group``.
+
+    A group's bytes are those of arrays and payloads, by rank in the run: connections are those of all groups.
+    """
+    return process.within(group).stats()
 
 
 def state_dict() -> dict[str, Any]:
@@ -333,7 +379,8 @@ def state_dict() -> dict[str, Any]:
     Under a codec that keeps residuals, and where workers train by themselves and have weights of their own, all ranks
     have to call it, and every rank gets what all have: as many bytes as there are ranks times the model's. Where owners
     hold the weights, theirs are in it too: they know more than the workers have been told so far. Tensors and plain
-    values, which ``torch.save`` takes.
+    values, which ``torch.save`` takes. Of models that were prepared with a group, the state is that of its ranks: ranks
+    of different groups have different states.
     """
     return checkpoint.save(_session_of_torch("state_dict()"), process.prepared)
 

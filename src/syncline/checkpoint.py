@@ -24,11 +24,29 @@ if TYPE_CHECKING:
 
 
 def save(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
-    """The state of the run, its models in the order in which they were prepared; all workers call it."""
+    """The state of the run, its models in the order in which they were prepared; all workers call it.
+
+    Those that were prepared in a group of workers stand under ``groups``, group by group.
+    """
     _rest(prepared, "syncline.state_dict()")
     for made in prepared:
         if made.client is not None and not made.client.together:
             made.client.consolidate()  # so that nobody waits for a step of one that is here
+    all_workers, *groups = _by_session(session, prepared)
+    found = _saved(*all_workers)
+    if groups:
+        found["groups"] = [_saved(*group) for group in groups]
+    return found
+
+
+def _by_session(session: Session, prepared: Sequence[Prepared]) -> list[tuple[Session, list[Prepared]]]:
+    """The models of all workers, which may be none, and those of each group that has some, in the order of groups."""
+    found = [(one, [made for made in prepared if made.replica.session is one]) for one in session.family]
+    return [(one, models) for one, models in found if models or one is session]
+
+
+def _saved(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
+    """The state of some models, all of that session."""
     found: dict[str, Any] = {
         "strategy": str(session.strategy),
         "algorithms": [] if session.choice is None else [list(row) for row in session.choice.table],
@@ -61,6 +79,18 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
     caller did.
     """
     _rest(prepared, "syncline.load_state_dict()")
+    all_workers, *groups = _by_session(session, prepared)
+    if len(states := state.get("groups") or []) != len(groups):
+        raise UsageError(
+            f"this state has models of {len(states)} groups, and this rank has prepared some in {len(groups)}: prepare"
+            " them as in the run that is resumed, and load the state that this group's ranks have saved"
+        )
+    for group, found in zip((all_workers, *groups), (state, *states), strict=True):
+        _load(*group, found)
+
+
+def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any]) -> None:
+    """Take up the state of some models, all of that session."""
     if state["strategy"] != str(session.strategy) and session.resume_codec(state["strategy"]):
         for made in prepared:
             made.replica.gradients.compress()
@@ -87,13 +117,13 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
                 f"this state has nothing of codec={session.strategy.codec}: what it had not sent yet is lost, and"
                 " training does not go on with the same bits; save syncline.state_dict() of this strategy, called by"
                 " all ranks",
-                stacklevel=3,
+                stacklevel=4,
             )
         if compression.forgets:
             warnings.warn(
                 "the residuals of servers that only sum are in no checkpoint, so that training does not go on with the"
                 " same bits: use ps(on=workers, update=worker) or ps(update=server)",
-                stacklevel=3,
+                stacklevel=4,
             )
     _resume_averaging(prepared, state.get("averaging") or nothing, state.get("differences") or nothing)
     if state.get("algorithms") and state["world_size"] == session.world_size:

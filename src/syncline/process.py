@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import ClosedError, PeerError, SynclineError, UsageError
 from .launch import attendance
@@ -22,6 +22,7 @@ from .launch.environment import Environment
 from .launch.guard import end_with_launcher
 from .launch.meeting import MeetingPoint, secret_bytes
 from .launch.places import Variables
+from .session.groups import WorkerGroup, found_group
 from .session.printing import watch_exceptions
 from .session.session import Session
 from .strategy.strategy import Strategy
@@ -40,6 +41,7 @@ class Process:
         self.joined: Session | None = None
         self.prepared: list[Prepared] = []
         """The models of PyTorch that are part of the run, with their optimizers."""
+        self._of_torch: dict[tuple[int, ...], WorkerGroup] = {}  # by ranks
         self._point: MeetingPoint | None = None
         self._variables = Variables()
         self._inits = 0
@@ -55,6 +57,30 @@ class Process:
             raise ClosedError("call syncline.init() first")
         self.joined.check_usable()
         return self.joined
+
+    def within(self, group: Any) -> Session:
+        """The session of a group: ours, or one that its ranks have in torch; of all workers where there is none.
+
+        Raises UsageError for what is no group, and for a worker that is not in it.
+        """
+        here = self.session
+        if group is None:
+            return here
+        if isinstance(group, WorkerGroup):
+            if not group.is_of(here):
+                raise UsageError(f"the {group!r} is of a run that has ended: make it anew after syncline.init()")
+            return group.session
+        if all(kind.__module__.partition(".")[0] != "torch" for kind in type(group).__mro__):
+            raise UsageError(
+                "group= takes what syncline.new_group() gives, one dimension of a DeviceMesh, or a ProcessGroup of"
+                f" torch, not {type(group).__name__}"
+            )
+        from .frameworks.torch.meshes import ranks_of
+
+        ranks = ranks_of(here, group)
+        if ranks not in self._of_torch:
+            self._of_torch[ranks] = found_group(here, ranks)
+        return self._of_torch[ranks].session
 
     def begin(
         self,
@@ -131,6 +157,7 @@ class Process:
                 made.release(fetch and passing is None, settle=passing is None)
         finally:
             self.prepared.clear()
+            self._of_torch.clear()
             self.joined = None
             failure = _close(ending, sys.exc_info()[1])
         if failure is not None and passing is None:

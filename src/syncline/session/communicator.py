@@ -42,6 +42,8 @@ from .tickets import (
     WITH_TENSORS,
     Meeting,
     Ticket,
+    making,
+    numbers_of,
     ticket_table,
 )
 
@@ -117,9 +119,8 @@ class Communicator:
         What it runs is what this one runs, in a smaller group. Raises UsageError where the message library's own
         collective takes the place of a plan, and for more communicators than have keys.
         """
-        chosen = self._chosen(ranks)
-        number = self._next_number(chosen)
-        self._check_number(number)
+        chosen = self.chosen(ranks)
+        number = self.agree_on_group(chosen)
         if self.rank not in chosen:
             return None
         return Communicator(self.member, [self.ranks[rank] for rank in chosen], self._plan, number)
@@ -130,7 +131,12 @@ class Communicator:
         All of them call it with the same ranks and ``name``, and overlapping groups in one order. PeerTimeout names
         those that have not come within ``timeout`` seconds. Otherwise as ``split``.
         """
-        chosen = self._chosen(ranks)
+        chosen = self.chosen(ranks)
+        number = self.agree_within(chosen, name, timeout)
+        return Communicator(self.member, [self.ranks[rank] for rank in chosen], self._plan, number)
+
+    def agree_within(self, chosen: tuple[int, ...], name: str, timeout: float | None = None) -> int:
+        """The number of a group that these ranks make without the others; otherwise as ``found``."""
         peers = [self.ranks[rank] for rank in chosen if self.ranks[rank] != self.index]
         tag = _FOUNDING_MESSAGES | zlib.crc32(f"{name} {chosen}".encode())
         member, label = self.member, f"making the group {name}"
@@ -149,9 +155,10 @@ class Communicator:
                 number = max(number, *(int.from_bytes(work.result, "little") for work in heard.values()))
             self._check_number(number)
             member.communicators = number + 1
-        return Communicator(member, [self.ranks[rank] for rank in chosen], self._plan, number)
+        return number
 
-    def _chosen(self, ranks: Sequence[int]) -> tuple[int, ...]:
+    def chosen(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """These ranks, if they can be a group; raises UsageError where they cannot."""
         chosen = tuple(map(operator.index, ranks))
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.world_size)):
             raise UsageError(f"ranks {chosen}: name some of 0 to {self.world_size - 1}, each once")
@@ -167,21 +174,37 @@ class Communicator:
                 " not used again: make groups once and keep them, or begin a new run"
             )
 
-    def _next_number(self, chosen: tuple[int, ...]) -> int:
-        """A number that no rank has used: groups may have been made by some of them without the others."""
+    def agree_on_group(self, chosen: tuple[int, ...], timeout: float | None = None) -> int:
+        """The number of a group of these ranks, which all ranks make, at the same point of their scripts.
+
+        No rank of the group has used it, unless it was that of a group of the same ranks which all of them have given
+        back (``give_back``). MismatchError names ranks that make another group, PeerTimeout those that do not come.
+        """
         member = self.member
         if not member.splitting.acquire(blocking=False):
             raise UsageError("another thread of this process makes a group at the same time: make one after the other")
         try:
-            tickets = self.agree(SPLIT, zlib.crc32(str(chosen).encode()), flags=member.communicators)
-            number = max(ticket.flags for ticket in tickets)
-            member.communicators = number + 1
+            processes = tuple(self.ranks[rank] for rank in chosen)
+            free = member.given_back.get(processes, [])
+            asked = making(chosen, member.communicators, free[-1] if free else 0)
+            tickets = self.agree(SPLIT, zlib.crc32(str(chosen).encode()), timeout, asked)
+            numbers = [numbers_of(tickets[rank]) for rank in chosen]
+            number, again = max(new for new, _ in numbers), {old for _, old in numbers}
+            if len(again) == 1 and 0 not in again:
+                return free.pop() if self.rank in chosen else again.pop()
+            self._check_number(number)
+            if self.rank in chosen:
+                member.communicators = number + 1
             return number
         except BaseException as error:
             member.interrupted(error)
             raise
         finally:
             member.splitting.release()
+
+    def give_back(self, processes: tuple[int, ...], number: int) -> None:
+        """Nothing is under way any more in the group of these processes of that number, and nothing will be."""
+        self.member.given_back.setdefault(processes, []).append(number)
 
     # Collectives.
 
@@ -357,6 +380,8 @@ class Communicator:
             hint = "do all ranks have the same number of batches? if not, wrap the loop in `with syncline.join():`"
         elif kinds <= WITH_TENSORS and theirs.text == ours.text:
             hint += ": they differ in the root, the reduction, or the sizes and types of the tensors one by one"
+        elif kinds == {SPLIT}:
+            hint = "let every rank make the same groups in the same order, also those that it is not in"
         elif LAYOUT in kinds:
             hint = "do all ranks load a checkpoint at the same place, and the same one?"
         error = MismatchError(f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}; {hint}")

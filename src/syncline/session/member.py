@@ -42,6 +42,8 @@ class Member:
         self.roll, self.local_rank = roll, local_rank
         self.communicators = 1
         """The least number that no communicator of this process has had; that of all workers is 0."""
+        self.given_back: dict[tuple[int, ...], list[int]] = {}
+        """Numbers of groups that have ended, by the processes that were in them, who alone may use them again."""
         self.splitting = threading.Lock()
         self.before_calls: dict[int, Callable[[], None]] = {}
         """What a model still has to do with the others before they come to another call, by its first key."""

@@ -105,6 +105,9 @@ class Session(Communicator):
         """What lets each model have, on all workers that call it, its newest weights; by first keys."""
         self._models: list[weakref.ref[Any]] = []
         self.prepared: dict[int, Any] = {}  # what a framework has made of each, by its first key
+        self.family: list[Session] = [self]
+        """The session of all workers, and those of groups of them that this process is in."""
+        self._unfit = ""
 
     @classmethod
     def within(cls, world: Session, ranks: Sequence[int], number: int) -> Session:
@@ -117,7 +120,38 @@ class Session(Communicator):
         made._begin(world.strategy, member.group, member, number)
         made.choice, made.chose_codec, made.reason = world.choice, world.chose_codec, world.reason
         made.chooses_schedule = world.chooses_schedule and len(ranks) > 1
+        made.family = world.family
+        made.family.append(made)
+        made._fit_in()
         return made
+
+    def _fit_in(self) -> None:
+        """Run what the strategy is in this group of workers; where it is nothing there, models are refused."""
+        asked = self.strategy
+        if asked.servers:
+            self._unfit = (
+                f"{asked}: its server processes serve all workers of the run, and no group of them; use"
+                f" ps(servers={asked.servers}, on=workers), or an allreduce such as ring"
+            )
+            return
+        hosts = 1 if self.roll is None else self.roll.hosts
+        try:
+            found = asked.resolve(self.group, hosts=hosts, inproc=self.roll is None)
+        except UsageError as error:
+            self._unfit = f"{asked} in a group of {self.world_size}: {error}"
+            return
+        if self.choice is not None:
+            found = replace(found, architecture=asked.architecture)
+        self.strategy = replace(found, transport=asked.transport)
+        if found.codec != asked.codec:
+            self.reason = (
+                f"codec={asked.codec.name} compresses between hosts only, and all ranks of the group are on one"
+            )
+
+    def check_fit(self) -> None:
+        """Raise UsageError where the strategy of the run cannot be that of models in this group of workers."""
+        if self._unfit:
+            raise UsageError(self._unfit)
 
     # This process.
 
@@ -312,8 +346,13 @@ class Session(Communicator):
 
     @property
     def models(self) -> list[Any]:
-        """The models that were entered and still exist."""
-        return [model for known in self._models if (model := known()) is not None]
+        """The models that were entered and still exist, in groups of workers too."""
+        return [model for one in self.family for known in one._models if (model := known()) is not None]
+
+    @property
+    def has_had_models(self) -> bool:
+        """Whether models have been entered."""
+        return bool(self._models)
 
     def broadcast_to_all(self, array: Array, key: int, label: str, tolerant: bool = False) -> Work:
         """Start a broadcast from worker 0 to all processes, servers included; every process calls it."""

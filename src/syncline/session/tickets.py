@@ -9,7 +9,7 @@ brings along; this file knows nothing of how.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ CALLS = {
     COMMIT: "the optimizer's step",
     JOINED: "the end of its batches (join)",
     TABLE: "load_state_dict with measured algorithms",
-    SPLIT: "making a smaller group",
+    SPLIT: "making a group",
     LAYOUT: "replacing the buckets",
     AVERAGE: "averaging weights",
     CONSOLIDATE: "consolidate",
@@ -69,6 +69,10 @@ WITH_TENSORS = {ALLREDUCE, BROADCAST, GATHER, *range(ALL_GATHER, REDUCE + 1)}
 """Those whose flags say what they are for, where they say anything."""
 
 
+_NUMBER_BITS, _RANKS_AT, _NAMED_RANKS = 16, 32, 32
+"""Of the flags for making a group: the bits of each of two numbers, and where a bit for each rank begins."""
+
+
 class Ticket(NamedTuple):
     """What a worker shows at a collective call: which, the how manieth, an argument that must agree, its weight."""
 
@@ -83,6 +87,9 @@ class Ticket(NamedTuple):
         """For messages."""
         if self.kind in (STEP, AVERAGE, CONSOLIDATE):
             return f"at {CALLS[self.kind]} (call {self.call}, step {step_of(self)})"
+        if self.kind == SPLIT and self.flags >> _RANKS_AT:
+            ranks = [rank for rank in range(_NAMED_RANKS) if self.flags >> _RANKS_AT + rank & 1]
+            return f"at {CALLS[SPLIT]} of ranks {', '.join(map(str, ranks))} (call {self.call})"
         return f"at {described(self.kind, self.call, self.flags if self.kind in WITH_TENSORS else 0)}"
 
 
@@ -96,6 +103,21 @@ def described(kind: int, call: int, flags: int) -> str:
 def sized(elements: int, dtype: str) -> int:
     """The flags of a ticket that say how many elements of which type a call is for."""
     return elements * (len(ELEMENT_TYPES) + 1) + ELEMENT_TYPES.index(dtype) + 1
+
+
+def making(ranks: Sequence[int], number: int, free: int) -> int:
+    """The flags of a ticket for making a group: the least new number here, and one that may be used again, or 0.
+
+    The ranks are there for messages, where they are few enough.
+    """
+    named = sum(1 << rank for rank in ranks) if max(ranks) < _NAMED_RANKS else 0
+    return named << _RANKS_AT | free << _NUMBER_BITS | number
+
+
+def numbers_of(ticket: Ticket) -> tuple[int, int]:
+    """The two numbers in a ticket for making a group."""
+    least = (1 << _NUMBER_BITS) - 1
+    return ticket.flags & least, ticket.flags >> _NUMBER_BITS & least
 
 
 def step_argument(first_key: int, step: int) -> int:

@@ -12,7 +12,7 @@ from ...session.session import Session
 from .. import Handed
 from .._alone import warn_of_plain_steps
 from .options import Options
-from .prepare import Prepared, prepare
+from .prepare import Prepared, let_go, prepare
 
 __all__ = ["Options", "Prepared", "adapt", "prepare"]
 
@@ -27,6 +27,7 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
     result = model if optimizer is None else (model, optimizer)
     if session.alone:
         warn_of_plain_steps(session)
+        let_go(session, model)
         return Handed(result)
     made = prepare(session, model, optimizer, chosen)
     return None if made is None else Handed(result, made)

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from ...errors import SynclineError
+from ...errors import SynclineError, UsageError
 from ...nouns import Bucket
 from ...serving.owner import serve
 from ...serving.records import pack, unpack
@@ -102,7 +102,8 @@ def prepare(
     check_only_ours(model)
     selection = Selection(model, options)
     check_normalisation(model, options)
-    check_held_once(model, selection.trained(), [made.replica for made in session.prepared.values()])
+    known: list[Prepared] = [made for one in session.family for made in one.prepared.values()]
+    check_held_once(model, selection.trained(), [made.replica for made in known])
     if optimizer is not None:
         check_optimizer(model, optimizer)
     if session.strategy.server_holds_weights:
@@ -114,6 +115,7 @@ def prepare(
     if not session.strategy.sync_mode().merges and optimizer is not None:
         check_by_itself(session.strategy, group_values(optimizer.param_groups), selection)
     first_key = session.enter_model(model)
+    let_go(session, model)
     before: Prepared | None = session.prepared.pop(first_key, None)
     if before is not None:
         before.replica.flush()
@@ -145,6 +147,20 @@ def prepare(
     session.prepared[first_key] = made
     session.consolidates[first_key] = made.consolidate
     return made
+
+
+def let_go(session: Session, model: torch.nn.Module) -> None:
+    """Release a model that was prepared in another group of workers, or in that of all."""
+    for other in session.family:
+        for key, made in list(other.prepared.items()):
+            if made.model is model and other is not session:
+                if made.client is not None:
+                    raise UsageError(
+                        "owners of weights hold this model as it was prepared in another group: prepare it once"
+                    )
+                made.replica.flush()
+                made.release()
+                del other.prepared[key], other.consolidates[key]
 
 
 def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | None, replica: Replica) -> Prepared:

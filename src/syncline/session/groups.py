@@ -1,0 +1,102 @@
+"""Groups of workers as scripts hold them: what ``syncline.new_group`` gives, on the ranks that are in one and others.
+
+A group is a session of its own (``Session.within``) over the connections of the run. Its number, from which its keys
+follow, is agreed on by all workers, or by its own ranks alone where these make it without the others; both are the
+communicator's. What stands here is who may use a group, and until when.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from ..errors import UsageError
+from ..plans.plan import ranks_text
+from .session import Session
+from .within import GROUPS
+
+
+class WorkerGroup:
+    """Some workers of a run, in ascending order; the same value on all workers, also on those that are not in it.
+
+    ``ranks`` are theirs in the run. Collectives and models that are given the group are theirs alone; a worker that is
+    not in it gets an error that says so.
+    """
+
+    def __init__(self, world: Session, ranks: Sequence[int], number: int) -> None:
+        self.ranks = tuple(ranks)
+        self._world, self._number = world, number
+        self._session = Session.within(world, self.ranks, number) if world.rank in self.ranks else None
+        self._ended = False
+
+    def __repr__(self) -> str:
+        return f"<group of {ranks_text(self.ranks)}>"
+
+    @property
+    def size(self) -> int:
+        """How many workers are in it."""
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank within it, from 0, and -1 where it is not in it."""
+        return self.ranks.index(self._world.rank) if self._session is not None else -1
+
+    @property
+    def session(self) -> Session:
+        """What is done within it; raises UsageError for a worker that is not in it, and once it has ended."""
+        if self._ended:
+            raise UsageError(f"{self} has ended: make another one with syncline.new_group()")
+        if self._session is None:
+            raise UsageError(
+                f"{self._world.name(self._world.rank)} is not in the {self!r}: call this on its ranks alone, as under"
+                " `if group.rank >= 0:`"
+            )
+        self._session.check_usable()
+        return self._session
+
+    def is_of(self, world: Session) -> bool:
+        """Whether it is a group of that run's workers."""
+        return self._world is world
+
+    def end(self) -> None:
+        """End it, on all of its ranks, which wait for each other; elsewhere nothing happens.
+
+        A group of the same ranks that is made later may then take up its number. Raises UsageError where models were
+        prepared in it: they hold on to it until ``syncline.shutdown()``.
+        """
+        if self._session is None or self._ended:
+            self._ended = True
+            return
+        here = self.session
+        if here.has_had_models:
+            raise UsageError(f"models were prepared in the {self!r}, which therefore ends with syncline.shutdown()")
+        here.barrier()
+        self._ended = True
+        here.family.remove(here)
+        self._world.give_back(self.ranks, self._number)
+
+
+def new_group(world: Session, ranks: Sequence[int], timeout: float | None = None) -> WorkerGroup:
+    """A group of these ranks, whose order does not matter; all workers call it with the same, in one order.
+
+    MismatchError names workers that call it with others, or do something else; PeerTimeout those that have not come
+    within ``timeout`` seconds. UsageError for ranks that are none, and for more groups of a process than there may be.
+    """
+    chosen = world.chosen(sorted(map(operator.index, ranks)))
+    return _numbered(world, chosen, world.agree_on_group(chosen, timeout))
+
+
+def found_group(world: Session, ranks: Sequence[int]) -> WorkerGroup:
+    """A group of these ranks, this one among them, that they make without the others."""
+    chosen = world.chosen(sorted(map(operator.index, ranks)))
+    return _numbered(world, chosen, world.agree_within(chosen, f"of {ranks_text(chosen)}"))
+
+
+def _numbered(world: Session, ranks: tuple[int, ...], number: int) -> WorkerGroup:
+    if number >= GROUPS:
+        raise UsageError(
+            f"a process can be in up to {GROUPS - 1} groups in a run: make groups once and keep them, or end() those"
+            " that are needed no longer, whose numbers groups of the same ranks take up"
+        )
+    return WorkerGroup(world, ranks, number)

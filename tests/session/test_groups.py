@@ -1,0 +1,414 @@
+"""Groups of workers: who is in which, what is done in several at once, how they end, and what goes wrong."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from syncline.engine.trace import Recorder
+from syncline.errors import ClosedError, MismatchError, PeerTimeout, UsageError
+from syncline.launch.connecting import in_process
+from syncline.session.groups import WorkerGroup, found_group, new_group
+from syncline.session.session import MODEL_KEYS, Session
+from syncline.session.within import GROUPS
+
+STRATEGIES = ["ring", "direct", "tree", "hierarchical", "ps(servers=1)", "ps(servers=2, on=workers)", "codec=int8"]
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[int, list[tuple[int, ...]]]:
+    """A number of workers, and groups of some of them, which may overlap, in the order in which they are made."""
+    workers = draw(st.integers(1, 5))
+    groups = st.sets(st.integers(0, workers - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
+    return workers, draw(st.lists(groups, min_size=1, max_size=6))
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> tuple[int, list[tuple[int, ...]]]:
+    """A number of workers, each of which is in one of some groups."""
+    workers = draw(st.integers(2, 6))
+    places = draw(st.lists(st.integers(0, 2), min_size=workers, max_size=workers))
+    return workers, [tuple(np.flatnonzero(np.equal(places, place)).tolist()) for place in sorted(set(places))]
+
+
+def all_calls(here: Session, worker: int) -> list[Any]:
+    """What some collectives give in a group, of values that say which worker they are of."""
+    summed, told = np.full(1000, 10.0**worker), np.array([float(worker)])
+    here.allreduce(summed, average=False)
+    here.broadcast(told, root=here.world_size - 1)
+    here.barrier()
+    return [float(summed[0]), float(told[0]), here.gather(b"%d" % worker), here.tell_all(b"%d" % worker)]
+
+
+def wanted(ranks: tuple[int, ...]) -> list[Any]:
+    return [
+        sum(10.0**rank for rank in ranks),
+        float(ranks[-1]),
+        [b"%d" % rank for rank in ranks],
+        b"%d" % ranks[0],
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(run=runs(), strategy=st.sampled_from(STRATEGIES[:4]))
+def test_any_groups_communicate_by_themselves(run_group_of: Any, run: Any, strategy: str) -> None:
+    """Overlapping, nested, of one, of all: each gets what its own workers give, whatever the others do."""
+    workers, groups = run
+
+    def body(session: Session) -> list[Any]:
+        made = [new_group(session, ranks) for ranks in groups]
+        return [all_calls(one.session, session.rank) for one in made if one.rank >= 0]
+
+    for rank, found in enumerate(run_group_of(strategy, workers, body)):
+        assert found == [wanted(ranks) for ranks in groups if rank in ranks]
+
+
+@settings(max_examples=20, deadline=None)
+@given(run=partitions(), data=st.data())
+def test_groups_that_share_nobody_have_the_same_number_and_do_not_meet(
+    run_group_of: Any, run: Any, data: st.DataObject
+) -> None:
+    """Parts of a run are made by their own ranks alone, in any order, and used at once."""
+    workers, groups = run
+    rounds = data.draw(st.integers(1, 4))
+
+    def body(session: Session) -> list[Any]:
+        mine = next(ranks for ranks in groups if session.rank in ranks)
+        made = found_group(session, mine)
+        return [all_calls(made.session, session.rank) for _ in range(rounds)]
+
+    for rank, found in enumerate(run_group_of("ring", workers, body)):
+        assert found == [wanted(next(ranks for ranks in groups if rank in ranks))] * rounds
+
+
+@pytest.fixture(scope="module")
+def run_group_of() -> Any:
+    """As ``group``, for tests of many examples."""
+    from conftest import run_group
+
+    return run_group
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_workers_make_groups_under_every_strategy(group: Any, strategy: str) -> None:
+    """Also beside servers, which take no part."""
+
+    def body(session: Session) -> Any:
+        if not session.is_worker:
+            return None
+        halves = [new_group(session, ranks) for ranks in ([2, 0], [1, 3])]
+        assert [one.rank for one in halves].count(-1) == 1
+        assert [one.ranks for one in halves] == [(0, 2), (1, 3)]
+        return all_calls(halves[session.rank % 2].session, session.rank)
+
+    found = group(strategy, 4, body)
+    assert found[:4] == [wanted((0, 2)), wanted((1, 3))] * 2
+
+
+def test_two_groups_are_used_at_once_by_two_threads_in_different_orders(group: Any) -> None:
+    """Rows and columns: whoever is in the middle of one is in the middle of the other."""
+
+    def body(session: Session) -> Any:
+        grid = [new_group(session, ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+        mine = [one for one in grid if one.rank >= 0]
+        order = mine if session.rank % 2 else mine[::-1]
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(lambda one: [all_calls(one.session, session.rank) for _ in range(20)], order))
+        return [(one.ranks, calls) for one, calls in zip(order, found, strict=True)]
+
+    for found in group("ring", 4, body):
+        assert all(calls == [wanted(ranks)] * 20 for ranks, calls in found)
+
+
+def test_what_is_under_way_in_two_groups_and_in_all_ends_in_any_order(group: Any) -> None:
+    def body(session: Session) -> Any:
+        small, large = new_group(session, [0, 1]), new_group(session, [0, 1, 2])
+        arrays, works = [], []
+        for here in (
+            (large.session, session, small.session) if session.rank else (small.session, session, large.session)
+        ):
+            arrays.append((here.world_size, np.full(70_000, 1.0 + session.rank)))
+            program = here.allreduce_program(arrays[-1][1].nbytes)
+            works.append(here.engine.exchange(program, arrays[-1][1], 7, "one key in all of them"))
+        session.engine.wait(*works)
+        return {size: float(array[0]) for size, array in arrays}
+
+    def in_three(session: Session) -> Any:
+        if session.rank < 2:
+            return body(session)
+        new_group(session, [0, 1])
+        large = new_group(session, [0, 1, 2])
+        arrays = [np.full(70_000, 3.0) for _ in range(2)]
+        works = [
+            here.engine.exchange(here.allreduce_program(array.nbytes), array, 7, "one key in all of them")
+            for here, array in zip((session, large.session), arrays, strict=True)
+        ]
+        session.engine.wait(*works)
+        return [float(array[0]) for array in arrays]
+
+    first, second, third = group("ring", 3, in_three)
+    assert first == second == {2: 3.0, 3: 6.0}
+    assert third == [6.0, 6.0]
+
+
+# What is told of them.
+
+
+def test_a_group_counts_what_is_its_own(group: Any) -> None:
+    """Bytes by rank in the run, and the time blocked: what is done in others is not in it."""
+
+    def body(session: Session) -> Any:
+        pair, trio = new_group(session, [0, 2]), new_group(session, [0, 1, 2])
+        trio.session.allreduce(np.ones(1 << 16))
+        if pair.rank < 0:
+            return None
+        before = pair.session.stats()
+        array = np.ones(1 << 16)
+        pair.session.allreduce(array)
+        found = pair.session.stats()
+        other = 2 - session.rank
+        assert (dict(before.bytes_sent), before.blocked_s) == ({}, 0.0)
+        assert array.nbytes <= found.bytes_sent[other] < array.nbytes + 1000
+        assert array.nbytes <= found.bytes_received[other] < array.nbytes + 1000
+        assert set(found.bytes_sent) == {other}
+        assert found.blocked_s > 0
+        return sum(session.stats().bytes_sent.values()) > found.bytes_sent[other]
+
+    assert group("ring", 3, body) == [True, None, True]
+
+
+def test_a_timeline_says_of_what_is_done_in_a_group_whose_it_is(run_on: Any) -> None:
+    """By its label, and by keys that no other group has."""
+    recorders = [Recorder(lambda: 0.0) for _ in range(3)]
+
+    def body(session: Session) -> None:
+        pair = new_group(session, [0, 2])
+        session.allreduce(np.ones(10))
+        if pair.rank >= 0:
+            pair.session.allreduce(np.ones(10))
+
+    run_on(in_process("ring", 3, recorders), body)
+    for rank, recorder in enumerate(recorders):
+        runs = [span for span in recorder.spans("work") if span.label.endswith("allreduce") and span.key >= 0]
+        labels = {span.label for span in runs}
+        assert labels == ({"allreduce"} if rank == 1 else {"allreduce", "group of ranks 0, 2: allreduce"})
+        keys = [{span.key for span in runs if span.label == label} for label in sorted(labels)]
+        assert len(set.union(*keys)) == sum(map(len, keys))
+
+
+# Ends.
+
+
+def test_an_ended_group_says_so_and_gives_its_number_back(group: Any) -> None:
+    """As many can be made, one after the other, as anybody likes."""
+
+    def body(session: Session) -> Any:
+        for number in range(2 * GROUPS):
+            one = new_group(session, [0, 1])
+            array = np.full(3, 1.0 + session.rank)
+            if one.rank >= 0:
+                one.session.allreduce(array)
+                assert array[0] == 1.5
+            if number % 3 == 0 and session.rank < 2:
+                one.session.gather(b"more calls in some than in others")
+            one.end()
+            with pytest.raises(UsageError, match=r"<group of ranks 0-1> has ended: make another one"):
+                one.session.check_usable()
+        return len(session.family)
+
+    assert group("ring", 3, body) == [1, 1, 1]
+
+
+def test_a_group_whose_number_only_some_have_given_back_gets_a_new_one(group: Any) -> None:
+    def body(session: Session) -> Any:
+        first, second = new_group(session, [0, 1]), new_group(session, [0, 1])
+        if (
+            session.rank == 0
+        ):  # who calls what has not been made for it gets what it asks for, and nobody else a wrong sum
+            session.give_back((0, 1), 1)
+        third = new_group(session, [0, 1])
+        return [all_calls(one.session, session.rank) for one in (third, second, first)]
+
+    assert group("ring", 2, body) == [[wanted((0, 1))] * 3] * 2
+
+
+def test_a_process_is_in_so_many_groups_at_a_time(group: Any) -> None:
+    def body(session: Session) -> None:
+        made = [new_group(session, [0, 1]) for _ in range(GROUPS - 1)]
+        assert all_calls(made[-1].session, session.rank) == wanted((0, 1))
+        with pytest.raises(UsageError, match=f"in up to {GROUPS - 1} groups in a run: make groups once and keep them"):
+            new_group(session, [0, 1])
+
+    group("ring", 2, body)
+
+
+def test_groups_end_with_their_run(group: Any) -> None:
+    made: dict[int, WorkerGroup] = {}
+
+    def body(session: Session) -> None:
+        made[session.rank] = new_group(session, [0, 1])
+
+    group("ring", 2, body)
+    for one in made.values():
+        with pytest.raises(ClosedError, match="this session has been shut down"):
+            one.session.barrier()
+
+
+# What goes wrong.
+
+
+def test_a_worker_outside_is_told_where_it_may_call(group: Any) -> None:
+    def body(session: Session) -> None:
+        one = new_group(session, [0, 2])
+        assert (one.size, one.rank) == (2, {0: 0, 1: -1, 2: 1}[session.rank])
+        if session.rank == 1:
+            with pytest.raises(
+                UsageError,
+                match=r"rank 1 is not in the <group of ranks 0, 2>: call this on its ranks alone, as under"
+                r" `if group.rank >= 0:`",
+            ):
+                one.session.barrier()
+            one.end()
+        else:
+            one.session.barrier()
+
+    group("ring", 3, body)
+
+
+@pytest.mark.parametrize("ranks", [[], [0, 0], [0, 3], [-1]])
+def test_ranks_that_cannot_be_a_group_are_refused_before_anybody_waits(group: Any, ranks: list[int]) -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(UsageError, match="name some of 0 to 2, each once"):
+            new_group(session, ranks)
+
+    group("ring", 3, body)
+
+
+def test_what_is_no_rank_is_refused(group: Any) -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(TypeError, match="integer"):
+            new_group(session, [0, 1.5])  # type: ignore[list-item]
+
+    group("ring", 2, body)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_worker_that_makes_another_group_is_named_on_all(run_on: Any, late: int) -> None:
+    """Two groups in two orders are that too."""
+    found: dict[int, str] = {}
+    sessions = in_process("ring", 3)
+
+    def body(session: Session) -> None:
+        orders = [[[0, 1], [1, 2]], [[1, 2], [0, 1]]]
+        with pytest.raises(MismatchError) as caught:
+            [new_group(session, ranks) for ranks in orders[session.rank == late]]
+        found[session.rank] = str(caught.value)
+
+    run_on(sessions, body)
+    assert len(found) == 3
+    for text in found.values():
+        assert f"rank {late} is at making a group of ranks 1, 2 (call 1)" in text
+        assert "is at making a group of ranks 0, 1 (call 1)" in text
+        assert "let every rank make the same groups in the same order, also those that it is not in" in text
+
+
+def test_a_worker_that_does_something_else_is_named(run_on: Any) -> None:
+    def body(session: Session) -> None:
+        call = session.barrier if session.rank == 2 else lambda: new_group(session, [0, 1])
+        with pytest.raises(MismatchError, match=r"rank 2 is at barrier .*making a group|making a group of ranks 0, 1"):
+            call()
+
+    run_on(in_process("ring", 3), body)
+
+
+def test_a_worker_that_does_not_come_is_named_when_the_time_is_over(run_on: Any) -> None:
+    waited = threading.Event()
+
+    def body(session: Session) -> None:
+        if session.rank == 2:
+            waited.wait(30)
+            return
+        with pytest.raises(PeerTimeout, match=r"making a group: not reached within 0\.3 s by rank 2"):
+            new_group(session, [0, 1], timeout=0.3)
+        waited.set()
+
+    run_on(in_process("ring", 3), body)
+
+
+def test_a_mismatch_in_a_group_names_ranks_by_their_number_in_the_run(group: Any) -> None:
+    def body(session: Session) -> None:
+        one = new_group(session, [1, 3])
+        if one.rank >= 0:
+            one.session.allreduce(np.zeros(3 if session.rank == 3 else 4))
+
+    with pytest.raises(MismatchError, match=r"rank [13] is at allreduce .* while rank [13] is at allreduce"):
+        group("ring", 4, body)
+
+
+def test_one_that_does_not_come_to_a_call_of_a_group_is_named_by_its_number_in_the_run(run_on: Any) -> None:
+    waited = threading.Event()
+
+    def body(session: Session) -> None:
+        one = new_group(session, [1, 2])
+        if session.rank == 1:
+            with pytest.raises(PeerTimeout, match=r"barrier: not reached within 0\.3 s by rank 2"):
+                one.session.barrier(timeout=0.3)
+            waited.set()
+        else:
+            waited.wait(30)
+
+    run_on(in_process("ring", 3), body)
+
+
+def test_models_of_a_group_have_keys_that_no_other_has(group: Any) -> None:
+    """The first model of each: one key within its group, another one in the run."""
+
+    def body(session: Session) -> Any:
+        both = [new_group(session, [0, 1]), new_group(session, [0, 1])]
+        models = [object.__new__(type("Model", (), {})) for _ in both]
+        firsts = [one.session.enter_model(model) for one, model in zip(both, models, strict=True)]
+        arrays = [np.full(9, float(number)) for number in range(2)]
+        works = [
+            one.session.engine.exchange(one.session.bucket_program(72), array, first + MODEL_KEYS - 2, "a bucket")
+            for one, first, array in zip(both, firsts, arrays, strict=True)
+        ]
+        session.engine.wait(*works)
+        with pytest.raises(UsageError, match=r"models were prepared in the <group of ranks 0-1>, which therefore ends"):
+            both[0].end()
+        return firsts, [float(array[0]) for array in arrays]
+
+    assert group("ring", 2, body) == [([0, 0], [0.0, 2.0])] * 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "says"),
+    [
+        (
+            "ps(servers=1)",
+            r"its server processes serve all workers of the run, and no group of them; use ps\(servers=1,",
+        ),
+        (
+            "ps(servers=3, on=workers)",
+            r"in a group of 2: ps\(on=workers\) has 2 workers to place 3 servers on: ask for",
+        ),
+    ],
+)
+def test_strategies_that_are_nothing_in_a_group_are_refused_for_models_and_not_for_collectives(
+    group: Any, strategy: str, says: str
+) -> None:
+    def body(session: Session) -> None:
+        if not session.is_worker:
+            return
+        one = new_group(session, [0, 2])
+        if one.rank >= 0:
+            assert all_calls(one.session, session.rank) == wanted((0, 2))
+            with pytest.raises(UsageError, match=says):
+                one.session.check_fit()
+
+    group(strategy, 3, body)
