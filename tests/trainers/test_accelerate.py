@@ -1,0 +1,41 @@
+"""Accelerate over a process group of Syncline's: DDP's weights, its hook, and models that have two owners."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import scripts_of_trainers as scripts
+
+pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-all")
+
+EXAMPLE = scripts.EXAMPLES / "with_accelerate.py"
+SCRIPT = Path(__file__).with_name("accelerate_otherwise.py")
+
+
+@pytest.mark.parametrize("strategy", ["", "ring transport=tcp"])
+def test_the_weights_are_those_of_ddp(tmp_path: Path, strategy: str) -> None:
+    """With gradients that are accumulated, and clipped."""
+    for backend in ("gloo", "syncline"):
+        printed = scripts.run(*scripts.TORCHRUN, EXAMPLE, backend, tmp_path, SYNCLINE_STRATEGY=strategy)
+        assert f"2 ranks over {backend}: loss" in printed
+    assert scripts.distance(scripts.weights(tmp_path, "gloo"), scripts.weights(tmp_path, "syncline")) < 1e-6
+
+
+def test_a_hook_compresses_what_it_has_wrapped(tmp_path: Path) -> None:
+    for how in ("plain", "hook"):
+        scripts.run(*scripts.TORCHRUN, SCRIPT, how, tmp_path)
+    assert 1e-6 < scripts.distance(scripts.weights(tmp_path, "plain"), scripts.weights(tmp_path, "hook")) < 0.05
+
+
+def test_a_model_is_either_its_own_or_that_of_prepare(tmp_path: Path) -> None:
+    printed = scripts.run(*scripts.TORCHRUN, SCRIPT, "both", tmp_path, status=1)
+    assert "UsageError: the model is wrapped in DistributedDataParallel" in printed
+    assert "GradientError: " in printed
+    assert "given to syncline.prepare() and then to DistributedDataParallel (as Accelerate and Trainers do" in printed
+
+
+def test_a_backend_that_it_does_not_know_is_not_just_left_out(tmp_path: Path) -> None:
+    """Named as the backend it is refused by Accelerate itself, which says nothing of a way round."""
+    printed = scripts.run(*scripts.TORCHRUN, SCRIPT, "named", tmp_path, status=1)
+    assert "backend syncline is not available" in printed
