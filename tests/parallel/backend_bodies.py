@@ -27,9 +27,22 @@ def grouped(place: Place, backend: str, **options: Any) -> Iterator[int]:
     host, _, port = address.rpartition(":")
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, SYNCLINE_SECRET=SECRET)
     options.setdefault("timeout", timedelta(seconds=60))
+    if backend == "gloo":
+        options["store"] = dist.TCPStore(host, int(port), world, is_master=rank == 0, timeout=options["timeout"])
     dist.init_process_group(backend, rank=rank, world_size=world, **options)
     yield rank
+    if backend == "gloo":
+        leave_together(options["store"], rank, world)
     dist.destroy_process_group()
+
+
+def leave_together(store: dist.Store, rank: int, world: int) -> None:
+    """Gloo may wait for ever for what it was sending when the other end closed: no rank goes before all have done."""
+    store.set(f"done {rank}", "")
+    store.wait([f"done {other}" for other in range(world)])
+    store.set(f"left {rank}", "")
+    if rank == 0:  # the store is its
+        store.wait([f"left {other}" for other in range(world)])
 
 
 def build(seed: int) -> torch.nn.Module:
