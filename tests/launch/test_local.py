@@ -295,7 +295,8 @@ def test_what_a_process_has_started_ends_with_a_failed_run() -> None:
     )
     with LocalRun(python(script), 1, on_output=lines) as run:
         until(run, lines, 1)
-        assert run.terminate().status == 128 + signal.SIGTERM
+        run.stop(signal.SIGTERM)
+        assert run.wait().status == 128 + signal.SIGTERM
     assert gone(int(lines.seen[0][1]))
 
 

@@ -44,13 +44,6 @@ def test_seconds_are_finite_and_not_negative(number, place):
         Link.linear(*numbers)
 
 
-@given(NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.floats(0, 1e9))
-def test_latency_and_bytes_are_scaled_apart(alpha, beta, flight, latency, per_byte, nbytes):
-    link = Link.linear(alpha, beta, flight).scaled(latency, per_byte)
-    assert link.busy_s(nbytes) == pytest.approx(latency * alpha + per_byte * beta * nbytes)
-    assert link.flight_s == latency * flight
-
-
 @given(NUMBERS, NUMBERS, NUMBERS, st.floats(0, 1), st.integers(1, 10**6), st.integers(1, 50))
 def test_loggp(latency, overhead, gap, share, nbytes, messages):
     """m messages of k bytes, one behind the other: o + (m-1) (max(o, g) + (k-1) G) + (k-1) G + L + o."""

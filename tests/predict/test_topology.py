@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import UsageError
-from syncline.predict.topology import FatTree, Switch, Torus, busiest_link, route, topology_of
+from syncline.predict.topology import FatTree, Switch, Torus, route, topology_of
 
 
 def test_a_switch_shares_nothing():
@@ -49,8 +49,8 @@ def test_many_messages_at_once_go_as_each_alone(topology):
 
 def test_the_busiest_link_of_a_ring_whose_hosts_all_send_far():
     hosts = np.arange(16)
-    which, links = Torus().crossings(hosts, (hosts + 4) % 16, 16)
-    assert busiest_link(Torus(), links, np.full(len(which), 10.0)) == 40
+    _, links = Torus().crossings(hosts, (hosts + 4) % 16, 16)
+    assert np.bincount(links).max() == 4
 
 
 @pytest.mark.parametrize(

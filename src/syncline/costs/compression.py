@@ -81,10 +81,6 @@ class CodedAllreduce:
         share = self.nbytes / (_FLOAT_BYTES * self.elements)
         return encodes * self.encode_s + decodes * self.decode_s + adds * share * self.add_s
 
-    def allreduce_s(self, workers: int, bit_per_s: float) -> float:
-        """Seconds of the whole allreduce over links of that speed."""
-        return self.sent_bits(workers) / bit_per_s + self.computing_s(workers)
-
     def pays_below_bit_per_s(self, workers: int) -> float | None:
         """The link speed below which this is faster than the dense allreduce; None when it is nowhere.
 

@@ -211,11 +211,6 @@ class LocalRun:
         self._requests.append((number, 128 + number if status is None else status))
         os.eventfd_write(self._bell, 1)
 
-    def terminate(self) -> Outcome:
-        """End all processes now and wait for it."""
-        self.stop(signal.SIGTERM)
-        return self.wait()
-
     def _start(self) -> None:
         if not self._ranked:
             for rank in range(self._processes):

@@ -93,11 +93,6 @@ class Link:
         """The piece that messages of a size belong to."""
         return next(piece for piece in reversed(self.pieces) if piece.from_bytes <= nbytes)
 
-    def scaled(self, latency: float = 1.0, per_byte: float = 1.0) -> Link:
-        """The link with its seconds per message and of flight, and those per byte, times so much."""
-        pieces = tuple(Piece(one.from_bytes, latency * one.busy_s, per_byte * one.per_byte_s) for one in self.pieces)
-        return Link(pieces, latency * self.flight_s)
-
     @cached_property
     def _columns(self) -> tuple[Floats, Floats, Floats]:
         rows = np.array([(piece.from_bytes, piece.busy_s, piece.per_byte_s) for piece in self.pieces], np.float64)

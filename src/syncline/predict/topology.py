@@ -15,7 +15,7 @@ not know seconds: who asks takes what is shared and what it carries. Links are n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -166,12 +166,3 @@ def _number(text: str, what: str) -> float:
 
 def _dims(text: str, what: str) -> tuple[int, ...]:
     return tuple(_count(size, what) for size in text.split("x"))
-
-
-def busiest_link(topology: Topology, links: Ints, loads: Sequence[float] | NDArray[np.float64]) -> float:
-    """The greatest load on one link, relative to its capacity, where uses of ``links`` put so much on each."""
-    if not len(links):
-        return 0.0
-    names, place = np.unique(links, return_inverse=True)
-    capacities = np.array([topology.capacity(int(link)) for link in names])
-    return float((np.bincount(place, loads, len(names)) / capacities).max())

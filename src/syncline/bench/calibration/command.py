@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -70,6 +71,8 @@ def _start(request: Request, console: Console) -> int:
             lab = stack.enter_context(Lab(ranks // request.per_host, Rate(request.lab_rate)))
             place = partial(lab.placement, per_host=request.per_host)
         outcome = launch(command, ranks, place=place)
+    if outcome.status == 128 + signal.SIGINT:
+        raise KeyboardInterrupt  # whoever of all that Ctrl-C reaches has ended first
     if outcome.status:
         console.print(Text(f"syncline: {outcome.text}"), soft_wrap=True)
     return outcome.status

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ....errors import UsageError
 from ....nouns import numpy_dtype
-from ..storage import as_bytes, as_torch, dtype_name
+from ..storage import as_bytes, dtype_name
 
 Array = NDArray[Any]
 
@@ -78,11 +78,6 @@ def kind_of(tensor: torch.Tensor) -> str:
 def sizes_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
     """How many elements of which type each has."""
     return [(tensor.numel(), kind_of(tensor)) for tensor in tensors]
-
-
-def tensor_over(array: Array, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape and type of ``like`` over an array's bytes."""
-    return as_torch(array, like.dtype).view(like.shape)
 
 
 def together(tensors: list[torch.Tensor]) -> Any:
