@@ -1,19 +1,12 @@
-"""Fair shares of links: max-min fairness, and k exchanges on one link beside measured ones."""
+"""Fair shares of links: max-min fairness, and exchanges that begin together on one link."""
 
 from __future__ import annotations
-
-import csv
-from collections import defaultdict
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.predict.sharing import max_min_rates, shared_s
-
-MEASURED = Path(__file__).parents[3] / "shared" / "data" / "dlscheduling_results_avg.csv"
-"""Seconds of k allreduces at once between two nodes on 1 GbE, where the file is at hand."""
 
 FLOWS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3, unique=True), min_size=1, max_size=6)
 CAPACITIES = st.lists(st.floats(0.1, 10), min_size=5, max_size=5)
@@ -55,14 +48,3 @@ def test_exchanges_end_as_the_fair_rates_say(alone):
             ends[which] = now
             del left[which]
     assert shared_s(alone) == pytest.approx([ends[which] for which in range(len(alone))])
-
-
-@pytest.mark.skipif(not MEASURED.is_file(), reason="the measurements are not at hand")
-def test_exchanges_on_one_link_take_what_was_measured():
-    seconds: dict[int, dict[int, float]] = defaultdict(dict)
-    for row in csv.DictReader(MEASURED.read_text().splitlines()):
-        seconds[int(row["msg_size"])][int(row["job_num"])] = float(row["avg_latency"]) / 1e6
-    measured = seconds[40 << 20]
-    assert len(measured) == 16
-    errors = [abs(max(shared_s([measured[1]] * jobs)) / measured[jobs] - 1) for jobs in measured if jobs > 1]
-    assert sum(errors) / len(errors) <= 0.06

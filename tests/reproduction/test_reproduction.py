@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from syncline.cli import cli
 from syncline.errors import DataError, UsageError
 from syncline.predict.networks import load_network
-from syncline.reproduction.blocks import FIT, FOLLOWS, UNEXPLAINED, Chapter, Compared, held_of, markdown
+from syncline.reproduction.blocks import FIT, FOLLOWS, UNEXPLAINED, Compared, held_of, markdown
 from syncline.reproduction.measured import bcaffe, fair_sharing, googlenet_cases, sharing_errors
 from syncline.reproduction.page import page
 from syncline.reproduction.tables import allreduce_costs, concurrent
@@ -25,15 +25,6 @@ published = pytest.mark.skipif(
     not (DATA / "bcaffe_measured_throughput.csv").is_file(),
     reason="needs the published tables; SYNCLINE_PUBLISHED names their folder",
 )
-
-
-def section(title: str) -> str:
-    """A section of the page in docs, without its heading."""
-    return PAGE.read_text().split(f"## {title}\n\n")[1].split("\n\n## ")[0]
-
-
-def same_as_written(chapter: Chapter) -> bool:
-    return markdown([chapter]) == f"## {chapter.title}\n\n{section(chapter.title).rstrip()}"
 
 
 def test_a_figure_is_judged_by_numbers() -> None:
@@ -55,8 +46,15 @@ def test_taihulight_is_as_the_formulas_have_it_and_the_page_in_docs_says_so() ->
     alexnet = [held for held in held_of([servers]) if held.what.startswith("AlexNet")]
     assert [held.verdict for held in alexnet] == [UNEXPLAINED, UNEXPLAINED, FIT]
     assert fitted_per_layer_s() == pytest.approx(2.59e-3, rel=0.01)
+    written = PAGE.read_text()
     for chapter in (library, servers, curves()):
-        assert same_as_written(chapter), chapter.title
+        assert markdown([chapter]) in written, chapter.title
+
+
+@published
+@pytest.mark.slow
+def test_the_page_in_docs_is_what_comes_out() -> None:
+    assert page(DATA) == PAGE.read_text()
 
 
 @published
@@ -70,8 +68,8 @@ def test_the_cases_of_googlenet_come_out_within_the_limits_and_in_order() -> Non
 @published
 def test_exchanges_share_a_link_fairly() -> None:
     errors = sharing_errors(concurrent(DATA)[40 << 20])
+    assert len(errors) == 15
     assert sum(map(abs, errors)) / len(errors) <= 0.06
-    assert same_as_written(fair_sharing(DATA))
 
 
 @published
@@ -98,12 +96,11 @@ def test_a_table_that_is_wrong_is_named_with_its_line(tmp_path: Path) -> None:
         concurrent(tmp_path)
 
 
-def test_the_page_in_docs_names_the_constants_of_networks_and_what_is_not_explained() -> None:
+def test_the_page_in_docs_names_the_constants_of_networks() -> None:
     text = PAGE.read_text()
     for name in ("taihulight", "10gbe", "1gbe", "25gbe", "ib100", "pcie"):
         for key in load_network(name).constants:
             assert f"| `{name}` | {key} |" in text
-    assert "2.59 ms more per layer" in section("What the model cannot explain")
 
 
 def test_the_command_refuses_a_folder_that_is_not_there(tmp_path: Path) -> None:

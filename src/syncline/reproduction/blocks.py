@@ -43,11 +43,6 @@ def gain(value: float) -> str:
     return f"{100 * (value - 1):+.0f} %"
 
 
-def plain(value: float) -> str:
-    """A number."""
-    return significant(value)
-
-
 def deviation_text(value: float) -> str:
     """A relative deviation, with its sign."""
     return f"{100 * value:+.1f} %"
@@ -55,7 +50,7 @@ def deviation_text(value: float) -> str:
 
 @dataclass(frozen=True)
 class Compared:
-    """A published figure beside ours; ``reported`` is one number or the ends of a range, None where none was printed.
+    """A published figure beside ours; ``reported`` is one number or the ends of a range.
 
     ``fit``: a constant of ours was chosen to come near it. ``most``: the published figure is what was seen at most, and
     ours is the most that the model gives, so that it follows where ours is not less, nor far more.

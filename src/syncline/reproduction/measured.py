@@ -19,7 +19,7 @@ from ..predict.sharing import shared_s
 from ..report.units import significant
 from ..schedules import Cost
 from ..strategy.strategy import Strategy
-from .blocks import Chapter, Compared, Figures, Grid, deviation_text, plain, share
+from .blocks import Chapter, Compared, Figures, Grid, deviation_text, share
 from .nets import lasting, replayed
 from .simulating import ONE_BY_ONE
 from .tables import (
@@ -196,7 +196,7 @@ def fair_sharing(folder: Path | None) -> Chapter:
         f"seconds of {most} exchanges of 40 MiB at once",
         largest[most],
         shared_s([largest[1]] * most)[-1],
-        plain,
+        significant,
         remark="max-min fair shares; one by itself as measured",
     )
     return Chapter(

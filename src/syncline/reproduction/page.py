@@ -57,8 +57,8 @@ def page(data: Path | None) -> str:
 
 def _counts(chapters: Sequence[Chapter]) -> str:
     found = Counter(held.verdict for held in held_of(chapters))
-    counts = ", ".join(f"{found[verdict]} {verdict}" for verdict in (FOLLOWS, FIT, UNEXPLAINED, LEFT_OUT))
-    return f"Of {found.total()} figures: {counts}."
+    counts = ", ".join(f"{verdict} {found[verdict]}" for verdict in (FOLLOWS, FIT, UNEXPLAINED, LEFT_OUT))
+    return f"Verdicts on {found.total()} figures: {counts}."
 
 
 def _limits(chapters: Sequence[Chapter]) -> Chapter:

@@ -117,8 +117,11 @@ def _range(both: list[tuple[int, int, int]]) -> str:
     """The constants for which it holds for both networks, in words."""
     if not both:
         return "for neither network at the constants of the other"
-    rates, alphas, servers = (sorted(set(values)) for values in zip(*both, strict=True))
+    rates, alphas, servers = (
+        str(min(values)) if len(set(values)) == 1 else f"{min(values)} to {max(values)}"
+        for values in zip(*both, strict=True)
+    )
     return (
-        f"for both networks at once from {rates[0]} to {rates[-1]} Gbit/s, {alphas[0]} to {alphas[-1]} us per message"
-        f" and {servers[0]} to {servers[-1]} servers, in {len(both)} combinations of the search"
+        f"for both networks at once with {rates} Gbit/s, {alphas} us per message and {servers} servers, in {len(both)}"
+        " combinations of the search"
     )
