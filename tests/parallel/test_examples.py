@@ -89,6 +89,17 @@ def test_large_batch(pool: Pool, address: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("script", "what"),
+    [("pipeline_by_data.py", "2 stages x 2 replicas"), ("tensor_by_data.py", "2 halves x 2 replicas")],
+)
+def test_data_parallelism_beside_another_one(pool: Pool, address: str, script: str, what: str) -> None:
+    """The weights are those of one process."""
+    strategy, largest = printed(pool, address, 4, script).strip().splitlines()
+    assert strategy.endswith(f": {what}")
+    assert float(largest.removeprefix("largest difference from one process: ")) < 1e-9
+
+
+@pytest.mark.parametrize(
     ("options", "strategy"),
     [(["-n", "2"], "ring codec=topk(ratio=0.1)"), (["-n", "2", "--servers", "1"], "ps(servers=1) codec=int8")],
 )
@@ -124,4 +135,6 @@ def test_no_example_is_forgotten() -> None:
         "spawn.py",
         "asynchronous.py",
         "large_batch.py",
+        "pipeline_by_data.py",
+        "tensor_by_data.py",
     }

@@ -1,0 +1,120 @@
+"""Data parallelism beside tensor parallelism: two halves of every layer, each of them on two workers.
+
+    syncline run -n 4 examples/tensor_by_data.py
+    syncline run -n 4 --strategy "ps(servers=2, on=workers)" examples/tensor_by_data.py
+    torchrun --nproc-per-node 4 examples/tensor_by_data.py
+
+Every worker is in two groups: with the one that has the other half of the model, and with the one that has the same
+half and other samples. The first group adds up what its halves compute, in the middle of forward and backward; the
+second averages gradients. At the end the weights are compared with those of one process that has whole layers and all
+samples.
+
+A block is two layers: the first is split by outputs, the second by inputs, so that a sum at the end of a block is all
+that its halves have to say to each other (Shoeybi et al., "Megatron-LM", 2019).
+"""
+
+from typing import Any
+
+import torch
+
+import syncline
+
+HALVES, REPLICAS = 2, 2
+WIDTH, HIDDEN = 8, 32
+STEPS, BATCH = 20, 32
+
+
+class Copied(torch.autograd.Function):
+    """The same input for all halves; what they bring backward is added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return syncline.allreduce(gradient.clone(), "sum", group=ctx.group), None
+
+
+class Added(torch.autograd.Function):
+    """The sum of what all halves give; each of them gets the same gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:  # noqa: ARG004
+        return syncline.allreduce(x.clone(), "sum", group=group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
+        return gradient, None
+
+
+class HalfBlock(torch.nn.Module):
+    """One of ``halves`` parts of a block; of one, all of it."""
+
+    def __init__(self, whole: "HalfBlock | None" = None, half: int = 0, group: Any = None) -> None:
+        super().__init__()
+        self.group = group
+        hidden = HIDDEN if whole is None else HIDDEN // HALVES
+        self.into = torch.nn.Linear(WIDTH, hidden, dtype=torch.float64)
+        self.out = torch.nn.Linear(hidden, WIDTH, bias=False, dtype=torch.float64)
+        if whole is not None:
+            with torch.no_grad():
+                for name, tensor in self.named_parameters():
+                    tensor.copy_(part(name, whole.get_parameter(name), half))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.group is None:
+            return x + self.out(torch.tanh(self.into(x)))
+        return x + Added.apply(self.out(torch.tanh(self.into(Copied.apply(x, self.group)))), self.group)
+
+
+def part(name: str, tensor: torch.Tensor, half: int) -> torch.Tensor:
+    """A half's part of a block's parameter: of its outputs, or of its inputs."""
+    return tensor.chunk(HALVES, dim=1 if name == "out.weight" else 0)[half]
+
+
+def blocks() -> list[HalfBlock]:
+    """Whole blocks, the same on all ranks."""
+    torch.manual_seed(0)
+    return [HalfBlock(), HalfBlock()]
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, share: slice) -> None:
+    for step in range(STEPS):
+        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        optimizer.zero_grad()
+        (model(x[share]) - x[share].roll(1, dims=1)).square().mean().backward()
+        optimizer.step()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    syncline.init()
+    replica, half = divmod(syncline.rank(), HALVES)
+    # All workers make all groups, in one order, and use those that they are in.
+    of_model = [syncline.new_group([HALVES * row + column for column in range(HALVES)]) for row in range(REPLICAS)]
+    of_data = [syncline.new_group([HALVES * row + column for row in range(REPLICAS)]) for column in range(HALVES)]
+
+    model = torch.nn.Sequential(*(HalfBlock(whole, half, of_model[replica]) for whole in blocks()))
+    model, optimizer = syncline.prepare(model, sgd(model), group=of_data[half])
+    train(model, optimizer, slice(replica, None, REPLICAS))
+
+    alone = torch.nn.Sequential(*blocks())
+    train(alone, sgd(alone), slice(None))
+    differences = [
+        float((tensor - part(name.partition(".")[2], alone.get_parameter(name), half)).detach().abs().max())
+        for name, tensor in model.named_parameters()
+    ]
+    largest = max(map(float, syncline.gather(str(max(differences)).encode())))
+    if syncline.rank() == 0:
+        print(f"{syncline.stats(group=of_data[half]).strategy}: {HALVES} halves x {REPLICAS} replicas")
+        print(f"largest difference from one process: {largest:.1e}")
+
+
+if __name__ == "__main__":
+    main()
