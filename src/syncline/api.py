@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .frameworks.numpy import Trainer, Update
+    from .frameworks.numpy import Function, Trainer, Update
 
     Model = TypeVar("Model", bound=torch.nn.Module)
     Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -139,7 +139,7 @@ def prepare(
 
 @overload
 def prepare(
-    model: Mapping[str, np.ndarray[Any, Any]], optimizer: Update, *, group: Group | None = None
+    model: Mapping[str, Any], optimizer: Update | Function, *, group: Group | None = None
 ) -> tuple[dict[str, np.ndarray[Any, Any]], Trainer]: ...
 
 
@@ -169,9 +169,10 @@ def prepare(
 
     Parameters and buffers that ``ignore`` names stay each rank's own; with ``broadcast_buffers=False`` all buffers do.
 
-    A dictionary of NumPy arrays is a model too, with an optimizer that has ``update(weights, gradient, state)``: what
-    is returned are the arrays that train, and an optimizer whose ``step(gradients)`` averages the ranks' gradients
-    first.
+    A dictionary of arrays, of NumPy or of whatever has DLPack or the buffer protocol and lies in the host's memory, is
+    a model too, with an optimizer that has ``update(weights, gradient, state)``, or such a function. They are updated
+    where they are; what is returned are NumPy's views of them, and an optimizer: ``produced(name, gradient)`` sends a
+    gradient while backward goes on, ``step(gradients)`` those that are left, and updates the weights with the mean.
 
     With a ``group``, which ``new_group`` has given, the model is that of the group's ranks alone, who call this, and
     "all ranks" above are these. A 1-D DeviceMesh (``mesh["dp"]``) or a ProcessGroup of torch, whatever its backend, is
@@ -409,7 +410,10 @@ def _session_of_torch(call: str) -> Session:
     """The session; raises NotBuiltError for a call that would pass over a model of another framework."""
     here = session()
     if any(all(known.model is not model for known in process.prepared) for model in here.models):
-        raise NotBuiltError(f"{call} knows models of PyTorch only, and this run has one of NumPy")
+        raise NotBuiltError(
+            f"{call} knows models of PyTorch only, and this run has one of another framework"
+            + ("; its optimizer has state_dict() and load_state_dict()" if "state_dict" in call else "")
+        )
     return here
 
 

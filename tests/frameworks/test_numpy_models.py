@@ -170,7 +170,7 @@ def test_gradients_of_another_shape_are_named_by_one_worker_alone(group: Any) ->
         assert handed is not None
         with pytest.raises(GradientError, match=r"the gradients have 'more', which the model does not have"):
             handed.result[1].step(gradient(0, 0) | {"more": np.zeros(1)})
-        with pytest.raises(GradientError, match=r"the gradients have 'last' of shape None"):
+        with pytest.raises(GradientError, match=r"step\(\) without the gradients of 'last'$"):
             handed.result[1].step({name: array for name, array in gradient(0, 0).items() if name != "last"})
 
     group("ring", 1, body)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..errors import UsageError
 from ..session.session import Session
+from ._memory import is_memory
 
 
 class Handed(NamedTuple):
@@ -35,15 +36,20 @@ class Adapter(Protocol):
 
 
 def adapter_of(model: object) -> Adapter:
-    """The adapter of a model's framework: of its class, or one that this derives from, or of a dictionary's values."""
+    """The adapter of a model's framework: of its class, or one that this derives from, or of a dictionary's values.
+
+    Values of no framework that is known, but with memory to show, are NumPy's affair.
+    """
     values = list(model.values()) if isinstance(model, Mapping) else [model]
     packages = {kind.__module__.partition(".")[0] for value in values for kind in type(value).__mro__}
     known = sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_"))
+    if isinstance(model, Mapping) and packages.isdisjoint(known) and any(map(is_memory, values)):
+        packages.add("numpy")
     for name in known:
         if name in packages:
             adapter: Any = importlib.import_module(f"{__name__}.{name}")
             return adapter  # type: ignore[no-any-return]
     raise UsageError(
         f"a model is {type(model).__name__}, of no framework that Syncline knows ({', '.join(known)}): give a"
-        " torch.nn.Module, or a dictionary of NumPy arrays"
+        " torch.nn.Module, or a dictionary of arrays"
     )

@@ -6,12 +6,13 @@ Whoever has weights and the buckets in which differences travel lets ``put`` fil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import UsageError
 from ..sync import Agrees
 from ..sync._periodic import agree_in_blocks
 
@@ -63,6 +64,20 @@ class AgreedWeights:
             return
         for weights, mean in zip(self._weights, self._differences, strict=True):
             weights[...] = mean
+
+    def saved(self) -> dict[str, list[Array]]:
+        """What all workers have alike and a resumed run has to know, by bucket."""
+        memory = [array.copy() for array in self._memory if array is not None]
+        return {"agreed": [array.copy() for array in self._agreed], "memory": memory}
+
+    def load(self, saved: Mapping[str, Sequence[Array]]) -> None:
+        """Take it up; raises UsageError for that of another model or other buckets."""
+        memory = [array for array in self._memory if array is not None]
+        for mine, theirs in ((self._agreed, saved["agreed"]), (memory, saved["memory"])):
+            if [(one.shape, one.dtype) for one in mine] != [(one.shape, one.dtype) for one in theirs]:
+                raise UsageError("the agreed weights in this state are of another model or schedule")
+            for array, value in zip(mine, theirs, strict=True):
+                array[...] = value
 
     def _give(self) -> None:
         for weights, agreed in zip(self._weights, self._agreed, strict=True):

@@ -1,87 +1,115 @@
 """NumPy: ``prepare`` for models that are a dictionary of arrays, whose gradients a script computes by itself.
 
     weights, optimizer = syncline.prepare(weights, Sgd(lr=0.1))
-    optimizer.step(gradients)                       # this rank's, by name; the weights are updated in place
+    optimizer.produced("last", gradient)            # as backward makes them: it is under way from here on
+    optimizer.step(rest)                            # the gradients that are left, by name; weights are updated in place
 
-The least that a framework has to do, and an example of it: weights and gradients lie in contiguous buckets, the state
-machine of ``engine.step`` is told of each gradient, and the optimizer is called on flat slices, here or by the owners
-of the weights (``serving``).
+The arrays are whoever's has host memory to show: Caffe's blobs, the buffer protocol, DLPack (``_memory``). They are
+updated where they are, by a script's rule (``_rules``) on flat arrays, here or by the owners of the weights
+(``serving``). What a step is, and what travels when, is ``_flat``'s.
 """
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..compression.compression import Compression
-from ..engine.step import Action, Agree, Apply, Steps, Submit, Wait
-from ..engine.work import Lane, Work
-from ..errors import GradientError, MismatchError, UsageError
-from ..nouns import Layer, Spec
-from ..serving.owner import serve
-from ..serving.records import Elements, State
-from ..serving.shard import Groups, Holding
+from ..errors import GradientError, UsageError
+from ..nouns import Spec
+from ..serving.records import State
+from ..serving.shard import Groups
 from ..serving.shares import PushGroups, check_kept
-from ..serving.summing import Summing
-from ..serving.traffic import Model
-from ..serving.worker import Worker, attach
-from ..session.communicator import BUCKET_KEYS
-from ..session.layout import Layout, decide_layout, place_bucket, place_tensors
 from ..session.session import Session
-from ..session.tickets import AVERAGE, CONSOLIDATE, STEP, Meeting, step_argument
-from ..sync import Agrees, Mixes, alone, exchanges_gradients, momentum_of
+from ..sync import Mixes, momentum_of
 from . import Handed
-from ._agreed import AgreedWeights
 from ._alone import warn_of_plain_steps
+from ._flat import Array, FlatModel, serve_model
+from ._memory import check_writable, floating_array, host_array
+from ._resumed import basic, checked, load, read, save
+from ._rules import Function, Sliced, States, Update, heard, name_of, probe, rule_of, said, values_of
 from ._schedules import check_schedule
 
-Array = NDArray[Any]
+__all__ = ["Function", "Trainer", "Update", "adapt"]
+
 Arrays = Mapping[str, Array]
-States = dict[str, Array]
 _OPTIONS = {"unused": "error", "weight": 1, "ignore": (), "broadcast_buffers": True}
 """Those of ``syncline.prepare`` that say nothing."""
-
-
-class Update(Protocol):
-    """A script's optimizer: its attributes are numbers and words, which may change between steps."""
-
-    def update(self, weights: Array, gradient: Array, state: States) -> None:
-        """Update flat ``weights`` in place, every element by itself; ``state``, empty at first, is kept for them.
-
-        What is kept are arrays of the weights' shape, or of one element.
-        """
-        ...
 
 
 class Trainer(Protocol):
     """What becomes of a script's optimizer; it has that one's attributes beside."""
 
-    def step(self, gradients: Arrays) -> None:
-        """Average the ranks' gradients, by name, and update the weights with the mean; all ranks call it."""
+    def produced(self, name: str, gradient: Any) -> None:
+        """The gradient of these weights is complete, while backward goes on: it is under way from here on.
+
+        It is copied: its memory is the script's again.
+        """
+        ...
+
+    def step(self, gradients: Mapping[str, Any] | None = None) -> None:
+        """Average the ranks' gradients, by name, and update the weights with the mean; all ranks call it.
+
+        ``gradients`` are those of which ``produced`` has not told.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, the weights too, as arrays and plain values; all ranks call it, and have it."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, with as many ranks, or more, or fewer; all call it with the same."""
         ...
 
 
-class Blocks:
-    """Tensors in contiguous memory, one block per element type; ``arrays`` are buckets, ``flat`` tensors."""
+class ArrayWeights:
+    """A script's arrays by name, and its optimizer with what that keeps of each."""
 
-    def __init__(self, session: Session, layout: Layout) -> None:
-        placed = place_tensors([layer.spec.elements for layer in layout.layers], layout.buckets)
-        sizes = {one.dtype: max(other.stop for other in placed if other.dtype == one.dtype) for one in placed}
-        blocks = {
-            dtype: session.engine.allocate(size * np.dtype(dtype).itemsize, np.dtype(dtype))
-            for dtype, size in sizes.items()
-        }
-        self.flat = [blocks[one.dtype][one.start : one.stop] for one in placed]
-        self.arrays = []
-        for bucket in layout.buckets:
-            start = place_bucket(bucket, placed)
-            self.arrays.append(blocks[bucket.dtype][start : start + bucket.elements])
+    def __init__(self, arrays: dict[str, Array], optimizer: Update) -> None:
+        self.arrays, self.optimizer = arrays, optimizer
+        self.states: list[States] = [{} for _ in arrays]
+        self._flat = [array.reshape(-1) if array.flags.c_contiguous else None for array in arrays.values()]
+
+    @property
+    def specs(self) -> list[Spec]:
+        """What there is to train."""
+        return [Spec(name, array.shape, str(array.dtype)) for name, array in self.arrays.items()]
+
+    def read(self, into: Sequence[Array]) -> None:
+        """Element by element."""
+        for array, flat in zip(self.arrays.values(), into, strict=True):
+            np.copyto(flat.reshape(array.shape), array)
+
+    def write(self, values: Sequence[Array]) -> None:
+        """Where they are."""
+        for array, flat in zip(self.arrays.values(), values, strict=True):
+            np.copyto(array, flat.reshape(array.shape))
+
+    def update(self, gradients: Sequence[Array]) -> None:
+        """Where they are; those that are not contiguous in a copy."""
+        update = self.optimizer.update
+        for array, flat, gradient, state in zip(self.arrays.values(), self._flat, gradients, self.states, strict=True):
+            if flat is not None:
+                update(flat, gradient, state)
+            else:
+                copied = array.reshape(-1)
+                update(copied, gradient, state)
+                np.copyto(array, copied.reshape(array.shape))
+
+    def values(self) -> Groups:
+        """Its attributes."""
+        return values_of(self.optimizer)
+
+    def kept(self) -> list[State]:
+        """What it has put into the states that it was given."""
+        return [said(state) for state in self.states]
+
+    def keep(self, states: Sequence[State]) -> None:
+        """For its next call."""
+        self.states = [heard(state) for state in states]
 
 
 class Wrapped:
@@ -93,7 +121,7 @@ class Wrapped:
         return getattr(self._optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name == "weights":
+        if name.startswith("_"):
             super().__setattr__(name, value)
         else:
             setattr(self._optimizer, name, value)
@@ -102,206 +130,120 @@ class Wrapped:
 class Shared(Wrapped):
     """A ``Trainer`` of several workers."""
 
-    def __init__(self, session: Session, weights: Arrays, optimizer: Update) -> None:
-        self._session, self._optimizer = session, optimizer
-        self._key = session.enter_model(self)
-        layout = _agree(session, weights)
-        self._names = [layer.spec.name for layer in layout.layers]
-        self._buckets = layout.buckets
-        self._gradients, held = Blocks(session, layout), Blocks(session, layout)
-        self.weights = {name: flat.reshape(weights[name].shape) for name, flat in zip(weights, held.flat, strict=True)}
-        _copy_from_rank_0(session, weights, held)
-        self._compression = session.compression(layout.layers, layout.buckets, self._gradients.arrays)
-        schedule = session.strategy.schedule_object()
-        mode = session.strategy.sync_mode()
-        self._steps = Steps(len(weights), layout, schedule, mode)
-        self._kind = STEP  # of what is exchanged
-        self._agreed: AgreedWeights | None = None
-        self._of_differences = self._compression
-        if isinstance(mode, Agrees):
-            self._agreed = AgreedWeights(mode, session.world_size, held.arrays, self._gradients.arrays)
-            if self._compression is not None and exchanges_gradients(mode):  # what is left of gradients is theirs
-                self._of_differences = self._compression.fresh(layout.buckets, self._gradients.arrays)
-        self._lane = Lane(schedule.in_flight)
-        self._states: list[States] = [{} for _ in weights]
-        self._flat = held.flat
-        self._works: list[Work] = []
-        self._meeting: Meeting | None = None
-        self._worker: Worker | None = None
-        if session.strategy.server_holds_weights:
-            for array in self.weights.values():
-                array.flags.writeable = False  # the owners would not see it, and the next pull would undo it
-            model = Model(layout, self._gradients.arrays, held.arrays, self._compression, self._key)
-            self._worker = attach(session, model, partial(Sliced, optimizer), [])
-        session.consolidates[self._key] = self._consolidate
+    def __init__(self, session: Session, weights: ArrayWeights) -> None:
+        self._optimizer = weights.optimizer
+        self._model = FlatModel(session, weights.specs, weights, partial(Sliced, weights.optimizer), self)
+        self._numbers = {name: number for number, name in enumerate(weights.arrays)}
 
-    def step(self, gradients: Arrays) -> None:
-        """Average the ranks' gradients and update the weights with the mean; all ranks call it."""
-        if wrong := _wrong(self.weights, gradients):
-            raise self._fault(f"the gradients have {wrong}")
-        if self._worker is not None and not self._steps.due:
-            raise self._fault(
-                f"sync={self._session.strategy.sync.name} exchanges nothing in step {self._steps.begun}, and the owners"
-                " of the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"
-            )
-        if self._agreed is not None and not self._steps.due:
-            self._step_alone(gradients)
-            return
-        mode = self._session.strategy.sync_mode()
-        share = 1.0 / self._session.world_size if self._steps.due and not alone(mode) else 1.0
-        try:
-            for tensor in reversed(range(len(self._names))):  # as backward passes come to them
-                np.multiply(gradients[self._names[tensor]].reshape(-1), share, out=self._gradients.flat[tensor])
-                self._do(self._steps.produced(tensor))
-            self._do(self._steps.backward_ended())
-            self._do(self._steps.stepped())
-            if mode.merges:
-                self._session.coordination.begun()
-        except BaseException as error:
-            self._session.member.interrupted(error)  # the others wait for the rest of this step
-            raise
-        self._works, self._meeting = [], None
-        if self._agreed is not None:
-            self._agreed.begin()
+    def produced(self, name: str, gradient: Any) -> None:
+        """It goes when its bucket is complete."""
+        self._give(name, gradient, tells=True)
 
-    def _step_alone(self, gradients: Arrays) -> None:
-        """A step of the worker's own, and what the workers exchange after it."""
-        for name, weights, state in zip(self._names, self._flat, self._states, strict=True):
-            self._optimizer.update(weights, gradients[name].reshape(-1), state)
-        self._steps.made_alone()
-        self._kind = AVERAGE
-        try:
-            self._do(self._steps.updated())
-        except BaseException as error:
-            self._session.member.interrupted(error)
-            raise
-        self._works, self._meeting, self._kind = [], None, STEP
+    def step(self, gradients: Mapping[str, Any] | None = None) -> None:
+        """Those that are given here go in the order in which backward passes come to them."""
+        for name in _backward(self._numbers, gradients or {}):
+            self._give(name, (gradients or {})[name], tells=False)
+        self._model.step()
 
-    def _consolidate(self) -> None:
-        """Have the owners' newest weights, or what becomes of those that workers have trained by themselves."""
-        if self._worker is not None:
-            self._session.engine.wait(*self._worker.consolidate())
-        if self._agreed is not None:
-            self._session.agree(CONSOLIDATE, step_argument(self._key, self._steps.begun))
-            if self._agreed.put_own():
-                for array in self._gradients.arrays:
-                    self._session.run(self._session.allreduce_program(array.nbytes), array, "consolidate")
-            self._agreed.take_final()
+    def state_dict(self) -> dict[str, Any]:
+        """Also what a codec keeps back, and what owners of weights know."""
+        return save(self._model)
 
-    def _fault(self, text: str) -> GradientError:
-        """An error of this rank that ends the run for all."""
-        error = GradientError(f"{self._session.name(self._session.index)}: {text}")
-        self._session.fail(error)
-        return error
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Refuses that of another strategy, whose mathematics would differ."""
+        load(self._model, state)
 
-    def _do(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Agree):
-                self._meeting = self._session.meet(self._kind, step_argument(self._key, action.step), weight=1.0)
-                if self._agreed is not None and self._kind == AVERAGE:
-                    self._agreed.put()
-            elif isinstance(action, Submit):
-                self._submit(action)
-            elif isinstance(action, Wait):
-                self._session.engine.wait(*self._works)
-            elif isinstance(action, Apply):
-                self._apply(action)
-            elif self._agreed is not None:
-                self._agreed.take()
-
-    def _submit(self, submit: Submit) -> None:
-        meeting, number = self._meeting, submit.operation.bucket
-        array, label = self._gradients.arrays[number], f"bucket {number}"
-        options: dict[str, Any] = {"lane": self._lane, "priority": submit.priority}
-        if meeting is not None:  # where pushes are not merged, there is nothing to agree on
-            options |= {"gate": meeting.work, "before": meeting.tickets}
-        if self._worker is not None:
-            work = self._worker.push(number, label, **options)
-        elif (compression := self._compression if self._kind == STEP else self._of_differences) is not None:
-            work = self._session.reduce(compression, number, self._key + number, label, **options)
-        else:
-            program = self._session.bucket_program(array.nbytes)
-            work = self._session.engine.exchange(program, array, self._key + number, label, **options)
-        self._works.append(work)
-
-    def _apply(self, action: Apply) -> None:
-        """All buckets of a step: what engines do that wait at the end of backward."""
-        assert len(action.buckets) == len(self._buckets)
-        if self._worker is not None:
-            self._worker.step(_values(self._optimizer))
-            self._session.engine.wait(*(self._worker.pull(number) for number in action.buckets))
-            return
-        for weights, gradient, state in zip(self._flat, self._gradients.flat, self._states, strict=True):
-            self._optimizer.update(weights, gradient, state)
+    def _give(self, name: str, gradient: Any, *, tells: bool) -> None:
+        number = self._numbers.get(name)
+        if number is None:
+            raise self._model.fault(_unknown(name))
+        if not isinstance(gradient, np.ndarray):
+            try:
+                gradient = host_array(gradient, f"the gradient of {name!r}")
+            except UsageError as error:
+                raise self._model.fault(str(error)) from error
+        self._model.produced(number, gradient, tells=tells)
 
 
 class Alone(Wrapped):
     """A ``Trainer`` in a world of one worker."""
 
-    def __init__(self, weights: Arrays, optimizer: Update) -> None:
-        self.weights, self._optimizer = weights, optimizer
-        self._states: dict[str, States] = {name: {} for name in weights}
+    def __init__(self, session: Session, weights: ArrayWeights) -> None:
+        self._session, self._weights, self._optimizer = session, weights, weights.optimizer
+        self._given: dict[str, Array] = {}
+        self._steps = 0
 
-    def step(self, gradients: Arrays) -> None:
+    def produced(self, name: str, gradient: Any) -> None:
+        """It is kept, in a copy: the script may write to its memory before the step."""
+        self._given[name] = np.array(self._checked(name, gradient))
+
+    def step(self, gradients: Mapping[str, Any] | None = None) -> None:
         """Update the weights with these gradients."""
-        if wrong := _wrong(self.weights, gradients):
-            raise GradientError(f"the gradients have {wrong}")
-        for name, weights in self.weights.items():
-            self._optimizer.update(weights.reshape(-1), gradients[name].reshape(-1), self._states[name])
+        arrays, rest = self._weights.arrays, gradients or {}
+        found = self._given | {name: self._checked(name, rest[name]) for name in rest}
+        if missing := [repr(name) for name in arrays if name not in found]:
+            raise GradientError(f"step() without the gradients of {', '.join(missing)}")
+        self._given = {}
+        self._steps += 1
+        self._weights.update([found[name].reshape(-1) for name in arrays])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As several workers would have it."""
+        specs = self._weights.specs
+        return basic(specs, *read(specs, self._weights)) | {
+            "strategy": str(self._session.strategy),
+            "algorithms": [],
+            "world_size": 1,
+            "steps": self._steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing of a codec: one worker sends nothing."""
+        arrays, states = checked(self._weights.specs, state, 0, 1)
+        self._weights.write(arrays)
+        self._weights.keep(states)
+        self._steps, self._given = int(state["steps"]), {}
+
+    def _checked(self, name: str, given: Any) -> Array:
+        weights = self._weights.arrays.get(name)
+        if weights is None:
+            raise GradientError(_unknown(name))
+        if name in self._given:
+            raise GradientError(f"the gradient of {name!r} was given twice: call step() between two")
+        gradient = host_array(given, f"the gradient of {name!r}")
+        if gradient.shape != weights.shape:
+            raise GradientError(
+                f"the gradients have {name!r} of shape {gradient.shape} for weights of shape {weights.shape}"
+            )
+        return gradient
 
 
-class Sliced:
-    """A script's optimizer on the slices that this process owns."""
+def _unknown(name: str) -> str:
+    return f"the gradients have {name!r}, which the model does not have"
 
-    def __init__(self, optimizer: Update, holdings: Sequence[Holding]) -> None:
-        self._optimizer = copy.copy(optimizer)  # the script's own has the values of its next step
-        self._holdings = holdings
-        self._states: list[States] = [{} for _ in holdings]
 
-    def squared_norm(self) -> float:
-        """In float64."""
-        return float(sum(np.square(held.gradient, dtype=np.float64).sum() for held in self._holdings))
-
-    def apply(self, groups: Groups, scale: float) -> None:
-        """With the attributes that the workers' optimizers have."""
-        (values,) = groups
-        if values.keys() != vars(self._optimizer).keys():
-            raise ValueError(f"the optimizer has {sorted(vars(self._optimizer))}, told are {sorted(values)}")
-        vars(self._optimizer).update(values)
-        for held, state in zip(self._holdings, self._states, strict=True):
-            gradient = held.gradient if scale == 1.0 else held.gradient * held.gradient.dtype.type(scale)
-            self._optimizer.update(held.weights, gradient, state)
-
-    def state(self) -> list[State]:
-        """The arrays that it keeps."""
-        return [{key: Elements.of(array) for key, array in state.items()} for state in self._states]
-
-    def load(self, states: Sequence[State]) -> None:
-        """Arrays alone."""
-        self._states = [
-            {key: _array(value) for key, value in state.items() if isinstance(value, Elements)} for state in states
-        ]
+def _backward(known: Mapping[str, int], gradients: Mapping[str, Any]) -> list[str]:
+    """Names in the order of backward passes; unknown ones, which will be refused, first."""
+    return sorted(gradients, key=lambda name: -known.get(name, len(known)))
 
 
 def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:
-    """Start all processes from rank 0's values; the arrays that train are new ones, read-only where others hold them.
+    """Start all processes from rank 0's values; what is returned is read-only where others hold the weights.
 
     Raises UsageError for what cannot be trained, MismatchError where ranks differ.
     """
     others = sorted(name for name, value in options.items() if value != _OPTIONS[name])
     if others:
         raise UsageError(f"{others[0]}= is for models of PyTorch: a model of NumPy has no hooks, buffers or batches")
-    _check_model(model)
-    if not callable(getattr(optimizer, "update", None)):
-        raise UsageError("a model of NumPy needs an optimizer with update(weights, gradient, state)")
-    values, keeps = _values(optimizer), _probe(optimizer)
+    arrays, rule = _arrays_of(model), rule_of(optimizer)
+    values, keeps = values_of(rule), probe(rule)
+    weights = ArrayWeights(arrays, rule)
     if session.alone:
         warn_of_plain_steps(session)
-        own = {name: np.array(array) for name, array in model.items()}
-        return Handed((own, Alone(own, optimizer)))
+        return Handed((arrays, Alone(session, weights)))
     check_schedule(session.strategy, "NumPy")
     mode, sync = session.strategy.sync_mode(), session.strategy.sync.name
-    check_kept(momentum_of(mode), sync, type(optimizer).__name__, keeps)
+    check_kept(momentum_of(mode), sync, name_of(rule), keeps)
     PushGroups(mode, 1, sync)(values)
     if isinstance(mode, Mixes):
         raise UsageError(
@@ -309,98 +251,27 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
             " with NumPy yet: use local, diloco or easgd"
         )
     if session.is_worker:
-        made = Shared(session, model, optimizer)
-        return Handed((made.weights, made))
-    _serve(session, model, optimizer)
+        made = Shared(session, weights)
+        return Handed((_read_only(arrays) if session.strategy.server_holds_weights else arrays, made))
+    serve_model(session, weights.specs, weights, partial(Sliced, rule), rule)
     return None
 
 
-def _check_model(model: Mapping[str, Any]) -> None:
-    """Raise UsageError for what is no dictionary of floating-point arrays."""
+def _arrays_of(model: Any) -> dict[str, Array]:
+    """A script's weights; raises UsageError for what is no dictionary of floating-point arrays that can be written."""
     if not isinstance(model, Mapping) or not model:
         raise UsageError("a model of NumPy is a dictionary of arrays, and has one at least")
-    for name, array in model.items():
-        if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or not isinstance(name, str):
-            kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-            raise UsageError(f"the model's {name!r} is {kind}: give floating-point arrays, each by a name")
+    for name in model:
+        if not isinstance(name, str):
+            raise UsageError(f"the model's {name!r} is named by {type(name).__name__}: give arrays, each by a name")
+    arrays = {name: floating_array(given, f"the model's {name!r}") for name, given in model.items()}
+    check_writable(arrays)
+    return arrays
 
 
-def _serve(session: Session, weights: Arrays, optimizer: Update) -> None:
-    session.enter_model(optimizer)
-    layout = _agree(session, weights)
-    gradients, held = Blocks(session, layout), Blocks(session, layout)
-    _copy_from_rank_0(session, weights, held)
-    compression: Compression | None = session.compression(layout.layers, layout.buckets, gradients.arrays)
-    if session.strategy.server_holds_weights:
-        model = Model(layout, gradients.arrays, held.arrays, compression)
-        serve(session, model, partial(Sliced, optimizer), [])
-    else:
-        Summing(session, layout, gradients.arrays, compression).serve()
-
-
-def _agree(session: Session, weights: Arrays) -> Layout:
-    """The layout of these arrays, which are the same ones on all processes."""
-    mine = [[name, list(array.shape), str(array.dtype)] for name, array in weights.items()]
-    theirs = json.loads(session.tell_everyone(json.dumps(mine).encode(), "comparing models"))
-    for number in range(max(len(mine), len(theirs))):
-        here, there = ("nothing" if number >= len(of) else "{!r} of shape {} and type {}".format(*of[number])
-                       for of in (mine, theirs))  # fmt: skip
-        if here != there:
-            error = MismatchError(f"{session.name(session.index)} has another model than rank 0: {here}, not {there}")
-            session.fail(error)
-            raise error
-    layers = [Layer(Spec(name, array.shape, str(array.dtype))) for name, array in weights.items()]
-    return decide_layout(session, layers)
-
-
-def _copy_from_rank_0(session: Session, weights: Arrays, held: Blocks) -> None:
-    for array, flat in zip(weights.values(), held.flat, strict=True):
-        flat[...] = array.reshape(-1)
-    for number, array in enumerate(held.arrays):
-        label = f"copying weights of bucket {number} from rank 0"
-        session.engine.wait(session.broadcast_to_all(array, BUCKET_KEYS, label))
-
-
-def _wrong(weights: Arrays, gradients: Arrays) -> str:
-    """The first of these gradients that is not one of these weights; empty where all are."""
-    for name, array in weights.items():
-        if (shape := getattr(gradients.get(name), "shape", None)) != array.shape:
-            return f"{name!r} of shape {shape} for weights of shape {array.shape}"
-    return next((f"{name!r}, which the model does not have" for name in gradients if name not in weights), "")
-
-
-def _values(optimizer: Update) -> list[dict[str, Any]]:
-    """The optimizer's attributes as owners are told them; raises UsageError for what is no number or word."""
-    known = vars(optimizer).items()
-    values = {name: value.item() if isinstance(value, np.generic) else value for name, value in known}
-    for name, value in values.items():
-        if not isinstance(value, bool | int | float | str | None):
-            raise UsageError(
-                f"the optimizer's {name!r} is {type(value).__name__}: attributes are numbers and words, which the"
-                " owners of weights are told; what it learns belongs into update()'s state"
-            )
-    return [values]
-
-
-def _probe(optimizer: Update) -> bool:
-    """Raise UsageError unless slices are updated as the whole is; whether anything is kept in the state."""
-    generator = np.random.default_rng(0)
-    whole = generator.standard_normal(24)
-    parts = [whole[:5].copy(), whole[5:].copy()]
-    mine, theirs, states = copy.deepcopy(optimizer), copy.deepcopy(optimizer), [States() for _ in range(3)]
-    for _ in range(3):
-        gradient = generator.standard_normal(24)
-        mine.update(whole, gradient.copy(), states[2])
-        for part, of, state in zip(parts, (gradient[:5], gradient[5:]), states[:2], strict=True):
-            theirs.update(part, of.copy(), state)
-    if not np.allclose(whole, np.concatenate(parts), rtol=1e-9, atol=1e-12):
-        raise UsageError(
-            f"{type(optimizer).__name__}.update() gives other weights for slices of an array than for all of it: update"
-            " every element by itself, and keep what it learns in the state"
-        )
-    return bool(states[2])
-
-
-def _array(value: Elements) -> Array:
-    array: Array = value.data.copy().view(value.dtype).reshape(value.shape)
-    return array
+def _read_only(arrays: Arrays) -> dict[str, Array]:
+    """The owners would not see what is written, and the next pull would undo it."""
+    found = {name: array.view() for name, array in arrays.items()}
+    for array in found.values():
+        array.flags.writeable = False
+    return found

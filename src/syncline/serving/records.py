@@ -56,6 +56,12 @@ class Elements:
         """Those of a contiguous array, whose memory they are."""
         return cls(str(array.dtype), array.shape, array.reshape(-1).view(np.uint8))
 
+    @property
+    def array(self) -> Array:
+        """The same memory as an array of a type that NumPy has."""
+        found: Array = self.data.view(self.dtype).reshape(self.shape)
+        return found
+
 
 Value = Elements | bool | int | float | str | None
 """One entry of an optimizer's state."""

@@ -1,0 +1,61 @@
+"""A model's tensors as flat arrays in the transport's memory, laid out alike on all processes, servers too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import MismatchError
+from ..nouns import Layer, Spec
+from ..session.communicator import BUCKET_KEYS
+from ..session.layout import Layout, decide_layout, place_bucket, place_tensors
+from ..session.session import Session
+
+Array = NDArray[Any]
+
+
+class Blocks:
+    """Tensors in contiguous memory, one block per element type; ``arrays`` are buckets, ``flat`` tensors."""
+
+    def __init__(self, session: Session, layout: Layout) -> None:
+        placed = place_tensors([layer.spec.elements for layer in layout.layers], layout.buckets)
+        sizes = {one.dtype: max(other.stop for other in placed if other.dtype == one.dtype) for one in placed}
+        blocks = {
+            dtype: session.engine.allocate(size * np.dtype(dtype).itemsize, np.dtype(dtype))
+            for dtype, size in sizes.items()
+        }
+        self.flat = [blocks[one.dtype][one.start : one.stop] for one in placed]
+        self.arrays = []
+        for bucket in layout.buckets:
+            start = place_bucket(bucket, placed)
+            self.arrays.append(blocks[bucket.dtype][start : start + bucket.elements])
+
+    def take(self, other: Blocks) -> None:
+        """Have the values of others of the same layout."""
+        for mine, theirs in zip(self.arrays, other.arrays, strict=True):
+            mine[...] = theirs
+
+
+def agree_on_model(session: Session, specs: Sequence[Spec]) -> Layout:
+    """The layout of these tensors; raises MismatchError, on all, where a process has others than rank 0."""
+    mine = [[spec.name, list(spec.shape), spec.dtype] for spec in specs]
+    theirs = json.loads(session.tell_everyone(json.dumps(mine).encode(), "comparing models"))
+    for number in range(max(len(mine), len(theirs))):
+        here, there = ("nothing" if number >= len(of) else "{!r} of shape {} and type {}".format(*of[number])
+                       for of in (mine, theirs))  # fmt: skip
+        if here != there:
+            error = MismatchError(f"{session.name(session.index)} has another model than rank 0: {here}, not {there}")
+            session.fail(error)
+            raise error
+    return decide_layout(session, [Layer(spec) for spec in specs])
+
+
+def copy_from_rank_0(session: Session, arrays: Sequence[Array]) -> None:
+    """Let buckets be rank 0's; all processes call it."""
+    for number, array in enumerate(arrays):
+        label = f"copying weights of bucket {number} from rank 0"
+        session.engine.wait(session.broadcast_to_all(array, BUCKET_KEYS, label))

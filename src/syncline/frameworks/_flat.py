@@ -1,0 +1,323 @@
+"""The steps of a model whose gradients come as arrays of the host: what adapters of frameworks share.
+
+An adapter tells of each gradient as backward makes it (``produced``), and of the end of the step (``step``); gradients
+lie in contiguous buckets in the transport's memory, the state machine of ``engine.step`` says what goes when, and the
+engine exchanges them while backward goes on. What has come is applied by the framework (``Weights.update``) or by the
+owners of the weights (``serving``). Where workers train by themselves it is weights that lie in the buckets.
+
+No framework is known here, and none of its objects: ``Weights`` is all that one has to do. Weights stay where the
+framework has them; copies in the transport's memory are made only where others hold the weights, or all agree on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engine.step import Action, Agree, Apply, BucketPhase, Steps, Submit, Wait
+from ..engine.trace import Span, begin
+from ..engine.work import Lane, Work
+from ..errors import GradientError
+from ..nouns import Spec
+from ..serving.owner import serve
+from ..serving.records import State
+from ..serving.shard import Build, Groups
+from ..serving.summing import Summing
+from ..serving.traffic import Model
+from ..serving.worker import Worker, attach
+from ..session.session import Session
+from ..session.tickets import AVERAGE, CONSOLIDATE, STEP, Meeting, step_argument
+from ..sync import Agrees, alone, exchanges_gradients
+from ._agreed import AgreedWeights
+from ._blocks import Blocks, agree_on_model, copy_from_rank_0
+
+Array = NDArray[Any]
+
+
+class Weights(Protocol):
+    """A framework's side of one model; flat arrays are in the order of its tensors, and contiguous."""
+
+    def read(self, into: Sequence[Array]) -> None:
+        """Copy the framework's weights into flat arrays."""
+        ...
+
+    def write(self, values: Sequence[Array]) -> None:
+        """Let the framework's weights be these."""
+        ...
+
+    def update(self, gradients: Sequence[Array]) -> None:
+        """Update the framework's weights with these gradients, by its optimizer, which may overwrite them."""
+        ...
+
+    def values(self) -> Groups:
+        """What the optimizer is set to, as owners of weights are told it."""
+        ...
+
+    def kept(self) -> list[State]:
+        """What the optimizer keeps of each tensor, elements flat, which may be its own memory."""
+        ...
+
+    def keep(self, states: Sequence[State]) -> None:
+        """Replace that."""
+        ...
+
+
+class FlatModel:
+    """One worker's part in the training of a model; ``owner`` is for ``Session.enter_model``.
+
+    All processes make one at the same place, or call ``serve_model``. They begin with rank 0's weights.
+    """
+
+    def __init__(self, session: Session, specs: Sequence[Spec], weights: Weights, build: Build, owner: object) -> None:
+        self.session, self.specs, self.weights = session, list(specs), weights
+        self.key = session.enter_model(owner)
+        self.layout = layout = agree_on_model(session, specs)
+        self.names = [spec.name for spec in specs]
+        self._shapes = [spec.shape for spec in specs]
+        self.gradients = Blocks(session, layout)
+        self._places = [flat.reshape(shape) for flat, shape in zip(self.gradients.flat, self._shapes, strict=True)]
+        weights.read(self.gradients.flat)
+        copy_from_rank_0(session, self.gradients.arrays)
+        weights.write(self.gradients.flat)
+        self.compression = session.compression(layout.layers, layout.buckets, self.gradients.arrays)
+        self._schedule, self._mode = session.strategy.schedule_object(), session.strategy.sync_mode()
+        self._labels = [f"bucket {i} ({one.describe(layout.layers)})" for i, one in enumerate(layout.buckets)]
+        self.held: Blocks | None = None  # the weights as they travel, where they do
+        self.agreed: AgreedWeights | None = None
+        self.of_differences = self.compression
+        self.worker: Worker | None = None
+        if session.strategy.server_holds_weights or isinstance(self._mode, Agrees):
+            self.held = Blocks(session, layout)
+            self.held.take(self.gradients)
+        if self.held is not None and isinstance(self._mode, Agrees):
+            self.agreed = AgreedWeights(self._mode, session.world_size, self.held.arrays, self.gradients.arrays)
+            if self.compression is not None and exchanges_gradients(self._mode):  # what is left of gradients is theirs
+                self.of_differences = self.compression.fresh(layout.buckets, self.gradients.arrays)
+        elif self.held is not None:
+            model = Model(layout, self.gradients.arrays, self.held.arrays, self.compression, self.key)
+            self.worker = attach(session, model, build, [])
+        self._lane = Lane(self._schedule.in_flight)
+        self._left: dict[int, None] | None = None  # tensors that the present step waits for, once it has begun
+        self._works: dict[BucketPhase, Work] = {}
+        self._meeting: Meeting | None = None
+        self._kind = STEP  # of what is exchanged
+        self._alone = False  # the present step is the worker's own
+        self.follows = True
+        """Whether all have the same weights, which those that are agreed on have yet to become."""
+        self._backward: Span | None = None
+        self.resume_at(0)
+        session.consolidates[self.key] = self._consolidate
+
+    @property
+    def steps(self) -> int:
+        """How many have been made."""
+        return self._steps.begun
+
+    def resume_at(self, step: int) -> None:
+        """Go on from a step, counted from 0; between two."""
+        held = self.worker is not None
+        self._steps = Steps(len(self.names), self.layout, self._schedule, self._mode, begun=step, held=held)
+
+    # One step.
+
+    def produced(self, tensor: int, gradient: Array, *, tells: bool = True) -> None:
+        """The gradient of a tensor is complete: copy it into its bucket, which goes when it is complete.
+
+        Where ``tells``, backward is still running. Raises GradientError for what is no gradient of this tensor.
+        """
+        left = self._begin() if self._left is None else self._left
+        if tells and self._backward is None and self.session.observer is not None:
+            self._backward = begin(self.session.observer, "backward", "backward")
+        place = self._places[tensor]
+        if gradient.shape != place.shape or gradient.dtype.kind not in "fiu" or tensor not in left:
+            raise self.fault(self._wrong(tensor, gradient))
+        del left[tensor]
+        try:
+            np.multiply(gradient, self._share, out=place)
+            if not self._alone:
+                self._do(self._steps.produced(tensor))
+        except BaseException as error:
+            self.session.member.interrupted(error)  # the others wait for the rest of this step
+            raise
+
+    def _begin(self) -> dict[int, None]:
+        self.session.check_usable()
+        due = self._steps.due
+        if self.worker is not None and not due:
+            raise self.fault(
+                f"sync={self.session.strategy.sync.name} exchanges nothing in step {self._steps.begun}, and the owners"
+                " of the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"
+            )
+        self._alone = self.agreed is not None and not due
+        self._share = 1.0 / self.session.world_size if due and not alone(self._mode) else 1.0
+        self._left = dict.fromkeys(range(len(self.names)))
+        return self._left
+
+    def _wrong(self, tensor: int, gradient: Array) -> str:
+        name, place = self.names[tensor], self._places[tensor]
+        if self._left is None or tensor not in self._left:
+            return f"the gradient of {name!r} was given twice in step {self.steps}: call step() between two"
+        if gradient.shape != place.shape:
+            return f"the gradients have {name!r} of shape {gradient.shape} for weights of shape {place.shape}"
+        return f"the gradient of {name!r} is of {gradient.dtype}, for weights of {place.dtype}"
+
+    def step(self) -> None:
+        """All gradients have come: have the weights updated with the workers' mean; all workers call it."""
+        if missing := self.missing:
+            raise self.fault(f"step() without the gradients of {', '.join(self._names_of(missing))}")
+        observer, optimizing = self.session.observer, None
+        if self._backward is not None:
+            self._backward.end()
+            self._backward = None
+        try:
+            if not self._alone:
+                self._do(self._steps.backward_ended())
+            if observer is not None:
+                optimizing = begin(observer, "optimizer", "optimizer step")
+            if self._alone:
+                self._step_alone()
+            elif self.worker is not None:
+                self._step_by_owners(self.worker)
+            else:
+                self._do(self._steps.stepped())
+            if not self._alone and self._mode.merges:
+                self.session.coordination.begun()
+        except BaseException as error:
+            self.session.member.interrupted(error)
+            raise
+        finally:
+            if optimizing is not None:
+                optimizing.end()
+        self._meeting, self._left = None, None
+
+    @property
+    def missing(self) -> list[int]:
+        """The tensors whose gradients have not come in the present step, in their order."""
+        return list(range(len(self.names)) if self._left is None else self._left)
+
+    def _names_of(self, tensors: Sequence[int]) -> list[str]:
+        found = [repr(self.names[tensor]) for tensor in tensors]
+        return found if len(found) <= 8 else [*found[:8], f"{len(found) - 8} more"]
+
+    def _step_by_owners(self, worker: Worker) -> None:
+        """The update is made by the owners, bucket by bucket as pushes come, and the weights are pulled behind it."""
+        assert self.held is not None
+        worker.step(self.weights.values())
+        pulls = [worker.pull(i, priority=priority) for i, priority in enumerate(self.layout.priorities)]
+        self._do(self._steps.stepped())
+        self.session.engine.wait(*pulls)
+        self.weights.write(self.held.flat)
+
+    def _step_alone(self) -> None:
+        """A step of the worker's own, and what the workers exchange after it."""
+        assert self.agreed is not None
+        assert self.held is not None
+        if self.follows:
+            self.weights.read(self.held.flat)
+            self.agreed.begin()
+            self.follows = False
+        self.weights.update(self.gradients.flat)
+        self._steps.made_alone()
+        self._kind = AVERAGE
+        try:
+            self._do(self._steps.updated())
+        finally:
+            self._kind = STEP
+
+    # What the state machine says.
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Submit):
+                self._works[action.operation] = self._submit(action)
+            elif isinstance(action, Wait):
+                self.session.engine.wait(*[self._works.pop(operation) for operation in action.operations])
+            elif isinstance(action, Agree):
+                self._agree(action.step)
+            elif isinstance(action, Apply):
+                self._apply()
+            elif self.agreed is not None and self.held is not None:
+                self.agreed.take()
+                self.weights.write(self.held.flat)
+
+    def _agree(self, step: int) -> None:
+        self._meeting = self.session.meet(self._kind, step_argument(self.key, step), weight=1.0)
+        if self.agreed is not None and self.held is not None and self._kind == AVERAGE:
+            self.weights.read(self.held.flat)
+            self.agreed.put()
+
+    def _apply(self) -> None:
+        """All buckets of a step: what engines do that wait at the end of backward."""
+        if self.worker is None:  # owners have
+            self.weights.update(self.gradients.flat)
+            self.follows = True
+
+    def _submit(self, submit: Submit) -> Work:
+        number, meeting = submit.operation.bucket, self._meeting
+        label = self._labels[number]
+        options: dict[str, Any] = {"lane": self._lane, "priority": submit.priority}
+        if meeting is not None:  # where pushes are not merged, there is nothing to agree on
+            options |= {"gate": meeting.work, "before": meeting.tickets}
+        if self.worker is not None:
+            return self.worker.push(number, label, **options)
+        compression = self.compression if self._kind == STEP else self.of_differences
+        if compression is not None:
+            return self.session.reduce(compression, number, self.key + number, label, **options)
+        array = self.gradients.arrays[number]
+        program = self.session.bucket_program(array.nbytes)
+        return self.session.engine.exchange(program, array, self.key + number, label, **options)
+
+    # Between steps.
+
+    def take_weights(self, values: Sequence[Array]) -> None:
+        """Let the weights be these, in the transport's memory too; owners elsewhere are not told."""
+        self.weights.write(values)
+        if self.held is not None:
+            self.weights.read(self.held.flat)
+
+    def check_between(self, what: str) -> None:
+        """Raise GradientError in the middle of a step, gradients of which have gone."""
+        if self._left is not None:
+            raise self.fault(
+                f"{what} in the middle of a step, some gradients of which have gone: call it between two steps"
+            )
+
+    def _consolidate(self) -> None:
+        """Have the owners' newest weights, or what becomes of those that workers have trained by themselves."""
+        self.check_between("consolidate()")
+        if self.worker is not None and self.held is not None and (pulls := self.worker.consolidate()):
+            self.session.engine.wait(*pulls)
+            self.weights.write(self.held.flat)
+        if self.agreed is not None and self.held is not None:
+            self.session.agree(CONSOLIDATE, step_argument(self.key, self.steps))
+            self.weights.read(self.held.flat)
+            if self.follows:
+                self.agreed.begin()
+            if self.agreed.put_own():
+                for array in self.gradients.arrays:
+                    self.session.run(self.session.allreduce_program(array.nbytes), array, "consolidate")
+            self.agreed.take_final()
+            self.weights.write(self.held.flat)
+
+    def fault(self, text: str) -> GradientError:
+        """An error of this rank that ends the run for all."""
+        error = GradientError(f"{self.session.name(self.session.index)}: {text}")
+        self.session.fail(error)
+        return error
+
+
+def serve_model(session: Session, specs: Sequence[Spec], weights: Weights, build: Build, owner: object) -> None:
+    """A server's part in the training of a model; returns when all workers have left."""
+    session.enter_model(owner)
+    layout = agree_on_model(session, specs)
+    gradients, held = Blocks(session, layout), Blocks(session, layout)
+    weights.read(held.flat)
+    copy_from_rank_0(session, held.arrays)
+    compression = session.compression(layout.layers, layout.buckets, gradients.arrays)
+    if session.strategy.server_holds_weights:
+        serve(session, Model(layout, gradients.arrays, held.arrays, compression), build, [])
+    else:
+        Summing(session, layout, gradients.arrays, compression).serve()

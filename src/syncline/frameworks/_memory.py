@@ -1,0 +1,100 @@
+"""Objects of any framework as arrays of a host's memory: NumPy's own, the buffer protocol, DLPack.
+
+Nothing is copied, and no framework is imported: what an object says of itself is enough. What lies on a device, or
+cannot be written where it has to be, is refused by its name, with the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+
+Array = NDArray[Any]
+
+_HOST_DEVICES = {1, 3, 11, 13}
+"""Of DLPack's kinds of devices those whose memory the processor reads: its own, pinned for a GPU, or shared with it."""
+_DEVICES = {2: "CUDA device", 4: "OpenCL device", 7: "Vulkan device", 8: "Metal device", 10: "ROCm device"}
+
+
+def is_memory(given: object) -> bool:
+    """Whether something says where its elements lie: an array, or what exports one."""
+    return isinstance(given, np.ndarray | memoryview | bytearray) or any(
+        hasattr(given, name) for name in ("__dlpack__", "__array_interface__", "__cuda_array_interface__")
+    ) or _view_of(given) is not None  # fmt: skip
+
+
+def host_array(given: object, what: str) -> Array:
+    """The array of an object's memory, which messages call ``what``; raises UsageError where there is none here."""
+    if isinstance(given, np.ndarray):
+        return given
+    kind = type(given).__name__
+    if device := _device_of(given):
+        raise UsageError(
+            f"{what} is a {kind} on a {device}: Syncline takes memory of the host here; give a copy there, such as"
+            " cupy.asnumpy(array), and copy back what has been updated"
+        )
+    try:
+        view = _view_of(given)
+        if view is not None:
+            return np.asarray(view)
+        if hasattr(given, "__dlpack__"):
+            return np.from_dlpack(given)
+        if hasattr(given, "__array_interface__"):
+            return np.asarray(given)
+    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+        raise UsageError(f"{what} is a {kind} whose memory cannot be taken as an array: {error}") from error
+    raise UsageError(f"{what} is {kind}: give an array, or what has the buffer protocol or DLPack")
+
+
+def floating_array(given: object, what: str) -> Array:
+    """The same of floating-point numbers of this machine."""
+    array = host_array(given, what)
+    if array.dtype.kind != "f" or not array.dtype.isnative:
+        raise UsageError(f"{what} is {array.dtype}: give floating-point arrays, each by a name")
+    return array
+
+
+def check_writable(arrays: Mapping[str, Array]) -> None:
+    """Raise UsageError for weights that cannot be updated where they are, or that would be updated twice."""
+    for name, array in arrays.items():
+        if not array.flags.writeable:
+            raise UsageError(
+                f"the model's {name!r} is read-only memory, and weights are updated where they are: give"
+                " numpy.array(it), a copy, or have its framework export what can be written"
+            )
+    for first, second in _overlapping(arrays):
+        raise UsageError(
+            f"the model's {first!r} and {second!r} share memory, which would be updated twice: give it by one name, and"
+            " the sum of the gradients"
+        )
+
+
+def _overlapping(arrays: Mapping[str, Array]) -> Iterable[tuple[str, str]]:
+    """Neighbours in memory that share it; of arrays with gaps between their elements nothing is said."""
+    dense = {name: array for name, array in arrays.items() if array.size and array.flags.forc}
+    begins = {name: array.__array_interface__["data"][0] for name, array in dense.items()}
+    order = sorted(begins, key=lambda name: begins[name])
+    return [(one, two) for one, two in pairwise(order) if begins[two] < begins[one] + dense[one].nbytes]
+
+
+def _view_of(given: Any) -> memoryview | None:
+    try:
+        return memoryview(given)
+    except (TypeError, ValueError, BufferError):
+        return None
+
+
+def _device_of(given: Any) -> str:
+    """Where something lies that no processor reads; empty for memory of the host, or where nothing says so."""
+    if hasattr(given, "__dlpack_device__"):
+        kind, number = given.__dlpack_device__()
+        return (
+            "" if int(kind) in _HOST_DEVICES else f"{_DEVICES.get(int(kind), f'device of kind {int(kind)}')} ({number})"
+        )
+    return "CUDA device" if hasattr(given, "__cuda_array_interface__") else ""

@@ -1,0 +1,241 @@
+"""Checkpoints of models whose weights are flat arrays: everything that a resumed run needs, as plain values and arrays.
+
+One dictionary, the same on all workers, which NumPy or pickle can keep: weights and what the optimizer keeps of each,
+by name; the step; what a codec has not sent yet; where owners hold the weights, theirs; where workers train by
+themselves, what they agreed on, and each worker's own. It resumes under as many workers, or more, or fewer: what each
+of them had is shared out, or their mean.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..compression.compression import Compression
+from ..compression.saved import Saved, as_bytes, from_bytes
+from ..errors import UsageError
+from ..nouns import Slice, Spec
+from ..serving.records import Elements, Record, State, pack, states_of, unpack
+from ..serving.shard import WEIGHTS
+from ..strategy.choice import Choice
+from ._flat import Array, FlatModel, Weights
+
+_STATE = "state/"
+_MODEL = "this state is of another model"
+
+Arrays = dict[str, Array]
+Kept = dict[str, dict[str, Any]]
+"""What an optimizer keeps, by name and key: arrays and plain values."""
+
+
+def save(model: FlatModel) -> dict[str, Any]:
+    """The state of a run; all workers call it, between two steps."""
+    model.check_between("state_dict()")
+    session, worker = model.session, model.worker
+    specs = model.specs
+    if worker is not None:
+        session.consolidates[model.key]()  # the newest weights, where workers do not go in step
+    weights, kept = read(specs, model.weights)
+    found = basic(specs, weights, kept) | {
+        "strategy": str(session.strategy),
+        "algorithms": [] if session.choice is None else [list(row) for row in session.choice.table],
+        "world_size": session.world_size,
+        "steps": model.steps,
+    }
+    if worker is not None:
+        states = states_of(worker.owners.state(), [_whole(number, spec) for number, spec in enumerate(specs)])
+        found["optimizer"] = _by_name(specs, states)
+        if worker.keeps:
+            found["owners"] = basic(specs, *_of_records(specs, worker.weights()))["weights"]
+        session.barrier()  # nobody goes on before all have asked
+    if model.compression is not None and model.compression.keeps:
+        found["codec"] = _gathered(model, model.compression)
+    if model.agreed is not None:
+        found["agreed"] = model.agreed.saved() | {"follows": model.follows}
+        each = session.gather(pack(_records(weights, kept)))
+        own = [_of_records(specs, unpack(one, session.name(rank), rank)) for rank, one in enumerate(each)]
+        found["ranks"] = [basic(specs, *one) for one in own]
+        if model.of_differences is not None and model.of_differences is not model.compression:
+            found["differences"] = _gathered(model, model.of_differences)
+    return found
+
+
+def load(model: FlatModel, state: Mapping[str, Any]) -> None:
+    """Take up what ``save`` gave; all workers call it, between two steps, with the same.
+
+    Raises UsageError for the state of another strategy or model; warns, as the caller's caller, of what it lacks.
+    """
+    model.check_between("load_state_dict()")
+    session, worker = model.session, model.worker
+    if state["strategy"] != str(session.strategy):
+        raise UsageError(f"this state is of a run with {state['strategy']!r}, this run has {str(session.strategy)!r}")
+    if model.compression is not None and model.compression.warms_up and session.group.servers:
+        raise UsageError(
+            f"servers cannot be told in which step a resumed run with codec={session.strategy.codec} is, whose first"
+            " steps travel otherwise: use feedback without warmup=, ps(on=workers) or ring"
+        )
+    arrays, states = checked(model.specs, state, session.rank, session.world_size)
+    codec = state.get("codec")
+    model.resume_at(int(state["steps"]))
+    if model.compression is not None:
+        model.compression.resume_at(model.steps)
+        if codec is not None:
+            model.compression.load(codec)
+        _warn(model, model.compression, codec)
+    model.take_weights(arrays)
+    if worker is None:
+        model.weights.keep(states)
+    if worker is not None:
+        _load_owners(model, state, arrays, states)
+    if model.agreed is not None and "agreed" in state:
+        model.agreed.load(state["agreed"])
+        model.follows = bool(state["agreed"]["follows"])
+        if model.of_differences is not None and "differences" in state:
+            model.of_differences.load(state["differences"])
+    if state["algorithms"] and state["world_size"] == session.world_size:
+        session.resume_with(Choice.read(state["algorithms"]))
+
+
+def _load_owners(model: FlatModel, state: Mapping[str, Any], weights: Sequence[Array], kept: Sequence[State]) -> None:
+    """Let the owners go on from there."""
+    worker = model.worker
+    assert worker is not None
+    records = [Record(part, WEIGHTS, Elements.of(flat)) for part, flat in _parts(weights)]
+    worker.load([Record(part, key, value) for (part, _), one in zip(_parts(weights), kept, strict=True)
+                 for key, value in one.items()])  # fmt: skip
+    theirs = state.get("owners")
+    if theirs is not None:
+        told, _ = _checked(model.specs, {"weights": theirs, "optimizer": {}})
+        theirs = [Record(part, WEIGHTS, Elements.of(flat)) for part, flat in _parts(told)]
+    if model.session.strategy.sync_mode().merges:
+        digest = 0
+        for flat in weights:
+            digest = zlib.crc32(flat.view(np.uint8), digest)
+        worker.change(records, digest or 1)
+        if model.compression is not None or worker.keeps:
+            worker.resume(model.steps, theirs or [])
+    else:
+        worker.resume(model.steps, theirs or records)
+        model.session.consolidates[model.key]()
+
+
+# What all runs keep, one worker's too.
+
+
+def read(specs: Sequence[Spec], weights: Weights) -> tuple[list[Array], list[State]]:
+    """Copies of a framework's weights, flat, and what its optimizer keeps."""
+    flat = [np.empty(spec.elements, spec.dtype) for spec in specs]
+    weights.read(flat)
+    return flat, weights.kept()
+
+
+def basic(specs: Sequence[Spec], weights: Sequence[Array], kept: Sequence[State]) -> dict[str, Any]:
+    """The part of a state that has weights and what the optimizer keeps."""
+    shaped = {spec.name: flat.reshape(spec.shape) for spec, flat in zip(specs, weights, strict=True)}
+    return {"weights": shaped, "optimizer": _by_name(specs, kept)}
+
+
+def checked(
+    specs: Sequence[Spec], state: Mapping[str, Any], rank: int, workers: int
+) -> tuple[list[Array], list[State]]:
+    """Weights, flat, and what the optimizer keeps, for a worker; raises UsageError for those of another model.
+
+    Where workers had weights of their own it is this one's, or where there were more or fewer, the mean of all.
+    """
+    ranks = state.get("ranks") or [state]
+    each = [_checked(specs, one) for one in ranks]
+    if len(ranks) == workers:
+        return each[rank]
+    if len(ranks) == 1:
+        return each[0]
+    flats = [np.mean(of_all, axis=0, dtype=of_all[0].dtype) for of_all in zip(*(one[0] for one in each), strict=True)]
+    return flats, [_mean(of_all) for of_all in zip(*(one[1] for one in each), strict=True)]
+
+
+def _checked(specs: Sequence[Spec], state: Mapping[str, Any]) -> tuple[list[Array], list[State]]:
+    weights, kept = state["weights"], state["optimizer"]
+    if sorted(weights) != sorted(spec.name for spec in specs):
+        raise UsageError(f"{_MODEL}: it has {', '.join(map(repr, weights))}")
+    flats, states = [], []
+    for spec in specs:
+        array = weights[spec.name]
+        if array.shape != spec.shape or str(array.dtype) != spec.dtype:
+            raise UsageError(f"{_MODEL}: its {spec.name!r} is {array.dtype} of shape {array.shape}, not"
+                             f" {spec.dtype} of {spec.shape}")  # fmt: skip
+        flats.append(np.array(array).reshape(-1))
+        one = kept.get(spec.name, {})
+        states.append({key: Elements.of(np.array(v)) if isinstance(v, np.ndarray) else v for key, v in one.items()})
+    return flats, states
+
+
+def _mean(states: Sequence[State]) -> State:
+    """What workers' optimizers keep of a tensor, as one: the mean of arrays of numbers, of all else the first's."""
+    found: State = dict(states[0])
+    for key, value in states[0].items():
+        others = [state.get(key) for state in states]
+        arrays = [one.array for one in others if isinstance(one, Elements)]
+        alike = len(arrays) == len(states) and len({(one.dtype, one.shape) for one in arrays}) == 1
+        if alike and arrays[0].dtype.kind == "f":
+            found[key] = Elements.of(np.mean(arrays, axis=0, dtype=arrays[0].dtype))
+        else:
+            found[key] = value
+    return found
+
+
+def _whole(number: int, spec: Spec) -> Slice:
+    return Slice(number, 0, spec.elements)
+
+
+def _parts(weights: Sequence[Array]) -> list[tuple[Slice, Array]]:
+    return [(Slice(number, 0, flat.size), flat) for number, flat in enumerate(weights)]
+
+
+def _by_name(specs: Sequence[Spec], states: Sequence[State]) -> Kept:
+    """As arrays in memory of their own."""
+    return {
+        spec.name: {key: v.array.copy() if isinstance(v, Elements) else v for key, v in state.items()}
+        for spec, state in zip(specs, states, strict=True)
+    }
+
+
+def _records(weights: Sequence[Array], kept: Sequence[State]) -> list[Record]:
+    found = [Record(part, WEIGHTS, Elements.of(flat)) for part, flat in _parts(weights)]
+    for (part, _), state in zip(_parts(weights), kept, strict=True):
+        found += [Record(part, _STATE + key, value) for key, value in state.items()]
+    return found
+
+
+def _of_records(specs: Sequence[Spec], records: Sequence[Record]) -> tuple[list[Array], list[State]]:
+    """The other way round."""
+    weights: list[Array] = []
+    kept: list[State] = []
+    states = states_of(records, [_whole(number, spec) for number, spec in enumerate(specs)])
+    for spec, state in zip(specs, states, strict=True):
+        found = state.pop(WEIGHTS, None)  # which tensors without elements do not have
+        weights.append(found.array if isinstance(found, Elements) else np.empty(0, spec.dtype))
+        kept.append({key.removeprefix(_STATE): value for key, value in state.items()})
+    return weights, kept
+
+
+def _gathered(model: FlatModel, compression: Compression) -> list[Saved]:
+    """What every worker's codec has to keep, in rank order."""
+    return [from_bytes(data) for data in model.session.gather(as_bytes(compression.saved()))]
+
+
+def _warn(model: FlatModel, compression: Compression, codec: object) -> None:
+    if codec is None and compression.keeps:
+        warnings.warn(
+            f"this state has nothing of codec={model.session.strategy.codec}: what it had not sent yet is lost, and"
+            " training does not go on with the same bits; save state_dict() of this strategy",
+            stacklevel=4,
+        )
+    if compression.forgets:
+        warnings.warn(
+            "the residuals of servers that only sum are in no checkpoint, so that training does not go on with the"
+            " same bits: use ps(on=workers, update=worker) or ps(update=server)",
+            stacklevel=4,
+        )
