@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "trainers"
@@ -15,6 +17,13 @@ LIMIT_S = 300.0
 """Trainers take their time to be imported, more so by several processes on a busy machine."""
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def need(*packages: str) -> None:
+    """Skip the tests of a file where one of its packages is not installed; none is loaded, which would take seconds."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: make test-all installs it", allow_module_level=True)
 
 
 def run(*arguments: Any, status: int = 0, **environment: str) -> str:

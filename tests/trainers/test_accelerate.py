@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import scripts_of_trainers as scripts
 
-pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-all")
+scripts.need("accelerate")
 
 EXAMPLE = scripts.EXAMPLES / "with_accelerate.py"
 SCRIPT = Path(__file__).with_name("accelerate_otherwise.py")

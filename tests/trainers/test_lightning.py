@@ -11,9 +11,7 @@ import scripts_of_trainers as scripts
 
 from syncline.errors import UsageError
 
-pytest.importorskip(
-    "lightning", reason="Lightning is not installed: make test-all, or pip install 'syncline[lightning]'"
-)
+scripts.need("lightning")
 
 EXAMPLE = scripts.EXAMPLES / "with_lightning.py"
 HERE = Path(__file__).parent

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import scripts_of_trainers as scripts
 
-pytest.importorskip("transformers", reason="Transformers is not installed: make test-all")
-pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-all")
+scripts.need("transformers", "accelerate")
 
 
 def test_the_weights_are_those_of_ddp(tmp_path: Path) -> None:
