@@ -135,7 +135,10 @@ def mesh(line: Connection, place: Place) -> None:
 def mismatch(line: Connection, place: Place, calls: list[str]) -> None:
     """Each rank makes the call at its place in the list."""
     with grouped(place, "syncline") as rank:
-        call = calls[rank]
+        again, _, call = calls[rank].rpartition(" ")
+        if again:  # what has gone well before is kept for such calls
+            for _ in range(3):
+                dist.all_reduce(torch.zeros(7))
         if call == "barrier":
             dist.barrier()
         elif call == "late":
@@ -150,6 +153,14 @@ def mismatch(line: Connection, place: Place, calls: list[str]) -> None:
             dist.broadcast(torch.zeros(4000), 0)
         elif call == "behind":
             dist.all_reduce(torch.zeros(4000), async_op=True).get_future().wait()
+        elif call == "gather":
+            dist.all_gather_into_tensor(torch.zeros(3 * 4000), torch.zeros(4000))
+        elif call == "scatter":
+            dist.reduce_scatter_tensor(torch.zeros(4000), torch.zeros(3 * 4000))
+        elif call == "maximum":
+            dist.all_reduce(torch.zeros(7), op=dist.ReduceOp.MAX)
+        elif call == "whole":
+            dist.all_reduce(torch.zeros(7, dtype=torch.int64))
         elif call == "receive":
             dist.recv(torch.zeros(3), 1 - rank)
         elif call == "send":
@@ -158,6 +169,46 @@ def mismatch(line: Connection, place: Place, calls: list[str]) -> None:
             dist.all_reduce(torch.zeros(int(call)))
         dist.barrier()
     line.send("never")
+
+
+def late(line: Connection, place: Place, wait: bool) -> None:
+    """All but rank 2 wait for it in an allreduce."""
+    with grouped(place, "syncline", timeout=timedelta(seconds=2)) as rank:
+        if rank == 2:
+            line.recv()
+        work = dist.all_reduce(torch.zeros(3000), async_op=not wait)
+        if work is not None:
+            work.wait()
+    line.send("never")
+
+
+def sums(line: Connection, place: Place) -> None:
+    """Sums of tensors of several sizes, again and again, some behind the script: what differs from the true ones."""
+    with grouped(place, "syncline") as rank:
+        world, wrong = place[1], []
+        sizes = (1, 3, 250, 5000, 300_000, 2_500_000)
+        for turn in range(4):
+            for size in sizes:
+                for kind in (torch.float32, torch.int64, torch.bfloat16, torch.float64):
+                    begun = torch.arange(size).remainder(17).to(kind)
+                    tensors = [begun * (rank + 1) for _ in range(3)]
+                    works = [dist.all_reduce(tensors[0], async_op=True)] if turn % 2 else []
+                    dist.all_reduce(tensors[1])
+                    dist.all_reduce(tensors[2], op=dist.ReduceOp.MAX)
+                    whole = torch.empty(world * size, dtype=kind)
+                    dist.all_gather_into_tensor(whole, begun + rank)
+                    part = torch.empty(size, dtype=kind)
+                    dist.reduce_scatter_tensor(part, begun.repeat(world))
+                    for work in works:
+                        work.wait()
+                    total = begun * (world * (world + 1) // 2)
+                    wanted = [total if works else begun * (rank + 1), total, begun * world]
+                    gathered = torch.cat([begun + other for other in range(world)])
+                    found = [*tensors, whole, part]
+                    for name, one, other in zip("acmgs", found, [*wanted, gathered, begun * world], strict=True):
+                        if not torch.equal(one, other):
+                            wrong.append((turn, size, str(kind), name))
+        line.send(wrong)
 
 
 def dies(_: Connection, place: Place) -> None:

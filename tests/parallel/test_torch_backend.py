@@ -72,6 +72,12 @@ def test_meshes_and_groups_of_some_ranks(pool: Pool, address: str) -> None:
         (["4000", "4000", "4001"], ["rank 2 (", "4001 elements of float32", "4000 elements of float32"]),
         (["barrier", "7", "7"], ["at allreduce", "at barrier"]),
         (["behind", "broadcast", "behind"], ["at allreduce", "at broadcast"]),
+        (["again 7", "again 7", "again 8"], ["rank 2 (", "8 elements of float32", "7 elements of float32"]),
+        (["again barrier", "again 7", "again 7"], ["rank 0 (", "at allreduce", "at barrier"]),
+        (["again 7", "again maximum", "again 7"], ["at allreduce", "they differ in the root, the reduction"]),
+        (["again 7", "again 7", "again whole"], ["7 elements of int64", "7 elements of float32"]),
+        (["gather", "scatter", "gather"], ["at all-gather", "at reduce-scatter"]),
+        (["gather", "gather", "behind"], ["at all-gather", "at allreduce"]),
         (["send", "receive", "barrier"], ["receive from rank 0", "16 bytes", "12"]),
     ],
 )
@@ -85,6 +91,21 @@ def test_a_barrier_names_the_late_rank(pool: Pool, address: str) -> None:
         group.end(among=[0, 2])
         group.ranks[1].line.send("now")
         failures(group, "barrier: not reached within 2.0 s by rank 1 (")
+
+
+@pytest.mark.parametrize("strategy", ["ring", "direct", "ring transport=tcp"])
+@pytest.mark.parametrize("wait", [True, False])
+def test_an_allreduce_names_the_late_rank(pool: Pool, address: str, strategy: str, wait: bool) -> None:
+    with pool.start(bodies.late, everyone(4, address, wait), {"SYNCLINE_STRATEGY": strategy}) as group:
+        group.end(among=[0, 1, 3])
+        group.ranks[2].line.send("now")
+        failures(group, "rank 2 (")
+
+
+@pytest.mark.parametrize("strategy", ["ring", "direct", "halving_doubling", "direct transport=tcp"])
+def test_sums_and_tables_are_right_again_and_again(pool: Pool, address: str, strategy: str) -> None:
+    with pool.start(bodies.sums, everyone(3, address), {"SYNCLINE_STRATEGY": strategy}) as group:
+        assert group.results() == [[]] * 3
 
 
 def test_a_process_that_dies_is_named(pool: Pool, address: str) -> None:

@@ -37,7 +37,7 @@ LIMIT_S = 30 * 60.0
 """Default limit for progress."""
 
 _POLL_S = 1.0
-_SPINS_HERE = 200
+SPINS_HERE = 200
 """How often a thread that waits anyway looks again before it sleeps; its core is offered to others in between."""
 _FLUSH_S = 10.0
 _UNTIL_S = 0.1
@@ -309,9 +309,17 @@ class Driver(ABC):
                 return False
             self._driver = threading.get_ident()
             self._under_way += first is not None
-        self._drive(enough, deadline, first, _SPINS_HERE)
+        self._drive(enough, deadline, first, SPINS_HERE)
         self._hand_over()
         return True
+
+    def _claim(self) -> bool:
+        """Drive from now on until ``_hand_over``, where nobody does, and nothing that was handed over stands before."""
+        with self._changed:
+            if self._driver or self._ending or self._inbox:
+                return False
+            self._driver = threading.get_ident()
+            return True
 
     # Driving: in the progress thread, or in one that waits.
 

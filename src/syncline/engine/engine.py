@@ -7,26 +7,34 @@ meanwhile is in ``driver``; what a work is, and in which order works start, in `
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..collectives import Collective
 from ..compression.reducers import Reducer
-from ..errors import SynclineError
+from ..errors import PeerTimeout, SynclineError
 from ..plans.messages import Program
 from ..transports import Bytes, Handle, Transport
 from ..wire.culprit import Found, Waits, find_culprit
-from .driver import LIMIT_S, Driver
+from .driver import LIMIT_S, SPINS_HERE, Driver
 from .loopback import Loopback
 from .messages import Exchange, labelled
 from .reducing import Reducing
-from .runs import Array, Run
+from .runs import Array, Run, Sign
+from .scripts import ScriptedRun
 from .trace import Observer, Span, begin
 from .work import Lane, Work
+
+
+class Kept(NamedTuple):
+    """What is prepared for many runs of a plan over arrays of one size and type."""
+
+    program: Program
+    run: ScriptedRun
 
 
 class Engine(Driver):
@@ -68,19 +76,22 @@ class Engine(Driver):
         priority: float = 0.0,
         tolerant: bool = False,
         announce: bool = True,
+        sign: Sign | None = None,
+        after: Callable[[], None] | None = None,
     ) -> Work:
         """Run a plan, or a library's collective, over ``array``; it starts when ``gate`` is done, after ``before``.
 
         The smallest ``priority`` goes first, in whatever is under way (``work``); ranks need not agree on it.
         A program that depends on the gate's result is given as a function. A ``tolerant`` work does not mind peers
         that leave, and nobody waits for it at the end. Whoever calls ``wait`` at once need not ``announce`` it to the
-        progress thread.
+        progress thread. A ``sign`` is shown where ``shows`` says so. ``after`` is called when all is exchanged, before
+        the work is done.
         """
         work = self._work(label, tolerant, key, priority)
 
         def start() -> None:
             chosen = program() if callable(program) else program
-            self._start(chosen, array, key, work, lane)
+            self._start(chosen, array, key, work, lane, sign, after)
 
         self._enter(work, start, lane, gate, before, announce)
         return work
@@ -129,8 +140,27 @@ class Engine(Driver):
         self._enter(work, start, lane, gate, before)
         return work
 
-    def run(self, program: Program | Collective, array: Array, key: int, label: str) -> None:
-        """Run a plan over ``array`` and return when it is done: ``exchange`` and ``wait`` with less in between."""
+    def shows(self, program: Program | Collective, array: Array) -> bool:
+        """Whether ranks see each other's signs of such a run; the same on all ranks."""
+        return isinstance(program, Program) and self._exchange.shows(program.plan, array)
+
+    def absent(self, key: int, processes: Iterable[int]) -> set[int]:
+        """Those who have not come to a run under way that shows signs; whom anything waits for where all have."""
+        return self._exchange.absent(key, processes) or self.awaited
+
+    def run(
+        self,
+        program: Program | Collective,
+        array: Array,
+        key: int,
+        label: str,
+        sign: Sign | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Run a plan over ``array`` and return when it is done: ``exchange`` and ``wait`` with less in between.
+
+        Raises PeerTimeout after ``timeout`` seconds; the run is still under way then.
+        """
         self.check_not_driving()
         work, begun = Work(label), time.perf_counter()
         blocked = None if self._observer is None else begin(self._observer, "wait", label)
@@ -138,14 +168,15 @@ class Engine(Driver):
         def start() -> None:
             if self._observer is not None:
                 work.span = begin(self._observer, "work", label, key=key)
-            self._start(program, array, key, work)
+            self._start(program, array, key, work, None, sign)
 
+        deadline = None if timeout is None else begun + timeout
         try:
-            if not self._drive_here((work,), None, start):
-                work = self.exchange(program, array, key, label, announce=False)
-                self._drive_here((work,), None)  # whoever drove may have stopped before it was handed over
+            if not self._drive_here((work,), deadline, start):
+                work = self.exchange(program, array, key, label, announce=False, sign=sign)
+                self._drive_here((work,), deadline)  # whoever drove may have stopped before it was handed over
             if not work.done:  # another one drives, or the end came first and with it a fault
-                self._await((work,), None)
+                self._await((work,), deadline)
         except BaseException as error:
             self._left(error)
             raise
@@ -155,6 +186,56 @@ class Engine(Driver):
                 blocked.end()
         if self.error is not None:
             raise self._raised(self.error)
+        if not work.done:
+            raise PeerTimeout(f"{label}: not done within {timeout:.1f} s", rank=-1)
+
+    def keep(self, program: Program, dtype: np.dtype[Any], size: int) -> Kept | None:
+        """Prepare for many runs of a plan over arrays of one size and type, which shows its sign: for ``run_kept``."""
+        if self._observer is not None or not self._claim():
+            return None
+        try:
+            return Kept(program, self._exchange.keep(program.plan, dtype, size))
+        finally:
+            self._hand_over()
+
+    def drop(self, kept: Kept) -> None:
+        """What was prepared is not needed any more."""
+        self.then("drop", [], partial(self._exchange.drop, kept.run), tolerant=True)
+
+    def run_kept(self, kept: Kept, address: int, key: int, label: str, sign: Sign, timeout: float) -> bool:
+        """As ``run`` over the array at ``address``, with still less in between; False where that has to be used.
+
+        That is where another thread drives, or something else is under way.
+        """
+        if not self._claim():
+            return False
+        begun, work = time.perf_counter(), Work(label)
+        try:
+            code = self._exchange.prompt(kept.run, address, key, sign, SPINS_HERE)
+            work.done = code == 0
+            if code:
+                with self._changed:
+                    self._under_way += 1
+                done = partial(self._finish, work, None)
+                self._exchange.take_up(kept.run, Run(kept.program, kept.run.array, key, label, on_done=done, sign=sign))
+                deadline = begun + timeout
+                self._drive(lambda: work.done or time.perf_counter() >= deadline, deadline, None, SPINS_HERE)
+            self._moves += 1
+            self._hand_over()
+            if code and not work.done:
+                self._await((work,), deadline)
+        except BaseException as error:
+            self._left(error)
+            raise
+        finally:
+            self._count(begun)
+        if code is None:
+            return False
+        if self.error is not None:
+            raise self._raised(self.error)
+        if not work.done:
+            raise PeerTimeout(f"{label}: not done within {timeout:.1f} s", rank=-1)
+        return True
 
     def send(self, dst: int, tag: int, data: bytes | Bytes, label: str, tolerant: bool = False) -> Work:
         """Send a message, which may be to this process itself; a ``tolerant`` one to a peer that may leave.
@@ -320,6 +401,7 @@ class Engine(Driver):
     def _work(self, label: str, tolerant: bool = False, key: int = -1, priority: float = 0.0) -> Work:
         """A work that is handed over."""
         work = Work(label, tolerant, priority)
+        work.key = key
         if self._observer is not None:
             work.span = begin(self._observer, "work", label, key=key, priority=priority)
         return work
@@ -331,13 +413,21 @@ class Engine(Driver):
         key: int,
         work: Work,
         lane: Lane | None = None,
+        sign: Sign | None = None,
+        after: Callable[[], None] | None = None,
     ) -> None:
         """Begin what ``work`` stands for: a plan, or what the transport's library does by itself."""
+
+        def done() -> None:
+            if after is not None:
+                after()
+            self._finish(work, lane)
+
         if isinstance(chosen, Collective):
-            self._exchange.hand_over(chosen, array, key, work.label, lambda: self._finish(work, lane), work.span)
+            self._exchange.hand_over(chosen, array, key, work.label, done, work.span)
         else:
-            done = partial(self._finish, work, lane)
-            self._exchange.start(Run(chosen, array, key, work.label, work.priority, done, work.tolerant, work.span))
+            what = (work.label, work.priority, done, work.tolerant, work.span, sign)
+            self._exchange.start(Run(chosen, array, key, *what))
 
     def _arrived(
         self, work: Work, handle: Handle, span: Span | None, left: Callable[[Exception], None] = lambda _: None

@@ -31,20 +31,20 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import PeerLost, ProtocolError, SynclineError
+from ..errors import PeerLost, ProtocolError
 from ..kernels import board
 from ..plans.memory import Operation
 from ..plans.plan import REDUCE, Plan
 from ..wire.link import broken
 from ..wire.scratch import Scratch, address_of
-from .runs import KEY_BITS
+from .runs import KEY_BITS, Sign
 from .scripts import ScriptedRun, Scripts, nothing
 from .slots import Slots
 from .trace import Kind, Observer, Span, begin
@@ -103,19 +103,67 @@ class OneSided:
         tolerant: bool = False,
         priority: float = 0.0,
         span: Span | None = None,
+        sign: Sign | None = None,
     ) -> None:
         """Begin a run over a one-dimensional contiguous array; ``on_done`` is called from a later ``advance``."""
-        layout = self._scripts.of(plan, array)
+        layout = self._scripts.of(plan, array.dtype, array.size)
         if not layout.segments or (len(layout.script.operations) <= 2 and not layout.script.touched_by):
             self._next_generation(key)  # nothing to do, but those who do something count it too
             on_done()
             return
         run = layout.idle.pop() if layout.idle else ScriptedRun(layout, self._window.world)
         run.array, run.key, run.label, run.tolerant, run.on_done = array, key, label, tolerant, on_done
-        run.priority, run.span = priority, span
+        run.priority, run.span, run.sign = priority, span, sign
         run.before = -1
         self._waiting.append(run)
         self._admit()
+
+    def keep(self, plan: Plan, dtype: np.dtype[Any], size: int) -> ScriptedRun:
+        """A run over arrays of one size and type in memory that is not shared, for ``prompt``."""
+        kernel, window = self._kernel, self._window
+        layout = self._scripts.of(plan, dtype, size)
+        run = ScriptedRun(layout, window.world)
+        run.array = np.broadcast_to(np.empty((), dtype), size)  # of that size, for messages
+        run.staging = window.staging(min(layout.per_segment, size) * layout.item)
+        address = address_of(run.staging)
+        place = window.find(address, run.staging.nbytes)
+        assert place is not None
+        if layout.script.scratch:
+            run.scratch = self._scratch.take(layout.script.scratch * layout.per_segment * layout.item)
+            run.state[kernel.SCRATCH] = address_of(run.scratch)
+        run.state[kernel.STAGED], run.state[kernel.OWN_SEGMENT : kernel.SIGN] = 1, (*place, address, 0)
+        run.base = run.state.copy()
+        return run
+
+    def drop(self, run: ScriptedRun) -> None:
+        """A run that was kept is not needed any more."""
+        assert run.staging is not None
+        self._window.free(run.staging)
+        if run.scratch is not None:
+            self._scratch.give(run.scratch)
+
+    def prompt(self, run: ScriptedRun, address: int, key: int, sign: Sign, spins: int) -> int | None:
+        """Carry out a kept run over the array at ``address`` where nothing else is under way: start and advance.
+
+        What the compiled ``advance`` returns: where that is not DONE it is under way. None where it has not begun.
+        """
+        if self._runs or self._waiting or not (self._introduced or not self._strangers()):
+            return None
+        kernel, window, state, layout = self._kernel, self._window, run.state, run.layout
+        identity = (self._next_generation(key) << KEY_BITS | key) + 1
+        run.table, run.slot = table, slot = self._slots.take(identity)
+        assert run.base is not None
+        state[:] = run.base
+        state[kernel.ID], state[kernel.OWN_SLOT] = identity, table.address + slot * board.SLOT_BYTES
+        state[kernel.USER], state[kernel.SIGN : kernel.THEIRS] = address, sign.words
+        run.key, run.sign, run.before = key, sign, -1
+        code = run.advance(kernel, window)(spins, 0, layout.count * layout.segments + 1)
+        if code == kernel.DONE:
+            table.users[slot] = len(layout.script.touched_by)
+            window.count(layout.sent, layout.received)
+        else:
+            self._runs.append(run)
+        return code
 
     def advance(self, spins: int, patience_ms: int = 0) -> int:
         """Do what can be done; how many runs have moved. Raises PeerLost when one waits for a process that is gone.
@@ -149,7 +197,7 @@ class OneSided:
             went_on = now != run.before
             moved += went_on
             run.before = now
-            if code in (kernel.UNLIKE, kernel.BROKEN):
+            if code in (kernel.UNLIKE, kernel.BROKEN, kernel.OTHER):
                 raise self._fault(run, code)
             if gone:
                 self._check_peer(run, int(state[kernel.WAITS_FOR]), gone)
@@ -233,6 +281,13 @@ class OneSided:
             return []  # nobody has come to it
         return absent or [int(run.state[self._kernel.WAITS_FOR])]
 
+    def absent(self, key: int, processes: Iterable[int]) -> set[int]:
+        """Those of the processes that have not come to a run that is under way here; may be asked from any thread."""
+        wanted = next((int(run.state[self._kernel.ID]) for run in tuple(self._runs) if run.key == key), None)
+        if wanted is None:
+            return set()
+        return {peer for peer in processes if peer != self._window.rank and not self._has_come(peer, wanted)}
+
     def _has_come(self, peer: int, wanted: int) -> bool:
         """Whether a process has a slot for a run, as far as is known: not while a table of it is yet to be mapped."""
         shown = self._window.words_of(peer, 0)
@@ -277,7 +332,9 @@ class OneSided:
             run.scratch = self._scratch.take(layout.script.scratch * layout.per_segment * layout.item)
             state[kernel.SCRATCH] = address_of(run.scratch)
         state[kernel.ID], state[kernel.OWN_SLOT] = identity, table.address + slot * board.SLOT_BYTES
-        state[kernel.OWN_SEGMENT : kernel.STATE] = *place, address, stride
+        state[kernel.OWN_SEGMENT : kernel.SIGN] = *place, address, stride
+        if run.sign is not None:
+            state[kernel.SIGN : kernel.THEIRS] = run.sign.words
         if self._runs and run.priority < self._runs[-1].priority:
             insort(self._runs, run, key=_priority)
         else:
@@ -293,19 +350,25 @@ class OneSided:
         self._runs.remove(run)
         assert run.table is not None
         run.table.users[run.slot] = len(run.layout.script.touched_by)
-        if run.staging is not None:
-            self._window.free(run.staging)
-            run.staging = None
-        if run.scratch is not None:
-            self._scratch.give(run.scratch)
-            run.scratch = None
         self._window.count(run.layout.sent, run.layout.received)
-        on_done, run.on_done, run.array = run.on_done, nothing, run.state
-        run.layout.idle.append(run)
+        on_done, run.on_done = run.on_done, nothing
+        if run.base is None:
+            run.array = run.state
+            if run.staging is not None:
+                self._window.free(run.staging)
+                run.staging = None
+            if run.scratch is not None:
+                self._scratch.give(run.scratch)
+                run.scratch = None
+            run.layout.idle.append(run)
         on_done()
 
-    def _fault(self, run: ScriptedRun, code: int) -> SynclineError:
+    def _fault(self, run: ScriptedRun, code: int) -> Exception:
         """The error for a peer whose slot is not as that of a run like this has to be."""
+        if code == self._kernel.OTHER:
+            assert run.sign is not None
+            theirs = run.state[self._kernel.THEIRS : self._kernel.STATE].tolist()
+            return run.sign.differs(int(run.state[self._kernel.WAITS_FOR]), tuple(theirs))
         if code == self._kernel.BROKEN:
             peer = int(run.state[self._kernel.WAITS_FOR])
             return broken(peer, f"its slot for {run.label} names memory that it has not shared")

@@ -21,8 +21,9 @@ Pure apart from the transport it is given: no threads, no clocks, no knowledge o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from ..collectives import Collective
 from ..errors import PeerError, ProtocolError, SynclineError, UsageError
 from ..kernels.cpu import add_all_into
 from ..plans.messages import Action
+from ..plans.plan import Plan
 from ..transports import Adds, Handle, HasAllreduce, Transport
 from ..wire.link import CONTROL
 from ..wire.scratch import Scratch
@@ -42,11 +44,13 @@ from .runs import (
     Kept,
     Run,
     Segment,
+    Sign,
     borrows,
     has_begun,
     segments_of,
     tag_of,
 )
+from .scripts import ScriptedRun
 from .trace import Kind, Observer, Span, begin
 from .window import Window
 
@@ -115,7 +119,7 @@ class Exchange:
             if self._observer is not None:
                 self._tell_begun(self._observer, run)
             self._onesided.start(
-                run.program.plan, array, run.key, run.label, on_done, run.tolerant, run.priority, run.span
+                run.program.plan, array, run.key, run.label, on_done, run.tolerant, run.priority, run.span, run.sign
             )
             return
         run.bytes_view = array.view(np.uint8)
@@ -132,6 +136,36 @@ class Exchange:
         self._under_way[run.key] = run
         while run.opened < min(self._window, run.segments):
             self._open(run)
+
+    def keep(self, plan: Plan, dtype: np.dtype[Any], size: int) -> ScriptedRun:
+        """A run that is kept for arrays of one size and type (``OneSided.keep``), where it shows its sign."""
+        assert self._onesided is not None
+        return self._onesided.keep(plan, dtype, size)
+
+    def drop(self, kept: ScriptedRun) -> None:
+        """It is not needed any more."""
+        assert self._onesided is not None
+        self._onesided.drop(kept)
+
+    def prompt(self, kept: ScriptedRun, address: int, key: int, sign: Sign, spins: int) -> int | None:
+        """Carry it out at once (``OneSided.prompt``): 0 when it is done, None where it cannot be begun."""
+        if self._under_way or self._behind or self._onesided is None:
+            return None
+        return self._onesided.prompt(kept, address, key, sign, spins)
+
+    def take_up(self, kept: ScriptedRun, run: Run) -> None:
+        """Go on with a kept run that was begun and is not done, as any other: as ``run``."""
+        self._under_way[run.key] = run
+        run.left = 1
+        kept.label, kept.on_done = run.label, partial(self._left_shared, run)
+
+    def shows(self, plan: Plan, array: Array) -> bool:
+        """Whether a run of that plan shows its sign; the same on all ranks."""
+        return self._onesided is not None and self._onesided.takes(plan, array)
+
+    def absent(self, key: int, processes: Iterable[int]) -> set[int]:
+        """Those who have not come to a run that shows signs and is under way here."""
+        return set() if self._onesided is None else self._onesided.absent(key, processes)
 
     def regard(self, priority: float) -> None:
         """Something of that priority begins: from the first on that is not 0, the most urgent is acted upon first."""

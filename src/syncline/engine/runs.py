@@ -28,6 +28,17 @@ MOST_ACTIONS, MOST_SEGMENTS = 1 << _INDEX_BITS, 1 << _SEGMENT_BITS
 """What tags can number, of a rank's part in a plan and of a run."""
 
 
+@dataclass(frozen=True)
+class Sign:
+    """What a run is for, which ranks show each other where they share memory (``kernels.board``): SIGN_WORDS numbers.
+
+    ``differs`` makes the error for a process whose first two are others, from its number and its words.
+    """
+
+    words: tuple[int, ...]
+    differs: Callable[[int, tuple[int, ...]], Exception]
+
+
 @dataclass(eq=False)
 class Run:
     """One plan under way over one array.
@@ -45,6 +56,7 @@ class Run:
     on_done: Callable[[], None] | None = None
     tolerant: bool = False
     span: Span | None = None
+    sign: Sign | None = None
     per_segment: int = 0
     segments: int = 0
     opened: int = 0

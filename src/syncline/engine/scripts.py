@@ -5,7 +5,7 @@ Both are kept for the next run of the same kind: what is made here once is not m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..plans.memory import Script, compile_scripts
 from ..plans.plan import Plan
 from ..transports import Bytes, Words
+from .runs import Sign
 from .slots import Table
 from .trace import Span
 from .window import Window
@@ -36,6 +37,8 @@ class Scripted:
     operands: Words
     lengths: Words
     touched: Words
+    staged: Words
+    """What of an array that is not shared is copied to shared memory, and back."""
     per_segment: int
     segments: int
     item: int
@@ -49,13 +52,15 @@ class ScriptedRun:
     """One run under way, or waiting to be; used again for the next one of its layout."""
 
     __slots__ = (
-        "array", "before", "bound", "key", "label", "layout", "maps", "on_done", "peers", "priority", "room",
-        "scratch", "slot", "span", "staging", "state", "table", "tolerant",
+        "array", "base", "before", "bound", "key", "label", "layout", "maps", "on_done", "peers", "priority", "room",
+        "scratch", "sign", "slot", "span", "staging", "state", "table", "tolerant",
     )  # fmt: skip
 
     def __init__(self, layout: Scripted, world: int) -> None:
         self.layout = layout
         self.state = layout.state.copy()
+        self.base: Words | None = None
+        """Of a run that is kept for calls of one kind: its state before each."""
         self.peers = np.zeros((world, 3), np.int64)
         self.room = np.empty((2, world + layout.script.scratch + 1), np.int64)
         self.maps: Words | None = None
@@ -67,6 +72,7 @@ class ScriptedRun:
         self.priority = 0.0
         self.tolerant = False
         self.span: Span | None = None
+        self.sign: Sign | None = None
         self.on_done: Callable[[], None] = nothing
         self.staging: Bytes | None = None
         self.scratch: Bytes | None = None
@@ -77,7 +83,7 @@ class ScriptedRun:
             layout, self.maps = self.layout, window.maps
             self.bound = kernel.advance.bind(
                 self.state, self.peers, window.members, window.maps, layout.operations, layout.operands,
-                layout.lengths, layout.touched, self.room,
+                layout.lengths, layout.touched, layout.staged, self.room,
             )  # fmt: skip
         return self.bound
 
@@ -105,51 +111,54 @@ class Scripts:
             self._numbers[dtype] = self._codes.get(dtype.name) if dtype.isnative else None
         return self._numbers[dtype]
 
-    def of(self, plan: Plan, array: NDArray[Any]) -> Scripted:
-        """The tables of a plan for arrays like this one."""
-        key = id(plan), array.size, array.dtype  # the layout keeps the plan: no other one gets its id
-        found = self._known.pop(key, None) or self._lay_out(plan, array)
+    def of(self, plan: Plan, dtype: np.dtype[Any], size: int) -> Scripted:
+        """The tables of a plan for arrays of so many elements."""
+        key = id(plan), size, dtype  # the layout keeps the plan: no other one gets its id
+        found = self._known.pop(key, None) or self._lay_out(plan, dtype, size)
         self._known[key] = found  # the one used last stands last
         if len(self._known) > MOST:
             del self._known[next(iter(self._known))]
         return found
 
-    def _lay_out(self, plan: Plan, array: NDArray[Any]) -> Scripted:
+    def _lay_out(self, plan: Plan, dtype: np.dtype[Any], size: int) -> Scripted:
         scripts = compile_scripts(plan)
         script = scripts[self._window.rank]
         whole = plan.goal in ("reduce_scatter", "all_gather")
-        longest = array.size if whole else max(1, self._segment_bytes // array.itemsize)
-        per = max(1, min(longest, array.size))
-        segments = -(-array.size // per)
-        operations, operands = _tables(script)
+        longest = size if whole else max(1, self._segment_bytes // dtype.itemsize)
+        per = max(1, min(longest, size))
+        segments = -(-size // per)
+        operations, operands = _tables(script, _shared(scripts, script.rank, plan.chunks))
         return Scripted(
             plan,
             script,
             len(script.operations),
-            self._first_state(script, plan, array, per, segments),
+            self._first_state(script, plan, dtype, size, per, segments),
             operations,
             operands,
             np.array([len(other.operations) for other in scripts], np.int64),
             np.array(script.touches, np.int64),
+            _stages(scripts, script.rank, plan.chunks),
             per,
             segments,
-            array.itemsize,
-            *_traffic(plan, script.rank, array.nbytes, self._window.world),
+            dtype.itemsize,
+            *_traffic(plan, script.rank, size * dtype.itemsize, self._window.world),
             [],
         )
 
-    def _first_state(self, script: Script, plan: Plan, array: NDArray[Any], per: int, segments: int) -> Words:
+    def _first_state(
+        self, script: Script, plan: Plan, dtype: np.dtype[Any], size: int, per: int, segments: int
+    ) -> Words:
         kernel = self._kernel
         state = np.zeros(kernel.STATE, np.int64)
         state[kernel.SEGMENTS], state[kernel.PER_SEGMENT] = segments, per
-        state[kernel.CODE], state[kernel.ITEM] = self.code(array.dtype) or 0, array.itemsize
-        state[kernel.ELEMENTS], state[kernel.CHUNK_COUNT] = array.size, plan.chunks
+        state[kernel.CODE], state[kernel.ITEM] = self.code(dtype) or 0, dtype.itemsize
+        state[kernel.ELEMENTS], state[kernel.CHUNK_COUNT] = size, plan.chunks
         state[kernel.RANK], state[kernel.BUFFER] = script.rank, self._buffer.ctypes.data
-        state[kernel.SCRATCH_STRIDE] = per * array.itemsize
+        state[kernel.SCRATCH_STRIDE] = per * dtype.itemsize
         return state
 
 
-def _tables(script: Script) -> tuple[Words, Words]:
+def _tables(script: Script, shared: NDArray[np.bool_]) -> tuple[Words, Words]:
     """A script as the table of its operations and the lists that its columns point into."""
     from ..kernels import onesided as kernel
 
@@ -168,7 +177,41 @@ def _tables(script: Script) -> tuple[Words, Words]:
             lists.extend(part)
             row[column + 1] = len(lists)
         row[kernel.CHUNKS : kernel.CHUNKS + 2] = operation.lo, operation.hi
+        row[kernel.PRIVATE] = not shared[operation.lo : operation.hi].any()
     return rows, np.array(lists or [0], np.int64)
+
+
+def _shared(scripts: Sequence[Script], rank: int, chunks: int) -> NDArray[np.bool_]:
+    """Which chunks of a rank's array others look at, or an operation of its own that touches such ones too."""
+    shared = np.zeros(chunks, np.bool_)
+    for script in scripts:
+        for operation in script.operations:
+            if script.rank != rank and rank in (*operation.sources, *operation.targets):
+                shared[operation.lo : operation.hi] = True
+    before = -1
+    while before != (before := int(shared.sum())):
+        for operation in scripts[rank].operations:
+            if shared[operation.lo : operation.hi].any():
+                shared[operation.lo : operation.hi] = True
+    return shared
+
+
+def _stages(scripts: Sequence[Script], rank: int, chunks: int) -> Words:
+    """The shared chunks of a rank that are copied to shared memory, since they are read, or back, being written."""
+    from ..kernels import onesided as kernel
+
+    shared = _shared(scripts, rank, chunks)
+    copied = np.zeros((2, chunks), np.int64)
+    for operation in (operation for script in scripts for operation in script.operations):
+        copied[0, operation.lo : operation.hi] |= rank in operation.sources
+        copied[1, operation.lo : operation.hi] |= rank in operation.targets
+    copied *= shared
+    edges = [0, *(np.flatnonzero(np.diff(copied, axis=1).any(axis=0)) + 1).tolist(), chunks]
+    rows = np.zeros((len(edges) - 1, kernel.STAGES), np.int64)
+    for row, first, last in zip(rows, edges[:-1], edges[1:], strict=True):
+        row[kernel.FIRST], row[kernel.LAST] = first, last
+        row[kernel.IN : kernel.OUT + 1] = copied[:, first]
+    return rows
 
 
 def _traffic(plan: Plan, rank: int, nbytes: int, world: int) -> tuple[Words, Words]:

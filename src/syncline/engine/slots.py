@@ -34,7 +34,7 @@ class Slots:
     def __init__(self, window: Window) -> None:
         from ..kernels import onesided  # compiled code: loaded where it is used
 
-        self._window, self._first = window, onesided.first_slot
+        self._window = window
         address, words = int(window.members[window.rank, onesided.BOARD]), window.board[board.BOARD_HEAD // 8 :]
         self.tables = [Table(address + board.BOARD_HEAD, words, [0] * board.SLOTS)]
 
@@ -44,7 +44,7 @@ class Slots:
         while True:
             if level == len(self.tables):
                 self._add_table()
-            table, first = self.tables[level], self._first(wanted, sets)
+            table, first = self.tables[level], _first_slot(wanted, sets)
             for slot in range(first, first + board.WAYS):
                 user = table.users[slot]
                 if user is None:
@@ -65,3 +65,8 @@ class Slots:
         assert place is not None
         self.tables.append(Table(address_of(memory), memory.view(np.int64), [0] * slots))
         self._window.board[board.TABLES // 8 + further] = place[0]
+
+
+def _first_slot(wanted: int, sets: int) -> int:
+    """As ``kernels.onesided.first_slot``, of which a call costs more than it does."""
+    return ((wanted * board.SPREAD & 0xFFFFFFFFFFFFFFFF) >> 32 & sets - 1) * board.WAYS

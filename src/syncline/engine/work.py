@@ -29,15 +29,17 @@ from .trace import Span
 class Work:
     """Something under way; ``result`` is set when it is done. A ``tolerant`` one does not mind peers that leave.
 
-    The smallest ``priority`` goes first. ``span`` is what an observer has been told of it.
+    The smallest ``priority`` goes first. ``key`` is that of an exchange, -1 for anything else; ``span`` is what an
+    observer has been told of it.
     """
 
-    __slots__ = ("_callbacks", "done", "label", "priority", "result", "span", "tolerant")
+    __slots__ = ("_callbacks", "done", "key", "label", "priority", "result", "span", "tolerant")
 
     def __init__(self, label: str, tolerant: bool = False, priority: float = 0.0) -> None:
         self.label = label
         self.tolerant = tolerant
         self.priority = priority
+        self.key = -1
         self.done = False
         self.result: Any = None
         self.span: Span | None = None

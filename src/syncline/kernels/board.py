@@ -41,6 +41,9 @@ SLOT_STRIDE: Final = 24
 SLOT_NBYTES: Final = 32
 SLOT_PROGRESS: Final = 64
 SLOT_DONE_WITH: Final = 72
+SLOT_SIGN: Final = 80
+SIGN_WORDS: Final = 4
+"""What a run is for, in words: the first two are those of all ranks, unless a rank's first one is 0; the rest tells."""
 
 MOST_SEGMENTS: Final = 1 << 16
 """The number of each is smaller. A process may map about as many areas (vm.max_map_count); with as many its peers would

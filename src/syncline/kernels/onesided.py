@@ -26,6 +26,7 @@ from .board import (
     BOARD_HEAD,
     MORE_TABLES,
     MOST_SEGMENTS,
+    SIGN_WORDS,
     SLOT_BYTES,
     SLOT_DONE_WITH,
     SLOT_ID,
@@ -33,6 +34,7 @@ from .board import (
     SLOT_OFFSET,
     SLOT_PROGRESS,
     SLOT_SEGMENT,
+    SLOT_SIGN,
     SLOT_STRIDE,
     SLOTS,
     SPREAD,
@@ -40,7 +42,7 @@ from .board import (
     WAYS,
 )  # fmt: skip
 from .compiled import compiled, inner
-from .native import add, fence, load, poll, read, sched_yield, store, write
+from .native import add, fence, load, memcpy, poll, read, sched_yield, store, write
 from .passes import sum_pass
 
 # Columns of the table of members.
@@ -58,7 +60,15 @@ SOURCES: Final = 2
 TARGETS: Final = 4
 RING: Final = 6
 CHUNKS: Final = 8
-COLUMNS: Final = 10
+PRIVATE: Final = 10
+COLUMNS: Final = 11
+
+# Columns of the table of what is staged: chunks, and whether they are copied in and out.
+FIRST: Final = 0
+LAST: Final = 1
+IN: Final = 2
+OUT: Final = 3
+STAGES: Final = 4
 
 # A run's state.
 ID: Final = 0
@@ -82,7 +92,9 @@ OWN_SEGMENT: Final = 17
 OWN_OFFSET: Final = 18
 OWN_ADDRESS: Final = 19
 OWN_STRIDE: Final = 20
-STATE: Final = 21
+SIGN: Final = 21
+THEIRS: Final = SIGN + SIGN_WORDS
+STATE: Final = THEIRS + SIGN_WORDS
 
 # Words of the buffer for system calls.
 ONE: Final = 0
@@ -97,6 +109,10 @@ UNMAPPED: Final = 2
 UNLIKE: Final = 3
 BROKEN: Final = 4
 PAUSED: Final = 5
+OTHER: Final = 6
+
+LOOKS: Final = 200
+"""How often a condition is looked at before the core is offered to others: for about as long as offering it takes."""
 
 
 NOWHERE: Final = 0
@@ -160,7 +176,7 @@ def find_slot(members, maps, rank, wanted):
 
 @inner
 def _resolve(rank, state, peers, members, maps):
-    """Find a peer's slot and memory; DONE, BLOCKED, UNMAPPED, UNLIKE or BROKEN."""
+    """Find a peer's slot and memory; DONE, BLOCKED, UNMAPPED, UNLIKE, BROKEN or OTHER."""
     if peers[rank, SLOT] == 0:
         if members[rank, BOARD] == 0:
             return UNMAPPED
@@ -171,6 +187,11 @@ def _resolve(rank, state, peers, members, maps):
             return UNMAPPED
         if slot == FORGED:
             return BROKEN
+        for i in range(SIGN_WORDS):
+            state[THEIRS + i] = load(slot + SLOT_SIGN + 8 * i)
+        differs = state[SIGN] != state[THEIRS] or state[SIGN + 1] != state[THEIRS + 1]
+        if differs and state[SIGN] != 0 and state[THEIRS] != 0:
+            return OTHER
         peers[rank, SLOT] = slot
     if peers[rank, BASE] == 0:
         slot = peers[rank, SLOT]
@@ -208,12 +229,17 @@ def _met(operation, state, peers, members, maps, operations, operands, lengths):
 
 
 @inner
-def _addresses(found, operands, first, last, state, peers, offset):
-    """Where the arrays of a list of ranks (or scratch) lie, at ``offset`` bytes into this segment."""
+def _addresses(found, operands, first, last, state, peers, offset, private):
+    """Where the arrays of a list of ranks (or scratch) lie, at ``offset`` bytes into this segment.
+
+    Of the own array ``private`` chunks, which no other rank looks at, lie where the user has them.
+    """
     for i in range(first, last):
         rank = operands[i]
         if rank < 0:
             found[i - first] = state[SCRATCH] + (-1 - rank) * state[SCRATCH_STRIDE] + offset
+        elif private and rank == state[RANK] and state[STAGED]:
+            found[i - first] = state[USER] + state[SEGMENT] * state[PER_SEGMENT] * state[ITEM] + offset
         else:
             found[i - first] = peers[rank, BASE] + state[SEGMENT] * peers[rank, STRIDE] + offset
 
@@ -229,23 +255,28 @@ def _perform(operation, state, peers, operations, operands, room):
     stop = length * operations[operation, CHUNKS + 1] // state[CHUNK_COUNT]
     if start == stop:
         return
-    sources, targets = room[0, : last - first], room[1]
-    _addresses(sources, operands, first, last, state, peers, start * state[ITEM])
+    sources, targets, private = room[0, : last - first], room[1], operations[operation, PRIVATE]
+    _addresses(sources, operands, first, last, state, peers, start * state[ITEM], private)
     first, last = operations[operation, TARGETS], operations[operation, TARGETS + 1]
     targets = targets[: last - first]
-    _addresses(targets, operands, first, last, state, peers, start * state[ITEM])
+    _addresses(targets, operands, first, last, state, peers, start * state[ITEM], private)
     sum_pass(state[CODE], state[ITEM], sources, targets, stop - start)
 
 
 @inner
-def _stage(state, peers, room, out):
-    """Copy this segment from the user's array to where peers see it, or back (``out``)."""
+def _stage(state, peers, staged, direction):
+    """Copy what of this segment others look at from the user's array to where they see it (IN), or back (OUT)."""
     start = state[SEGMENT] * state[PER_SEGMENT]
     length = min(state[PER_SEGMENT], state[ELEMENTS] - start)
     user, shown = state[USER] + start * state[ITEM], peers[state[RANK], BASE]
-    room[0, 0] = shown if out else user
-    room[1, 0] = user if out else shown
-    sum_pass(state[CODE], state[ITEM], room[0, :1], room[1, :1], length)
+    for i in range(staged.shape[0]):
+        if staged[i, direction]:
+            first = length * staged[i, FIRST] // state[CHUNK_COUNT] * state[ITEM]
+            nbytes = length * staged[i, LAST] // state[CHUNK_COUNT] * state[ITEM] - first
+            if direction == IN:
+                memcpy(shown + first, user + first, nbytes)
+            else:
+                memcpy(user + first, shown + first, nbytes)
 
 
 @inner
@@ -258,6 +289,8 @@ def _show(state, peers):
     store(slot + SLOT_NBYTES, state[ELEMENTS] * state[ITEM])
     store(slot + SLOT_PROGRESS, 0)
     store(slot + SLOT_DONE_WITH, 0)
+    for i in range(SIGN_WORDS):
+        store(slot + SLOT_SIGN + 8 * i, state[SIGN + i])
     peers[:] = 0
     peers[state[RANK], SLOT] = slot
     peers[state[RANK], BASE] = state[OWN_ADDRESS]
@@ -276,6 +309,10 @@ def _sleep(state, members, patience_ms):
 def _wait(operation, state, peers, members, maps, operations, operands, lengths, spins, patience_ms):
     """Wait a little for an operation's conditions: looking again and again first, then asleep."""
     found = _met(operation, state, peers, members, maps, operations, operands, lengths)
+    looks = LOOKS if spins > 0 else 0
+    while found == BLOCKED and looks > 0:
+        looks -= 1
+        found = _met(operation, state, peers, members, maps, operations, operands, lengths)
     while found == BLOCKED and spins > 0:
         sched_yield()
         spins -= 1
@@ -296,13 +333,17 @@ def _wait(operation, state, peers, members, maps, operations, operands, lengths,
 
 
 @compiled(
-    "(int64[], int64[,], int64[,], int64[,], int64[,], int64[], int64[], int64[], int64[,], int64, int64, int64)"
+    "(int64[], int64[,], int64[,], int64[,], int64[,], int64[], int64[], int64[], int64[,], int64[,],"
+    " int64, int64, int64)"
     " -> int64"
 )
-def advance(state, peers, members, maps, operations, operands, lengths, touched, room, spins, patience_ms, most):
-    """Do what can be done of a run; DONE, or why not: BLOCKED, UNMAPPED, UNLIKE, BROKEN, PAUSED.
+def advance(
+    state, peers, members, maps, operations, operands, lengths, touched, staged, room, spins, patience_ms, most
+):  # fmt: skip
+    """Do what can be done of a run; DONE, or why not: BLOCKED, UNMAPPED, UNLIKE, BROKEN, PAUSED, OTHER.
 
-    ``state[WAITS_FOR]`` says for whom it waits, or who has exchanged something else or broken the protocol.
+    ``state[WAITS_FOR]`` says for whom it waits, or who has exchanged something else or broken the protocol; OTHER when
+    that rank's sign, which is in ``state[THEIRS]`` then, says something else than this one's.
     A condition that does not hold is looked at ``spins`` times more, the core being offered to others in between, and
     is then slept for, each time for at most ``patience_ms``: 0 when there is something else to do. It pauses after
     ``most`` operations.
@@ -317,7 +358,7 @@ def advance(state, peers, members, maps, operations, operands, lengths, touched,
             if state[SEGMENT] == 0:
                 _show(state, peers)
             if state[STAGED]:
-                _stage(state, peers, room, False)
+                _stage(state, peers, staged, IN)
         else:
             found = _wait(
                 operation, state, peers, members, maps, operations, operands, lengths, spins, patience_ms
@@ -332,7 +373,7 @@ def advance(state, peers, members, maps, operations, operands, lengths, touched,
                         return found
             _perform(operation, state, peers, operations, operands, room)
             if operation == count - 1 and state[STAGED]:
-                _stage(state, peers, room, True)
+                _stage(state, peers, staged, OUT)
         state[AT] = operation + 1
         store(state[OWN_SLOT] + SLOT_PROGRESS, state[SEGMENT] * count + operation + 1)
         _ring(members, state[BUFFER], operands, operations[operation, RING], operations[operation, RING + 1])

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from .. import registry
 from ..collectives import Collective
 from ..engine.engine import Engine
+from ..engine.runs import Sign
 from ..engine.work import Work
 from ..errors import MismatchError, PeerTimeout, PlanError, UsageError
 from ..nouns import Group
@@ -48,6 +49,7 @@ from .tickets import (
 )
 
 Array = NDArray[Any]
+NOTHING: Array = np.empty(0, np.uint8)
 Planner = Callable[[Group, int], Plan | Collective]
 
 # Keys tell the messages of exchanges in flight apart. The lowest are those of a model's buckets.
@@ -151,7 +153,7 @@ class Communicator:
                 except PeerTimeout:
                     if timeout is None or self.engine.error is not None:
                         raise
-                    raise self._late(label, [peer for peer, work in heard.items() if not work.done], timeout) from None
+                    raise self.late(label, [peer for peer, work in heard.items() if not work.done], timeout) from None
                 number = max(number, *(int.from_bytes(work.result, "little") for work in heard.values()))
             self._check_number(number)
             member.communicators = number + 1
@@ -217,11 +219,31 @@ class Communicator:
         announce: bool = True,
         brings: NDArray[np.uint8] | None = None,
         room: int = 0,
+        signed: bool = False,
     ) -> Meeting:
         """Start showing tickets to all workers; ``announce`` as for ``Engine.exchange``.
 
         Each may bring along bytes, up to the ``room`` that all give for it at every call that could meet this one.
+        Those who come ``signed`` for one call bring as many bytes: where ranks see each other's signs there is no more
+        room than that.
         """
+        mine, key = self.come(kind, argument, weight, flags)
+        program = self._program("direct_all_gather")
+        shown = signed and self.shows(program, NOTHING)
+        if shown:
+            room = 0 if brings is None else brings.size
+        table = ticket_table(self.world_size, self.rank, mine, room)
+        if brings is not None:
+            table[self.rank, TICKET_BYTES : TICKET_BYTES + brings.size] = brings
+        work = None
+        if self.world_size > 1:
+            sign = self.sign(mine) if shown else None
+            work = self.engine.exchange(program, table.reshape(-1), key, CALLS[kind], announce=announce, sign=sign)
+            self.hold(key, work)
+        return Meeting(work, table, mine, lambda rank, theirs: self.mismatch(rank, theirs, mine))
+
+    def come(self, kind: int, argument: int = 0, weight: float = 0.0, flags: int = 0) -> tuple[Ticket, int]:
+        """Come to the next call: the ticket for it, and the key of its first exchange."""
         self.member.check_usable()
         if not self.is_worker:
             raise UsageError(
@@ -229,17 +251,21 @@ class Communicator:
                 " syncline.prepare(), so make collective calls after it"
             )
         self._calls += 1
-        mine = Ticket(kind, self._calls, argument & 0xFFFFFFFFFFFFFFFF, weight, flags)
-        table = ticket_table(self.world_size, self.rank, mine, room)
-        if brings is not None:
-            table[self.rank, TICKET_BYTES : TICKET_BYTES + brings.size] = brings
-        work = None
-        if self.world_size > 1:
-            key = self.call_key()
-            program = self._program("direct_all_gather")
-            work = self.engine.exchange(program, table.reshape(-1), key, CALLS[kind], announce=announce)
-            self.hold(key, work)
-        return Meeting(work, table, mine, lambda rank, theirs: self.mismatch(rank, theirs, mine))
+        ticket = Ticket(kind, self._calls, argument & 0xFFFFFFFFFFFFFFFF, weight, flags)
+        return ticket, self.call_key() if self.world_size > 1 else -1
+
+    def shows(self, program: Program | Collective, array: Array) -> bool:
+        """Whether workers see in an exchange itself for which call the others have come, and need not meet before."""
+        return self.world_size > 1 and self.engine.shows(program, array)
+
+    def sign(self, ticket: Ticket) -> Sign:
+        """A ticket as what is shown with an exchange."""
+
+        def differs(process: int, theirs: tuple[int, ...]) -> MismatchError:
+            kind, argument, call, flags = theirs
+            return self.mismatch(self.ranks.index(process), Ticket(kind, call, argument, 0.0, flags), ticket)
+
+        return Sign((ticket.kind, ticket.argument, ticket.call, ticket.flags), differs)
 
     def agree(self, kind: int, argument: int = 0, timeout: float | None = None, flags: int = 0) -> list[Ticket]:
         """Meet and wait: returns when all workers have come for the same call."""
@@ -262,9 +288,9 @@ class Communicator:
                 raise  # the limit of progress, whose own error names them
             awaited = self.engine.awaited
             missing = [self.ranks[rank] for rank in meeting.missing() if self.ranks[rank] in awaited]
-            raise self._late(label, missing, timeout) from None
+            raise self.late(label, missing, timeout) from None
 
-    def _late(self, label: str, missing: Sequence[int], timeout: float) -> PeerTimeout:
+    def late(self, label: str, missing: Sequence[int], timeout: float) -> PeerTimeout:
         """The error for processes that have not come in time, told to all."""
         names = ", ".join(self.member.name(index) for index in missing)
         late = PeerTimeout(

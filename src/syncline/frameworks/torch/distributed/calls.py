@@ -1,4 +1,7 @@
-"""A collective under way: a meeting, and after it steps that each wait for some works.
+"""A collective under way: a meeting, and after it steps that each wait for some works; or a single exchange.
+
+Where ranks share memory they see in an exchange itself for which call the others have come: so a collective that is one
+exchange, whose result needs all ranks, has no meeting before it.
 
 ``rest`` is a generator: it computes, yields the works that it needs, and goes on when they are done. Whoever calls a
 collective and waits drives it in its own thread; otherwise the thread that drives the engine does, step by step. Keys
@@ -9,15 +12,32 @@ call: so ranks that call different things meet, and find out.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ....collectives import Collective
+from ....engine.runs import Sign
 from ....engine.work import Work
 from ....errors import PeerTimeout
+from ....plans.messages import Program
 from ....session.communicator import Communicator
 from ....session.tickets import Meeting
 
 Steps = Iterator[Sequence[Work]]
+
+
+class Single(NamedTuple):
+    """The one exchange that a collective is, shown to all ranks by a ``sign``; ``done`` is called after it."""
+
+    program: Program | Collective
+    array: NDArray[Any]
+    key: int
+    sign: Sign
+    done: Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -26,13 +46,22 @@ class Call:
 
     us: Communicator
     label: str
-    meeting: Meeting
+    meeting: Meeting | Single
     key: int
     number: int
     rest: Steps
 
+    @property
+    def brought(self) -> NDArray[np.uint8]:
+        """What all have brought along to the meeting."""
+        assert isinstance(self.meeting, Meeting)
+        return self.meeting.brought
+
     def finish(self, timeout_s: float) -> None:
         """Wait for everything here; PeerTimeout names who has not come, or the limit, after ``timeout_s``."""
+        if isinstance(self.meeting, Single):
+            run_single(self.us, self.meeting, self.label, timeout_s)
+            return
         deadline = time.monotonic() + timeout_s
         try:
             self.us.await_all(self.meeting, self.label, timeout_s)
@@ -45,12 +74,17 @@ class Call:
 
     def begin(self) -> Work:
         """Let it go on behind the script; the work is done when the call is."""
-        engine = self.us.engine
+        engine, meeting = self.us.engine, self.meeting
+        if isinstance(meeting, Single):
+            program, array, key, sign, done = meeting
+            work = engine.exchange(program, array, key, self.label, sign=sign, after=done)
+            self.us.hold(key, work)
+            return work
         promised = engine.promise(self.label)
         self.us.hold(self.key, promised)
 
         def check() -> None:
-            self.meeting.tickets()
+            meeting.tickets()
             go_on()
 
         def go_on() -> None:
@@ -60,8 +94,20 @@ class Call:
             else:
                 engine.then(self.label, works, go_on)
 
-        engine.then(self.label, [] if self.meeting.work is None else [self.meeting.work], check)
+        engine.then(self.label, [] if meeting.work is None else [meeting.work], check)
         return promised
+
+
+def run_single(us: Communicator, single: Single, label: str, timeout_s: float) -> None:
+    """Make an exchange here; PeerTimeout names who has not come, or the limit, after ``timeout_s``."""
+    engine = us.engine
+    try:
+        engine.run(single.program, single.array, single.key, label, single.sign, timeout_s)
+    except PeerTimeout:
+        if engine.error is not None:
+            raise
+        raise us.late(label, sorted(engine.absent(single.key, us.ranks)), timeout_s) from None
+    single.done()
 
 
 def await_works(us: Communicator, works: Sequence[Work], label: str, timeout_s: float) -> None:
@@ -74,7 +120,8 @@ def await_works(us: Communicator, works: Sequence[Work], label: str, timeout_s: 
     except PeerTimeout:
         if engine.error is not None:
             raise
-        awaited = sorted(engine.awaited)
+        keys = [work.key for work in works if not work.done]
+        awaited = sorted(engine.absent(keys[0] if keys else -1, us.ranks))
         names = ", ".join(us.member.name(index) for index in awaited) or "a rank of the group"
         late = PeerTimeout(
             f"{label}: not done within {timeout_s:.1f} s, waiting for {names}", rank=awaited[0] if awaited else -1

@@ -1,9 +1,10 @@
 """The collectives of a process group over a communicator: which plan, or which messages, carry what.
 
 Every one begins with a meeting at which ranks show what they are calling; up to ROOM bytes of data come along, so that
-small tensors need nothing else. Sums follow the strategy's plan, the halves of an allreduce its halves; other
-reductions go by owners, each of which combines its part of all ranks in their order. What differs between pairs of
-ranks (all-to-all, gather, scatter) travels as messages. Nothing here knows torch's calls, works or time limits.
+small tensors need nothing else. Where ranks share memory, what is one exchange shows it by itself (``calls``). Sums
+follow the strategy's plan, the halves of an allreduce its halves; other reductions go by owners, each of which combines
+its part of all ranks in their order. What differs between pairs of ranks (all-to-all, gather, scatter) travels as
+messages. Nothing here knows torch's calls, works or time limits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ....session.tickets import (
     SCATTER,
     sized,
 )
-from .calls import Call, Steps
+from .calls import Call, Single, Steps
 from .reductions import Reduction
 
 Array = NDArray[Any]
@@ -60,12 +61,11 @@ class Collectives:
 
     def allreduce(self, array: Array, reduction: Reduction, sizes: Sizes, done: Done) -> Call:
         """``array``, flat, becomes that of all ranks."""
-        return self._call(ALLREDUCE, reduction.name, sizes, array, self._reducing(array, reduction, done))
+        return self._reduce(ALLREDUCE, reduction.name, array, reduction, sizes, done)
 
     def reduce(self, array: Array, root: int, reduction: Reduction, sizes: Sizes, done: Done) -> Call:
         """As ``allreduce``, of which rank ``root`` alone keeps the result."""
-        what = f"{reduction.name} {root}"
-        return self._call(REDUCE, what, sizes, array, self._reducing(array, reduction, done))
+        return self._reduce(REDUCE, f"{reduction.name} {root}", array, reduction, sizes, done)
 
     def broadcast(self, data: Array, root: int, sizes: Sizes, done: Done) -> Call:
         """Bytes of ``root`` on all."""
@@ -73,7 +73,7 @@ class Collectives:
 
         def rest(call: Call) -> Steps:
             if data.size <= ROOM:
-                data[:] = call.meeting.brought[root, : data.size]
+                data[:] = call.brought[root, : data.size]
             elif us.world_size > 1:
                 program = us.broadcast_program(root)
                 yield [us.engine.exchange(program, data, call.key, call.label, announce=False)]
@@ -84,10 +84,15 @@ class Collectives:
     def all_gather(self, mine: Array, table: Array, sizes: Sizes, done: Done) -> Call:
         """Each rank's bytes ``mine`` in the rows of ``table``, on all."""
         us = self.us
+        if us.world_size > 1 and mine.size:
+            program, flat = us.phase_program("all_gather", table.nbytes), table.reshape(-1)
+            if us.shows(program, flat):
+                table[us.rank] = mine
+                return self._single(ALL_GATHER, "", sizes, program, flat, done)
 
         def rest(call: Call) -> Steps:
             if mine.size <= ROOM:
-                table[:] = call.meeting.brought[:, : mine.size]
+                table[:] = call.brought[:, : mine.size]
             else:
                 table[us.rank] = mine
                 if us.world_size > 1:
@@ -100,6 +105,15 @@ class Collectives:
     def reduce_scatter(self, parts: Array, reduction: Reduction, sizes: Sizes, done: Callable[[Array], None]) -> Call:
         """Row r of ``parts``, which is lost, becomes the ranks' on rank r; ``done`` gets the own one."""
         us = self.us
+        if us.world_size > 1 and reduction.adds(parts.dtype) and parts.size:
+            program, flat = us.phase_program("reduce_scatter", parts.nbytes), parts.reshape(-1)
+            if us.shows(program, flat):
+
+                def come() -> None:
+                    reduction.finish(parts[us.rank], us.world_size)
+                    done(parts[us.rank])
+
+                return self._single(REDUCE_SCATTER, reduction.name, sizes, program, flat, come)
 
         def rest(call: Call) -> Steps:
             if us.world_size == 1:
@@ -124,7 +138,7 @@ class Collectives:
         def rest(call: Call) -> Steps:
             if counts.nbytes <= ROOM:
                 for rank in range(world):
-                    theirs = int(call.meeting.brought[rank, : counts.nbytes].view(np.int64)[us.rank])
+                    theirs = int(call.brought[rank, : counts.nbytes].view(np.int64)[us.rank])
                     if theirs != into[rank].size:
                         raise self._unequal(call.label, rank, theirs, into[rank].size)
             yield from self._swap(call, out, into)
@@ -158,20 +172,41 @@ class Collectives:
         us = self.us
         self.calls += 1
         data = None if brings is None or brings.nbytes > ROOM else brings.view(np.uint8)
-        argument = zlib.crc32(f"{what} {sizes}".encode())
-        flags = _flags(sizes)
-        meeting = us.meet(kind, argument, flags=flags, announce=False, brings=data, room=ROOM)
+        argument, flags = shown(what, sizes)
+        meeting = us.meet(kind, argument, flags=flags, announce=False, brings=data, room=ROOM, signed=True)
         call = Call(us, CALLS[kind], meeting, us.call_key(), self.calls, iter(()))
         call.rest = rest(call)
         return call
+
+    def _single(self, kind: int, what: str, sizes: Sizes, program: Any, array: Array, done: Done) -> Call:
+        """Begin a collective that is one exchange, which shows what ranks have come for."""
+        us = self.us
+        self.calls += 1
+        argument, flags = shown(what, sizes)
+        ticket, key = us.come(kind, argument, flags=flags)
+        single = Single(program, array, key, us.sign(ticket), done)
+        return Call(us, CALLS[kind], single, us.call_key(), self.calls, iter(()))
+
+    def _reduce(self, kind: int, what: str, array: Array, reduction: Reduction, sizes: Sizes, done: Done) -> Call:
+        us = self.us
+        if us.world_size > 1 and reduction.adds(array.dtype) and array.size:
+            program = us.allreduce_program(array.nbytes)
+            if us.shows(program, array):
+
+                def come() -> None:
+                    reduction.finish(array, us.world_size)
+                    done()
+
+                return self._single(kind, what, sizes, program, array, come)
+        return self._call(kind, what, sizes, array, self._reducing(array, reduction, done))
 
     def _reducing(self, array: Array, reduction: Reduction, done: Done) -> Callable[[Call], Steps]:
         us = self.us
 
         def rest(call: Call) -> Steps:
             world = us.world_size
-            if array.nbytes <= ROOM:
-                rows = call.meeting.brought[:, : array.nbytes]
+            if array.nbytes <= ROOM:  # it came along
+                rows = call.brought[:, : array.nbytes]
                 array[:] = reduction.of([row.view(array.dtype) for row in rows], world)
             elif world == 1:
                 pass
@@ -227,12 +262,13 @@ class Collectives:
         return error
 
 
-def _flags(sizes: Sizes) -> int:
-    """What tickets say of tensors of these sizes."""
+def shown(what: str, sizes: Sizes) -> tuple[int, int]:
+    """The argument and the flags of the ticket for tensors of these sizes."""
+    argument = zlib.crc32(f"{what} {sizes}".encode())
     if not sizes:
-        return 0
+        return argument, 0
     kind = sizes[0][1]
-    return sized(sum(elements for elements, _ in sizes), kind if kind in ELEMENT_TYPES else ELEMENT_TYPES[-1])
+    return argument, sized(sum(elements for elements, _ in sizes), kind if kind in ELEMENT_TYPES else ELEMENT_TYPES[-1])
 
 
 def _rows(table: Array) -> dict[int, Array]:

@@ -25,6 +25,7 @@ from .calls import Call
 from .checks import check, check_alike, check_one_type, check_parts, nothing, share_out
 from .collectives import Collectives
 from .mailbox import Mailbox
+from .prompt import Prompt
 from .reductions import reduction_of
 from .tensors import Memory, kind_of, memory_of, sizes_of, together
 from .works import Completer, GroupWork
@@ -58,6 +59,8 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         self._completer = Completer()
         self._called, self._described = "", ""
         self._lock = threading.RLock()
+        self._prompt = Prompt(us, self._collectives, self._lock)
+        self._summed = self._over([])
 
     def getBackendName(self) -> str:
         """What torch calls this backend."""
@@ -122,6 +125,13 @@ class SynclineGroup(_Base):  # type: ignore[misc]
 
     def allreduce(self, tensors: Tensors, opts: Any = None, *_: Any) -> Any:
         """Each tensor becomes that of all ranks."""
+        if (
+            opts is not None
+            and not getattr(opts, "asyncOp", True)
+            and len(tensors) == 1
+            and self._prompt.allreduce(tensors[0], opts.reduceOp, self._limit(opts))
+        ):
+            return self._summed
         if (other := others.of(self, tensors)) is not None:
             return other.allreduce(tensors, opts)
         return self._reduce(tensors, opts, lambda *call: self._collectives.allreduce(*call))

@@ -114,9 +114,9 @@ class Mailbox:
         self._check_gone()
 
     def _check_gone(self) -> None:
-        """Raise for a receive for which nobody is left."""
+        """Raise for a receive for which nobody is left, one from a certain rank first."""
         us = self.us
-        for receive in self._wanted:
+        for receive in sorted(self._wanted, key=lambda receive: receive.source is None):
             sources = set(range(us.world_size)) - {us.rank} if receive.source is None else {receive.source}
             if sources <= self._gone.keys():
                 raise labelled(receive.work.label, self._gone[max(sources)])
