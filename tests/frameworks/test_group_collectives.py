@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from syncline.errors import MismatchError, PeerTimeout, UsageError
+from syncline.errors import MismatchError, PeerError, PeerTimeout, UsageError
 from syncline.frameworks.torch.distributed import SynclineGroup
 from syncline.session.session import Session
 
@@ -260,6 +260,47 @@ def test_many_calls_are_under_way_and_futures_call_back(groups: Any) -> None:
         return [float(tensor[0]) for tensor in (*plain, twice.wait())]
 
     assert groups(body) == [[3.0, 3.0, 3.0, 3.0, 9.0]] * WORLD
+
+
+def test_a_future_does_not_wait_for_one_that_was_asked_for_before(groups: Any) -> None:
+    def body(mine: SynclineGroup) -> list[float]:
+        tensor, total = torch.zeros(3), torch.ones(3)
+        slow = mine.recv([tensor], 1).get_future() if mine.rank() == 0 else None
+        mine.allreduce([total], options(dist.AllreduceOptions, wait=False)).get_future().wait()
+        mine.barrier().wait()  # rank 1 sends when rank 0 has the sum
+        if mine.rank() == 1:
+            mine.send([total], 0).wait()
+        if slow is not None:
+            slow.wait()
+        return tensor.tolist()
+
+    assert groups(body) == [[3.0] * 3, [0.0] * 3, [0.0] * 3]
+
+
+def test_a_group_ends_though_nothing_comes_that_it_receives(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.engine.driver._FLUSH_S", 1e6)
+
+    def body(mine: SynclineGroup) -> None:
+        for rank in {0, 1, 2} - {mine.rank()}:
+            mine.recv([torch.zeros(3)], rank)
+        mine.recv_anysource([torch.zeros(3)], 4)
+        mine.shutdown()
+        mine.us.shutdown()
+
+    groups(body)
+
+
+def test_a_group_that_is_aborted_waits_for_nothing_and_is_named(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.engine.driver._FLUSH_S", 1e6)
+
+    def body(mine: SynclineGroup) -> None:
+        if mine.rank() != 1:
+            mine.barrier().wait()
+        mine.send([torch.zeros(100_000)], 0)  # nobody receives it
+        mine.abort()
+
+    with pytest.raises(PeerError, match=r"rank 1.*has aborted the process group"):
+        groups(body)
 
 
 @pytest.mark.parametrize("keys", [2, 7])

@@ -182,6 +182,58 @@ def late(line: Connection, place: Place, wait: bool) -> None:
     line.send("never")
 
 
+def patient(line: Connection, place: Place) -> None:
+    """Calls, and a group, with more time than the default group has; rank 1 comes after that."""
+    with grouped(place, "syncline", timeout=timedelta(seconds=1)) as rank:
+        some = dist.new_group(timeout=timedelta(seconds=60))
+        if rank == 1:
+            line.recv()
+        dist.barrier(timeout=timedelta(seconds=60))
+        if rank == 1:
+            line.recv()
+        dist.all_reduce(torch.zeros(3000), group=some)
+    line.send("done")
+
+
+def forked(line: Connection, place: Place) -> None:
+    """What a forked child gets that calls collectives; its parent goes on."""
+    with grouped(place, "syncline") as rank:
+        for _ in range(2):
+            dist.all_reduce(torch.zeros(7))
+        ours, theirs = os.pipe()
+        child = os.fork()
+        if child == 0:
+            found = []
+            for call in (
+                lambda: dist.all_reduce(torch.zeros(7)),
+                lambda: dist.barrier(),
+                lambda: dist.isend(torch.zeros(1), 1 - rank),
+            ):
+                try:
+                    call()
+                except Exception as error:
+                    found.append(f"{type(error).__name__}: {error}")
+            os.write(theirs, "; ".join(found).encode())
+            os._exit(0)
+        os.close(theirs)
+        os.waitpid(child, 0)
+        total = torch.ones(7)
+        dist.all_reduce(total)
+        with os.fdopen(ours) as pipe:
+            line.send([pipe.read(), total.tolist()])
+
+
+def split(line: Connection, place: Place) -> None:
+    """torch splits groups of one device only, with any backend of the CPU; new_group does the same."""
+    with grouped(place, "syncline") as rank:
+        try:
+            dist.split_group(None, [[0], [1]])
+        except RuntimeError as error:
+            said = str(error)
+        alone = [dist.new_group([one], use_local_synchronization=True) for one in (0, 1) if one == rank]
+        line.send([said, dist.get_world_size(alone[0])])
+
+
 def sums(line: Connection, place: Place) -> None:
     """Sums of tensors of several sizes, again and again, some behind the script: what differs from the true ones."""
     with grouped(place, "syncline") as rank:
@@ -244,6 +296,9 @@ def refused(line: Connection, place: Place) -> None:
             future.set_result(tensors)
             return torch._C._distributed_c10d._create_work_from_future(future)
 
+        def shutdown(self) -> None:
+            made.append("shut down")
+
     dist.Backend.register_backend("standin", lambda _store, rank, size, _timeout: StandIn(rank, size), devices=["meta"])
     with grouped(place, "cpu:syncline,meta:standin"):
         total = torch.ones(3)
@@ -264,7 +319,8 @@ def refused(line: Connection, place: Place) -> None:
         other = dist.new_group(list(range(place[1])), backend="syncline", pg_options="tree transport=tcp")
         total = torch.ones(3000)
         dist.all_reduce(total, group=other)
-        line.send([*found, float(total[0]), other.us.strategy.transport.name])
+        found += [float(total[0]), other.us.strategy.transport.name]
+    line.send([*found, made[1:]])
 
 
 def hooked(line: Connection, place: Place, backend: str, codec: str) -> None:

@@ -102,6 +102,28 @@ def test_an_allreduce_names_the_late_rank(pool: Pool, address: str, strategy: st
         failures(group, "rank 2 (")
 
 
+def test_calls_and_groups_may_have_more_time_than_the_default_group(pool: Pool, address: str) -> None:
+    with pool.start(bodies.patient, everyone(2, address)) as group:
+        for _ in range(2):
+            assert pool.ending(group.ranks[0].pid, 2.5) is None
+            group.ranks[1].line.send("now")
+        assert group.results() == ["done", "done"]
+
+
+def test_a_forked_child_is_told_that_only_the_parent_communicates(pool: Pool, address: str) -> None:
+    with pool.start(bodies.forked, everyone(2, address)) as group:
+        for said, total in group.results():
+            assert said.count("ClosedError: this process was forked from one that uses Syncline") == 3
+            assert total == [2.0] * 7
+
+
+def test_groups_that_torch_does_not_split_are_made_anew(pool: Pool, address: str) -> None:
+    with pool.start(bodies.split, everyone(2, address)) as group:
+        for said, world in group.results():
+            assert "No device associated with the default pg" in said
+            assert world == 1
+
+
 @pytest.mark.parametrize("strategy", ["ring", "direct", "halving_doubling", "direct transport=tcp"])
 def test_sums_and_tables_are_right_again_and_again(pool: Pool, address: str, strategy: str) -> None:
     with pool.start(bodies.sums, everyone(3, address), {"SYNCLINE_STRATEGY": strategy}) as group:
@@ -125,14 +147,14 @@ def test_groups_need_not_be_destroyed(pool: Pool, address: str) -> None:
 
 def test_other_devices_and_what_is_not_there(pool: Pool, address: str) -> None:
     with pool.start(bodies.refused, everyone(2, address)) as group:
-        for total, passed_on, device, bits, servers, codec, tree, transport in group.results():
+        for total, passed_on, device, bits, servers, codec, tree, transport, ended in group.results():
             assert total == [2.0, 2.0, 2.0]
             assert passed_on == ["meta"]
             assert device.startswith("NotImplementedError: the backend syncline moves tensors on the CPU")
             assert "whole numbers" in bits
             assert "parameter servers" in servers
             assert "register_comm_hook" in codec
-            assert (tree, transport) == (2.0, "tcp")
+            assert (tree, transport, ended) == (2.0, "tcp", ["shut down"])
 
 
 @pytest.mark.parametrize(

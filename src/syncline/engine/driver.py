@@ -21,7 +21,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from ..compression.reducers import Room
 from ..errors import ClosedError, PeerTimeout, ProtocolError, UsageError
@@ -184,6 +184,20 @@ class Driver(ABC):
         reducing = [one.label for one in list(self._reducing.values()) if one.label]
         labels = [*dict.fromkeys([*self._exchange.labels, *reducing])]
         return _first_of(labels) if labels else "no exchange"
+
+    def allow(self, limit_s: float) -> None:
+        """Something may stand still for so long from now on, where that is longer than the limit of progress."""
+        self._limit_s = max(self._limit_s, limit_s)
+
+    def abandon(self, works: Iterable[Work]) -> None:
+        """Nobody needs these any more: the end does not wait for them, and they do not mind peers that leave."""
+        with self._changed:
+            for work in works:
+                if not (work.done or work.tolerant):
+                    work.tolerant = True
+                    self._under_way -= 1
+                    self._tolerated += 1
+            self._changed.notify_all()
 
     @property
     def room(self) -> Room:

@@ -97,6 +97,11 @@ class Member:
         """After the goodbye, while connections still stand; it is told whether nothing has gone wrong in the run."""
         self._at_end = call
 
+    @property
+    def usable(self) -> bool:
+        """Whether something can be communicated."""
+        return not (self.forked or self._closed)
+
     def check_usable(self) -> None:
         """Raise ClosedError when nothing can be communicated (any more, or here)."""
         if self.forked:

@@ -8,6 +8,7 @@ which changed between its versions.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
-from ....errors import UsageError
+from ....errors import ClosedError, PeerError, UsageError
 from ....session.communicator import Communicator
 from . import others
 from .calls import Call
@@ -54,6 +55,8 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         self.beside: dict[str, Any] = {}
         """Groups of other devices' backends."""
         self.timeout = timeout
+        self._allowed_s = 0.0
+        self._allow(timeout.total_seconds())
         self._shut = shut
         self._collectives, self._mailbox = Collectives(us), Mailbox(us)
         self._completer = Completer()
@@ -92,6 +95,7 @@ class SynclineGroup(_Base):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """The time limit of calls that give none."""
         self.timeout = timeout
+        self._allow(timeout.total_seconds())
 
     # Torch's base class asks backends of its own, which this group has not.
 
@@ -114,12 +118,22 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         """The end waits for what is under way."""
 
     def shutdown(self) -> None:
-        """The group is destroyed."""
+        """The group is destroyed; receives that nothing was sent for are given up."""
+        while self.beside:
+            self.beside.popitem()[1].shutdown()
+        if not self._alone and self.us.member.usable:
+            self._mailbox.close()
         self._shut()
 
     def abort(self) -> None:
-        """The same, with the same waiting for what is under way."""
-        self._shut()
+        """End what is under way, and with it the run, without waiting: the others get an error that names this rank."""
+        while self.beside:
+            self.beside.popitem()[1].abort()
+        if not self._alone and self.us.member.usable:
+            name = self.us.name(self.us.rank)
+            self.us.member.fail(ClosedError(f"{name} has aborted the process group {self._called or 'of all ranks'}"))
+        with contextlib.suppress(ClosedError, PeerError):
+            self._shut()
 
     # Reductions.
 
@@ -460,7 +474,15 @@ class SynclineGroup(_Base):  # type: ignore[misc]
     def _limit(self, opts: Any) -> float:
         found = getattr(opts, "timeout", None)
         given_s = found.total_seconds() if isinstance(found, timedelta) else 0.0
+        if given_s > self._allowed_s:
+            self._allow(given_s)
         return given_s if given_s > 0 else self._timeout_s
+
+    def _allow(self, limit_s: float) -> None:
+        """Calls may take so long, also where nothing else in the run may."""
+        self._allowed_s = limit_s
+        if not self._alone:
+            self.us.engine.allow(limit_s)
 
     def _under_way(self, work: Any, label: str, outputs: Any, limit_s: float | None = None) -> GroupWork:
         limit_s = self._timeout_s if limit_s is None else limit_s

@@ -65,6 +65,7 @@ class Mailbox:
         self._awaited: set[int] = set()
         self._arrived: defaultdict[int, deque[_Letter]] = defaultdict(deque)
         self._heard: defaultdict[int, int] = defaultdict(int)
+        self._listening: dict[int, tuple[Work, Work]] = {}  # what waits for the next header of a rank
         self._gone: dict[int, Exception] = {}  # ranks that have left, as a receive from them has found
 
     def send(self, rank: int, tag: int, data: Array) -> Work:
@@ -85,6 +86,14 @@ class Mailbox:
         wanted = _Receive(rank, tag, place, work)
         self.us.engine.then(label, [], partial(self._want, wanted))
         return work
+
+    def close(self) -> None:
+        """Nobody waits for what has not been sent: the end of the run does not either."""
+        self.us.engine.then("giving up receives", [], self._give_up, tolerant=True)
+
+    def _give_up(self) -> None:
+        waiting = [work for pair in self._listening.values() for work in pair]
+        self.us.engine.abandon([*waiting, *(receive.work for receive in self._wanted)])
 
     def _want(self, receive: _Receive) -> None:
         sources = range(self.us.world_size) if receive.source is None else (receive.source,)
@@ -107,7 +116,8 @@ class Mailbox:
         us = self.us
         size, left = _HEADER.size + _ALONG_BYTES, partial(self._left, source)
         work = us.engine.recv(us.ranks[source], us.topic(0), size, label, tolerant, left=left)
-        us.engine.then(label, [work], partial(self._come, source, work), tolerant=tolerant)
+        then = us.engine.then(label, [work], partial(self._come, source, work), tolerant=tolerant)
+        self._listening[source] = work, then
 
     def _left(self, source: int, error: Exception) -> None:
         self._gone[source] = error
