@@ -73,7 +73,8 @@ class Process:
         if all(kind.__module__.partition(".")[0] != "torch" for kind in type(group).__mro__):
             raise UsageError(
                 "group= takes what syncline.new_group() gives, one dimension of a DeviceMesh, or a ProcessGroup of"
-                f" torch, not {type(group).__name__}"
+                f" torch, not {type(group).__name__}; torch gives ranks that are not in a group another object in place"
+                " of one"
             )
         from .frameworks.torch.meshes import ranks_of
 

@@ -14,6 +14,7 @@ from toy import Here, alone, batch, close, fill, loss_of, mlp, sgd, train, weigh
 
 from syncline import checkpoint
 from syncline.errors import GradientError, MismatchError, PeerError, UsageError
+from syncline.frameworks import numpy
 from syncline.frameworks.torch import Options, Prepared, prepare
 from syncline.sampling import sampler_of
 from syncline.sampling.order import Order
@@ -291,7 +292,7 @@ def test_models_that_differ_within_a_group_are_named(group: Any) -> None:
         if one.rank >= 0:
             prepare(one.session, torch.nn.Linear(3, 2 + (session.rank == 2)))
 
-    with pytest.raises(MismatchError, match="rank 2 has another model than rank 0: 'weight' with shape"):
+    with pytest.raises(MismatchError, match="rank 2 has another model than rank 1: 'weight' with shape"):
         group("ring", 3, body)
 
 
@@ -327,3 +328,81 @@ def test_the_batches_of_a_group_have_to_be_as_many(group: Any) -> None:
 
     with pytest.raises((MismatchError, PeerError), match=r"rank 2 is at a training step|rank 1 is at barrier"):
         group("ring", 3, body)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "says"),
+    [
+        (
+            "ps(servers=2, on=workers)",
+            "rank [12] is at the optimizer's step .* while rank [12] is at the optimizer's step",
+        ),
+        (
+            "ps(servers=1, on=workers) sync=asp",
+            "rank [12] is at .* while rank [12] is at .*: all workers that have not",
+        ),
+    ],
+)
+def test_owners_of_a_group_name_workers_by_their_rank_in_the_run(group: Any, strategy: str, says: str) -> None:
+    """Those whose learning rates differ; where pushes are updates by themselves, that make different calls."""
+
+    def body(session: Session) -> None:
+        one = new_group(session, [1, 2])
+        if one.rank < 0:
+            return
+        found = prepare(one.session, *sgd())
+        assert found is not None
+        assert found.optimizer is not None
+        assert found.client is not None
+        here = Here(found.model, found.optimizer, one.rank, one.size)
+        train(here, range(2))
+        if "asp" not in strategy:
+            found.optimizer.param_groups[0]["lr"] = 0.1 * session.rank
+            train(here, range(2, 4))
+        elif session.rank == 1:
+            found.consolidate()
+        else:
+            found.client.owners_weights()
+
+    with pytest.raises(MismatchError, match=says):
+        group(strategy, 3, body)
+
+
+def test_a_dictionary_of_arrays_is_a_model_of_a_group_too(group: Any) -> None:
+    class Plain:
+        def __init__(self) -> None:
+            self.lr = 0.1
+
+        def update(self, weights: Any, gradient: Any, state: Any) -> None:  # noqa: ARG002
+            weights -= self.lr * gradient
+
+    def body(session: Session) -> Any:
+        made = [new_group(session, ranks) for ranks in ([0, 2], [1, 3])]
+        one = made[session.rank % 2]
+        handed = numpy.adapt(one.session, {"w": np.zeros(3)}, Plain(), dict(numpy._OPTIONS))
+        assert handed is not None
+        arrays, optimizer = handed.result
+        for _ in range(3):
+            optimizer.step({"w": np.full(3, float(session.rank))})
+        return arrays["w"].tolist()
+
+    for strategy in ("ring", "ps(servers=2, on=workers)", "sync=local(steps=1)"):
+        found = group(strategy, 4, body)
+        for rank, one in enumerate(found):
+            np.testing.assert_allclose(one, [-0.3 * (1 + rank % 2)] * 3)
+
+
+def test_a_codec_of_two_levels_is_none_in_a_group_on_one_host_and_says_so(group: Any) -> None:
+    """Between hosts it compresses."""
+
+    def body(session: Session) -> Any:
+        made = [new_group(session, ranks) for ranks in ([0, 1], [0, 2], [0, 1, 2, 3])]
+        return [(str(one.session.strategy), one.session.reason) for one in made if one.rank >= 0]
+
+    found = group("hierarchical codec=int8", 4, body, (0, 0, 1, 1))
+    why = "codec=feedback compresses between hosts only, and all ranks of the group are on one"
+    assert found[0] == [
+        ("hierarchical schedule=fixed transport=inproc", why),
+        ("direct codec=feedback(int8) schedule=fixed transport=inproc", ""),
+        ("hierarchical codec=feedback(int8) schedule=fixed transport=inproc", ""),
+    ]

@@ -25,6 +25,7 @@ def session(pieces: list[bytes] | None = None) -> Any:
         send=lambda _dst, data, _label, _topic: queue.append(data),
         recv=lambda _src, _label, nbytes, topic: SimpleNamespace(result=queue.pop(0), nbytes=nbytes, topic=topic),
         engine=SimpleNamespace(wait=lambda _: None),
+        member=SimpleNamespace(number=lambda rank: rank),
         queue=queue,
     )
 

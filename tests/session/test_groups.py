@@ -379,7 +379,9 @@ def test_models_of_a_group_have_keys_that_no_other_has(group: Any) -> None:
             for one, first, array in zip(both, firsts, arrays, strict=True)
         ]
         session.engine.wait(*works)
-        with pytest.raises(UsageError, match=r"models were prepared in the <group of ranks 0-1>, which therefore ends"):
+        with pytest.raises(
+            UsageError, match=r"models, or samplers, were made with the <group of ranks 0-1>, which therefore ends"
+        ):
             both[0].end()
         return firsts, [float(array[0]) for array in arrays]
 

@@ -87,7 +87,7 @@ class Pools:
     # At worker 0, in the thread that drives.
 
     def _listen(self, worker: int) -> None:
-        label = f"what batches rank {worker} asks for"
+        label = f"what batches {self._session.called(worker)} asks for"
         request = self._session.recv(worker, label, _MESSAGE_BYTES, tolerant=True, topic=ASKED)
         self._session.engine.then(label, [request], partial(self._take, worker, request), tolerant=True)
 
@@ -112,7 +112,7 @@ class Pools:
             raise nonsense(self._session, worker, label, str(error)) from None
         # Tolerant: who breaks off an epoch and leaves does not wait for it.
         answer: dict[str, object] = {"start": piece.start, "stop": piece.stop}
-        self._send(worker, answer, f"a batch for rank {worker}", GIVEN, tolerant=True)
+        self._send(worker, answer, f"a batch for {self._session.called(worker)}", GIVEN, tolerant=True)
         self._listen(worker)
 
     def _gone(self, worker: int) -> None:

@@ -98,7 +98,7 @@ class Owner:
     def __init__(self, session: Session, shard: Shard, moves: Moves, buckets: Sequence[int] = (ALL,)) -> None:
         self._session, self.shard, self._moves = session, shard, moves
         mode = session.strategy.sync_mode()
-        self.ledger = Ledger(session.group.workers, mode, buckets)
+        self.ledger = Ledger(session.group.workers, mode, buckets, session.called)
         self._adds, self._shares = backup_of(mode) > 0, Shares(session.group.workers)
         self._applied = PushGroups(mode, session.group.workers, session.strategy.sync.name)
         self.version = 0
@@ -130,7 +130,10 @@ class Owner:
 
     def _update(self, action: Apply, bucket: int) -> None:
         """One update, which is observed."""
-        observer, of = self._session.observer, "" if action.worker == ALL else f" of rank {action.worker}'s push"
+        observer, of = (
+            self._session.observer,
+            "" if action.worker == ALL else f" of {self._session.called(action.worker)}'s push",
+        )
         if observer is None:
             self._apply(action, bucket)
             return
@@ -301,7 +304,7 @@ class Server:
 
     def _read(self, worker: int, data: bytes) -> dict[str, Any]:
         """A worker's request, checked."""
-        label = f"a request of rank {worker}"
+        label = f"a request of {self._session.called(worker)}"
         message = read_message(self._session, worker, label, data, {"kind": str})
         fields = _FIELDS.get(message["kind"])
         if fields is None:
@@ -392,10 +395,12 @@ class Server:
         self._exchanges = self._traffic.exchanges(self._shard.apart)
 
     def _listen(self, worker: int) -> Work:
-        return self._session.recv(worker, f"a request of rank {worker}", REQUEST_BYTES, tolerant=True)
+        return self._session.recv(worker, f"a request of {self._session.called(worker)}", REQUEST_BYTES, tolerant=True)
 
     def _reply(self, worker: int, message: dict[str, object]) -> None:
-        self._session.send(worker, json.dumps(message).encode(), f"an answer to rank {worker}", ANSWERS)
+        self._session.send(
+            worker, json.dumps(message).encode(), f"an answer to {self._session.called(worker)}", ANSWERS
+        )
 
 
 def check_values(session: Session, worker: int, label: str, values: Mapping[str, Any]) -> None:

@@ -38,7 +38,7 @@ Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", Neu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -175,10 +175,17 @@ class _Turn:
 class Ledger:
     """Keeps how far every worker is, who waits for whom, and what is still to be applied, under a rule.
 
-    ``buckets`` are the numbers of what is pushed by itself.
+    ``buckets`` are the numbers of what is pushed by itself. Messages call workers as ``called`` does.
     """
 
-    def __init__(self, workers: int, rule: Rule, buckets: Sequence[int] = (ALL,)) -> None:
+    def __init__(
+        self,
+        workers: int,
+        rule: Rule,
+        buckets: Sequence[int] = (ALL,),
+        called: Callable[[int], str] = "rank {}".format,
+    ) -> None:
+        self._called = called
         self._workers = range(workers)
         self._rule, self._backup = rule, backup_of(rule)
         self._pages = {bucket: _Page([0] * workers, [0] * workers) for bucket in buckets}
@@ -284,7 +291,9 @@ class Ledger:
     def _measure(self, request: Request) -> list[Action]:
         worker, clock = request.worker, request.clock
         if self._backup:
-            raise MismatchError(f"rank {worker} asks for the norm of gradients that are added to others as they come")
+            raise MismatchError(
+                f"{self._called(worker)} asks for the norm of gradients that are added to others as they come"
+            )
         if not self._rule.merges:
             return [Measure(worker, clock, (worker,))]
         self._asked.setdefault(clock, {})[worker] = request
@@ -370,8 +379,8 @@ class Ledger:
             expected = self._turns[worker].clock if worker in self._workers else 0
             part = "" if request.bucket == ALL else f" of bucket {request.bucket}"
             raise MismatchError(
-                f"rank {worker} sent a {request.kind}{part} for step {clock}, its next one is step {expected}: do all"
-                " ranks call step() once for every backward()?"
+                f"{self._called(worker)} sent a {request.kind}{part} for step {clock}, its next one is step {expected}:"
+                " do all ranks call step() once for every backward()?"
             )
 
     def _is_next(self, request: Request) -> bool:
@@ -392,7 +401,7 @@ class Ledger:
         shadows = {*self._shadows.get(request.clock, ()), request.worker}
         if not self._rule.merges or len(shadows) == len(self._workers):
             raise MismatchError(
-                f"rank {request.worker} takes part in step {request.clock} without batches, and"
+                f"{self._called(request.worker)} takes part in step {request.clock} without batches, and"
                 f" {'so do all' if self._rule.merges else 'every push is an update by itself'}"
             )
 
@@ -402,8 +411,9 @@ class Ledger:
         for worker, other in self._met.items():
             if request.kind == "meet" and JOIN not in (call, other) and call != other:
                 raise MismatchError(
-                    f"rank {request.worker} is at {call} while rank {worker} is at {other}: all workers that have not"
-                    " left make these calls in the same order; inside join() who has no more batches takes part in all"
+                    f"{self._called(request.worker)} is at {call} while {self._called(worker)} is at {other}: all"
+                    " workers that have not left make these calls in the same order; inside join() who has no more"
+                    " batches takes part in all"
                 )
 
     def _check_norm(self, request: Request) -> None:
@@ -419,8 +429,8 @@ class Ledger:
         if wrong:
             other = worker if first is None or worker in asked else first.worker
             raise MismatchError(
-                f"rank {worker} sent a {request.kind} for step {clock} out of turn with rank {other}: do all ranks call"
-                " clip_grad_norm_() as often in every step?"
+                f"{self._called(worker)} sent a {request.kind} for step {clock} out of turn with {self._called(other)}:"
+                " do all ranks call clip_grad_norm_() as often in every step?"
             )
 
     def _check_values(self, request: Request) -> None:
@@ -433,7 +443,7 @@ class Ledger:
                 key for key in {*other.values, *request.values} if other.values.get(key) != request.values.get(key)
             )
             raise MismatchError(
-                f"rank {request.worker} and rank {other.worker} disagree on the optimizer's values in step"
-                f" {request.clock} ({', '.join(names)}): set learning rates and clipping, and change weights, alike on"
-                " all ranks"
+                f"{self._called(request.worker)} and {self._called(other.worker)} disagree on the optimizer's values in"
+                f" step {request.clock} ({', '.join(names)}): set learning rates and clipping, and change weights,"
+                " alike on all ranks"
             )

@@ -237,7 +237,7 @@ class _Owned:
         A worker that meets the others, or has just met them, has all that was sent before; this process may not have
         seen that yet, and goes on with the key when it has.
         """
-        label = f"weights of bucket {number} to rank {worker}"
+        label = f"weights of bucket {number} to {self._session.called(worker)}"
         sent = self._carrier.send(worker, number, label, self._sends.get((worker, number)))
         self._sends[worker, number] = sent
         expected = self._pushes[worker][number]
@@ -252,8 +252,8 @@ class _Owned:
             engine.fulfil(owing)
 
     def _promise(self, number: int) -> Work:
-        label = f"bucket {number} of rank {self._session.index}"
+        label = f"bucket {number} of {self._session.called(self._session.index)}"
         return self._session.engine.promise(label, tolerant=True)
 
     def _expect(self, worker: int, number: int, gate: Work | None) -> Work:
-        return self._carrier.expect(worker, number, f"bucket {number} of rank {worker}", gate)
+        return self._carrier.expect(worker, number, f"bucket {number} of {self._session.called(worker)}", gate)

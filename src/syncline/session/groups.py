@@ -63,14 +63,16 @@ class WorkerGroup:
         """End it, on all of its ranks, which wait for each other; elsewhere nothing happens.
 
         A group of the same ranks that is made later may then take up its number. Raises UsageError where models were
-        prepared in it: they hold on to it until ``syncline.shutdown()``.
+        prepared in it, or samplers made that share a pool: they hold on to it until ``syncline.shutdown()``.
         """
         if self._session is None or self._ended:
             self._ended = True
             return
         here = self.session
-        if here.has_had_models:
-            raise UsageError(f"models were prepared in the {self!r}, which therefore ends with syncline.shutdown()")
+        if here.is_held:
+            raise UsageError(
+                f"models, or samplers, were made with the {self!r}, which therefore ends with syncline.shutdown()"
+            )
         here.barrier()
         self._ended = True
         here.family.remove(here)
@@ -99,4 +101,7 @@ def _numbered(world: Session, ranks: tuple[int, ...], number: int) -> WorkerGrou
             f"a process can be in up to {GROUPS - 1} groups in a run: make groups once and keep them, or end() those"
             " that are needed no longer, whose numbers groups of the same ranks take up"
         )
-    return WorkerGroup(world, ranks, number)
+    made = WorkerGroup(world, ranks, number)
+    if made.rank >= 0:
+        made.session.compare_plans()
+    return made

@@ -189,6 +189,10 @@ class Session(Communicator):
         """How messages call a process: a worker, or a server behind them."""
         return self.member.name(rank)
 
+    def called(self, rank: int) -> str:
+        """How short messages call a worker: by its number in the run."""
+        return f"rank {self.member.number(rank)}"
+
     def check_usable(self) -> None:
         """Raise ClosedError when this session cannot be used (any more, or here)."""
         self.member.check_usable()
@@ -247,7 +251,7 @@ class Session(Communicator):
         how = {"served": served, "held": held, "alone": not self.strategy.sync_mode().merges}
         me, name = self._participant(), self.member.name(self.index)
         if me.hosts and len(me.hosts[me.encoder]) > 1:
-            others = ", ".join(str(rank) for rank in me.hosts[me.encoder] if rank != self.index)
+            others = ", ".join(str(self.member.number(rank)) for rank in me.hosts[me.encoder] if rank != self.index)
             name = f"{name}, or rank {others} of its host"
         return Compression(self.strategy.codec_object(), layers, buckets, arrays, me, **how, name=name)
 
@@ -264,7 +268,9 @@ class Session(Communicator):
         """This process among those that reduce what is compressed: owners are the servers, or else all workers."""
         workers, roles = self.group.workers, self.strategy.roles
         owners = tuple(range(workers)) if roles is None else roles.places(self.group)
-        return Participant(self.index, workers, owners, self.engine.room, hosts=self.strategy.hosts(self.group))
+        numbers = tuple(map(self.member.number, range(workers))) if self is not self.family[0] else ()
+        hosts = self.strategy.hosts(self.group)
+        return Participant(self.index, workers, owners, self.engine.room, hosts=hosts, called=numbers)
 
     def run_by(self, choice: Choice) -> None:
         """From now on choose the algorithm by size: ``architecture=auto``. All workers call it with the same table."""
@@ -302,6 +308,8 @@ class Session(Communicator):
         All workers call it with the same strategy. Ranks that list the same transfers in another order would count
         messages differently, and add up what does not belong together.
         """
+        if self._unfit:
+            return
         names = {self.strategy.architecture.name} if self.choice is None else self.choice.names
         foreign = {name for name in names if name in registry.names("algorithms")}
         for name in sorted(name for name in foreign if not registry.get("algorithms", name).own):
@@ -350,9 +358,9 @@ class Session(Communicator):
         return [model for one in self.family for known in one._models if (model := known()) is not None]
 
     @property
-    def has_had_models(self) -> bool:
-        """Whether models have been entered."""
-        return bool(self._models)
+    def is_held(self) -> bool:
+        """Whether models, or samplers, go on using it."""
+        return bool(self._models) or self.pools is not None
 
     def broadcast_to_all(self, array: Array, key: int, label: str, tolerant: bool = False) -> Work:
         """Start a broadcast from worker 0 to all processes, servers included; every process calls it."""

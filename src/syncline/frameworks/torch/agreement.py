@@ -27,11 +27,12 @@ def check_same_model(session: Session, tensors: Sequence[tuple[str, torch.Tensor
         [name, list(tensor.shape), str(tensor.dtype), list(tensor.stride()), tensor.requires_grad]
         for name, tensor in tensors
     ]
+    first = session.called(0)
     others, theirs = json.loads(session.tell_everyone(json.dumps([options, mine]).encode(), "comparing models"))
     for here, there in zip(options, others, strict=True):
         if here != there:
             error = MismatchError(
-                f"{session.name(session.index)} has called syncline.prepare() with {here}, rank 0 with {there}: give"
+                f"{session.name(session.index)} has called syncline.prepare() with {here}, {first} with {there}: give"
                 " the same on all ranks"
             )
             session.fail(error)
@@ -39,16 +40,16 @@ def check_same_model(session: Session, tensors: Sequence[tuple[str, torch.Tensor
     for here, there in zip(mine, theirs, strict=False):
         if here != there:
             error = MismatchError(
-                f"{session.name(session.index)} has another model than rank 0: {_describe(here)} here,"
+                f"{session.name(session.index)} has another model than {first}: {_describe(here)} here,"
                 f" {_describe(there)} there"
             )
             session.fail(error)
             raise error
     if len(mine) != len(theirs):
-        longer, where = (mine, "here only") if len(mine) > len(theirs) else (theirs, "on rank 0 only")
+        longer, where = (mine, "here only") if len(mine) > len(theirs) else (theirs, f"on {first} only")
         extra = longer[min(len(mine), len(theirs))]
         error = MismatchError(
-            f"{session.name(session.index)} has another model than rank 0: {_describe(extra)} is {where}"
+            f"{session.name(session.index)} has another model than {first}: {_describe(extra)} is {where}"
         )
         session.fail(error)
         raise error
@@ -60,7 +61,7 @@ def copy_from_worker(session: Session, tensors: Sequence[torch.Tensor], root: in
         packed = np.empty(sum(tensor.nbytes for tensor in piece), np.uint8)
         pack_bytes(piece, torch.from_numpy(packed))
         if everyone:
-            session.engine.wait(session.broadcast_to_all(packed, _KEY, "copying the model from rank 0"))
+            session.engine.wait(session.broadcast_to_all(packed, _KEY, f"copying the model from {session.called(0)}"))
         else:
             session.broadcast(packed, root)
         unpack_bytes(torch.from_numpy(packed), piece)

@@ -33,8 +33,8 @@ def ranks_of(session: Session, group: Any) -> tuple[int, ...]:
         found = [int(rank) for rank in dist.get_process_group_ranks(group)]
     else:
         raise UsageError(
-            f"group= takes what syncline.new_group() gives, one dimension of a DeviceMesh, or a ProcessGroup, not"
-            f" {type(group).__name__}; torch gives ranks that are not in a group an object of its own in its place"
+            "group= takes what syncline.new_group() gives, one dimension of a DeviceMesh, or a ProcessGroup, not"
+            f" {type(group).__name__}"
         )
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (session.rank, session.world_size):
         raise UsageError(
