@@ -48,7 +48,8 @@ def agree_on_model(session: Session, specs: Sequence[Spec]) -> Layout:
         here, there = ("nothing" if number >= len(of) else "{!r} of shape {} and type {}".format(*of[number])
                        for of in (mine, theirs))  # fmt: skip
         if here != there:
-            error = MismatchError(f"{session.name(session.index)} has another model than rank 0: {here}, not {there}")
+            me, first = session.name(session.index), session.called(0)
+            error = MismatchError(f"{me} has another model than {first}: {here}, not {there}")
             session.fail(error)
             raise error
     return decide_layout(session, [Layer(spec) for spec in specs])
@@ -57,5 +58,5 @@ def agree_on_model(session: Session, specs: Sequence[Spec]) -> Layout:
 def copy_from_rank_0(session: Session, arrays: Sequence[Array]) -> None:
     """Let buckets be rank 0's; all processes call it."""
     for number, array in enumerate(arrays):
-        label = f"copying weights of bucket {number} from rank 0"
+        label = f"copying weights of bucket {number} from {session.called(0)}"
         session.engine.wait(session.broadcast_to_all(array, BUCKET_KEYS, label))

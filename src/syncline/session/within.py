@@ -82,12 +82,16 @@ class EngineWithin:
 
         return self._of.exchange(start, array, self._key(key), self._label(label), **options)
 
-    def run(self, program: Program | Collective, array: Array, key: int, label: str) -> None:
+    def run(self, program: Program | Collective, array: Array, key: int, label: str, **options: Any) -> None:
         """As ``Engine.run``."""
         found = self._program(program)
         self._count_plan(found.plan, array.nbytes)
         with self._blocked():
-            self._of.run(found, array, self._key(key), self._label(label))
+            self._of.run(found, array, self._key(key), self._label(label), **options)
+
+    def shows(self, program: Program | Collective, array: Array) -> bool:  # noqa: ARG002 - whatever it is
+        """As ``Engine.shows``: ranks of a group meet before, and show nothing with an exchange itself."""
+        return False
 
     def reduce(
         self,
