@@ -134,6 +134,7 @@ def test_no_example_is_forgotten() -> None:
         "numpy_loop.py",
         "spawn.py",
         "asynchronous.py",
+        "caffe_way.py",
         "large_batch.py",
         "pipeline_by_data.py",
         "tensor_by_data.py",
