@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from syncline.engine.driver import LIMIT_S
 from syncline.engine.trace import Observer
 from syncline.nouns import Bucket, Group, Layer, Slice, Spec
-from syncline.serving.owner import serve
 from syncline.serving.records import State
+from syncline.serving.server import serve
 from syncline.serving.shard import Groups, Holding
 from syncline.serving.traffic import Model
 from syncline.serving.worker import Worker, attach

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from syncline.errors import MismatchError, ProtocolError
 from syncline.nouns import Bucket, Layer, Slice, Spec
-from syncline.serving.owner import serve
 from syncline.serving.records import Elements, Record, State, states_of
+from syncline.serving.server import serve
 from syncline.serving.shard import Groups, Holding
 from syncline.serving.traffic import Model
 from syncline.serving.worker import Worker, attach

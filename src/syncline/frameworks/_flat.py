@@ -22,8 +22,8 @@ from ..engine.trace import Span, begin
 from ..engine.work import Lane, Work
 from ..errors import GradientError
 from ..nouns import Spec
-from ..serving.owner import serve
 from ..serving.records import State
+from ..serving.server import serve
 from ..serving.shard import Build, Groups
 from ..serving.summing import Summing
 from ..serving.traffic import Model

@@ -1,66 +1,26 @@
 """The owner's side: it takes gradients in, applies updates, and lets the workers have the new weights.
 
 ``Owner`` does what the protocol's state machine decides, wherever the owner is: ``Moves`` is how pushes, weights and
-answers travel there. ``Server`` is asked by messages until the workers leave: a process that does nothing else, or,
-where every push is an update by itself, a thread of a worker (``serve_beside``). It takes up whichever message is
-complete, its gradients included, in no order of workers. Owners on workers whose pushes are merged are in ``worker``,
-since there everybody comes to the same call.
+answers travel there. Knows no messages: a ``server`` is asked by them, and ``owners`` are on workers whose pushes are
+merged, where everybody comes to the same call.
 """
 
 from __future__ import annotations
 
-import json
-import threading
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..engine.trace import begin
-from ..engine.work import Work
 from ..errors import ProtocolError, SynclineError, UsageError
-from ..session.layout import LABEL, Layout, Passed, hear_layout
-from ..session.replacing import LABEL as REPLACING
-from ..session.replacing import Recompressing, copy_weights
-from ..session.session import Heard, Session
+from ..session.session import Session
 from ..sync import application_of, backup_of, momentum_of
 from .compensation import Compensation
-from .messages import ANSWERS, check_fields, nonsense, read_message, receive_body, send_body
 from .protocol import ALL, Add, Apply, Ledger, Measure, Release, Request
-from .records import Record, pack, unpack
-from .relaying import Lay, Leaving, Relay
+from .records import Record
 from .shard import Build, Holding, Shard
-from .shares import MOST_WEIGHT, PushGroups, Shares
-from .traffic import Model, Traffic
+from .shares import PushGroups, Shares
 from .updating import Update
-from .ways import traffic_of
-
-REQUEST_BYTES = 1 << 20
-"""The longest request of a worker: the values of its parameter groups."""
-
-REPLY_BYTES = 1 << 10
-"""The longest answer of a server."""
-
-_FIELDS: dict[str, dict[str, type]] = {
-    "state": {},
-    "weights": {},
-    "load": {"size": int},
-    "replace": {"size": int},
-    "resume": {"size": int, "step": int},
-    "norm": {"clock": int},
-    "push": {"clock": int, "version": int, "values": dict},
-    "shadow": {"clock": int, "version": int},
-    "meet": {"clock": int, "call": str},
-    "leave": {},
-}
-"""What each kind of request has to say."""
-
-_MOST_CALL = 64
-"""Letters of the name of a call at which workers meet."""
-
-_OF_STEPS = ("norm", "push", "shadow")
-"""Requests behind the gradients of a step."""
 
 
 class Moves(Protocol):
@@ -168,273 +128,6 @@ class Owner:
             ) from error
 
 
-@dataclass
-class _Standing:
-    """Of a worker that waits: the parts that it has been sent, its staleness, and since when it waits."""
-
-    parts: int = 0
-    ahead: int = 0
-    since: float = 0.0
-
-
-class Server:
-    """Serves a shard to workers that send requests; ``traffic`` is how their gradients and its weights travel.
-
-    ``relay`` is how its model is laid out anew; without one the layout stays as it is.
-    """
-
-    def __init__(self, session: Session, shard: Shard, traffic: Traffic, relay: Relay | None = None) -> None:
-        self._session, self._shard, self._traffic, self._relay = session, shard, traffic, relay
-        self._exchanges = traffic.exchanges(shard.apart)
-        self._merges = session.strategy.sync_mode().merges
-        self._parts = range(traffic.buckets) if shard.apart and not self._merges else (ALL,)
-        self._owner = Owner(session, shard, self, self._parts)
-        self._begun: dict[int, set[int]] = {}  # worker -> the parts of its step that it has pushed, where not yet all
-        self._standing = [_Standing() for _ in range(session.group.workers)]
-        self._told = [0] * session.group.workers  # the version of the weights that each worker was sent last
-        self._gone: set[int] = set()  # those that have said that they leave
-        self._messages: dict[int, dict[str, Any]] = {}  # that have come, from the workers that have not left
-        self._requests = {worker: self._listen(worker) for worker in range(session.group.workers)}
-        self._heard = None if relay is None else session.listen(LABEL)
-        session.engine.expects = self._expects
-
-    def serve(self) -> None:
-        """Return when every worker has left; raises the fault when there is one."""
-        engine, workers = self._session.engine, range(self._session.group.workers)
-        while not self._all_left():
-            coming = [work for worker in self._requests for work in self._next(worker)]
-            if self._heard is not None:
-                coming.append(self._heard.work)
-            engine.wait_any(coming, until=self._all_left)
-            for worker in workers:
-                if worker in self._requests and any(work.done for work in self._next(worker)):
-                    self._take(worker)
-            if self._heard is not None and self._relay is not None and self._heard.work.done:
-                self._replace(self._heard, self._relay)
-
-    def _take(self, worker: int) -> None:
-        """Do what a worker has asked for, and listen for more."""
-        if not self._take_parts(worker):
-            return
-        message = self._messages.pop(worker)
-        if message["kind"] == "leave":
-            self._gone.add(worker)
-            del self._requests[worker]
-            if not self._merges:
-                self._owner.handle(Request("leave", worker, self._owner.ledger.clock_of(worker) + 1))
-        else:
-            self._answer(worker, message)
-            self._requests[worker] = self._listen(worker)
-
-    def _take_parts(self, worker: int) -> bool:
-        """Do what has come of a push that is taken in bucket by bucket; whether the message can be taken as a whole."""
-        message = self._messages[worker]
-        if message["kind"] != "push" or ALL in self._parts:
-            return True
-        begun = self._begun.setdefault(worker, set())
-        for part, work in enumerate(self._exchanges.coming(worker)):
-            if work.done and part not in begun:
-                begun.add(part)
-                if len(begun) == len(self._parts):
-                    del self._messages[worker], self._begun[worker]
-                    self._requests[worker] = self._listen(worker)
-                    self._standing[worker].since = time.perf_counter()
-                self._owner.handle(Request("push", worker, message["clock"], message["values"], part))
-        return False
-
-    def _next(self, worker: int) -> Sequence[Work]:
-        """What a worker's request waits for, or itself when it can be answered."""
-        request = self._requests[worker]
-        if not request.done:
-            return [request]
-        if worker not in self._messages:
-            self._messages[worker] = self._read(worker, request.result)
-        if self._messages[worker]["kind"] in _OF_STEPS:
-            begun = self._begun.get(worker, ())
-            coming = [work for part, work in enumerate(self._exchanges.coming(worker)) if part not in begun]
-            if ALL not in self._parts and self._messages[worker]["kind"] == "push":
-                return coming
-            return [next((work for work in coming if not work.done), request)]
-        return [request]
-
-    def _all_left(self) -> bool:
-        left = self._gone | self._session.ending.left_already()
-        return left.issuperset(range(self._session.group.workers))
-
-    # As ``Moves``.
-
-    def settle(self, worker: int) -> None:
-        """As the traffic does."""
-        self._exchanges.settle(worker)
-
-    def tell_norm(self, workers: Sequence[int], squared: float) -> None:
-        """They have asked for it."""
-        for worker in workers:
-            self._reply(worker, {"squared": squared})
-
-    def add(self, worker: int, bucket: int, scale: float) -> None:
-        """As the traffic does."""
-        self._exchanges.add(worker, bucket, scale)
-
-    def update(self, worker: int, bucket: int, update: Update) -> None:
-        """As the traffic does."""
-        self._exchanges.update(worker, bucket, update)
-
-    def release(self, released: Release) -> None:
-        """Send the weights and, with the last of them, answer what workers have asked, and how they stand."""
-        self._exchanges.release(released.workers, released.bucket)
-        for worker, ahead in zip(released.workers, released.ahead, strict=True):
-            standing = self._standing[worker]
-            standing.parts += 1
-            standing.ahead = max(standing.ahead, ahead)
-            if standing.parts == len(self._parts):
-                self._answer_step(worker, standing, released.by, released.met)
-
-    def _answer_step(self, worker: int, standing: _Standing, by: int, met: str) -> None:
-        """A worker has been sent all, the last of it because of a message of worker ``by``."""
-        waited_s = 0.0 if worker == by else time.perf_counter() - standing.since
-        version = self._told[worker] = self._owner.version
-        clock, lag = self._owner.ledger.clock_of(worker), self._owner.lags[worker]
-        self._owner.lags[worker], standing.parts = 0, 0
-        answer = {"version": version, "clock": clock, "ahead": standing.ahead, "lag": lag}
-        standing.ahead = 0
-        self._reply(worker, {**answer, "waited_s": waited_s, "for": by, "met": met})
-
-    # Requests.
-
-    def _read(self, worker: int, data: bytes) -> dict[str, Any]:
-        """A worker's request, checked."""
-        label = f"a request of {self._session.called(worker)}"
-        message = read_message(self._session, worker, label, data, {"kind": str})
-        fields = _FIELDS.get(message["kind"])
-        if fields is None:
-            raise nonsense(self._session, worker, label, f"kind is {message['kind']!r:.100}")
-        check_fields(self._session, worker, label, message, fields)
-        if message["kind"] == "push":
-            check_values(self._session, worker, label, message["values"])
-        if len(message.get("call", "")) > _MOST_CALL:
-            raise nonsense(self._session, worker, label, f"its call is {message['call']!r:.100}")
-        if "version" in fields and message["version"] != self._told[worker]:
-            why = f"it is of version {message['version']} of the weights, and it was sent {self._told[worker]}"
-            raise nonsense(self._session, worker, label, why)
-        return message
-
-    def _expects(self) -> dict[int, str]:
-        """The workers that others wait for here; asked from any thread."""
-        late = {worker: f"step {step} of the optimizer" for worker, step in self._owner.ledger.awaited.items()}
-        for worker in list(self._messages):
-            if not all(work.done for work in self._exchanges.coming(worker)):
-                late[worker] = "the gradients that it says it has pushed"
-        if self._session.index in self._gone:
-            late |= dict.fromkeys(tuple(self._requests), "its last step")
-        return late
-
-    def _answer(self, worker: int, message: dict[str, Any]) -> None:
-        kind = message["kind"]
-        if kind in _OF_STEPS or kind == "meet":
-            self._standing[worker].since = time.perf_counter()
-            values = {"call": message["call"]} if kind == "meet" else message.get("values", {})
-            self._owner.handle(Request(kind, worker, message["clock"], values))
-            return
-        if kind != "load":  # which alone does not touch the weights
-            self._exchanges.rest()
-        if kind in ("state", "weights"):
-            body = pack(self._shard.state() if kind == "state" else self._shard.weights())
-            self._reply(worker, {"size": len(body)})
-            send_body(self._session, worker, body, f"the owner's {kind}", ANSWERS)
-            return
-        records = self._body(worker, message)
-        if kind == "replace" and not self._merges:
-            raise nonsense(self._session, worker, f"a {kind}", "workers change no weights where each pushes by itself")
-        if kind == "load":
-            self._shard.load(records)
-        else:
-            self._take_weights(worker, kind, records)
-        if kind == "resume":
-            self._traffic.resume_at(message["step"])
-        self._reply(worker, {})
-
-    def _take_weights(self, worker: int, kind: str, records: list[Record]) -> None:
-        """The owner's; what ``replace`` brings all workers have."""
-        try:
-            if kind == "replace":
-                self._traffic.know(records)
-            self._shard.load_weights(records)
-        except ValueError as error:
-            raise nonsense(self._session, worker, f"the body of a {kind}", str(error)) from error
-
-    def _body(self, worker: int, message: dict[str, Any]) -> list[Record]:
-        """The records that follow a message."""
-        body = receive_body(self._session, worker, message["size"], f"the body of a {message['kind']}")
-        return unpack(body, self._session.name(worker), self._session.member.number(worker))
-
-    def _replace(self, heard: Heard, relay: Relay) -> None:
-        """As ``session.replacing`` has it: the workers have been answered all that they have asked."""
-        session, model = self._session, relay.model
-        layout, passed = hear_layout(session, model.layout.layers, heard)
-        self._exchanges.rest()
-        if not passed.anew and layout.travels_like(model.layout):
-            session.meet_everyone(REPLACING)
-        else:
-            self._begin_anew(layout, passed, relay)
-        self._heard = session.listen(LABEL)
-
-    def _begin_anew(self, layout: Layout, passed: Passed, relay: Relay) -> None:
-        session, model = self._session, relay.model
-        compression = Recompressing(session, model.compression)
-        leaving = Leaving(session, self._shard, self._traffic.keeps)
-        session.meet_everyone(REPLACING)
-        self._exchanges.settle(ALL)
-        self._exchanges.close()
-        gradients, weights = relay.lay(layout.buckets)
-        copy_weights(session, weights)
-        coded = compression.on(layout.buckets, gradients, passed)
-        self._relay = Relay(Model(layout, gradients, weights, coded, model.first_key), relay.lay)
-        self._traffic = traffic_of(session, self._relay.model)
-        self._shard = self._owner.shard = leaving.arrive(self._traffic.holdings() or [])
-        self._exchanges = self._traffic.exchanges(self._shard.apart)
-
-    def _listen(self, worker: int) -> Work:
-        return self._session.recv(worker, f"a request of {self._session.called(worker)}", REQUEST_BYTES, tolerant=True)
-
-    def _reply(self, worker: int, message: dict[str, object]) -> None:
-        self._session.send(
-            worker, json.dumps(message).encode(), f"an answer to {self._session.called(worker)}", ANSWERS
-        )
-
-
-def check_values(session: Session, worker: int, label: str, values: Mapping[str, Any]) -> None:
-    """Raise ProtocolError unless these are what an update needs of a worker (``Values``), from another process."""
-    check_fields(session, worker, label, values, {"groups": list, "scale": float, "skip": bool, "weight": float})
-    if not 0 <= values["weight"] <= MOST_WEIGHT:
-        raise nonsense(session, worker, label, f"its weight is {values['weight']!r:.100}")
-    if not 0 <= values["scale"] < MOST_WEIGHT and values["scale"] == values["scale"]:  # NaN is a norm's
-        raise nonsense(session, worker, label, f"its scale is {values['scale']!r:.100}")
-    if not all(isinstance(group, dict) for group in values["groups"]):
-        raise nonsense(session, worker, label, "its groups are no groups")
-
-
-def serve(
-    session: Session,
-    model: Model,
-    build: Build,
-    learnt: Sequence[Record],
-    lay: Lay | None = None,
-    *,
-    apart: bool = False,
-) -> None:
-    """Own a part of that model's weights, with what the optimizer has ``learnt`` before, until the workers leave.
-
-    ``lay`` lays the model's memory out anew; without it the layout stays as it is. ``apart`` is for ``Shard``.
-    """
-    traffic = traffic_of(session, model)
-    holdings = traffic.holdings()
-    if holdings is not None:
-        merges = session.strategy.sync_mode().merges
-        relay = Relay(model, lay) if lay is not None and merges else None
-        Server(session, shard_of(session, holdings, build, learnt, apart=apart), traffic, relay).serve()
-
-
 def shard_of(
     session: Session, holdings: Sequence[Holding], build: Build, learnt: Sequence[Record], *, apart: bool
 ) -> Shard:
@@ -450,22 +143,3 @@ def _by_bucket(session: Session) -> bool:
     """
     strategy = session.strategy
     return strategy.sync_mode().merges or strategy.schedule_object().apply == "layer"
-
-
-def serve_beside(session: Session, shard: Shard, traffic: Traffic) -> Work:
-    """Serve in a thread beside this worker's own; the work is done when every worker has left, this one included."""
-    engine = session.engine
-    server, over = Server(session, shard, traffic), engine.promise("the others' last steps", tolerant=True)
-
-    def run() -> None:
-        try:
-            with engine.uncounted():
-                server.serve()
-        except Exception as error:
-            if engine.error is None:
-                engine.fail(session.ending.explain(error))
-        finally:
-            engine.fulfil(over)
-
-    threading.Thread(target=run, name="syncline-owner", daemon=True).start()
-    return over

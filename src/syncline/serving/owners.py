@@ -17,10 +17,11 @@ from ..errors import UsageError
 from ..session.session import Session
 from ..session.tickets import CALLS, COMMIT, NORM, Meeting
 from .messages import ANSWERS, nonsense, read_message, receive_body, send_body
-from .owner import REPLY_BYTES, REQUEST_BYTES, Owner, check_values
+from .owner import Owner
 from .protocol import Kind, Release, Request
 from .records import Record, pack, unpack
 from .relaying import Leaving
+from .server import REPLY_BYTES, REQUEST_BYTES, check_values
 from .shard import Shard, Values
 from .traffic import Traffic
 from .updating import Update, Updating

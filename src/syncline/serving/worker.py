@@ -16,9 +16,10 @@ from ..engine.work import Work
 from ..errors import UsageError
 from ..session.replacing import copy_weights
 from ..session.session import Session
-from .owner import serve_beside, shard_of
+from .owner import shard_of
 from .owners import LocalOwners, Owners, RemoteOwners
 from .records import Record
+from .server import serve_beside
 from .shard import Build, Groups, Values
 from .shares import PushGroups
 from .traffic import Model, Traffic

@@ -12,8 +12,8 @@ import torch
 
 from ...errors import SynclineError, UsageError
 from ...nouns import Bucket
-from ...serving.owner import serve
 from ...serving.records import pack, unpack
+from ...serving.server import serve
 from ...serving.summing import Summing
 from ...serving.traffic import Model
 from ...serving.worker import attach as attach_to_owners
