@@ -15,7 +15,8 @@ from syncline.errors import MismatchError, PlanError, UsageError
 from syncline.nouns import Group
 from syncline.plans.check import check
 from syncline.plans.plan import Plan
-from syncline.session.communicator import COMMUNICATORS, Communicator
+from syncline.session.communicator import Communicator
+from syncline.session.numbers import COMMUNICATORS
 from syncline.session.session import Session
 
 GRID = ((0, 1), (2, 3))

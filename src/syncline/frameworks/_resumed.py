@@ -57,7 +57,8 @@ def save(model: FlatModel) -> dict[str, Any]:
     if model.agreed is not None:
         found["agreed"] = model.agreed.saved() | {"follows": model.follows}
         each = session.gather(pack(_records(weights, kept)))
-        own = [_of_records(specs, unpack(one, session.name(rank), rank)) for rank, one in enumerate(each)]
+        name, number = session.name, session.member.number
+        own = [_of_records(specs, unpack(one, name(rank), number(rank))) for rank, one in enumerate(each)]
         found["ranks"] = [basic(specs, *one) for one in own]
         if model.of_differences is not None and model.of_differences is not model.compression:
             found["differences"] = _gathered(model, model.of_differences)

@@ -28,6 +28,7 @@ from ..plans.check import phases
 from ..plans.messages import Program, compile_program
 from ..plans.plan import Plan
 from .member import Member
+from .numbers import COMMUNICATORS, Numbers
 from .tickets import (
     ALLREDUCE,
     AVERAGE,
@@ -43,8 +44,6 @@ from .tickets import (
     WITH_TENSORS,
     Meeting,
     Ticket,
-    making,
-    numbers_of,
     ticket_table,
 )
 
@@ -58,11 +57,10 @@ WEIGHT_KEYS = 2 * BUCKET_KEYS
 CALL_KEYS = 4 * BUCKET_KEYS
 """Of the calls of all workers; those of further communicators come after them."""
 _CALLS_IN_FLIGHT = 1 << 12
-COMMUNICATORS = (8 * BUCKET_KEYS - CALL_KEYS) // _CALLS_IN_FLIGHT
-"""As many have keys of their own."""
+assert CALL_KEYS + COMMUNICATORS * _CALLS_IN_FLIGHT <= 8 * BUCKET_KEYS
 
-_GROUP_MESSAGES, _FOUNDING_MESSAGES = 3 << 62, 7 << 61
-"""Tags of single messages in a communicator, and of those by which some processes make one; others have no bit 62."""
+_GROUP_MESSAGES = 5 << 61
+"""Of the highest three bits of tags, those of single messages in a communicator; rounds of reducers have other ones."""
 _TOPIC_BITS = 51
 
 
@@ -78,6 +76,7 @@ class Communicator:
         nodes = member.group.nodes
         self._group = Group(len(self.ranks), nodes=tuple(nodes[place] for place in self.ranks) if nodes else ())
         self._plan = plan
+        self.numbers = Numbers(member, self.ranks, self.agree, self.late)
         self._calls = 0
         self._next_key = 0
         self._holders: dict[int, Work] = {}
@@ -122,7 +121,7 @@ class Communicator:
         collective takes the place of a plan, and for more communicators than have keys.
         """
         chosen = self.chosen(ranks)
-        number = self.agree_on_group(chosen)
+        number = self.numbers.agree_on_group(chosen)
         if self.rank not in chosen:
             return None
         return Communicator(self.member, [self.ranks[rank] for rank in chosen], self._plan, number)
@@ -134,30 +133,8 @@ class Communicator:
         those that have not come within ``timeout`` seconds. Otherwise as ``split``.
         """
         chosen = self.chosen(ranks)
-        number = self.agree_within(chosen, name, timeout)
+        number = self.numbers.agree_within(chosen, name, timeout)
         return Communicator(self.member, [self.ranks[rank] for rank in chosen], self._plan, number)
-
-    def agree_within(self, chosen: tuple[int, ...], name: str, timeout: float | None = None) -> int:
-        """The number of a group that these ranks make without the others; otherwise as ``found``."""
-        peers = [self.ranks[rank] for rank in chosen if self.ranks[rank] != self.index]
-        tag = _FOUNDING_MESSAGES | zlib.crc32(f"{name} {chosen}".encode())
-        member, label = self.member, f"making the group {name}"
-        with member.splitting:
-            number = member.communicators
-            if peers:
-                mine = number.to_bytes(4, "little")
-                sent = [self.engine.send(peer, tag, mine, label) for peer in peers]
-                heard = {peer: self.engine.recv(peer, tag, 4, label) for peer in peers}
-                try:
-                    self.engine.wait(*sent, *heard.values(), timeout=timeout)
-                except PeerTimeout:
-                    if timeout is None or self.engine.error is not None:
-                        raise
-                    raise self.late(label, [peer for peer, work in heard.items() if not work.done], timeout) from None
-                number = max(number, *(int.from_bytes(work.result, "little") for work in heard.values()))
-            self._check_number(number)
-            member.communicators = number + 1
-        return number
 
     def chosen(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """These ranks, if they can be a group; raises UsageError where they cannot."""
@@ -167,46 +144,6 @@ class Communicator:
         if not isinstance(self._plan(self._group, 1), Plan):
             raise UsageError("the message library's own collective is between all ranks: choose ring, or another plan")
         return chosen
-
-    @staticmethod
-    def _check_number(number: int) -> None:
-        if number >= COMMUNICATORS:
-            raise UsageError(
-                f"a process can be in up to {COMMUNICATORS} communicators in a run, and numbers of destroyed groups are"
-                " not used again: make groups once and keep them, or begin a new run"
-            )
-
-    def agree_on_group(self, chosen: tuple[int, ...], timeout: float | None = None) -> int:
-        """The number of a group of these ranks, which all ranks make, at the same point of their scripts.
-
-        No rank of the group has used it, unless it was that of a group of the same ranks which all of them have given
-        back (``give_back``). MismatchError names ranks that make another group, PeerTimeout those that do not come.
-        """
-        member = self.member
-        if not member.splitting.acquire(blocking=False):
-            raise UsageError("another thread of this process makes a group at the same time: make one after the other")
-        try:
-            processes = tuple(self.ranks[rank] for rank in chosen)
-            free = member.given_back.get(processes, [])
-            asked = making(chosen, member.communicators, free[-1] if free else 0)
-            tickets = self.agree(SPLIT, zlib.crc32(str(chosen).encode()), timeout, asked)
-            numbers = [numbers_of(tickets[rank]) for rank in chosen]
-            number, again = max(new for new, _ in numbers), {old for _, old in numbers}
-            if len(again) == 1 and 0 not in again:
-                return free.pop() if self.rank in chosen else again.pop()
-            self._check_number(number)
-            if self.rank in chosen:
-                member.communicators = number + 1
-            return number
-        except BaseException as error:
-            member.interrupted(error)
-            raise
-        finally:
-            member.splitting.release()
-
-    def give_back(self, processes: tuple[int, ...], number: int) -> None:
-        """Nothing is under way any more in the group of these processes of that number, and nothing will be."""
-        self.member.given_back.setdefault(processes, []).append(number)
 
     # Collectives.
 

@@ -76,7 +76,7 @@ class WorkerGroup:
         here.barrier()
         self._ended = True
         here.family.remove(here)
-        self._world.give_back(self.ranks, self._number)
+        self._world.numbers.give_back(self.ranks, self._number)
 
 
 def new_group(world: Session, ranks: Sequence[int], timeout: float | None = None) -> WorkerGroup:
@@ -86,13 +86,13 @@ def new_group(world: Session, ranks: Sequence[int], timeout: float | None = None
     within ``timeout`` seconds. UsageError for ranks that are none, and for more groups of a process than there may be.
     """
     chosen = world.chosen(sorted(map(operator.index, ranks)))
-    return _numbered(world, chosen, world.agree_on_group(chosen, timeout))
+    return _numbered(world, chosen, world.numbers.agree_on_group(chosen, timeout))
 
 
 def found_group(world: Session, ranks: Sequence[int]) -> WorkerGroup:
     """A group of these ranks, this one among them, that they make without the others."""
     chosen = world.chosen(sorted(map(operator.index, ranks)))
-    return _numbered(world, chosen, world.agree_within(chosen, f"of {ranks_text(chosen)}"))
+    return _numbered(world, chosen, world.numbers.agree_within(chosen, f"of {ranks_text(chosen)}"))
 
 
 def _numbered(world: Session, ranks: tuple[int, ...], number: int) -> WorkerGroup:
