@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from calling import call
 
+from syncline.bench.machine import provenance
+
 ASKED = ("predict", "--collective", "ring,tree", "--bytes", "1MB,60.97MB", "--workers", "2,8")
 
 
@@ -15,7 +17,10 @@ def test_rows_go_to_a_file(tmp_path: Path) -> None:
     result = call(*ASKED, "--network", "10gbe", "--json", str(tmp_path / "rows.json"))
     assert result.exit_code == 0, result.output
     assert "Network 10gbe" in result.output
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    content = json.loads((tmp_path / "rows.json").read_text())
+    assert provenance().keys() <= content.keys()
+    assert content["source_sha256"] == provenance()["source_sha256"]
+    rows = content["rows"]
     assert len(rows) == 8
     assert {"algorithm", "bytes", "workers", "comm_s", "low_s", "high_s"} <= rows[0].keys()
     assert [rows[-1][key] for key in ("algorithm", "bytes", "workers")] == ["tree", 60_970_000, 8]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from calling import call
 
+from syncline.bench.machine import provenance
+
 
 @pytest.fixture
 def asked(tmp_path: Path) -> list[str]:
@@ -30,6 +32,9 @@ def test_rows_have_what_programs_read_and_people_see_a_table(asked: list[str], t
         (strategy, workers) for workers in (2, 4, 8) for strategy in ("ring schedule=fifo", "ddp")
     ]
     assert {"name", "low", "high", "measured", "source"} <= content["constants"][0].keys()
+    assert {key: content[key] for key in provenance() if key != "started"} == {
+        key: value for key, value in provenance().items() if key != "started"
+    }
     for said in ("bottleneck", "no measurements of this network", "Fastest on 8 workers", "assumed to be"):
         assert said in " ".join(result.output.split())
 

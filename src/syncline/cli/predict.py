@@ -53,6 +53,7 @@ def predict(
     if workload is not None:
         if sizes:
             raise click.UsageError("--bytes belongs to --collective: a workload's gradients have their sizes")
+        from ..bench.machine import provenance
         from ..predict import forecast
 
         forecast.workload(
@@ -60,6 +61,7 @@ def predict(
             networks,
             workers,
             strategies or ("ring",),
+            origin=provenance(),
             per_node=per_node,
             price=price,
             epoch_images=epoch_images,
@@ -69,6 +71,7 @@ def predict(
         return
     if len(networks) > 1 or strategies or price is not None or epoch_images is not None or report_path is not None:
         raise click.UsageError("--collective takes one network, and no strategies, price, images of an epoch or report")
+    from ..bench.machine import provenance
     from ..nouns import Size
     from ..predict import command
     from ..predict.rows import worker_counts
@@ -79,6 +82,7 @@ def predict(
         [read_value(size, Size, "--bytes") for size in read_list(sizes)],
         worker_counts(workers),
         networks[0],
+        origin=provenance(),
         per_node=per_node,
         json_path=json_path,
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,14 +21,18 @@ def collectives(
     workers: Sequence[int],
     network: str,
     *,
+    origin: Mapping[str, Any],
     per_node: int | None = None,
     json_path: Path | None = None,
     console: Console | None = None,
 ) -> None:
-    """Predict collectives, print the table and write the file; raises UsageError before anything is computed."""
+    """Predict collectives, print the table and write the file; raises UsageError before anything is computed.
+
+    ``origin`` says in the file where, when and with which code it was made.
+    """
     target = checked(json_path)
     console = console or Console(stderr=target == STANDARD_OUTPUT)
-    result = predict_collectives(texts, sizes, workers, load_network(network), per_node)
+    result = replace(predict_collectives(texts, sizes, workers, load_network(network), per_node), **origin)
     if target is not None:
         result.save(target)
     console.print(prediction_table.render(result, console.width))

@@ -5,8 +5,10 @@ Owns the order of things: everything is checked before anything is simulated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -21,6 +23,7 @@ def workload(
     workers: Sequence[str],
     strategies: Sequence[str],
     *,
+    origin: Mapping[str, Any],
     per_node: int | None = None,
     price: float | None = None,
     epoch_images: int | None = None,
@@ -28,11 +31,14 @@ def workload(
     report_path: Path | None = None,
     console: Console | None = None,
 ) -> None:
-    """Predict a workload, print the table and write the files; raises UsageError before anything is simulated."""
+    """Predict a workload, print the table and write the files; raises UsageError before anything is simulated.
+
+    ``origin`` says in the files where, when and with which code they were made.
+    """
     target, page = checked(json_path), checked(report_path)
     asked = question(text, networks, worker_counts(workers), strategies, per_node, price, epoch_images)
     console = console or Console(stderr=STANDARD_OUTPUT in (target, page))
-    found = predict(asked)
+    found = replace(predict(asked), **origin)
     if target is not None:
         found.save(target)
     if page is not None:

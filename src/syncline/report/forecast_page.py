@@ -12,7 +12,7 @@ from .figures import Key, strategy_styles
 from .forecast_charts import all_charts
 from .forecast_rows import Predicted, Prediction
 from .forecast_table import LEGEND, findings
-from .frame import Line, Section, fill
+from .frame import Line, Section, fill, origin_facts
 
 _HEADS = ("iteration", "low", "high", "img/s", "efficiency", "comm", "exposed", "sent", "bottleneck")
 _CONSTANTS = ("value", "low", "high", "measured", "source")
@@ -27,7 +27,12 @@ def render(result: Prediction) -> str:
         heading=f"{result.workload}, predicted on {', '.join(networks)}",
         summary="Simulated iterations, not measurements: what they rest on stands below the charts.",
         origin="What this rests on",
-        facts=(("workload", result.workload), ("to be known", " ".join(result.warnings))),
+        facts=(
+            ("workload", result.workload),
+            ("to be known", " ".join(result.warnings)),
+            ("computed", result.started),
+            *origin_facts(result),
+        ),
         reading=" ".join((LEGEND, *findings(result))),
         columns=("", "workers"),
         verdicts=(),

@@ -73,7 +73,8 @@ class Prediction(ResultFile):
 
     ``single_s`` is one worker's iteration on each network, ``knees`` the number of workers by network and strategy from
     which one more doubling brings too little, ``winners`` the fastest strategy by network and number of workers,
-    ``break_even`` in words below which link speed each codec pays, ``holdout`` the model's error by network.
+    ``break_even`` in words below which link speed each codec pays, ``holdout`` the model's error by network. The fields
+    from ``machine`` on say where, when and with which code it was computed.
     """
 
     verb: ClassVar = "predict --workload"
@@ -90,3 +91,10 @@ class Prediction(ResultFile):
     warnings: tuple[str, ...] = ()
     price: float | None = None
     epoch_images: int | None = None
+    machine: str = ""
+    cores: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    commit: str | None = None
+    modified: bool | None = None
+    source_sha256: str = ""
+    started: str = ""
