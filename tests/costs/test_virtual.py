@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.costs.virtual import Chains, Clock, Operations, Resource, Stage
+from syncline.costs.virtual import Chains, Clock, Operations, Resource, Share, Stage
 from syncline.engine.step import BucketPhase, Submit
 
 
@@ -50,6 +50,25 @@ def ends(uses: list[Use], capacity: float = 1.0) -> tuple[list[float], Resource]
 )
 def test_jobs_end_when_one_computes_by_hand(uses: list[Use], capacity: float, expected: list[float]) -> None:
     assert ends(uses, capacity)[0] == pytest.approx(expected)
+
+
+def test_a_lane_that_stands_for_several_takes_as_much_and_whoever_shares_is_held_up() -> None:
+    clock, found = Clock(), dict.fromkeys(("workers", "server"), 0.0)
+    cores = Resource(clock, 2.0)
+    shares = {"workers": Share(cores, "workers", 3), "server": Share(cores, "server")}
+
+    def over(name: str) -> None:
+        found[name] = clock.now_s
+
+    for name, seconds in (("workers", 2.0), ("server", 2.0)):
+        shares[name].use(seconds, partial(over, name))
+    clock.run()
+    # Four want two cores, and each gets a half.
+    assert found == pytest.approx({"workers": 4.0, "server": 4.0})
+    shares["workers"].use(2.0, partial(over, "workers"))
+    clock.run()
+    assert found["workers"] == pytest.approx(4.0 + 3.0)  # three want two
+    assert shares["workers"].busy_s == pytest.approx(4.0)
 
 
 jobs = st.lists(

@@ -14,7 +14,7 @@ from syncline.costs.worker import Batches, Stretch
 from syncline.errors import UsageError
 from syncline.nouns import Layer, Spec
 from syncline.predict.cluster import Cluster
-from syncline.predict.iterations import simulate
+from syncline.predict.iterations import Together, simulate
 from syncline.predict.models import Model, model_of, traced
 from syncline.predict.networks import inline
 from syncline.predict.plan_times import plan_time
@@ -228,9 +228,35 @@ def test_gossip_takes_what_its_plans_take_whatever_the_number_of_workers() -> No
     assert times["ring", 16] == pytest.approx(times["ring", 4])
     assert times["ring", 4] == pytest.approx(2 * of.nbytes * 1e-8)
     assert times["exponential", 16] == pytest.approx(of.nbytes * 1e-8)
-    slow = replace(of, speed=Speed(slow_rank=1, slowdown=2.0))
-    with pytest.raises(UsageError, match="slow_rank"):
-        simulate(setting_of(Strategy.parse("ring sync=gossip"), cluster, 4), slow)
+
+
+def test_workers_that_gossip_are_held_up_by_all_whose_tickets_they_wait_for() -> None:
+    of = replace(TWO, speed=Speed(slow_rank=1, slowdown=3.0))
+    for text in ("ring sync=gossip", "ring sync=gossip(graph=exponential)"):
+        assert iteration_s(text, network(beta=0.0), of, 5, Habits()) == pytest.approx(3 * 4.0)
+
+
+@pytest.mark.parametrize("text", ["ring schedule=fifo", "ring schedule=priority(slice=12B)", "ps(servers=1)"])
+@pytest.mark.parametrize("speed", [Speed(jitter=1.0), Speed(slow_rank=2, slowdown=2.0, jitter=0.3)])
+def test_the_slowest_of_each_step_stands_for_all_workers(
+    text: str, speed: Speed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = setting_of(Strategy.parse(text), network(alpha=0.1, more=",update=0.01s,tensor=0.1s"), 5)
+    of = replace(TWO, speed=speed)
+    quick = simulate(setting, of)
+    monkeypatch.setattr(Together, "_begin_together", False)
+    found = simulate(setting, of)
+    for name in ("iteration_s", "exposed_s", "forward_s", "backward_s", "update_s", "other_s"):
+        # All that is counted ends with an iteration, which workers do at slightly different times.
+        assert getattr(quick, name) == pytest.approx(getattr(found, name), rel=5e-3), name
+
+
+@pytest.mark.parametrize(("cores", "one_machine"), [(None, False), (1, False), (64, True)])
+def test_workers_that_differ_in_name_only_are_as_those_that_are_alike(cores: int | None, one_machine: bool) -> None:
+    cluster = replace(network(more=",update=0.1s,tensor=0.5s"), cores=cores, one_machine=one_machine)
+    in_name = replace(TWO, speed=Speed(slow_rank=1, slowdown=1 + 1e-9))
+    for text in ("ring schedule=fifo", "ring schedule=delayed(bucket=1B)"):
+        assert iteration_s(text, cluster, in_name, 8) == pytest.approx(iteration_s(text, cluster, TWO, 8))
 
 
 def test_periods_that_are_too_long_are_refused() -> None:

@@ -5,7 +5,8 @@ networks: who drives it says what uses what for how long.
 
 Theory. A resource has lanes. A lane serves one job at a time, the most urgent first, which interrupts another; of jobs
 that are equally urgent the one that was there first. Lanes share the resource's capacity evenly, none getting more than
-1 (processor sharing): the cores of a host are a resource with a lane per thread. Where a resource is ``ranked`` only
+1 (processor sharing): the cores of a host are a resource with a lane per thread. A lane may stand for several that are
+always busy at the same time, as that of one worker does for all that are like it. Where a resource is ``ranked`` only
 those lanes share it whose jobs are the most urgent: a port has a lane for each exchange under way.
 """
 
@@ -66,6 +67,7 @@ class Resource:
     def __init__(self, clock: Clock, capacity: float = 1.0, *, ranked: bool = False) -> None:
         self._clock, self._capacity, self._ranked = clock, capacity, ranked
         self._lanes: dict[str, list[_Waiting]] = {}
+        self._alike: dict[str, int] = {}
         self._since_s = 0.0
         self._turn = 0  # counts changes of what is served: an end that was foreseen before one is none
         self._serial = count()
@@ -73,9 +75,13 @@ class Resource:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of its capacity that have been used up to now."""
+        """Seconds that have been served up to now, those of a lane that stands for several once."""
         self._pass()
         return self._busy_s
+
+    def stand(self, lane: str, alike: int) -> None:
+        """Have a lane stand for so many that are alike: each of them is served as it is, and takes as much capacity."""
+        self._alike[lane] = alike
 
     def use(self, seconds: float, done: Call, *, priority: float = 0.0, serial: int = 0, lane: str = "") -> None:
         """Be served for so long; of the same priority the smallest ``serial`` goes first."""
@@ -91,13 +97,19 @@ class Resource:
             lanes = [jobs for jobs in lanes if jobs[0][0] == least]
         return lanes
 
+    def _rate(self, served: int) -> float:
+        """What a second serves of each lane that is being served; so many are."""
+        if self._alike and not self._ranked:
+            served = sum(self._alike.get(lane, 1) for lane in self._lanes)
+        return min(1.0, self._capacity / served)
+
     def _pass(self) -> None:
         """Serve up to now."""
         passed_s = self._clock.now_s - self._since_s
         self._since_s = self._clock.now_s
         served = self._served() if passed_s > 0 else []
         if served:
-            served_s = passed_s * min(1.0, self._capacity / len(served))
+            served_s = passed_s * self._rate(len(served))
             self._busy_s += served_s * len(served)
             for jobs in served:
                 jobs[0][3].left_s -= served_s
@@ -106,7 +118,7 @@ class Resource:
         self._turn += 1
         served = self._served()
         if served:
-            turn, rate = self._turn, min(1.0, self._capacity / len(served))
+            turn, rate = self._turn, self._rate(len(served))
             left_s = max(0.0, min(jobs[0][3].left_s for jobs in served))
             self._clock.at(self._clock.now_s + left_s / rate, lambda: self._end(turn))
 
@@ -123,6 +135,32 @@ class Resource:
         self._foresee()
         for job in ended:
             job.done()
+
+
+class Share:
+    """The lanes that somebody has on a resource which others use as well, under names of its own.
+
+    Each lane stands for so many that are ``alike``.
+    """
+
+    def __init__(self, resource: Resource, name: str, alike: int = 1) -> None:
+        self._resource, self._name, self._alike = resource, name, alike
+        self.busy_s = 0.0
+        """Seconds of what has been served to its end."""
+
+    def use(self, seconds: float, done: Call, *, priority: float = 0.0, serial: int = 0, lane: str = "") -> None:
+        """As ``Resource.use``."""
+
+        def served() -> None:
+            self.busy_s += seconds
+            done()
+
+        name = f"{self._name} {lane}"
+        self._resource.stand(name, self._alike)
+        self._resource.use(seconds, served, priority=priority, serial=serial, lane=name)
+
+
+Used = Resource | Share
 
 
 class Stage(NamedTuple):
@@ -157,7 +195,7 @@ class Chains:
     def __init__(
         self,
         clock: Clock,
-        resources: Mapping[str, Resource],
+        resources: Mapping[str, Used],
         chains: Callable[[BucketPhase], Sequence[Chain]],
     ) -> None:
         self._clock, self._resources, self._chains = clock, resources, chains

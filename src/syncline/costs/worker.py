@@ -16,7 +16,7 @@ from itertools import count
 from typing import NamedTuple
 
 from ..engine.step import Action, Agree, Apply, Average, BucketPhase, Steps, Submit, Wait
-from .virtual import Clock, Operations, Resource, Stage
+from .virtual import Clock, Operations, Stage, Used
 
 Wanted = Stage | BucketPhase
 Process = Generator[Wanted, None, None]
@@ -166,7 +166,7 @@ class VirtualWorker:
                 yield from self._lasting("update_s", self._duties.averaging)
 
 
-def run(clock: Clock, process: Process, resources: Mapping[str, Resource], operations: Operations) -> None:
+def run(clock: Clock, process: Process, resources: Mapping[str, Used], operations: Operations) -> None:
     """Begin a process now; it goes on whenever what it waits for is there."""
 
     def go_on() -> None:

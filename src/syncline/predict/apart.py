@@ -14,7 +14,7 @@ from collections import Counter
 from functools import partial
 
 from ..compression.traffic import parts_of
-from ..costs.virtual import Call, Clock, Operations, Resource
+from ..costs.virtual import Call, Clock, Operations
 from ..costs.worker import Handed, VirtualWorker, run
 from ..engine.step import Steps, Submit
 from ..errors import UsageError
@@ -25,7 +25,7 @@ from ..strategy.words import NONE
 from .loads import Placement
 from .messages import Fabric
 from .models import Model
-from .settings import Habits, Iteration, Setting, codec_costs, cores_of_rank, duties_of, lay_out, stretch_of
+from .settings import Habits, Iteration, Machines, Setting, codec_costs, duties_of, lay_out, stretch_of
 
 _BEFORE, _COUNTED, _DRAWN = 5, 12, 60
 """Steps of the slowest worker until it counts, and those that count, where workers are held up at random as well."""
@@ -59,7 +59,8 @@ class Apart:
         self._fabric = Fabric(self._clock, self._cluster, placement)
         self._owner, self._owners_host = setting.workers, placement.count - 1
         self._fabric.narrow(range(self._owners_host), self._owners)
-        self._serving = Resource(self._clock)
+        self._machines = Machines(setting, self._clock)
+        self._serving = self._machines.serving(self._owners)
         by_bucket = self._schedule.apply == "layer"
         self._parts = range(len(self._laid.buckets)) if by_bucket else (ALL,)
         self._ledger = Ledger(setting.workers, setting.strategy.sync_mode(), tuple(self._parts))
@@ -103,7 +104,7 @@ class Apart:
         steps = Steps(
             len(self._model.layers), self._laid, self._schedule, self._setting.strategy.sync_mode(), held=True
         )
-        cores = {"cores": Resource(self._clock, cores_of_rank(self._setting))}
+        cores = {"cores": self._machines.worker(worker)}
         operations = Operations(self._clock, partial(self._push, worker), self._in_flight)
         duties = duties_of(self._setting, self._model, self._laid)
         handed = Handed(operations.submit, lambda _: None)

@@ -13,8 +13,9 @@ resources are
     serving  a server's cores, where servers are processes of their own
 
 Of an exchange the port is busy with its messages; adding follows, and what is left is latency, which passes beside
-other exchanges. What messages and bytes cost a processor goes on beside the port. Compressed buckets go in pieces, as
-``compression.reducers`` cuts them: one is encoded while another travels.
+other exchanges: flights, and what steps whose busiest ports are not the same take one after the other. What messages
+and bytes cost a processor goes on beside the port. Compressed buckets go in pieces, as ``compression.reducers`` cuts
+them: one is encoded while another travels.
 """
 
 from __future__ import annotations
@@ -121,7 +122,11 @@ class Exchanges:
 
     def _moved(self, load: Load, resource: str = "port") -> list[Stage]:
         """What has to pass before the bytes have come."""
-        return [Stage(None, load.flight_s), Stage("inside", load.inside_s), Stage(resource, load.port_s)]
+        return [
+            Stage(None, load.flight_s + load.turns_s),
+            Stage("inside", load.inside_s),
+            Stage(resource, load.port_s),
+        ]
 
     def _processor(self, load: Load, resource: str = "cores") -> Stage:
         """What moving costs the thread that moves, of who is busiest."""
@@ -197,7 +202,13 @@ class Exchanges:
         answered = Stage("serving", self._owned(encoded_s), ENGINE)
         to, back = self._moved(push), self._moved(pull, "back" if self._apart else "port")
         wire = [Stage("cores", encoded_s, ENGINE), *to, adding, taken, updating, answered, *back]
-        return [[*wire, Stage("cores", decoded_s, ENGINE)], [self._processor(push.then(pull), "serving")]]
+        wire.append(Stage("cores", decoded_s, ENGINE))
+        chains: list[Chain] = [wire, [self._processor(push.then(pull), "serving")]]
+        if self._apart:  # who is busiest is then a server, and workers have their own part to move
+            pulled = pull.moved_bytes / max(1, self.group.workers) * max(1, len(self._owners))
+            mine = Load(moved_bytes=push.sent_bytes + pulled, messages=2 * len(self._owners))
+            chains.append([self._processor(mine)])
+        return chains
 
     def _halves(self, bucket: Bucket) -> tuple[Load, Load]:
         if self.strategy.codec == NONE:

@@ -5,7 +5,12 @@ that are updates by themselves. The schedule, the sync mode, the buckets and the
 run, and so is the order in which operations go; ``exchanges`` says what each takes.
 
 Where all workers are alike one of them is simulated, which says what all do. Where they are not (one is slow, or all
-are held up at random) all are, and an operation of all begins when the last of them has handed it over.
+are held up at random) all are, and an operation of all begins when the last of them has handed it over. So it is where
+workers gossip, too: a run's workers show tickets to all before weights go to neighbours.
+
+Workers that begin every step at the same time and wait for all in it differ in nothing but how long layers take: of a
+step whoever computes longest hands everything over last. So one is simulated that in every step takes as long as the
+slowest of all.
 
 Not simulated: what the interpreter takes between layers, and a port that a more urgent exchange leaves idle because
 another rank is behind.
@@ -16,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from ..costs.virtual import Begin, Chain, Chains, Clock, Operations, Resource, Stage
+from ..costs.virtual import Begin, Chain, Chains, Clock, Operations, Resource, Stage, Used
 from ..costs.worker import Handed, VirtualWorker, run
 from ..engine.step import BucketPhase, Steps, Submit
 from ..errors import UsageError
@@ -26,7 +31,7 @@ from .apart import Apart
 from .exchanges import Exchanges, period_of
 from .messages import PlanRuns
 from .models import Model
-from .settings import OURS, Habits, Iteration, Laid, Setting, codec_costs, cores_of_rank, duties_of, lay_out, stretch_of
+from .settings import OURS, Habits, Iteration, Laid, Machines, Setting, codec_costs, duties_of, lay_out, stretch_of
 
 _BEFORE, _COUNTED = 3, 4
 """Iterations until one is like the one before, and those of which the mean counts, of which a period may need more."""
@@ -59,7 +64,8 @@ class Together:
         self._laid = lay_out(setting, model)
         self._schedule = setting.strategy.schedule_object()
         self._clock = Clock()
-        self._resources = resources_of(setting, self._clock)
+        self._machines = Machines(setting, self._clock)
+        self._resources = resources_of(setting, self._clock, self._machines)
         exchanges = Exchanges(
             setting.strategy,
             model.layers,
@@ -74,24 +80,27 @@ class Together:
         if exact:
             begin = self._messages(exchanges)
         self._operations = Operations(self._clock, begin, in_flight)
-        if isinstance(setting.strategy.sync_mode(), Mixes) and not model.alike:
-            raise UsageError(
-                f"{setting.strategy} is not simulated with workers that differ: who waits for neighbours only is not"
-                " held up by all; leave slow_rank and jitter out"
-            )
         self._met: dict[object, int] = {}
-        self._workers = [self._worker(rank) for rank in range(1 if model.alike else setting.workers)]
+        self._slowest = Slowest(model, setting.workers) if not model.alike and self._begin_together else None
+        alone = model.alike or self._slowest is not None
+        self._workers = [self._worker(rank) for rank in range(1 if alone else setting.workers)]
 
     def run(self) -> Iteration:
         """Simulate; raises UsageError where the training gets stuck."""
         least = _DRAWN if self._model.speed.jitter else _COUNTED
         period = period_of(self._setting.strategy.sync_mode(), self._setting.workers)
         before, counted = (1, 1) if self._repeats else (_BEFORE, -(-least // period) * period)
-        for worker in self._workers:
-            run(self._clock, worker.iterations(), self._resources, self._operations)
+        for rank, worker in enumerate(self._workers):
+            own = self._resources if len(self._workers) == 1 else {"cores": self._machines.worker(rank)}
+            run(self._clock, worker.iterations(), own, self._operations)
         (begun_s, begun_busy_s), (ended_s, busy_s) = (self._look(before), self._look(before + counted))
         means = {name: (ended_s[name] - seconds) / counted for name, seconds in begun_s.items()}
         busy = {name: (busy_s[name] - seconds) / counted for name, seconds in begun_busy_s.items()}
+        if self._slowest is not None:
+            waits = self._slowest.waits(before, before + counted)
+            for name, part_s in (("forward_s", self._model.forward_s), ("backward_s", self._model.backward_s)):
+                means[name] -= waits * part_s
+                means["exposed_s"] += waits * part_s
         return Iteration(busy_s=busy, staleness={}, **means)
 
     def _messages(self, exchanges: Exchanges) -> PlanRuns:
@@ -109,11 +118,21 @@ class Together:
         )
 
     @property
+    def _all_in_all(self) -> bool:
+        """Whether all workers wait for all in every step."""
+        mode = self._setting.strategy.sync_mode()
+        return mode.merges and not isinstance(mode, Averages | Mixes) and not backup_of(mode)
+
+    @property
     def _repeats(self) -> bool:
         """Whether nothing of an iteration reaches into the next, so that each is like the first."""
-        mode, batches = self._setting.strategy.sync_mode(), self._model.batches
-        together = mode.merges and not isinstance(mode, Averages | Mixes) and not backup_of(mode)
-        return self._schedule.apply == "step" and together and self._model.alike and not batches.prefetch
+        alike = self._model.alike and not self._model.batches.prefetch
+        return self._schedule.apply == "step" and self._all_in_all and alike
+
+    @property
+    def _begin_together(self) -> bool:
+        """Whether all workers begin every step at the same time, and compute beside nobody who is done already."""
+        return self._schedule.apply != "next_step" and self._all_in_all and self._setting.cluster.cores is None
 
     def _look(self, iterations: int) -> tuple[dict[str, float], dict[str, float]]:
         """Where time has gone when all have made so many iterations: the slowest worker's, and that of resources."""
@@ -130,9 +149,8 @@ class Together:
         held, mode = strategy.server_holds_weights, strategy.sync_mode()
         steps = Steps(len(self._model.layers), self._laid, self._schedule, mode, held=held)
         duties = duties_of(self._setting, self._model, self._laid)
-        return VirtualWorker(
-            self._clock, duties, steps, Handed(self._submit, self._agree), stretch_of(self._model, rank)
-        )
+        stretch = self._slowest or stretch_of(self._model, rank)
+        return VirtualWorker(self._clock, duties, steps, Handed(self._submit, self._agree), stretch)
 
     def _submit(self, submit: Submit) -> None:
         if self._all_have_come(submit.operation):
@@ -150,6 +168,24 @@ class Together:
         return came == len(self._workers)
 
 
+class Slowest:
+    """What the times of a step's layers are multiplied by on whoever is the slowest of so many workers in it."""
+
+    def __init__(self, model: Model, workers: int) -> None:
+        self._stretches = [stretch_of(model, rank) for rank in range(workers)]
+        self._steps: list[list[float]] = []
+
+    def __call__(self, step: int) -> float:
+        """That of the next step."""
+        self._steps.append([stretch(step) for stretch in self._stretches])
+        return max(self._steps[-1])
+
+    def waits(self, begin: int, end: int) -> float:
+        """How much more that is, in the mean of some steps, than for the worker that computes longest in them."""
+        steps = self._steps[begin:end]
+        return (sum(map(max, steps)) - max(map(sum, zip(*steps, strict=True)))) / len(steps)
+
+
 def measured_chains(setting: Setting, laid: Laid, operation: BucketPhase) -> Sequence[Chain]:
     """An exchange that lasts as long as somebody has measured; raises UsageError for all but plain allreduces."""
     strategy = setting.strategy
@@ -160,11 +196,11 @@ def measured_chains(setting: Setting, laid: Laid, operation: BucketPhase) -> Seq
     return [[Stage("port", setting.measured(laid.buckets[operation.bucket].nbytes))]]
 
 
-def resources_of(setting: Setting, clock: Clock) -> dict[str, Resource]:
+def resources_of(setting: Setting, clock: Clock, machines: Machines) -> dict[str, Used]:
     """What the exchanges of a setting use."""
-    found = {name: Resource(clock, ranked=True) for name in ("port", "back", "inside")}
-    found["cores"] = Resource(clock, cores_of_rank(setting))
-    found["serving"] = Resource(clock) if setting.placement.group.servers else found["cores"]
+    found: dict[str, Used] = {name: Resource(clock, ranked=True) for name in ("port", "back", "inside")}
+    found["cores"] = machines.all_workers()
+    found["serving"] = machines.serving(0) if setting.placement.group.servers else found["cores"]
     return found
 
 

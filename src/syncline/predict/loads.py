@@ -33,9 +33,12 @@ Column = NDArray[Any]
 
 
 class Load(NamedTuple):
-    """Seconds of the busiest port, inside the busiest host and of flights, step after step; and the rest of one rank.
+    """Seconds of the busiest port, inside the busiest host, of steps and of flights; and the rest of one rank.
 
-    Where messages go between hosts and inside in one step ``inside_s`` is what the latter take longer.
+    ``port_s`` are those of whichever port has the most to do in all steps together. Steps wait for each other, and
+    where the busiest port of each step is another one they take ``turns_s`` longer: ports are then free for other
+    exchanges, as those of a tree's leaves are while its root goes on. ``inside_s`` are those inside of one step after
+    the other; where messages go between hosts and inside in one step it is what the latter take longer.
     ``added_bytes`` are what it adds, ``moved_bytes`` what it sends and receives in so many ``messages``; ``sent_bytes``
     are what a worker sends, in the mean over all.
     """
@@ -47,6 +50,12 @@ class Load(NamedTuple):
     moved_bytes: float = 0.0
     messages: float = 0.0
     sent_bytes: float = 0.0
+    turns_s: float = 0.0
+
+    @property
+    def passing_s(self) -> float:
+        """Until all has come, where nothing else is under way."""
+        return self.port_s + self.turns_s + self.inside_s + self.flight_s
 
     def then(self, other: Load) -> Load:
         """One behind the other."""
@@ -108,20 +117,31 @@ class Places(NamedTuple):
 
 
 class Side(NamedTuple):
-    """The messages between hosts, or those inside: kinds by the largest message of each, and steps of places."""
+    """The messages between hosts, or those inside: kinds by the largest message of each, and places.
+
+    ``steps`` are those of each step, ``whole`` is one of all steps together.
+    """
 
     largest: Floats
     steps: tuple[Places, ...]
+    whole: tuple[Places, ...]
 
     def busy_s(self, link: Link | None, unit_bytes: float) -> float:
         """Seconds of the busiest place, step after step."""
-        if link is None or not self.steps:
+        return self._sum_s(self.steps, link, unit_bytes)
+
+    def busiest_s(self, link: Link | None, unit_bytes: float) -> float:
+        """Seconds of the place that is the busiest of all in all steps together."""
+        return self._sum_s(self.whole, link, unit_bytes)
+
+    def _sum_s(self, steps: tuple[Places, ...], link: Link | None, unit_bytes: float) -> float:
+        if link is None or not steps:
             return 0.0
         fixed_s, per_byte_s = link.constants(self.largest * unit_bytes)
-        return sum(places.busy_s(fixed_s, per_byte_s * unit_bytes) for places in self.steps)
+        return sum(places.busy_s(fixed_s, per_byte_s * unit_bytes) for places in steps)
 
 
-_NOBODY = Side(np.empty(0), ())
+_NOBODY = Side(np.empty(0), (), ())
 
 
 class Outline(NamedTuple):
@@ -147,16 +167,19 @@ class Outline(NamedTuple):
         far_s = cluster.between.flight_s
         near_s = 0.0 if cluster.inside is None else cluster.inside.flight_s
         far, near, both = self.flights
+        steps_s = self.between.busy_s(cluster.between, unit_bytes)
+        port_s = min(steps_s, self.between.busiest_s(cluster.between, unit_bytes))
         together_s = self.together.busy_s(cluster.between, unit_bytes)
         beside_s = self.beside.busy_s(cluster.inside, unit_bytes) - together_s
         return Load(
-            self.between.busy_s(cluster.between, unit_bytes),
+            port_s,
             self.inside.busy_s(cluster.inside, unit_bytes) + max(0.0, beside_s),
             far * far_s + near * near_s + both * max(far_s, near_s),
             self.added * unit_bytes,
             self.moved * unit_bytes,
             self.messages,
             self.sent * unit_bytes,
+            steps_s - port_s,
         )
 
 
@@ -233,13 +256,22 @@ def _outline(shape: Shape, placement: Placement, table: _Table, kinds: Sequence[
 
 
 def _side(shape: Shape, placement: Placement, table: _Table, kind: Column, *, between: bool) -> Side:
-    """Places with the same to do as one, and steps with the same places as one."""
+    """What places have to do, in each step and in all together."""
     _, kind = np.unique(kind, return_inverse=True)
     largest = np.zeros(int(kind.max()) + 1)
     np.maximum.at(largest, kind, table.size)
+    steps = _alike(*_in_use(shape, placement, table, kind, between=between))
+    if not table.step.any():
+        return Side(largest, steps, steps)
+    at_once = table._replace(step=np.zeros_like(table.step))
+    return Side(largest, steps, _alike(*_in_use(shape, placement, at_once, kind, between=between)))
+
+
+def _in_use(shape: Shape, placement: Placement, table: _Table, kind: Column, *, between: bool) -> tuple[Column, Floats]:
+    """Ports and links in use, as ``_used`` has them."""
     places = placement.count if between else placement.group.processes
     ports = shape.ports_per_host if between else 1
-    kinds, found = len(largest), []
+    kinds, found = int(kind.max()) + 1, []
     for ends in (table.src, table.dst):
         found.append(_used(table.step, ends, table.size, kind, kinds, places, ports))
     if ports > 1:  # several ports carry no message faster
@@ -253,6 +285,11 @@ def _side(shape: Shape, placement: Placement, table: _Table, kind: Column, *, be
             rows[:, :kinds] = 0.0  # what a message itself takes is the ports'
             found.append((step, rows))
     step, rows = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return step, rows
+
+
+def _alike(step: Column, rows: Floats) -> tuple[Places, ...]:
+    """Places with the same to do as one, and steps with the same places as one."""
     distinct, code = _coded(rows)
     present = np.zeros((int(step.max()) + 1, len(distinct)), bool)
     present[step, code] = True
@@ -262,7 +299,7 @@ def _side(shape: Shape, placement: Placement, table: _Table, kind: Column, *, be
         its = distinct[np.frombuffer(line, bool)]
         messages, units = np.split(its[:, :-1], 2, axis=1)
         steps.append(Places(times, messages, units, its[:, -1]))
-    return Side(largest, tuple(steps))
+    return tuple(steps)
 
 
 def _used(

@@ -27,9 +27,19 @@ class Model:
     speed: Speed = EVEN
 
     @property
+    def forward_s(self) -> float:
+        """Seconds of the forward pass."""
+        return sum(part.forward_s for part in self.parts)
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of the backward pass."""
+        return sum(part.backward_s for part in self.parts)
+
+    @property
     def computing_s(self) -> float:
         """Seconds of both passes."""
-        return sum(part.forward_s + part.backward_s for part in self.parts)
+        return self.forward_s + self.backward_s
 
     @property
     def alike(self) -> bool:

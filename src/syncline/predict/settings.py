@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..compression.cuts import join_cuts
-from ..costs.virtual import Stage
+from ..costs.virtual import Clock, Resource, Share, Stage, Used
 from ..costs.worker import Duties
 from ..nouns import Bucket, Group
 from ..schedules import Cost
@@ -129,11 +129,37 @@ def duties_of(setting: Setting, model: Model, laid: Laid) -> Duties:
     )
 
 
-def cores_of_rank(setting: Setting) -> float:
-    """How many cores a process has where all that share some are busy."""
-    cluster, placement = setting.cluster, setting.placement
-    ranks = placement.group.processes if cluster.one_machine else placement.per_host
-    return math.inf if cluster.cores is None else cluster.cores / ranks
+class Machines:
+    """The cores of hosts, and who shares them: workers of one host, or all processes where hosts are one machine.
+
+    Servers have hosts of their own, and one core each, unless all hosts are one machine: what they compute is then held
+    up by workers, and holds them up. Those that are alike are simulated as one, which uses the cores of as many.
+    """
+
+    def __init__(self, setting: Setting, clock: Clock) -> None:
+        self._clock, self._cluster, placement = clock, setting.cluster, setting.placement
+        self._together = placement.group.workers if self._cluster.one_machine else placement.per_host
+        self._servers = placement.group.servers
+        self._cores = self._new()
+
+    def all_workers(self) -> Used:
+        """What every worker has, as one of them has it."""
+        return Share(self._cores, "workers", self._together)
+
+    def worker(self, rank: int) -> Used:
+        """What one worker has that is not like the others."""
+        if self._cluster.one_machine:
+            return Share(self._cores, f"worker {rank}")
+        return Share(self._new(), "worker", self._together)
+
+    def serving(self, owners: int) -> Used:
+        """What every server has; of so many ``owners`` that are workers, what they have for it."""
+        if self._cluster.one_machine:
+            return Share(self._cores, "owners", self._servers or owners)
+        return Resource(self._clock)
+
+    def _new(self) -> Resource:
+        return Resource(self._clock, math.inf if self._cluster.cores is None else self._cluster.cores)
 
 
 def stretch_of(model: Model, rank: int) -> Callable[[int], float]:
@@ -160,5 +186,5 @@ def exchange_cost(setting: Setting) -> Cost:
     cluster, plan = setting.cluster, setting.strategy.plan(setting.placement.group)
     sizes = [0, *(1 << power for power in range(6, 33, 2))]
     loads = [plan_load(cluster, setting.placement, plan, nbytes) for nbytes in sizes]
-    seconds = [one.port_s + one.inside_s + one.flight_s + one.added_bytes * cluster.gamma_s_per_byte for one in loads]
+    seconds = [one.passing_s + one.added_bytes * cluster.gamma_s_per_byte for one in loads]
     return lambda nbytes: float(np.interp(nbytes, sizes, seconds))

@@ -30,7 +30,7 @@ def collective_s(algorithm: str, nbytes: float, workers: int, cluster: Cluster, 
     """Seconds of a collective by itself: an architecture's plan, or one of a server's two ways."""
     plan, placement = _plan(algorithm, workers, per_host)
     load = loads.plan_load(cluster, placement, plan, nbytes)
-    return load.port_s + load.inside_s + load.flight_s + load.added_bytes * cluster.gamma_s_per_byte
+    return load.passing_s + load.added_bytes * cluster.gamma_s_per_byte
 
 
 @lru_cache(maxsize=128)
