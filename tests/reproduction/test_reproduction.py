@@ -14,8 +14,10 @@ from syncline.predict.networks import load_network
 from syncline.reproduction.blocks import FIT, FOLLOWS, UNEXPLAINED, Compared, held_of, markdown
 from syncline.reproduction.measured import bcaffe, fair_sharing, googlenet_cases, sharing_errors
 from syncline.reproduction.page import page
+from syncline.reproduction.stages import stages
 from syncline.reproduction.tables import allreduce_costs, concurrent
 from syncline.reproduction.taihulight import against_servers, against_the_library, curves, fitted_per_layer_s
+from syncline.reproduction.tianhe import tianhe
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reproduction.md"
@@ -49,6 +51,14 @@ def test_taihulight_is_as_the_formulas_have_it_and_the_page_in_docs_says_so() ->
     written = PAGE.read_text()
     for chapter in (library, servers, curves()):
         assert markdown([chapter]) in written, chapter.title
+
+
+def test_tianhe_and_the_stages_need_no_tables_and_are_as_the_page_in_docs_says() -> None:
+    pytest.importorskip("torch")  # which layers are derived with
+    written = PAGE.read_text()
+    for chapter in (tianhe(), stages()):
+        assert markdown([chapter]) in written, chapter.title
+    assert UNEXPLAINED not in {held.verdict for held in held_of([tianhe()])}
 
 
 @published
