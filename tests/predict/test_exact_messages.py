@@ -127,6 +127,15 @@ def test_iterations_of_the_quick_model_are_within_two_percent_of_those_message_b
     assert quick == pytest.approx(exact, rel=0.02)
 
 
+@pytest.mark.parametrize("workers", range(3, 9))
+@pytest.mark.parametrize("text", ["tree", "double_tree", "recursive_doubling", "halving_doubling"])
+def test_ports_that_a_step_leaves_alone_serve_other_exchanges(text: str, workers: int) -> None:
+    setting = setting_of(Strategy.parse(f"{text} schedule=wait_free"), NETWORK, workers)
+    habits = Habits(tickets=False)
+    quick, exact = (simulate(setting, MODEL, habits, exact=exact).iteration_s for exact in (False, True))
+    assert quick == pytest.approx(exact, rel=0.08)
+
+
 def test_what_is_not_gradients_alone_is_refused_message_by_message() -> None:
     setting = setting_of(Strategy.parse("direct codec=int8"), NETWORK, 2)
     with pytest.raises(UsageError, match="message by message"):

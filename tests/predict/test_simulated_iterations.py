@@ -288,3 +288,12 @@ def test_a_bucket_of_nothing_is_exchanged_at_once() -> None:
     of = model((3, 1.0, 1.0), (3, 1.0, 1.0))
     empty = replace(of, layers=(*of.layers, Layer(Spec("empty", (0,)))), parts=(*of.parts, Stretch(0.0, 0.0, (2,))))
     assert iteration_s("direct codec=int8 schedule=wait_free", network(), empty) > 4
+
+
+@pytest.mark.parametrize("text", ["ps(servers=1)", "ps(servers=1) sync=asp", "ps(servers=2, on=workers) sync=asp"])
+def test_servers_of_one_machine_share_its_cores_with_workers(text: str) -> None:
+    cluster = network(beta=0.01, more=",update=0.1s,tensor=0.5s,copy=0.1s")
+    few, many = (
+        iteration_s(text, replace(cluster, cores=cores, one_machine=True), TWO, 4, Habits()) for cores in (1, 64)
+    )
+    assert few > 1.1 * many
