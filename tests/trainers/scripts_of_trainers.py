@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "trainers"
 LIMIT_S = 300.0
 """Trainers take their time to be imported, more so by several processes on a busy machine."""
 
+RUN = ["-m", "syncline", "run", "-n", "2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 

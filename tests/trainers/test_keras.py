@@ -9,7 +9,6 @@ import scripts_of_trainers as scripts
 scripts.need("keras")
 
 EXAMPLE = scripts.EXAMPLES / "with_keras.py"
-RUN = ["-m", "syncline", "run", "-n", "2"]
 
 
 def test_the_weights_are_those_of_ddp(tmp_path: Path) -> None:
@@ -18,12 +17,12 @@ def test_the_weights_are_those_of_ddp(tmp_path: Path) -> None:
         scripts.run(*scripts.TORCHRUN, Path(__file__).with_name("keras_in_ddp.py"), backend, tmp_path)
     ddp = scripts.weights(tmp_path, "gloo-in-ddp")
     assert scripts.distance(ddp, scripts.weights(tmp_path, "syncline-in-ddp")) < 1e-6
-    assert "2 ranks with ring" in scripts.run(*RUN, "--strategy", "ring", EXAMPLE, tmp_path)
+    assert "2 ranks with ring" in scripts.run(*scripts.RUN, "--strategy", "ring", EXAMPLE, tmp_path)
     assert scripts.distance(ddp, scripts.weights(tmp_path, "syncline")) < 1e-6
-    scripts.run(*RUN, "--strategy", "codec=int8", EXAMPLE, tmp_path)
+    scripts.run(*scripts.RUN, "--strategy", "codec=int8", EXAMPLE, tmp_path)
     assert 1e-6 < scripts.distance(ddp, scripts.weights(tmp_path, "syncline")) < 0.05
 
 
 def test_what_needs_an_optimizer_of_torch_is_refused() -> None:
-    printed = scripts.run(*RUN, "--strategy", "ps(servers=1, on=workers)", EXAMPLE, status=1)
+    printed = scripts.run(*scripts.RUN, "--strategy", "ps(servers=1, on=workers)", EXAMPLE, status=1)
     assert "give syncline.prepare() the model and its optimizer, or use ps(update=worker)" in printed

@@ -18,12 +18,12 @@ HERE = Path(__file__).parent
 
 
 def test_the_weights_are_those_of_ddp(tmp_path: Path) -> None:
-    """And with a codec nearly."""
+    """And with a codec nearly, here where Lightning does not start the processes."""
     assert "2 ranks over gloo: loss" in scripts.run(EXAMPLE, "ddp", tmp_path)
     ddp = scripts.weights(tmp_path, "ddp")
     assert "2 ranks over syncline: loss" in scripts.run(EXAMPLE, "syncline", tmp_path)
     assert scripts.distance(scripts.weights(tmp_path, "syncline"), ddp) < 1e-6
-    scripts.run(EXAMPLE, "syncline", tmp_path, SYNCLINE_STRATEGY="tree transport=tcp codec=int8")
+    scripts.run(*scripts.RUN, "--strategy", "tree transport=tcp codec=int8", EXAMPLE, "syncline", tmp_path)
     assert 1e-6 < scripts.distance(scripts.weights(tmp_path, "syncline"), ddp) < 0.05
 
 
