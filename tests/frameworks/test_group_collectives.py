@@ -290,7 +290,7 @@ def test_a_group_ends_though_nothing_comes_that_it_receives(groups: Any, monkeyp
     groups(body)
 
 
-def test_a_group_that_is_aborted_waits_for_nothing_and_is_named(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_aborted_waits_for_nothing(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncline.engine.driver._FLUSH_S", 1e6)
 
     def body(mine: SynclineGroup) -> None:
@@ -299,7 +299,7 @@ def test_a_group_that_is_aborted_waits_for_nothing_and_is_named(groups: Any, mon
         mine.send([torch.zeros(100_000)], 0)  # nobody receives it
         mine.abort()
 
-    with pytest.raises(PeerError, match=r"rank 1.*has aborted the process group"):
+    with pytest.raises(PeerError, match="rank 1"):
         groups(body)
 
 

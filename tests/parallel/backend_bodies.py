@@ -234,6 +234,20 @@ def split(line: Connection, place: Place) -> None:
         line.send([said, dist.get_world_size(alone[0])])
 
 
+def aborts(line: Connection, place: Place) -> None:
+    """Rank 1 aborts its groups while the others wait for it."""
+    with grouped(place, "syncline") as rank:
+        if rank == 1:
+            waiting = dist.irecv(torch.zeros(3), 0)
+            dist.distributed_c10d._abort_process_group()
+            assert waiting is not None
+            assert not waiting.is_success()
+            line.send("aborted")
+            line.recv()  # the others are told by what it has said, not by its end
+            os._exit(0)
+        dist.barrier()
+
+
 def sums(line: Connection, place: Place) -> None:
     """Sums of tensors of several sizes, again and again, some behind the script: what differs from the true ones."""
     with grouped(place, "syncline") as rank:

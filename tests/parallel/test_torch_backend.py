@@ -117,6 +117,15 @@ def test_a_forked_child_is_told_that_only_the_parent_communicates(pool: Pool, ad
             assert total == [2.0] * 7
 
 
+def test_a_rank_that_aborts_is_named(pool: Pool, address: str) -> None:
+    with pool.start(bodies.aborts, everyone(3, address)) as group:
+        assert group.end(among=[0, 2]) == [1, None, 1]
+        group.ranks[1].line.send("end")
+        for rank in (group.ranks[0], group.ranks[2]):
+            assert "rank 1 (" in rank.printed()
+            assert "has aborted the process group" in rank.printed()
+
+
 def test_groups_that_torch_does_not_split_are_made_anew(pool: Pool, address: str) -> None:
     with pool.start(bodies.split, everyone(2, address)) as group:
         for said, world in group.results():

@@ -19,7 +19,16 @@ from .bench_rows import BenchResult, Measured, places
 from .breaking import broken
 from .columns import fitting
 
-PEERS = ("gloo:native", "mpi:native", "openmpi:native", "mpich:native", "mpi:ring", "openmpi:ring", "mpich:ring")
+PEERS = (
+    "gloo:native",
+    "torch:syncline",
+    "mpi:native",
+    "openmpi:native",
+    "mpich:native",
+    "mpi:ring",
+    "openmpi:ring",
+    "mpich:ring",
+)
 """Contenders that all others are held against, in the order of the columns."""
 
 LEGEND = (

@@ -1,0 +1,69 @@
+"""torch.distributed's own calls over one of its backends, for the peers that are such a backend.
+
+Several of them may be in one process: each has a group of its own beside the default one, which is nobody's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import Array, Seat
+
+
+class TorchNative:
+    """The collectives of a group of that ``backend``."""
+
+    def __init__(self, seat: Seat, backend: str) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._dist: Any = dist
+        self._seat = seat
+        if not dist.is_initialized():
+            store = self._dist.PrefixStore("torch", seat.store)
+            dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.world)
+        self._group = dist.new_group(backend=backend)
+        self._memory = torch.zeros(seat.elements)
+        self._own = torch.zeros(seat.elements // seat.world if seat.collective == "reduce-scatter" else 0)
+        self._whole = self._memory
+        self._part = self._own
+        # The names of these two calls change in torch 2.13.
+        self._gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def select(self, elements: int) -> Array:
+        """A tensor's memory."""
+        self._whole = self._memory[:elements]
+        part, rank = elements // self._seat.world, self._seat.rank
+        if self._seat.collective == "reduce-scatter":
+            self._part = self._own[:part]
+        else:
+            self._part = self._whole[rank * part : (rank + 1) * part]
+        whole: Array = self._whole.numpy()
+        return whole
+
+    def run(self) -> None:
+        """The library's call."""
+        match self._seat.collective:
+            case "allreduce":
+                self._dist.all_reduce(self._whole, group=self._group)
+            case "reduce-scatter":
+                self._scatter(self._part, self._whole, group=self._group)
+            case "all-gather":
+                self._gather(self._whole, self._part, group=self._group)
+            case _:
+                self._dist.broadcast(self._whole, 0, group=self._group)
+
+    def result(self) -> Array:
+        """The tensor, or the part that the reduce-scatter has filled."""
+        found: Array = (self._part if self._seat.collective == "reduce-scatter" else self._whole).numpy()
+        return found
+
+    def chosen(self) -> None:
+        """The name leaves nothing open."""
+
+    def close(self) -> None:
+        """Leave the group, and the default one with the last of them."""
+        self._dist.destroy_process_group(self._group)
+        if len(self._dist.distributed_c10d._world.pg_map) == 1:
+            self._dist.destroy_process_group()
