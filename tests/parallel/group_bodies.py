@@ -197,3 +197,27 @@ def slow(line: Connection, place: Place) -> None:  # noqa: ARG001
             syncline.barrier(1.0, group=group)
         time.sleep(60)
         syncline.barrier()
+
+
+def uneven(line: Connection, place: Place, strategy: str) -> None:
+    """One group whose ranks have different numbers of batches, each batch in two pieces; another one has none of it."""
+    with joined(place, strategy):
+        groups = [syncline.new_group(ranks) for ranks in PAIRS]
+        number = syncline.rank() % 2
+        torch.manual_seed(1)
+        model = torch.nn.Linear(3, 2).double()
+        model, optimizer = syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), group=groups[number])
+        rank = groups[number].rank
+        with syncline.join():
+            for step in range(4 - 2 * (rank if number else 0)):
+                optimizer.zero_grad()
+                pieces = [
+                    torch.randn(6, 3, generator=torch.Generator().manual_seed(10 * step + rank + part)).double()
+                    for part in (0, 5)
+                ]
+                with syncline.no_sync():
+                    model(pieces[0]).square().mean().backward()
+                model(pieces[1]).square().mean().backward()
+                optimizer.step()
+        syncline.flush()
+        line.send([number, weights(model), syncline.stats(group=groups[number]).strategy])

@@ -10,6 +10,7 @@ from pathlib import Path
 import group_bodies as bodies
 import numpy as np
 import pytest
+import torch
 from pool import Pool
 
 
@@ -113,3 +114,26 @@ def test_a_worker_that_does_not_come_to_a_call_of_its_group_is_named_by_all(pool
         assert group.end() == [1, 1, 1]
         for rank in group.ranks:
             assert "barrier: not reached within 1.0 s by rank 1 (" in rank.printed()
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1, on=workers)"])
+def test_ranks_of_a_group_have_different_numbers_of_batches(pool: Pool, address: str, strategy: str) -> None:
+    """A group with as many on each rank learns what one process does from the mean of both; the other ends as one."""
+    with pool.start(bodies.uneven, everyone(4, address, strategy)) as group:
+        found = group.results()
+    for one, other in ((0, 2), (1, 3)):
+        for mine, theirs in zip(found[one][1], found[other][1], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    assert not np.array_equal(found[0][1][0], found[1][1][0])
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in range(2):
+            for part in (0, 5):
+                x = torch.randn(6, 3, generator=torch.Generator().manual_seed(10 * step + rank + part)).double()
+                (model(x).square().mean() / 2).backward()
+        optimizer.step()
+    for mine, theirs in zip(found[0][1], bodies.weights(model), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-12)
