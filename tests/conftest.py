@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,17 @@ def pytest_collection_finish() -> None:
     """What has been imported and collected stays: no search for garbage has to go through it again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    """For tests that compile: where anything of a process is compiled, models of later tests are taken for compiled."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 def run_group(strategy: str, workers: int, body: Callable[[Session], Any], nodes: tuple[int, ...] = ()) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -50,8 +49,6 @@ def clips(here: Here, number: int) -> None:
 def answered(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """Whether iterations might be crossed, each time rank 0 has chosen: then they are, and all else is decided too."""
     monkeypatch.setenv("SYNCLINE_TUNING", "on")
-    if compiling := sys.modules.get("torch._dynamo.utils"):  # other tests may have compiled, which is a way to look
-        monkeypatch.setattr(compiling, "counters", {"frames": {"total": 0}})
     given: Asked = []
 
     def choose(

@@ -25,13 +25,13 @@ def train(here: Here, steps: int = 3) -> dict[str, torch.Tensor]:
     return {name.removeprefix("_orig_mod."): tensor for name, tensor in weights(here.model).items()}
 
 
+@pytest.mark.usefixtures("compiling")
 @pytest.mark.filterwarnings("ignore")  # the compiler filters its own warnings, which threads disturb
 @pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)", "ring schedule=priority(slice=40B)"])
 @pytest.mark.parametrize("before", [True, False])
 def test_compiled_models(group: Any, strategy: str, before: bool) -> None:
     """Compiled before prepare, the hooks are on the wrapper; after it, dynamo meets them in the model."""
     wanted = alone(sgd, train)
-    torch._dynamo.reset()
 
     def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model, optimizer = sgd(index)
