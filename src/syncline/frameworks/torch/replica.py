@@ -18,7 +18,8 @@ pass ends. So is every later one if there were some.
 
 A backward pass that makes no gradients of parameters (``torch.autograd.grad``) is none of ours.
 
-How gradients lie in buckets and how these travel is ``gradients``' affair, that of batch statistics ``buffers``'.
+How gradients lie in buckets and how these travel is ``gradients``' affair, that of batch statistics ``buffers``', and
+``produced`` says which of a pass have come and whether they may be exchanged.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from .eager import eager
 from .gradients import Gradients
 from .guard import Guard
 from .options import Options, Selection
+from .produced import Produced
 from .samples import Counting, Fixed, Samples
 from .staging import Copier
 from .storage import Storage
@@ -97,9 +99,8 @@ class Replica:
         self._held = True  # nothing of a backward pass is sent before it ends
         self._touched = False  # the present backward pass has made a gradient
         self._meeting: Meeting | None = None
-        self._fired = [False] * len(self.named)
-        self._untold: list[int] = []  # of those that have fired, what the state machine does not know yet
-        self._versions = [(0, 0)] * len(self.named)  # of parameters and gradients, as they were sent
+        self._produced = Produced(self.named, self.gradients, self.fault)
+        self._untold: list[int] = []  # of those that have come, what the state machine does not know yet
         self._begun = False  # something of the present backward pass is under way
         self._works: dict[BucketPhase, Work] = {}
         self._of_buffers: list[Work] = []
@@ -273,17 +274,11 @@ class Replica:
             self.replace_layout()
         if gradients.times is not None:
             gradients.times.produced(index)
-        if self._fired[index] and not self._held:
-            raise self.fault(
-                f"the gradient of {self.named[index][0]!r} was produced again after it had been sent: this backward"
-                " pass has re-entrant checkpoints, the first one had none; use use_reentrant=False, or checkpoint from"
-                " the first step on"
-            )
+        if not self._held:
+            self._produced.check_first(index)
         self._move(index, parameter, 1.0 if self._held or not self.machine.due else self._share)
-        self._versions[index] = parameter._version, parameter.grad._version
-        if self._fired[index]:
+        if not self._produced.came(index, parameter, parameter.grad):
             return
-        self._fired[index] = True
         self._untold.append(index)
         if not self._held and self._counting.complete:
             self._tell()
@@ -328,7 +323,7 @@ class Replica:
         """The last backward pass ended with an exception that the script has caught."""
         if self.session.engine.error is not None:
             raise self.session.engine.error
-        if self._meeting is not None or (self.machine.due and any(self._fired) and not self._held):
+        if self._meeting is not None or (self.machine.due and self._produced.any and not self._held):
             raise self.fault(
                 "the last backward pass ended with an exception after its exchange had begun; the other ranks wait for"
                 " the rest of it: end the script instead of catching the exception"
@@ -348,7 +343,7 @@ class Replica:
     def _forget(self) -> None:
         self._touched = False
         self._meeting = None
-        self._fired = [False] * len(self.named)
+        self._produced.forget()
         self._untold = []
         self._begun = False
 
@@ -356,15 +351,8 @@ class Replica:
         """Put ``share`` of a gradient where it belongs in its bucket."""
         gradient = parameter.grad
         assert gradient is not None
-        if gradient.is_sparse:
-            name = self.named[index][0]
-            raise self.fault(f"the gradient of {name!r} is sparse, which cannot be exchanged: use sparse=False")
-        if gradient.requires_grad:
-            name = self.named[index][0]
-            raise self.fault(
-                f"the gradient of {name!r} can itself be differentiated (create_graph=True), which an exchange would"
-                " lose: use torch.autograd.grad() for inner derivatives and a plain backward() for the last one"
-            )
+        if gradient.is_sparse or gradient.requires_grad:
+            self._produced.refuse(index, gradient)
         moves = gradient.data_ptr() != self.storage.places[index]
         if self.crossing is not None and self.crossing.local is not None:
             self.crossing.local.keep(index, gradient, copy=not moves)
@@ -479,9 +467,9 @@ class Replica:
         try:
             if not due and self.on_local_step is not None:
                 self.on_local_step()
-            self._check_untouched()
+            self._produced.check_untouched()
             if held and due:
-                self._share_out()
+                self._produced.share_out(self._share)
             self._tell()
             if missing := self.machine.missing:
                 self._fill(missing)
@@ -519,36 +507,9 @@ class Replica:
             self.machine.made_alone()
             self._steps += 1
 
-    def _share_out(self) -> None:
-        """Divide the gradients of a pass that was held by the number of ranks."""
-        for fired, view in zip(self._fired, self.storage.views, strict=True):
-            if fired:
-                view.mul_(self._share)
-
-    def _check_untouched(self) -> None:
-        """Raise GradientError where a parameter or its gradient was changed after the gradient had come."""
-        places = self.storage.places
-        for index, (name, parameter) in enumerate(self.named):
-            gradient = parameter.grad
-            if self._fired[index] and (
-                gradient is None
-                or gradient.data_ptr() != places[index]
-                or (parameter._version, gradient._version) != self._versions[index]
-            ):
-                raise self.fault(
-                    f"{name!r} or its gradient was changed during backward, when the gradient had been sent: change"
-                    " gradients and make optimizer steps after backward(), not in post-accumulate hooks"
-                    " (Tensor.register_hook is called in time)"
-                )
-
     def _fill(self, missing: list[int]) -> None:
         if self._unused != "zeros":
-            names = ", ".join(repr(self.named[index][0]) for index in missing[:8])
-            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            raise self.fault(
-                f"{len(missing)} parameters got no gradient in this backward pass: {names}{more}. If that is meant,"
-                ' pass unused="zeros" to syncline.prepare(), or freeze them before it'
-            )
+            self._produced.refuse_missing(missing)
         for index in missing:
             parameter = self.named[index][1]
             # A gradient kept from before the exchange (accumulated under no_sync) still counts.

@@ -1,0 +1,98 @@
+"""Which gradients of a backward pass have come, and what none of them may be, have or do.
+
+Owns what is remembered of them during one pass, and the errors that name them. Does not know when they are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+
+from ...errors import GradientError
+from .gradients import Gradients
+
+_NAMED = 8
+"""So many names of parameters are in an error."""
+
+
+class Produced:
+    """The gradients of one pass of a model's parameters, which are ``named``."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        gradients: Gradients,
+        fault: Callable[[str], GradientError],
+    ) -> None:
+        self._named, self._gradients, self._fault = named, gradients, fault
+        self._versions = [(0, 0)] * len(named)  # of parameters and gradients, as they were sent
+        self.forget()
+
+    def forget(self) -> None:
+        """The pass is over."""
+        self._came = [False] * len(self._named)
+
+    @property
+    def any(self) -> bool:
+        """Whether one has come."""
+        return True in self._came
+
+    def came(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        """A gradient lies in its bucket; whether it is the first of that parameter in the pass."""
+        self._versions[index] = parameter._version, gradient._version
+        if self._came[index]:
+            return False
+        self._came[index] = True
+        return True
+
+    def share_out(self, share: float) -> None:
+        """Multiply all that have come."""
+        for came, view in zip(self._came, self._gradients.storage.views, strict=True):
+            if came:
+                view.mul_(share)
+
+    def check_first(self, index: int) -> None:
+        """Raise GradientError for a gradient that comes a second time when the first has been sent."""
+        if self._came[index]:
+            raise self._fault(
+                f"the gradient of {self._named[index][0]!r} was produced again after it had been sent: this backward"
+                " pass has re-entrant checkpoints, the first one had none; use use_reentrant=False, or checkpoint from"
+                " the first step on"
+            )
+
+    def check_untouched(self) -> None:
+        """Raise GradientError where a parameter or its gradient was changed after the gradient had come."""
+        places = self._gradients.storage.places
+        for index, (name, parameter) in enumerate(self._named):
+            gradient = parameter.grad
+            if self._came[index] and (
+                gradient is None
+                or gradient.data_ptr() != places[index]
+                or (parameter._version, gradient._version) != self._versions[index]
+            ):
+                raise self._fault(
+                    f"{name!r} or its gradient was changed during backward, when the gradient had been sent: change"
+                    " gradients and make optimizer steps after backward(), not in post-accumulate hooks"
+                    " (Tensor.register_hook is called in time)"
+                )
+
+    def refuse(self, index: int, gradient: torch.Tensor) -> NoReturn:
+        """Raise GradientError for one that is sparse, or that can itself be differentiated."""
+        name = self._named[index][0]
+        if gradient.is_sparse:
+            raise self._fault(f"the gradient of {name!r} is sparse, which cannot be exchanged: use sparse=False")
+        raise self._fault(
+            f"the gradient of {name!r} can itself be differentiated (create_graph=True), which an exchange would"
+            " lose: use torch.autograd.grad() for inner derivatives and a plain backward() for the last one"
+        )
+
+    def refuse_missing(self, missing: Sequence[int]) -> NoReturn:
+        """Raise GradientError for those that have not come."""
+        names = ", ".join(repr(self._named[index][0]) for index in missing[:_NAMED])
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise self._fault(
+            f"{len(missing)} parameters got no gradient in this backward pass: {names}{more}. If that is meant,"
+            ' pass unused="zeros" to syncline.prepare(), or freeze them before it'
+        )
