@@ -103,6 +103,7 @@ class FlatModel:
         self._left: dict[int, None] | None = None  # tensors that the present step waits for, once it has begun
         self._works: dict[BucketPhase, Work] = {}
         self._meeting: Meeting | None = None
+        self._unchecked: Meeting | None = None  # whose tickets nobody has looked at
         self._kind = STEP  # of what is exchanged
         self._alone = False  # the present step is the worker's own
         self.follows = True
@@ -119,6 +120,8 @@ class FlatModel:
     def resume_at(self, step: int) -> None:
         """Go on from a step, counted from 0; between two."""
         held = self.worker is not None
+        plain = [] if held or self.compression is not None else self.gradients.arrays
+        self._programs = [self.session.bucket_program(array.nbytes) for array in plain]
         self._steps = Steps(len(self.names), self.layout, self._schedule, self._mode, begun=step, held=held)
 
     # One step.
@@ -244,7 +247,7 @@ class FlatModel:
                 self.weights.write(self.held.flat)
 
     def _agree(self, step: int) -> None:
-        self._meeting = self.session.meet(self._kind, step_argument(self.key, step), weight=1.0)
+        self._meeting = self._unchecked = self.session.meet(self._kind, step_argument(self.key, step), weight=1.0)
         if self.agreed is not None and self.held is not None and self._kind == AVERAGE:
             self.weights.read(self.held.flat)
             self.agreed.put()
@@ -260,15 +263,20 @@ class FlatModel:
         label = self._labels[number]
         options: dict[str, Any] = {"lane": self._lane, "priority": submit.priority}
         if meeting is not None:  # where pushes are not merged, there is nothing to agree on
-            options |= {"gate": meeting.work, "before": meeting.tickets}
+            options["gate"], options["before"] = meeting.work, self._check
         if self.worker is not None:
             return self.worker.push(number, label, **options)
         compression = self.compression if self._kind == STEP else self.of_differences
         if compression is not None:
             return self.session.reduce(compression, number, self.key + number, label, **options)
-        array = self.gradients.arrays[number]
-        program = self.session.bucket_program(array.nbytes)
+        array, program = self.gradients.arrays[number], self._programs[number]
         return self.session.engine.exchange(program, array, self.key + number, label, **options)
+
+    def _check(self) -> None:
+        """Before a bucket goes, in the thread that drives: all workers have come for the same, which is seen once."""
+        if self._unchecked is not None:
+            self._unchecked, meeting = None, self._unchecked
+            meeting.tickets()
 
     # Between steps.
 

@@ -80,6 +80,8 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
             " steps travel otherwise: use feedback without warmup=, ps(on=workers) or ring"
         )
     arrays, states = checked(model.specs, state, session.rank, session.world_size)
+    if state["algorithms"] and state["world_size"] == session.world_size:
+        session.resume_with(Choice.read(state["algorithms"]))
     codec = state.get("codec")
     model.resume_at(int(state["steps"]))
     if model.compression is not None:
@@ -97,8 +99,6 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
         model.follows = bool(state["agreed"]["follows"])
         if model.of_differences is not None and "differences" in state:
             model.of_differences.load(state["differences"])
-    if state["algorithms"] and state["world_size"] == session.world_size:
-        session.resume_with(Choice.read(state["algorithms"]))
 
 
 def _load_owners(model: FlatModel, state: Mapping[str, Any], weights: Sequence[Array], kept: Sequence[State]) -> None:
