@@ -114,9 +114,9 @@ def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, An
             continue
         if (saved is None and compression.keeps) or (owned is None and client is not None and client.keeps):
             warnings.warn(
-                f"this state has nothing of codec={session.strategy.codec}: what it had not sent yet is lost, and"
-                " training does not go on with the same bits; save syncline.state_dict() of this strategy, called by"
-                " all ranks",
+                f"this state has nothing of the codec in {str(session.strategy)!r}: what it had not sent yet"
+                " is lost, and training does not go on with the same bits; save syncline.state_dict() of this strategy,"
+                " called by all ranks",
                 stacklevel=4,
             )
         if compression.forgets:

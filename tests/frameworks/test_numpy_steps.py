@@ -220,6 +220,12 @@ def test_rules_that_are_none_are_refused(group: Any, rule: Any, says: str) -> No
     group("ring", 2, body)
 
 
+@pytest.mark.parametrize("schedule", ["priority", "split", "delayed", "merged"])
+def test_schedules_that_nothing_shows_the_times_for_are_refused(group: Any, schedule: str) -> None:
+    with pytest.raises(UsageError, match=rf"schedule={schedule} .* does not do with NumPy yet: use schedule=fixed"):
+        group(f"ring schedule={schedule}", 2, train)
+
+
 # Checkpoints.
 
 
@@ -337,6 +343,30 @@ def test_a_state_of_something_else_is_refused(group: Any) -> None:
             handed.result[1].load_state_dict(mine | {"weights": mine["weights"] | {"bias": np.zeros(6)}})
 
     group("ring", 2, body)
+
+
+def test_a_codec_that_was_chosen_is_taken_up_and_one_without_its_state_warns(group: Any) -> None:
+    (state, _), *_ = group("ring codec=topk(ratio=0.3)", 2, partial(trained, until=2))
+
+    def body(session: Session) -> Any:
+        session.chose_codec = True
+        handed = adapt(session, model(), adam, OPTIONS)
+        assert handed is not None
+        handed.result[1].load_state_dict(pickle.loads(state))
+        known = pickle.loads(pickle.dumps(handed.result[1].state_dict()))
+        del known["codec"]
+        if session.rank == 0:  # whose warning is caught is not known between threads
+            with pytest.warns(UserWarning, match=r"nothing of the codec in '.* codec=feedback\(topk"):
+                handed.result[1].load_state_dict(known)
+        session.barrier()
+        if session.rank == 1:
+            with pytest.warns(UserWarning, match="what it had not sent yet is lost"):
+                handed.result[1].load_state_dict(known)
+        return str(session.strategy), str(handed.result[1]._model.compression._codec)
+
+    for strategy, codec in group("ring codec=int8", 2, body):
+        assert "codec=feedback(topk(ratio=0.3))" in strategy
+        assert codec == "Feedback(codec=TopK(ratio=0.3), warmup=0)"
 
 
 # What is seen of a run.

@@ -82,20 +82,17 @@ class FlatModel:
         weights.read(self.gradients.flat)
         copy_from_rank_0(session, self.gradients.arrays)
         weights.write(self.gradients.flat)
-        self.compression = session.compression(layout.layers, layout.buckets, self.gradients.arrays)
         self._schedule, self._mode = session.strategy.schedule_object(), session.strategy.sync_mode()
         self._labels = [f"bucket {i} ({one.describe(layout.layers)})" for i, one in enumerate(layout.buckets)]
         self.held: Blocks | None = None  # the weights as they travel, where they do
         self.agreed: AgreedWeights | None = None
-        self.of_differences = self.compression
+        self.compress()
         self.worker: Worker | None = None
         if session.strategy.server_holds_weights or isinstance(self._mode, Agrees):
             self.held = Blocks(session, layout)
             self.held.take(self.gradients)
         if self.held is not None and isinstance(self._mode, Agrees):
             self.agreed = AgreedWeights(self._mode, session.world_size, self.held.arrays, self.gradients.arrays)
-            if self.compression is not None and exchanges_gradients(self._mode):  # what is left of gradients is theirs
-                self.of_differences = self.compression.fresh(layout.buckets, self.gradients.arrays)
         elif self.held is not None:
             model = Model(layout, self.gradients.arrays, self.held.arrays, self.compression, self.key)
             self.worker = attach(session, model, build, [])
@@ -111,6 +108,13 @@ class FlatModel:
         self._backward: Span | None = None
         self.resume_at(0)
         session.consolidates[self.key] = self._consolidate
+
+    def compress(self) -> None:
+        """Compress as the session's strategy says, with a memory that is empty; between steps."""
+        layout, arrays = self.layout, self.gradients.arrays
+        self.compression = self.of_differences = self.session.compression(layout.layers, layout.buckets, arrays)
+        if self.compression is not None and isinstance(self._mode, Agrees) and exchanges_gradients(self._mode):
+            self.of_differences = self.compression.fresh(layout.buckets, arrays)  # what is left of gradients is theirs
 
     @property
     def steps(self) -> int:
@@ -274,8 +278,8 @@ class FlatModel:
 
     def _check(self) -> None:
         """Before a bucket goes, in the thread that drives: all workers have come for the same, which is seen once."""
-        if self._unchecked is not None:
-            self._unchecked, meeting = None, self._unchecked
+        meeting, self._unchecked = self._unchecked, None
+        if meeting is not None:
             meeting.tickets()
 
     # Between steps.

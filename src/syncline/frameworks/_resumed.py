@@ -72,12 +72,17 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
     """
     model.check_between("load_state_dict()")
     session, worker = model.session, model.worker
+    if state["strategy"] != str(session.strategy) and worker is None and session.resume_codec(state["strategy"]):
+        model.compress()
     if state["strategy"] != str(session.strategy):
-        raise UsageError(f"this state is of a run with {state['strategy']!r}, this run has {str(session.strategy)!r}")
+        raise UsageError(
+            f"this state is of a run with {state['strategy']!r}, this run has {str(session.strategy)!r}: give"
+            " syncline.init() the former"
+        )
     if model.compression is not None and model.compression.warms_up and session.group.servers:
         raise UsageError(
-            f"servers cannot be told in which step a resumed run with codec={session.strategy.codec} is, whose first"
-            " steps travel otherwise: use feedback without warmup=, ps(on=workers) or ring"
+            f"servers cannot be told in which step a resumed run under {str(session.strategy)!r} is,"
+            " whose first steps travel otherwise: use feedback without warmup=, ps(on=workers) or ring"
         )
     arrays, states = checked(model.specs, state, session.rank, session.world_size)
     if state["algorithms"] and state["world_size"] == session.world_size:
@@ -230,8 +235,8 @@ def _gathered(model: FlatModel, compression: Compression) -> list[Saved]:
 def _warn(model: FlatModel, compression: Compression, codec: object) -> None:
     if codec is None and compression.keeps:
         warnings.warn(
-            f"this state has nothing of codec={model.session.strategy.codec}: what it had not sent yet is lost, and"
-            " training does not go on with the same bits; save state_dict() of this strategy",
+            f"this state has nothing of the codec in {str(model.session.strategy)!r}: what it had not sent yet is"
+            " lost, and training does not go on with the same bits; save state_dict() of this strategy",
             stacklevel=4,
         )
     if compression.forgets:
