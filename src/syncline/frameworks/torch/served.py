@@ -344,8 +344,8 @@ class Client:
         if self.keeps and self.together and not whole and self.worker.steps:
             raise self.replica.fault(
                 f"the weights {self.replica.named[found[0]][0]!r} were changed on this worker since the last step. With"
-                " the codec their owners know more of them than the workers, which would be lost: load a state_dict into"
-                " the whole model, or use codec=none or ps(update=worker)"
+                " the codec their owners know more of them than the workers, which would be lost: load a state_dict"
+                " into the whole model, or use codec=none or ps(update=worker)"
             )
         self._bring_home(found)
         self._remember_weights()
