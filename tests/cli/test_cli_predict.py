@@ -50,7 +50,7 @@ def test_a_network_may_be_given_in_loggps_constants() -> None:
     [
         (("--network", "10gb"), "did you mean '10gbe'"),
         (("--network", "alpha=-45us,beta=1ns"), "alpha cannot be negative"),
-        (("--network", "10gbe", "--workers", "0"), "at least one worker"),
+        (("--network", "10gbe", "--workers", "0"), "--workers has to be 1 or more"),
         (("--network", "10gbe", "--per-node", "0"), "per-node"),
         (("--network", "10gbe", "--json", "/nowhere/rows.json"), "there is no folder"),
         ((), "--network"),

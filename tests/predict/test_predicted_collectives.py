@@ -96,7 +96,7 @@ def test_a_hundred_thousand_workers_are_answered_by_formulas():
         (["ring", "ring"], [1], [2], "--collective names one twice"),
         ([], [1], [2], "--collective is missing"),
         (["ring"], [], [2], "--bytes is missing"),
-        (["ring"], [1], [0], "at least one worker"),
+        (["ring"], [1], [0], "--workers has to be 1 or more"),
         (["ps(servers=3, on=workers)"], [1], [2], "ask for servers=2"),
         (["double_tree"], [1], [100_000], "too large to be timed"),
         (["ring"], [1], [100_000], "too large to be timed.*on ring"),

@@ -176,8 +176,10 @@ def _check(texts: Sequence[str], sizes: Sequence[int], workers: Sequence[int], p
             )
         if len(set(values)) < len(values):
             raise UsageError(f"{option} names one twice: {', '.join(map(str, values))}")
-    if min(workers) < 1 or (per_node is not None and per_node < 1):
-        raise UsageError(f"there is at least one worker, and one on a host, got {min(workers)} and {per_node}")
+    if min(workers) < 1:
+        raise UsageError(f"--workers has to be 1 or more, got {min(workers)}")
+    if per_node is not None and per_node < 1:
+        raise UsageError(f"--per-node has to be 1 or more, got {per_node}")
 
 
 def _notes(asked: Sequence[Asked], cluster: Cluster) -> list[str]:
