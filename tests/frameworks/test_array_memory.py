@@ -6,6 +6,7 @@ import array
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -67,6 +68,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "transposed": (lambda: np.arange(6.0).reshape(3, 2).T, np.array),
     "scalar": (lambda: np.asarray(3.0), np.array),
     "float32": (lambda: np.arange(6, dtype=np.float32), np.array),
+    "bfloat16": (lambda: np.arange(6).astype(ml_dtypes.bfloat16), lambda one: np.array(one, np.float32)),
     "empty": (lambda: np.zeros((0, 4)), np.array),
 }
 
@@ -87,7 +89,8 @@ def test_memory_of_any_kind_is_updated_where_it_lies(group: Any, strategy: str, 
             optimizer.produced("beside", memoryview(np.full(2, 1.0)))
             optimizer.step({"it": Exports(np.full(shape, 2.0 * session.rank))})
         assert weights["it"].shape == shape
-        np.testing.assert_array_equal(weights["it"], values(given["it"]))
+        np.testing.assert_array_equal(np.array(weights["it"], float), np.array(values(given["it"]), float))
+        optimizer.load_state_dict(optimizer.state_dict())
         np.testing.assert_array_equal(values(given["it"]), before - 1.0)
         np.testing.assert_array_equal(given["beside"], np.full(2, -1.0))
 

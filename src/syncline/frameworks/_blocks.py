@@ -6,11 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MismatchError
-from ..nouns import Layer, Spec
+from ..nouns import Layer, Spec, numpy_dtype
 from ..session.communicator import BUCKET_KEYS
 from ..session.layout import Layout, decide_layout, place_bucket, place_tensors
 from ..session.session import Session
@@ -25,7 +24,7 @@ class Blocks:
         placed = place_tensors([layer.spec.elements for layer in layout.layers], layout.buckets)
         sizes = {one.dtype: max(other.stop for other in placed if other.dtype == one.dtype) for one in placed}
         blocks = {
-            dtype: session.engine.allocate(size * np.dtype(dtype).itemsize, np.dtype(dtype))
+            dtype: session.engine.allocate(size * numpy_dtype(dtype).itemsize, numpy_dtype(dtype))
             for dtype, size in sizes.items()
         }
         self.flat = [blocks[one.dtype][one.start : one.stop] for one in placed]

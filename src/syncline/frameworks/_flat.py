@@ -139,7 +139,7 @@ class FlatModel:
         if tells and self._backward is None and self.session.observer is not None:
             self._backward = begin(self.session.observer, "backward", "backward")
         place = self._places[tensor]
-        if gradient.shape != place.shape or gradient.dtype.kind not in "fiu" or tensor not in left:
+        if gradient.shape != place.shape or not _fits(gradient, place) or tensor not in left:
             raise self.fault(self._wrong(tensor, gradient))
         del left[tensor]
         try:
@@ -319,6 +319,11 @@ class FlatModel:
         error = GradientError(f"{self.session.name(self.session.index)}: {text}")
         self.session.fail(error)
         return error
+
+
+def _fits(gradient: Array, place: Array) -> bool:
+    """Whether these are real numbers of any type, or of the very one."""
+    return gradient.dtype.kind in "fiu" or gradient.dtype == place.dtype
 
 
 def serve_model(session: Session, specs: Sequence[Spec], weights: Weights, build: Build, owner: object) -> None:

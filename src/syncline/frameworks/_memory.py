@@ -55,7 +55,7 @@ def host_array(given: object, what: str) -> Array:
 def floating_array(given: object, what: str) -> Array:
     """The same of floating-point numbers of this machine."""
     array = host_array(given, what)
-    if array.dtype.kind != "f" or not array.dtype.isnative:
+    if not (array.dtype.kind == "f" and array.dtype.isnative) and str(array.dtype) != "bfloat16":
         raise UsageError(f"{what} is {array.dtype}: give floating-point arrays, each by a name")
     return array
 

@@ -18,7 +18,7 @@ import numpy as np
 from ..compression.compression import Compression
 from ..compression.saved import Saved, as_bytes, from_bytes
 from ..errors import UsageError
-from ..nouns import Slice, Spec
+from ..nouns import Slice, Spec, numpy_dtype
 from ..serving.records import Elements, Record, State, pack, states_of, unpack
 from ..serving.shard import WEIGHTS
 from ..strategy.choice import Choice
@@ -134,7 +134,7 @@ def _load_owners(model: FlatModel, state: Mapping[str, Any], weights: Sequence[A
 
 def read(specs: Sequence[Spec], weights: Weights) -> tuple[list[Array], list[State]]:
     """Copies of a framework's weights, flat, and what its optimizer keeps."""
-    flat = [np.empty(spec.elements, spec.dtype) for spec in specs]
+    flat = [np.empty(spec.elements, numpy_dtype(spec.dtype)) for spec in specs]
     weights.read(flat)
     return flat, weights.kept()
 
@@ -222,7 +222,7 @@ def _of_records(specs: Sequence[Spec], records: Sequence[Record]) -> tuple[list[
     states = states_of(records, [_whole(number, spec) for number, spec in enumerate(specs)])
     for spec, state in zip(specs, states, strict=True):
         found = state.pop(WEIGHTS, None)  # which tensors without elements do not have
-        weights.append(found.array if isinstance(found, Elements) else np.empty(0, spec.dtype))
+        weights.append(found.array if isinstance(found, Elements) else np.empty(0, numpy_dtype(spec.dtype)))
         kept.append({key.removeprefix(_STATE): value for key, value in state.items()})
     return weights, kept
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ProtocolError, UsageError
-from ..nouns import Slice
+from ..nouns import Slice, numpy_dtype
 
 Array = NDArray[Any]
 
@@ -59,7 +59,7 @@ class Elements:
     @property
     def array(self) -> Array:
         """The same memory as an array of a type that NumPy has."""
-        found: Array = self.data.view(self.dtype).reshape(self.shape)
+        found: Array = self.data.view(numpy_dtype(self.dtype)).reshape(self.shape)
         return found
 
 
