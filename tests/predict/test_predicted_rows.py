@@ -66,6 +66,16 @@ def test_an_interval_is_the_root_of_the_squares_of_what_each_constant_does(trace
     assert row.low_s == pytest.approx(nominal_s - 3.0)
 
 
+def test_effects_that_hide_the_same_wait_do_not_make_an_iteration_shorter_than_its_layers(
+    trace: str, tmp_path: Path
+) -> None:
+    beta = {"value": BETA, "low": 0.5 * BETA, "high": BETA}
+    where = network(tmp_path, **{"between.beta": beta, "between.alpha": {"value": 0.25, "low": 0.0, "high": 0.25}})
+    row = row_of(trace, where, "ring schedule=delayed(bucket=1B)")
+    assert row.iteration_s == pytest.approx(6.0 + 4 * 0.25, rel=0.05)
+    assert row.low_s == pytest.approx(COMPUTING_S)
+
+
 @pytest.mark.parametrize(
     ("given", "strategy", "bottleneck", "says"),
     [

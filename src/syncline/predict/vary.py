@@ -69,13 +69,17 @@ class Varied:
         return simulate(setting, model or self.model, self.habits).iteration_s
 
     def interval(self, model_error: float = 0.0) -> tuple[float, float]:
-        """The least and the greatest seconds to be expected; ``model_error`` is a share of the iteration."""
+        """The least and the greatest seconds to be expected; ``model_error`` is a share of the iteration.
+
+        Effects that each hide the same wait do not add up: the least is not below what all of them together bring.
+        """
         nominal_s = self.nominal.iteration_s
         down, up = [model_error * nominal_s], [model_error * nominal_s]
         for effects in self.effects.values():
             down.append(max(0.0, *(-effect for effect in effects)))
             up.append(max(0.0, *effects))
-        return max(0.0, nominal_s - math.hypot(*down)), nominal_s + math.hypot(*up)
+        fastest_s = min(nominal_s, self.seconds(self.setting.cluster.at("low"))) * (1 - model_error)
+        return max(0.0, fastest_s, nominal_s - math.hypot(*down)), nominal_s + math.hypot(*up)
 
     @cached_property
     def effects(self) -> Mapping[str, tuple[float, ...]]:
