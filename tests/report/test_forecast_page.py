@@ -20,9 +20,20 @@ def row(strategy: str, workers: int, iteration_s: float) -> Predicted:
 def test_all_that_was_predicted_is_on_the_page(counts: tuple[int, ...], charts: int) -> None:
     rows = tuple(row(name, count, 0.5 + 0.1 * count) for count in counts for name in ("ring", "tree"))
     constant = Stated("<net>", "between.beta", 1e-9, 5e-10, 2e-9, False, "assumed: <source>")
-    text = render(Prediction("layers", rows, (constant,), warnings=("Nothing was measured.",)))
+    made = {"machine": "a machine", "versions": {"numpy": "9.9"}, "commit": "c0ffee", "started": "2026-11-23T10:00"}
+    text = render(Prediction("layers", rows, (constant,), warnings=("Nothing was measured.",), **made))  # type: ignore[arg-type]
     assert text.count("<figure>") == charts
-    for said in ("ring", "tree", "bandwidth", "between.beta", "Nothing was measured.", "&lt;net&gt;"):
+    for said in (
+        "ring",
+        "tree",
+        "bandwidth",
+        "between.beta",
+        "Nothing was measured.",
+        "&lt;net&gt;",
+        "a machine",
+        "numpy 9.9",
+        "c0ffee",
+    ):
         assert said in text
     assert "<net>" not in text
     assert "://" not in text
