@@ -221,3 +221,14 @@ def uneven(line: Connection, place: Place, strategy: str) -> None:
                 optimizer.step()
         syncline.flush()
         line.send([number, weights(model), syncline.stats(group=groups[number]).strategy])
+
+
+def crossed(line: Connection, place: Place) -> None:  # noqa: ARG001
+    """Two ranks wait for each other, each in another one of two groups; a third one waits for both."""
+    with joined(place, "ring", progress=1.5):
+        first, second = syncline.new_group([0, 1]), syncline.new_group([0, 1, 2])
+        if syncline.rank() == 0:
+            syncline.barrier(group=first)
+        syncline.barrier(group=second)
+        if syncline.rank() == 1:
+            syncline.barrier(group=first)

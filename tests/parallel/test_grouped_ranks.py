@@ -137,3 +137,13 @@ def test_ranks_of_a_group_have_different_numbers_of_batches(pool: Pool, address:
         optimizer.step()
     for mine, theirs in zip(found[0][1], bodies.weights(model), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_groups_that_ranks_wait_in_in_different_orders_end_within_the_limit(pool: Pool, address: str) -> None:
+    """By an error on all that says in which group each waits for whom."""
+    with pool.start(bodies.crossed, everyone(3, address)) as group:
+        assert group.end() == [1, 1, 1]
+        for rank in group.ranks:
+            assert "waits for others that wait for it" in rank.printed(), rank
+            assert "rank 1 for rank 0 (group of ranks 0-2: barrier)" in rank.printed(), rank
+            assert "rank 0 for rank 1 (group of ranks 0-1: barrier)" in rank.printed(), rank
