@@ -262,6 +262,15 @@ def test_many_calls_are_under_way_and_futures_call_back(groups: Any) -> None:
     assert groups(body) == [[3.0, 3.0, 3.0, 3.0, 9.0]] * WORLD
 
 
+def test_sums_that_are_infinite_are_no_warning(groups: Any) -> None:
+    def body(mine: SynclineGroup) -> list[float]:
+        tensor = torch.full((2,), 60_000.0, dtype=torch.float16)
+        mine.allreduce([tensor], options(dist.AllreduceOptions)).wait()
+        return tensor.tolist()
+
+    assert groups(body) == [[float("inf")] * 2] * WORLD
+
+
 def test_a_future_does_not_wait_for_one_that_was_asked_for_before(groups: Any) -> None:
     def body(mine: SynclineGroup) -> list[float]:
         tensor, total = torch.zeros(3), torch.ones(3)
