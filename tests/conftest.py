@@ -157,7 +157,7 @@ def run_on() -> Callable[..., list[Any]]:
     return run_sessions
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def group() -> Callable[..., list[Any]]:
     """``run_group``."""
     return run_group

@@ -94,7 +94,7 @@ def test_groups_whose_pushes_are_updates_by_themselves_come_to_one_model_each(gr
 @settings(max_examples=15, deadline=None)
 @given(places=st.lists(st.integers(0, 2), min_size=2, max_size=6), strategy=st.sampled_from(DETERMINED[:3]))
 def test_any_partition_trains_as_many_models_each_as_one_process_would(
-    run_group_of: Any, places: list[int], strategy: str
+    group: Any, places: list[int], strategy: str
 ) -> None:
     """To 1e-9 in float64, on the union of the group's batches; groups of one train by themselves."""
 
@@ -107,16 +107,8 @@ def test_any_partition_trains_as_many_models_each_as_one_process_would(
         train(Here(model, optimizer, here.rank, here.world_size), range(STEPS))
         return weights(model)
 
-    for found in run_group_of(strategy, len(places), body):
+    for found in group(strategy, len(places), body):
         close(found, alone(sgd, lambda here: (train(here, range(STEPS)), weights(here.model))[1]))
-
-
-@pytest.fixture(scope="module")
-def run_group_of() -> Any:
-    """As ``group``, for tests of many examples."""
-    from conftest import run_group
-
-    return run_group
 
 
 @pytest.mark.parametrize("strategy", ["ring", "direct schedule=wait_free", "ps(servers=2, on=workers)"])

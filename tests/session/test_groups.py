@@ -57,7 +57,7 @@ def wanted(ranks: tuple[int, ...]) -> list[Any]:
 
 @settings(max_examples=40, deadline=None)
 @given(run=runs(), strategy=st.sampled_from(STRATEGIES[:4]))
-def test_any_groups_communicate_by_themselves(run_group_of: Any, run: Any, strategy: str) -> None:
+def test_any_groups_communicate_by_themselves(group: Any, run: Any, strategy: str) -> None:
     """Overlapping, nested, of one, of all: each gets what its own workers give, whatever the others do."""
     workers, groups = run
 
@@ -65,14 +65,14 @@ def test_any_groups_communicate_by_themselves(run_group_of: Any, run: Any, strat
         made = [new_group(session, ranks) for ranks in groups]
         return [all_calls(one.session, session.rank) for one in made if one.rank >= 0]
 
-    for rank, found in enumerate(run_group_of(strategy, workers, body)):
+    for rank, found in enumerate(group(strategy, workers, body)):
         assert found == [wanted(ranks) for ranks in groups if rank in ranks]
 
 
 @settings(max_examples=20, deadline=None)
 @given(run=partitions(), data=st.data())
 def test_groups_that_share_nobody_have_the_same_number_and_do_not_meet(
-    run_group_of: Any, run: Any, data: st.DataObject
+    group: Any, run: Any, data: st.DataObject
 ) -> None:
     """Parts of a run are made by their own ranks alone, in any order, and used at once."""
     workers, groups = run
@@ -83,16 +83,8 @@ def test_groups_that_share_nobody_have_the_same_number_and_do_not_meet(
         made = found_group(session, mine)
         return [all_calls(made.session, session.rank) for _ in range(rounds)]
 
-    for rank, found in enumerate(run_group_of("ring", workers, body)):
+    for rank, found in enumerate(group("ring", workers, body)):
         assert found == [wanted(next(ranks for ranks in groups if rank in ranks))] * rounds
-
-
-@pytest.fixture(scope="module")
-def run_group_of() -> Any:
-    """As ``group``, for tests of many examples."""
-    from conftest import run_group
-
-    return run_group
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
