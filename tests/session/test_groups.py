@@ -320,15 +320,14 @@ def test_a_worker_that_does_something_else_is_named(run_on: Any) -> None:
 
 
 def test_a_worker_that_does_not_come_is_named_when_the_time_is_over(run_on: Any) -> None:
-    waited = threading.Event()
+    begun, over = threading.Barrier(2), threading.Barrier(3)
 
     def body(session: Session) -> None:
-        if session.rank == 2:
-            waited.wait(30)
-            return
-        with pytest.raises(PeerTimeout, match=r"making a group: not reached within 0\.3 s by rank 2"):
-            new_group(session, [0, 1], timeout=0.3)
-        waited.set()
+        if session.rank != 2:
+            begun.wait(30)
+            with pytest.raises(PeerTimeout, match=r"making a group: not reached within 0\.3 s by rank 2"):
+                new_group(session, [0, 1], timeout=0.3)
+        over.wait(30)  # one that has left is gone for those that still wait
 
     run_on(in_process("ring", 3), body)
 
