@@ -30,7 +30,7 @@ ROWS = (
     ("frameworks", "report"),
     ("predict",),
     ("lab", "checkpoint", "optim", "process", "reproduction", "torch_backend"),
-    ("api", "lightning"),
+    ("api", "jax", "lightning"),
     ("",),  # the package itself: the public names
     ("bench",),
     ("cli",),

@@ -12,7 +12,7 @@ framework has them; copies in the transport's memory are made only where others 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,13 @@ from ..serving.traffic import Model
 from ..serving.worker import Worker, attach
 from ..session.session import Session
 from ..session.tickets import AVERAGE, CONSOLIDATE, STEP, Meeting, step_argument
-from ..sync import Agrees, alone, exchanges_gradients
+from ..sync import Agrees, Averages, alone, exchanges_gradients
 from ._agreed import AgreedWeights
 from ._blocks import Blocks, agree_on_model, copy_from_rank_0
 
 Array = NDArray[Any]
+Kind = Literal["exchanged", "own", "averaged"]
+"""A step whose gradients are exchanged, a worker's own one, and one after which weights are."""
 
 
 class Weights(Protocol):
@@ -121,6 +123,18 @@ class FlatModel:
         """How many have been made."""
         return self._steps.begun
 
+    @property
+    def present(self) -> int:
+        """The number of the step whose gradients are coming, or would come next."""
+        return self._steps.begun - (self._left is not None and not self._alone)
+
+    @property
+    def kind(self) -> Kind:
+        """What the next step is."""
+        if self._steps.due:
+            return "exchanged"
+        return "averaged" if isinstance(self._mode, Averages) and self._mode.averages(self.present) else "own"
+
     def resume_at(self, step: int) -> None:
         """Go on from a step, counted from 0; between two."""
         held = self.worker is not None
@@ -199,6 +213,11 @@ class FlatModel:
             if optimizing is not None:
                 optimizing.end()
         self._meeting, self._left = None, None
+
+    def step_alone(self) -> None:
+        """A worker's own step whose gradients stay with the framework, which ``Weights.update`` has made of them."""
+        self._begin().clear()
+        self.step()
 
     @property
     def missing(self) -> list[int]:

@@ -21,6 +21,7 @@ from ..errors import UsageError
 from ..nouns import Slice, Spec, numpy_dtype
 from ..serving.records import Elements, Record, State, pack, states_of, unpack
 from ..serving.shard import WEIGHTS
+from ..session.session import Session
 from ..strategy.choice import Choice
 from ._flat import Array, FlatModel, Weights
 
@@ -137,6 +138,24 @@ def read(specs: Sequence[Spec], weights: Weights) -> tuple[list[Array], list[Sta
     flat = [np.empty(spec.elements, numpy_dtype(spec.dtype)) for spec in specs]
     weights.read(flat)
     return flat, weights.kept()
+
+
+def save_alone(session: Session, specs: Sequence[Spec], weights: Weights, steps: int) -> dict[str, Any]:
+    """The state of one worker that trains by itself, as several would have it."""
+    return basic(specs, *read(specs, weights)) | {
+        "strategy": str(session.strategy),
+        "algorithms": [],
+        "world_size": 1,
+        "steps": steps,
+    }
+
+
+def load_alone(specs: Sequence[Spec], weights: Weights, state: Mapping[str, Any]) -> int:
+    """The other way round; the number of steps. Nothing of a codec: one worker sends nothing."""
+    arrays, states = checked(specs, state, 0, 1)
+    weights.write(arrays)
+    weights.keep(states)
+    return int(state["steps"])
 
 
 def basic(specs: Sequence[Spec], weights: Sequence[Array], kept: Sequence[State]) -> dict[str, Any]:

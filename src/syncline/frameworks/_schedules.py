@@ -1,9 +1,12 @@
-"""What schedules may ask for that an adapter does not do."""
+"""What schedules and sync modes may ask for that an adapter does not do."""
 
 from __future__ import annotations
 
 from ..errors import UsageError
+from ..serving.shard import Groups
+from ..serving.shares import PushGroups, check_kept
 from ..strategy.strategy import Strategy
+from ..sync import Mixes, momentum_of
 
 
 def check_schedule(strategy: Strategy, framework: str) -> None:
@@ -25,4 +28,19 @@ def check_schedule(strategy: Strategy, framework: str) -> None:
         raise UsageError(
             f"schedule={name} {why}, which Syncline does not do with {framework} yet: use schedule=fixed, or another"
             " one of which all has been exchanged when the step is made"
+        )
+
+
+def check_mode(strategy: Strategy, framework: str, values: Groups, optimizer: str, keeps: bool) -> None:
+    """Raise UsageError for a sync mode that an optimizer of that name and values, which ``keeps`` or not, does not fit.
+
+    So does one that the framework's adapter does not do.
+    """
+    mode, sync = strategy.sync_mode(), strategy.sync.name
+    check_kept(momentum_of(mode), sync, optimizer, keeps)
+    PushGroups(mode, 1, sync)(values)
+    if isinstance(mode, Mixes):
+        raise UsageError(
+            f"sync={sync} averages weights with those of some workers, which Syncline does not do"
+            f" with {framework} yet: use local, diloco or easgd"
         )

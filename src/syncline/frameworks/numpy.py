@@ -21,16 +21,14 @@ from ..errors import GradientError, UsageError
 from ..nouns import Spec
 from ..serving.records import State
 from ..serving.shard import Groups
-from ..serving.shares import PushGroups, check_kept
 from ..session.session import Session
-from ..sync import Mixes, momentum_of
 from . import Handed
 from ._alone import warn_of_plain_steps
 from ._flat import Array, FlatModel, serve_model
 from ._memory import check_writable, floating_array, host_array
-from ._resumed import basic, checked, load, read, save
+from ._resumed import load, load_alone, save, save_alone
 from ._rules import Function, Sliced, States, Update, heard, name_of, probe, rule_of, said, values_of
-from ._schedules import check_schedule
+from ._schedules import check_mode, check_schedule
 
 __all__ = ["Function", "Trainer", "Update", "adapt"]
 
@@ -189,20 +187,11 @@ class Alone(Wrapped):
 
     def state_dict(self) -> dict[str, Any]:
         """As several workers would have it."""
-        specs = self._weights.specs
-        return basic(specs, *read(specs, self._weights)) | {
-            "strategy": str(self._session.strategy),
-            "algorithms": [],
-            "world_size": 1,
-            "steps": self._steps,
-        }
+        return save_alone(self._session, self._weights.specs, self._weights, self._steps)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing of a codec: one worker sends nothing."""
-        arrays, states = checked(self._weights.specs, state, 0, 1)
-        self._weights.write(arrays)
-        self._weights.keep(states)
-        self._steps, self._given = int(state["steps"]), {}
+        """Nothing of a codec."""
+        self._steps, self._given = load_alone(self._weights.specs, self._weights, state), {}
 
     def _checked(self, name: str, given: Any) -> Array:
         weights = self._weights.arrays.get(name)
@@ -242,14 +231,7 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
         warn_of_plain_steps(session)
         return Handed((arrays, Alone(session, weights)))
     check_schedule(session.strategy, "NumPy")
-    mode, sync = session.strategy.sync_mode(), session.strategy.sync.name
-    check_kept(momentum_of(mode), sync, name_of(rule), keeps)
-    PushGroups(mode, 1, sync)(values)
-    if isinstance(mode, Mixes):
-        raise UsageError(
-            f"sync={sync} averages weights with those of some workers, which Syncline does not do"
-            " with NumPy yet: use local, diloco or easgd"
-        )
+    check_mode(session.strategy, "NumPy", values, name_of(rule), keeps)
     if session.is_worker:
         made = Shared(session, weights)
         return Handed((_read_only(arrays) if session.strategy.server_holds_weights else arrays, made))

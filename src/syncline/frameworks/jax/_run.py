@@ -1,0 +1,335 @@
+"""One transformation of gradients in a run: what it does under ``jit``, and what its calls do with the session.
+
+A step under ``jit`` is a row of calls, each of which is given the number that the one before it has handed on, so that
+they keep their order on whatever threads the computation runs. One for every bucket, as soon as its gradients have
+been computed, begins its exchange; one at the end waits for all and has the mean. Where others hold the weights it is
+these that come back, and the updates are what leads there. Where workers train by themselves, one asks first what kind
+of step it is, and the computation branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ...errors import ClosedError, UsageError
+from ...session.session import Session
+from ...sync import Agrees
+from .._alone import warn_of_plain_steps
+from .._flat import FlatModel, Kind, serve_model
+from .._resumed import load, load_alone, save, save_alone
+from .._schedules import check_mode, check_schedule
+from ._calls import Array, Call, calls, invoke
+from ._devices import shared
+from ._slices import OptaxSlices, probe
+from ._trees import devices_of, host, is_traced, named, placed, specs_of
+from ._weights import SynclineState, TreeWeights, fresh, given, state_of
+
+_STEP = np.zeros((), np.int32)
+_KINDS: tuple[Kind, ...] = ("exchanged", "own", "averaged")
+_numbers = count(1)
+_runs: WeakValueDictionary[int, Run] = WeakValueDictionary()
+
+
+class Run:
+    """``optimizer`` is what shall be done with the mean, or None where that is for the script's next transformation.
+
+    All processes of the session make it at the same place.
+    """
+
+    def __init__(self, session: Session, optimizer: Any) -> None:
+        self._session = session
+        self._optimizer = None if optimizer is None else optax.with_extra_args_support(optimizer)
+        self._model: FlatModel | None = None
+        self._ready = False
+        self.number = next(_numbers)
+        _runs[self.number] = self
+        mode = session.strategy.sync_mode()
+        self._periodic = isinstance(mode, Agrees)
+        self._held = session.strategy.server_holds_weights and not session.alone
+        if optimizer is None and not session.alone and (self._held or self._periodic):
+            raise UsageError(
+                f"{session.strategy}: average() gives gradients to an optimizer of the script's, and here weights are"
+                " what is exchanged: use syncline.jax.distributed(optimizer), or ring or another allreduce"
+            )
+        check_schedule(session.strategy, "JAX")
+
+    # The start.
+
+    def init(self, params: Any) -> SynclineState | None:
+        """The state before the first step; None on a server that has served.
+
+        All processes call it, outside of ``jit``; under ``eval_shape`` it gives shapes, and nobody meets.
+        """
+        if is_traced(params):
+            return fresh(self.number, self._inner(params))
+        leaves = named(params)
+        self._specs, self._structure = specs_of(leaves), jax.tree.structure(params)
+        self._names = [name for name, _ in leaves]
+        self._weights = TreeWeights(self._names, self._specs)
+        self._weights.now = mine = [host(name, leaf) for name, leaf in leaves]
+        self._devices = max(1, devices_of(params))
+        self._ready = True
+        session = self._session
+        if session.alone:
+            warn_of_plain_steps(session)
+            return fresh(self.number, self._inner(params))
+        keeps = probe(self._optimizer, params) if self._held else True
+        check_mode(session.strategy, "JAX", self._weights.values(), "the optimizer", keeps)
+        build = partial(OptaxSlices, self._optimizer)
+        if not session.is_worker:
+            serve_model(session, self._specs, self._weights, build, self)
+            return None
+        self._model = model = FlatModel(session, self._specs, self._weights, build, self)
+        if not all(
+            np.array_equal(_bits(one), _bits(other)) for one, other in zip(mine, self._weights.now, strict=True)
+        ):
+            error = UsageError(
+                f"{session.name(session.index)} begins with other parameters than rank 0: say params ="
+                " syncline.jax.broadcast(params) before init(params)"
+            )
+            session.fail(error)
+            raise error
+        session.barrier()  # nobody goes on from parameters that are not everyone's
+        self._forget()
+        self._lay_out(model)
+        return fresh(self.number, self._inner(params))
+
+    def _inner(self, params: Any) -> Any:
+        return () if self._optimizer is None or self._held else self._optimizer.init(params)
+
+    def _lay_out(self, model: FlatModel) -> None:
+        """The calls of a step: each bucket's with the tensors that have not gone with one before it."""
+        self._starts: list[tuple[list[int], Call]] = []
+        gone: set[int] = set()
+        for bucket in model.layout.buckets:
+            tensors = [one for one in dict.fromkeys(part.tensor for part in bucket.slices) if one not in gone]
+            gone.update(tensors)
+            if tensors:
+                made = self._call(partial(self._start, tensors), [self._specs[one] for one in tensors], [])
+                self._starts.append((tensors, made))
+        every = self._specs
+        self._finish = self._call(self._finished, [], every)
+        if self._periodic:
+            self._ask = self._call(self._asked, [], [_STEP])
+            self._own = self._call(self._made_alone, every, [])
+            self._meet = self._call(self._averaged, [*every, *every], every)
+
+    def _call(self, function: Callable[..., None], arguments: Sequence[Any], results: Sequence[Any]) -> Call:
+        return calls.make(shared(function, self._devices), [_STEP, *arguments], [_STEP, *results])
+
+    # Under jit.
+
+    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, SynclineState]:
+        """As optax has it."""
+        if not isinstance(state, SynclineState):
+            raise UsageError(f"the state is {type(state).__name__}: give that of this transformation's init(params)")
+        if self._session.alone:
+            if self._optimizer is not None:
+                updates, inner = self._optimizer.update(updates, state.inner, params, **extra)
+                state = state._replace(inner=inner)
+            return updates, state._replace(step=state.step + 1)
+        self._session.check_usable()
+        if self._model is None:
+            raise ClosedError(
+                "init() of this transformation was traced only, or not called: call it with parameters, outside of jit,"
+                " where all ranks meet"
+            )
+        gradients = self._checked(self._model, updates)
+        if params is None and (self._held or self._periodic):
+            raise self._model.fault(f"{self._session.strategy} exchanges weights: say update(gradients, state, params)")
+        if self._held and extra:
+            raise self._model.fault(f"owners of the weights are not told {', '.join(extra)}: use ring or an allreduce")
+        if self._periodic:
+            return self._by_kind(gradients, state, params, extra)
+        step, found = self._exchange(state.step, gradients)
+        if self._held:
+            changes = jax.tree.map(jnp.subtract, self._tree(found), params)
+            return changes, state._replace(step=step + 1)
+        changes, inner = self._optimized(found, state.inner, params, extra)
+        return changes, SynclineState(step + 1, state.run, inner)
+
+    def _optimized(self, gradients: Any, inner: Any, params: Any, extra: Any) -> tuple[Any, Any]:
+        tree = self._tree(gradients)
+        return (tree, inner) if self._optimizer is None else self._optimizer.update(tree, inner, params, **extra)
+
+    def _exchange(self, step: Any, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
+        for tensors, call in self._starts:
+            (step,) = self._invoke(call, step, *(gradients[one] for one in tensors))
+        step, *found = self._invoke(self._finish, step)
+        return step, found
+
+    def _by_kind(self, gradients: list[Any], state: SynclineState, params: Any, extra: Any) -> tuple[Any, Any]:
+        """What kind of step it is says the engine when the computation runs."""
+        asked, kind = self._invoke(self._ask, state.step)
+
+        def exchanged() -> Any:
+            step, found = self._exchange(asked, gradients)
+            return step, *self._optimized(found, state.inner, params, extra)
+
+        def own() -> Any:
+            changes, inner = self._optimized(gradients, state.inner, params, extra)
+            (step,) = self._invoke(self._own, asked, *jax.tree.leaves(params))
+            return step, changes, inner
+
+        def averaged() -> Any:
+            changes, inner = self._optimized(gradients, state.inner, params, extra)
+            after = jax.tree.leaves(optax.apply_updates(params, changes))
+            step, *found = self._invoke(self._meet, asked, *jax.tree.leaves(params), *after)
+            return step, jax.tree.map(jnp.subtract, self._tree(found), params), inner
+
+        step, changes, inner = jax.lax.switch(kind, [exchanged, own, averaged])
+        return changes, SynclineState(step + 1, state.run, inner)
+
+    def _invoke(self, call: Call, *arguments: Any) -> list[Any]:
+        return invoke(call, arguments, pure=self._devices > 1)
+
+    def _tree(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def _checked(self, model: FlatModel, updates: Any) -> list[Any]:
+        """The gradients; where they are others than the parameters all ranks end with an error that names this one."""
+        found = named(updates)
+        for number in range(max(len(found), len(self._specs))):
+            here = "nothing" if number >= len(found) else _described(*found[number])
+            spec = None if number >= len(self._specs) else self._specs[number]
+            there = (
+                "nothing"
+                if spec is None
+                else f"{self._names[number] or 'params'} of shape {spec.shape} and type {spec.dtype}"
+            )
+            if here != there:
+                raise model.fault(f"update() is traced with gradients that have {here}, where init() had {there}")
+        return [leaf for _, leaf in found]
+
+    # What the calls do.
+
+    def _at(self, arguments: Sequence[Array], results: Sequence[Array]) -> FlatModel:
+        """The model, which has to be at the step that the computation is at."""
+        model, step = self._model, int(arguments[0])
+        assert model is not None
+        self._session.check_usable()
+        if step != model.present:
+            raise model.fault(
+                f"a computation makes step {step} where the run is at step {model.present}: every step goes on"
+                " from the optimizer state of the one before; resume by syncline.jax.load_state_dict(), and put the"
+                " parameters on all devices that compute before init(params)"
+            )
+        results[0][...] = step
+        return model
+
+    def _start(self, tensors: Sequence[int], arguments: list[Array], results: list[Array]) -> None:
+        model = self._at(arguments, results)
+        for tensor, gradient in zip(tensors, arguments[1:], strict=True):
+            model.produced(tensor, gradient)
+
+    def _finished(self, arguments: list[Array], results: list[Array]) -> None:
+        model = self._at(arguments, results)
+        model.step()
+        found = self._weights.now if self._held else model.gradients.flat
+        _give(found, results)
+        self._forget()
+
+    def _asked(self, arguments: list[Array], results: list[Array]) -> None:
+        results[1][...] = _KINDS.index(self._at(arguments, results).kind)
+
+    def _made_alone(self, arguments: list[Array], results: list[Array]) -> None:
+        model = self._at(arguments, results)
+        self._weights.now = arguments[1:]
+        model.step_alone()
+        self._forget()
+
+    def _averaged(self, arguments: list[Array], results: list[Array]) -> None:
+        model, each = self._at(arguments, results), len(self._specs)
+        self._weights.now, self._weights.after = arguments[1 : each + 1], arguments[each + 1 :]
+        model.step_alone()
+        _give(self._weights.now, results)
+        self._forget()
+
+    def _forget(self) -> None:
+        """What a call was given is its caller's again."""
+        self._weights.now = self._weights.after = []
+
+    # Between steps.
+
+    def consolidate(self, params: Any) -> Any:
+        """The newest weights of all."""
+        if self._model is None:
+            return params
+        self._take(params)
+        self._session.consolidates[self._model.key]()
+        return self._given(params)
+
+    def state_dict(self, params: Any, state: Any) -> dict[str, Any]:
+        """All that a resumed run needs."""
+        ours = state_of(state)
+        self._take(params)
+        self._weights.take_state(state)
+        if self._model is None:
+            found = save_alone(self._session, self._specs, self._weights, int(ours.step))
+        else:
+            self._check_step(self._model, ours)
+            found = save(self._model)
+        self._forget()
+        return found
+
+    def load_state_dict(self, saved: Any, params: Any, state: Any) -> tuple[Any, Any]:
+        """The other way round; parameters and state are those of a fresh start, for their shapes and places."""
+        self._take(params)
+        self._weights.take_state(state)
+        if self._model is None:
+            step = load_alone(self._specs, self._weights, saved)
+        else:
+            load(self._model, saved)
+            step = self._model.steps
+        if self._held:
+            made = given(state, lambda _, leaf: leaf, step, self.number)
+        else:
+            made = self._weights.give_state(state, step, self.number)
+        return self._given(params), made
+
+    def _check_step(self, model: FlatModel, ours: SynclineState) -> None:
+        if int(ours.step) != model.steps:
+            raise model.fault(f"state_dict() with the optimizer state of step {int(ours.step)} at step {model.steps}")
+
+    def _take(self, params: Any) -> None:
+        if not self._ready:
+            raise ClosedError("init() of this transformation has not been called here: call it first, outside of jit")
+        leaves = named(params)
+        if [name for name, _ in leaves] != self._names:
+            raise UsageError(f"these are parameters of another model: {', '.join(name for name, _ in leaves)}")
+        self._weights.now = [host(name, leaf) for name, leaf in leaves]
+
+    def _given(self, params: Any) -> Any:
+        leaves = [placed(value, leaf) for value, leaf in zip(self._weights.now, jax.tree.leaves(params), strict=True)]
+        self._forget()
+        return self._tree(leaves)
+
+
+def run_of(state: Any) -> Run:
+    """The run that an optimizer's state is of; raises UsageError where this process has none such."""
+    found = _runs.get(int(state_of(state).run))
+    if found is None:
+        raise UsageError("this optimizer state is not of a run of this process: give that of init(params)")
+    return found
+
+
+def _give(values: Sequence[Array], results: Sequence[Array]) -> None:
+    for value, result in zip(values, results[1:], strict=True):
+        np.copyto(result, value.reshape(result.shape))
+
+
+def _bits(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _described(name: str, leaf: Any) -> str:
+    return f"{name or 'params'} of shape {tuple(np.shape(leaf))} and type {getattr(leaf, 'dtype', type(leaf).__name__)}"
