@@ -138,4 +138,5 @@ def test_no_example_is_forgotten() -> None:
         "large_batch.py",
         "pipeline_by_data.py",
         "tensor_by_data.py",
+        "jax_digits.py",  # among the tests of trainers
     }

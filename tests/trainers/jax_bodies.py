@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 import syncline
+import syncline.errors
 import syncline.jax
 
 Place = tuple[int, int, str]
@@ -33,7 +34,8 @@ def joined(place: Place, strategy: str) -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        assert not end.code
+        if end.code:
+            raise
     finally:
         syncline.shutdown()
 
@@ -97,29 +99,211 @@ def advance(made: Any, params: Any, state: Any, first: int, last: int) -> tuple[
     return params, state
 
 
-def train(place: Place, strategies: list[str], steps: int) -> list[Any]:
-    """Every optimizer under every strategy: what a worker has in the end, and one alone."""
+def train(place: Place, cases: list[tuple[str, str]], steps: int) -> list[Any]:
+    """What a worker has in the end under a strategy with an optimizer, and one alone."""
+    wanted = {optimizer: alone(optimizer, steps) for optimizer in {optimizer for _, optimizer in cases}}
     found = []
-    for strategy in strategies:
-        for optimizer in OPTIMIZERS:
-            with joined(place, strategy):
-                params, made, state = begin(optimizer)
-                params, state = advance(made, params, state, 0, steps)
-                found.append((strategy, optimizer, plain(params), int(state.step), alone(optimizer, steps)))
+    for strategy, optimizer in cases:
+        with joined(place, strategy):
+            params, made, state = begin(optimizer)
+            params, state = advance(made, params, state, 0, steps)
+            found.append((plain(params), int(state.step), wanted[optimizer]))
     return found
 
 
-def chained(place: Place, strategies: list[str], steps: int) -> list[Any]:
-    """``average()`` before an optimizer that couples elements."""
-    found = []
-    for strategy in strategies:
-        with joined(place, strategy):
-            params = syncline.jax.broadcast(model(syncline.rank()))
-            made = optax.chain(syncline.jax.average(), optax.clip_by_global_norm(0.3), optax.adam(0.05))
-            params, _ = advance(made, params, made.init(params), 0, steps)
-            found.append(plain(params))
+def chained(place: Place, steps: int) -> Any:
+    """``average()`` before an optimizer that couples elements; all steps in one computation."""
+    with joined(place, "ring"):
+        params = syncline.jax.broadcast(model(syncline.rank()))
+        made = optax.chain(syncline.jax.average(), optax.clip_by_global_norm(0.3), optax.adam(0.05))
+        batches = [batch(number, syncline.rank(), syncline.world_size()) for number in range(steps)]
+        step = step_of(made)
+        (params, state), _ = jax.lax.scan(
+            lambda carry, xy: (step(*carry, *xy), None), (params, made.init(params)), jax.tree.map(stacked, *batches)
+        )
+        mean = plain(params)
+        saved = syncline.jax.state_dict(params, state)
+        again = syncline.jax.load_state_dict(saved, model(5), made.init(syncline.jax.broadcast(model(7))))
+        assert jax.tree.all(jax.tree.map(np.array_equal, plain((params, state[2])), plain((again[0], again[1][2]))))
     params, made = model(), optax.chain(optax.clip_by_global_norm(0.3), optax.adam(0.05))
+    return mean, plain(advance_alone(made, params, steps))
+
+
+def stacked(*arrays: Any) -> Any:
+    return np.stack(arrays)
+
+
+def advance_alone(made: Any, params: Any, steps: int) -> Any:
     state, step = made.init(params), step_of(made)
     for number in range(steps):
         params, state = step(params, state, *batch(number, 0, 1))
-    return [*found, plain(params)]
+    return params
+
+
+def resumed(place: Place, strategies: list[str], saved: list[Any], first: int, last: int) -> list[Any]:
+    """Go on from what was saved, or begin; what is saved then, and the weights."""
+    found = []
+    for number, strategy in enumerate(strategies):
+        with joined(place, strategy):
+            params, made, state = begin("adam")
+            if saved:
+                params, state = syncline.jax.load_state_dict(saved[number], params, state)
+            params, state = advance(made, params, state, first, last)
+            state = syncline.jax.state_dict(params, state)
+            found.append((state, plain(params)))
+    return found
+
+
+def periodic(place: Place, strategies: list[str], steps: int) -> list[Any]:
+    """The weights that workers go on with, and those that all have in the end."""
+    found = []
+    for strategy in strategies:
+        with joined(place, strategy):
+            params, made, state = begin("momentum")
+            params, state = advance(made, params, state, 0, steps)
+            found.append((plain(params), plain(syncline.jax.consolidate(params, state))))
+    return found
+
+
+def by_themselves(place: Place, strategies: list[str], steps: int) -> list[Any]:
+    """Pushes that are updates by themselves, of gradients that are 1."""
+    found = []
+    for strategy in strategies:
+        with joined(place, strategy):
+            made = syncline.jax.distributed(optax.sgd(0.25))
+            params = {"w": jnp.ones(9)}
+            state = made.init(params)
+            for _ in range(steps):
+                updates, state = jax.jit(made.update)({"w": jnp.ones(9)}, state, params)
+                params = optax.apply_updates(params, updates)
+            found.append(plain(syncline.jax.consolidate(params, state)))
+    return found
+
+
+def refused(place: Place, cases: list[tuple[str, str]]) -> list[str]:
+    """What each call says."""
+    found = []
+    for strategy, name in cases:
+        with joined(place, strategy):
+            try:
+                REFUSED[name]()
+                found.append("")
+            except syncline.errors.SynclineError as error:
+                found.append(str(error))
+            syncline.shutdown()
+    return found
+
+
+def _init(optimizer: Any, params: Any = None) -> Any:
+    return optimizer.init(model() if params is None else params)
+
+
+def _without_params() -> None:
+    made = syncline.jax.distributed(optax.sgd(0.1))
+    made.update(model(), made.init(model()))
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "average": syncline.jax.average,
+    "distributed": lambda: _init(syncline.jax.distributed(optax.sgd(0.1))),
+    "coupled": lambda: _init(syncline.jax.distributed(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))),
+    "masked": lambda: _init(
+        syncline.jax.distributed(optax.adamw(1e-3, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)))
+    ),
+    "integers": lambda: _init(syncline.jax.average(), {"w": jnp.ones(3, jnp.int32)}),
+    "none": lambda: _init(syncline.jax.average(), {}),
+    "no optimizer": lambda: syncline.jax.distributed(3),
+    "traced": lambda: _traced_only(),
+    "another state": lambda: syncline.jax.average().update(model(), ()),
+    "keys": lambda: syncline.jax.broadcast(jax.random.key(0)),
+}
+
+
+def _traced_only() -> None:
+    made = syncline.jax.average()
+    made.update(model(), jax.eval_shape(made.init, model()))
+
+
+def other_parameters(place: Place) -> None:
+    with joined(place, "ring"):
+        syncline.jax.average().init(model(syncline.rank()))
+
+
+def other_trees(place: Place) -> None:
+    with joined(place, "ring"):
+        syncline.jax.broadcast(model() if syncline.rank() == 0 else model() | {"scale": jnp.ones(3)})
+
+
+def other_shapes(place: Place) -> None:
+    """One rank traces its step with a batch axis that it has forgotten to sum over."""
+    with joined(place, "ring"):
+        params, made, state = begin("sgd")
+        params, state = advance(made, params, state, 0, 1)
+        gradients = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]) if syncline.rank() == 1 else leaf, params)
+        jax.block_until_ready(jax.jit(made.update)(gradients, state, params))
+
+
+def dies(place: Place) -> None:
+    with joined(place, "ring transport=tcp"):
+        params, made, state = begin("sgd")
+        params, state = advance(made, params, state, 0, 2)
+        if syncline.rank() == 1:
+            import os
+
+            os._exit(3)
+        jax.block_until_ready(advance(made, params, state, 2, 4))
+
+
+def forgets(place: Place) -> None:
+    """A step is made from a state that another step was made from."""
+    with joined(place, "ring"):
+        params, made, state = begin("sgd")
+        advance(made, params, state, 0, 1)
+        jax.block_until_ready(advance(made, params, state, 1, 2))
+
+
+def sharded(place: Place, strategies: list[str], steps: int) -> list[Any]:
+    """Two devices of a process share its batch; parameters are on both."""
+    mesh = jax.make_mesh((jax.local_device_count(),), ("of",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    parted = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("of"))
+    found = []
+    for strategy in strategies:
+        with joined(place, strategy):
+            params = syncline.jax.broadcast(jax.device_put(model(syncline.rank()), everywhere))
+            made = syncline.jax.distributed(OPTIMIZERS["adam"]())
+            state, step = made.init(params), step_of(made)
+            for number in range(steps):
+                mine = jax.device_put(batch(number, syncline.rank(), syncline.world_size()), parted)
+                params, state = step(params, state, *mine)
+            assert all(len(leaf.devices()) == jax.local_device_count() for leaf in jax.tree.leaves(params))
+            found.append(plain(params))
+    return found
+
+
+def large(place: Place, strategies: list[str]) -> list[int]:
+    """Millions of elements on few threads: nothing waits for what cannot begin."""
+    import os
+
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    found = []
+    for strategy in strategies:
+        with joined(place, strategy):
+            params = {f"layer{number}": jnp.ones((1000, 300)) for number in range(4)}
+            made = syncline.jax.distributed(optax.adam(0.1))
+            state, step = made.init(params), jax.jit(made.update)
+            for _ in range(3):
+                gradients = jax.tree.map(lambda leaf: leaf * (1 + syncline.rank()), params)
+                updates, state = step(gradients, state, params)
+                params = optax.apply_updates(params, updates)
+            found.append(float(params["layer0"].sum()))
+    return found
+
+
+def prepared(place: Place) -> Any:
+    """By the call that all frameworks have."""
+    with joined(place, "ring"):
+        params, made = syncline.prepare({"layer": model(syncline.rank())}, optax.sgd(0.1))
+        assert jax.tree.all(jax.tree.map(np.array_equal, plain(params), plain({"layer": model()})))
+        updates, _ = made.update(jax.tree.map(lambda leaf: leaf * 0 + syncline.rank(), params), made.init(params))
+        return plain(updates)

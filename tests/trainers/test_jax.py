@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import subprocess
+import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,7 @@ for package in ("jax", "optax"):
 WORKERS, STEPS = 2, 5
 REDUCED = ["ring", "direct schedule=wait_free", "tree schedule=fifo", "ring schedule=fixed(bucket=64B)"]
 SERVED = ["ps(servers=1)", "ps(servers=1, update=worker)", "ps(servers=1) schedule=wait_free"]
-SHARED = ["ps(servers=2, on=workers)", "ps(servers=1, on=workers) schedule=wait_free"]
+SHARED = ["ps(servers=2, on=workers, update=worker)"]
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -35,13 +40,201 @@ def equal(one: Any, other: Any) -> bool:
     return all(np.array_equal(mine, theirs) for mine, theirs in zip(leaves(one), leaves(other), strict=True))
 
 
+def cases(strategies: list[str]) -> list[tuple[str, str]]:
+    """Every strategy with Adam, the first one with the other optimizers too."""
+    return [(text, "adam") for text in strategies] + [(strategies[0], name) for name in ("sgd", "momentum", "adamw")]
+
+
 @pytest.mark.parametrize(("strategies", "servers"), [(REDUCED + SHARED, 0), (SERVED, 1)])
-def test_workers_train_as_one_on_the_union_of_their_batches(tmp_path: Path, strategies: list[str], servers: int) -> None:
+def test_workers_train_as_one_on_the_union_of_their_batches(
+    tmp_path: Path, strategies: list[str], servers: int
+) -> None:
     """In float64; all have the same weights bit for bit."""
-    first, *others = ranks(tmp_path, "jax_bodies.train", WORKERS + servers, strategies, STEPS).found()[:WORKERS]
-    assert len(first) == 4 * len(strategies)
-    for strategy, optimizer, params, steps, wanted in first:
-        check_near(params, wanted, f"{strategy} {optimizer}")
+    each = cases(strategies)
+    first, *others = ranks(tmp_path, "jax_bodies.train", WORKERS + servers, each, STEPS).found()[:WORKERS]
+    for case, (params, steps, wanted) in zip(each, first, strict=True):
+        check_near(params, wanted, " ".join(case))
         assert steps == STEPS
     for other in others:
-        assert all(equal(one[2], mine[2]) for one, mine in zip(other, first, strict=True))
+        assert all(equal(one[0], mine[0]) for one, mine in zip(other, first, strict=True))
+
+
+def test_the_mean_goes_to_an_optimizer_of_the_script_in_one_computation(tmp_path: Path) -> None:
+    for params, wanted in ranks(tmp_path, "jax_bodies.chained", WORKERS, STEPS).found():
+        check_near(params, wanted, "chained")
+
+
+@pytest.mark.parametrize(
+    ("strategies", "servers"),
+    [
+        (["ring codec=int8", "ring codec=topk(ratio=0.3)", "ring sync=local(steps=3)"], 0),
+        (["ps(servers=1)", "ps(servers=1) codec=int8"], 1),
+    ],
+)
+def test_a_run_that_is_resumed_goes_on_with_the_same_bits(tmp_path: Path, strategies: list[str], servers: int) -> None:
+    """Also what codecs keep back, in the middle of a period; and it resumes under another number of workers."""
+    name, processes = "jax_bodies.resumed", WORKERS + servers
+    through = ranks(tmp_path / "all", name, processes, strategies, [], 0, 7).found()[:WORKERS]
+    begun = ranks(tmp_path / "one", name, processes, strategies, [], 0, 4).found()[0]
+    saved = [state for state, _ in begun]
+    again = ranks(tmp_path / "two", name, processes, strategies, saved, 4, 7).found()[:WORKERS]
+    for rank in range(WORKERS):
+        for text, (_, wanted), (_, found) in zip(strategies, through[rank], again[rank], strict=True):
+            assert equal(wanted, found), text
+    more = ranks(tmp_path / "three", name, processes + 1, strategies, saved, 4, 7).found()[: WORKERS + 1]
+    for text, *found in zip(strategies, *more, strict=True):
+        assert all(state["steps"] == 7 and state["world_size"] == 3 for state, _ in found)
+        for _, params in found if "codec" not in text and "local" not in text else ():
+            check_near(params, through[0][strategies.index(text)][1], text)
+
+
+@pytest.mark.parametrize(("strategy", "servers"), [("ring", 0), ("ps(servers=1)", 1)])
+def test_a_checkpoint_of_one_worker_resumes_under_two(tmp_path: Path, strategy: str, servers: int) -> None:
+    name = "jax_bodies.resumed"
+    (saved, _) = ranks(tmp_path / "one", name, 1 + servers, [strategy], [], 0, 4).found()[0][0]
+    (_, wanted) = ranks(tmp_path / "all", name, 1, ["ring"], [], 0, 7).found()[0][0]
+    for ((_, found),) in ranks(tmp_path / "two", name, 2 + servers, [strategy], [saved], 4, 7).found()[:2]:
+        check_near(found, wanted, strategy)
+
+
+def test_workers_that_train_by_themselves_meet(tmp_path: Path) -> None:
+    """After whole periods all have the same, but for the last bit; in the end, bit for bit."""
+    strategies = ["ring sync=local(steps=2)", "ring sync=post_local(after=2, steps=2)", "ring sync=diloco(steps=2)"]
+    strategies += ["ring sync=easgd(steps=2)", "ring sync=local(steps=3) codec=int8"]
+    one, other = ranks(tmp_path, "jax_bodies.periodic", WORKERS, strategies, 4).found()
+    for text, mine, theirs in zip(strategies, one, other, strict=True):
+        assert equal(mine[1], theirs[1]), text
+        near = all(np.allclose(a, b, rtol=1e-12) for a, b in zip(leaves(mine[0]), leaves(theirs[0]), strict=True))
+        assert near == ("steps=2" in text and "easgd" not in text), text
+
+
+def test_pushes_are_updates_by_themselves(tmp_path: Path) -> None:
+    """With a share of the learning rate, or all of it: nothing that was pushed is lost."""
+    strategies = [f"ps(servers=1) sync={text}" for text in ("asp", "ssp(staleness=2)", "asp(rate=own)")]
+    for found in ranks(tmp_path, "jax_bodies.by_themselves", WORKERS + 1, strategies, 4).found()[:WORKERS]:
+        for text, params in zip(strategies, found, strict=True):
+            np.testing.assert_allclose(params["w"], 1 - 0.25 * 4 * (2 if "own" in text else 1), err_msg=text)
+
+
+def test_a_model_of_jax_can_be_prepared(tmp_path: Path) -> None:
+    for found in ranks(tmp_path, "jax_bodies.prepared", WORKERS).found():
+        assert all(np.allclose(leaf, -0.05) for leaf in leaves(found["layer"]))
+
+
+SLICES = "gives other weights for slices of the parameters"
+REFUSED = {
+    ("ps(servers=1, on=workers)", "distributed"): "use ps(servers=1), servers that are processes of their own",
+    ("ring sync=local(steps=2)", "average"): "use syncline.jax.distributed(optimizer)",
+    ("ring sync=gossip", "distributed"): "does not do with JAX yet: use local, diloco or easgd",
+    ("ring schedule=priority", "distributed"): "does not do with JAX yet: use schedule=fixed",
+    ("ring", "integers"): "the parameter ['w'] is int32: Syncline trains float16, float32, float64",
+    ("ring", "none"): "there are no parameters in this tree",
+    ("ring", "no optimizer"): "the optimizer is int: give a transformation of optax",
+    ("ring", "traced"): "init() of this transformation was traced only",
+    ("ring", "another state"): "the state is tuple: give that of this transformation's init(params)",
+    ("ring", "keys"): "give jax.random.key_data(key), which is numbers",
+}
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    for found in ranks(tmp_path, "jax_bodies.refused", WORKERS, list(REFUSED)).found():
+        for (case, says), said in zip(REFUSED.items(), found, strict=True):
+            assert says in said, (case, said)
+
+
+OF_SERVERS = {
+    ("ps(servers=1)", "average"): "use syncline.jax.distributed(optimizer)",
+    ("ps(servers=1)", "coupled"): SLICES,
+    ("ps(servers=1)", "masked"): SLICES,
+    ("ps(servers=1) sync=asp(momentum=dana)", "distributed"): "momentum=dana",
+}
+
+
+def test_what_servers_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+    """On workers and servers, before anybody waits for another."""
+    for found in ranks(tmp_path, "jax_bodies.refused", WORKERS + 1, list(OF_SERVERS)).found():
+        for (case, says), said in zip(OF_SERVERS.items(), found, strict=True):
+            assert says in said, (case, said)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("other_parameters", "rank 1 (*) begins with other parameters than rank 0"),
+        ("other_trees", "rank 1 (*) broadcasts another tree than rank 0"),
+        ("other_shapes", "rank 1 (*): update() is traced with gradients that have"),
+        ("dies", "rank 1 (*) died"),
+        ("forgets", "a computation makes step 0 where the run is at step 1"),
+    ],
+)
+def test_faults_are_named_on_all_ranks(tmp_path: Path, name: str, says: str) -> None:
+    found = ranks(tmp_path, f"jax_bodies.{name}", WORKERS)
+    assert all(found.statuses)
+    for printed in found.printed if name != "dies" else found.printed[:1]:
+        assert any(fnmatchcase(line, f"*{says.replace('[', '[[]')}*") for line in printed.splitlines()), printed
+
+
+def test_devices_of_a_host_share_a_worker(tmp_path: Path) -> None:
+    strategies = ["ring", "ps(servers=1, on=workers, update=worker)", "ring sync=local(steps=5)"]
+    flags = "--xla_force_host_platform_device_count=2"
+    one, other = ranks(tmp_path, "jax_bodies.sharded", WORKERS, strategies, STEPS, XLA_FLAGS=flags).found()
+    ((wanted, _, _),) = ranks(tmp_path, "jax_bodies.train", 1, [("ring", "adam")], STEPS).found()[0]
+    for text, mine, theirs in zip(strategies, one, other, strict=True):
+        if "local" in text:
+            check_near(mine, theirs, text)
+        else:
+            assert equal(mine, theirs), text
+            check_near(mine, wanted, text)
+
+
+def test_few_threads_are_enough(tmp_path: Path) -> None:
+    """On one core, with arrays that JAX would hand to other threads."""
+    strategies = ["ring", "ring sync=local(steps=2)"]
+    one, other = ranks(tmp_path, "jax_bodies.large", WORKERS, strategies, x64=False).found()
+    assert one == other
+
+
+def test_a_run_loads_no_other_framework(tmp_path: Path) -> None:
+    """Digits under JAX, through servers too, where another framework that is imported ends the script."""
+    for name in ("torch", "tensorflow"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is not installed')")
+    example = Path(__file__).resolve().parents[2] / "examples" / "jax_digits.py"
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    right = []
+    for options in (["-n", "1"], ["-n", "4", "--strategy", "ring"], ["-n", "4", "--strategy", "ps(servers=1)"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "syncline", "run", *options, str(example)],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "replicas equal" in done.stdout
+        right.append(int(done.stdout.partition(": ")[2].split()[0]))
+    assert right[0] > 340
+    assert all(abs(found - right[0]) <= 1 for found in right)
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        ("raise ImportError('no jax')", "syncline.jax needs jax, which cannot be imported .no jax.: pip install"),
+        ("__version__ = '0.4.35'", "syncline.jax needs jax 0.10 or newer, and 0.4.35 is installed: pip install"),
+    ],
+)
+def test_a_jax_that_is_missing_or_too_old_is_named(tmp_path: Path, module: str, says: str) -> None:
+    (tmp_path / "jax.py").write_text(module)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", "import syncline.jax"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": path},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert re.search(says, done.stderr), done.stderr

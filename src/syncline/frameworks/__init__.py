@@ -36,11 +36,11 @@ class Adapter(Protocol):
 
 
 def adapter_of(model: object) -> Adapter:
-    """The adapter of a model's framework: of its class, or one that this derives from, or of a dictionary's values.
+    """The adapter of a model's framework: of its class, or one that this derives from, or of values in dictionaries.
 
     Values of no framework that is known, but with memory to show, are NumPy's affair.
     """
-    values = list(model.values()) if isinstance(model, Mapping) else [model]
+    values = _values(model)
     packages = {kind.__module__.partition(".")[0] for value in values for kind in type(value).__mro__}
     known = sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_"))
     if isinstance(model, Mapping) and packages.isdisjoint(known) and any(map(is_memory, values)):
@@ -53,3 +53,7 @@ def adapter_of(model: object) -> Adapter:
         f"a model is {type(model).__name__}, of no framework that Syncline knows ({', '.join(known)}): give a"
         " torch.nn.Module, or a dictionary of arrays"
     )
+
+
+def _values(model: object) -> list[object]:
+    return [leaf for one in model.values() for leaf in _values(one)] if isinstance(model, Mapping) else [model]

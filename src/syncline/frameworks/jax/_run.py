@@ -60,6 +60,12 @@ class Run:
                 f"{session.strategy}: average() gives gradients to an optimizer of the script's, and here weights are"
                 " what is exchanged: use syncline.jax.distributed(optimizer), or ring or another allreduce"
             )
+        if self._held and not session.group.servers:
+            raise UsageError(
+                f"{session.strategy}: owners of weights run the optimizer by JAX, and beside a worker whose computation"
+                " waits for them JAX may have no thread left to do it: use ps(servers=1), servers that are processes of"
+                " their own, or ps(on=workers, update=worker)"
+            )
         check_schedule(session.strategy, "JAX")
 
     # The start.
