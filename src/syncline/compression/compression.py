@@ -202,6 +202,14 @@ class Compression:
         for state in (*self._states, *self._again):
             state.step = step
 
+    def forget(self) -> None:
+        """Keep back nothing, and remember nothing, as before the first step; between two."""
+        empty = self.fresh(self._buckets, self._arrays)
+        for mine, theirs in zip(self._states + self._again, empty._states + empty._again, strict=True):
+            first = dict(arrays_of(theirs))
+            for what, array in arrays_of(mine):
+                array[...] = first[what]
+
     def fresh(self, buckets: Sequence[Bucket], arrays: Sequence[Array]) -> Compression:
         """The same codec at the same step on other buckets, or arrays, with nothing kept back."""
         options: dict[str, Any] = {"served": self._served, "held": self._held, "alone": self._alone, "name": self._name}

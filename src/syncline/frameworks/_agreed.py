@@ -31,6 +31,12 @@ class AgreedWeights:
         self._agreed = [array.copy() for array in weights]
         self._memory = [np.zeros_like(array) if mode.remembers else None for array in weights]
 
+    def forget(self) -> None:
+        """Remember no differences of before; ``begin`` says what is agreed on."""
+        for memory in self._memory:
+            if memory is not None:
+                memory[...] = 0
+
     def begin(self) -> None:
         """The weights, which are the same on all workers, are those that they agree on."""
         for agreed, weights in zip(self._agreed, self._weights, strict=True):

@@ -23,6 +23,7 @@ from ..serving.records import Elements, Record, State, pack, states_of, unpack
 from ..serving.shard import WEIGHTS
 from ..session.session import Session
 from ..strategy.choice import Choice
+from ._agreed import AgreedWeights
 from ._flat import Array, FlatModel, Weights
 
 _STATE = "state/"
@@ -92,7 +93,9 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
     model.resume_at(int(state["steps"]))
     if model.compression is not None:
         model.compression.resume_at(model.steps)
-        if codec is not None:
+        if codec is None:
+            model.compression.forget()
+        else:
             model.compression.load(codec)
         _warn(model, model.compression, codec)
     model.take_weights(arrays)
@@ -100,11 +103,24 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
         model.weights.keep(states)
     if worker is not None:
         _load_owners(model, state, arrays, states)
-    if model.agreed is not None and "agreed" in state:
-        model.agreed.load(state["agreed"])
+    if model.agreed is not None:
+        _load_agreed(model, model.agreed, state)
+
+
+def _load_agreed(model: FlatModel, agreed: AgreedWeights, state: Mapping[str, Any]) -> None:
+    """Where one worker has trained nothing was agreed on: the weights are what all begin with."""
+    if "agreed" in state:
+        agreed.load(state["agreed"])
         model.follows = bool(state["agreed"]["follows"])
-        if model.of_differences is not None and "differences" in state:
+    else:
+        agreed.forget()
+        model.follows = True
+    if model.of_differences is not None and model.of_differences is not model.compression:
+        model.of_differences.resume_at(0)
+        if "differences" in state:
             model.of_differences.load(state["differences"])
+        else:
+            model.of_differences.forget()
 
 
 def _load_owners(model: FlatModel, state: Mapping[str, Any], weights: Sequence[Array], kept: Sequence[State]) -> None:
