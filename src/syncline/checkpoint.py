@@ -15,9 +15,11 @@ import numpy as np
 from .compression.compression import Compression
 from .compression.saved import Saved, as_bytes, from_bytes
 from .errors import UsageError
+from .plans.plan import ranks_text
 from .session.layout import read_layout
 from .session.session import Session
 from .strategy.choice import Choice
+from .strategy.words import NONE
 
 if TYPE_CHECKING:
     from .frameworks.torch import Prepared
@@ -35,7 +37,7 @@ def save(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
     all_workers, *groups = _by_session(session, prepared)
     found = _saved(*all_workers)
     if groups:
-        found["groups"] = [_saved(*group) for group in groups]
+        found["groups"] = [_saved(*group) | _place(*group, prepared) for group in groups]
     return found
 
 
@@ -43,6 +45,14 @@ def _by_session(session: Session, prepared: Sequence[Prepared]) -> list[tuple[Se
     """The models of all workers, which may be none, and those of each group that has some, in the order of groups."""
     found = [(one, [made for made in prepared if made.replica.session is one]) for one in session.family]
     return [(one, models) for one, models in found if models or one is session]
+
+
+def _place(session: Session, models: Sequence[Prepared], prepared: Sequence[Prepared]) -> dict[str, list[int]]:
+    """The ranks of a group in the run, and which of the prepared models, counted from 0, are its."""
+    return {
+        "ranks": [session.member.number(rank) for rank in range(session.world_size)],
+        "models": [number for number, made in enumerate(prepared) if any(made is one for one in models)],
+    }
 
 
 def _saved(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
@@ -80,13 +90,74 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
     """
     _rest(prepared, "syncline.load_state_dict()")
     all_workers, *groups = _by_session(session, prepared)
-    if len(states := state.get("groups") or []) != len(groups):
+    if session.alone:
+        _go_on_alone(session, state)
+        return
+    others: list[Mapping[str, Any]]
+    if state["world_size"] == 1:
+        _warn_of_steps(session)
+        others = [_of_one(state, models) for _, models in groups]
+        state = _of_one(state, all_workers[1])
+    elif len(states := state.get("groups") or []) != len(groups):
         raise UsageError(
             f"this state has models of {len(states)} groups, and this rank has prepared some in {len(groups)}: prepare"
             " them as in the run that is resumed, and load the state that this group's ranks have saved"
         )
-    for group, found in zip((all_workers, *groups), (state, *states), strict=True):
+    else:
+        as_many = state["world_size"] == session.world_size
+        others = [_of_group(_place(*group, prepared), states, as_many) for group in groups]
+    for group, found in zip((all_workers, *groups), (state, *others), strict=True):
         _load(*group, found)
+
+
+def _of_group(here: Mapping[str, Any], states: Sequence[Mapping[str, Any]], as_many: bool) -> Mapping[str, Any]:
+    """The state of a group by the models that are its, and by its ranks where the run has ``as_many`` workers again.
+
+    The order in which groups were made does not matter. Raises UsageError where there is none.
+    """
+    for state in states:
+        if state["models"] == here["models"] and (state["ranks"] == here["ranks"] or not as_many):
+            return state
+    raise UsageError(
+        f"this rank has prepared {_placed(here)}, and this state has {'; '.join(map(_placed, states))} (models are"
+        " counted as they are prepared): prepare the same models in the same groups as in the run that is resumed, and"
+        " load the state that this group's ranks have saved"
+    )
+
+
+def _placed(one: Mapping[str, Any]) -> str:
+    models = ", ".join(map(str, one["models"]))
+    return f"model{'s' * (len(one['models']) > 1)} {models} in the group of {ranks_text(one['ranks'])}"
+
+
+def _of_one(state: Mapping[str, Any], prepared: Sequence[Prepared]) -> dict[str, Any]:
+    """The state of one worker, which exchanges nothing and has no steps in it, as that of these models."""
+    return {"strategy": state["strategy"], "world_size": 1, "steps": [0] * len(prepared)}
+
+
+def _warn_of_steps(session: Session) -> None:
+    if session.strategy.sync.name != "bsp" or session.strategy.codec != NONE:
+        warnings.warn(
+            "this state is of one worker, which counts no steps: what follows from their number in"
+            f" {str(session.strategy)!r} begins anew, such as when weights are exchanged, or how a codec begins",
+            stacklevel=4,
+        )
+
+
+def _go_on_alone(session: Session, state: Mapping[str, Any]) -> None:
+    """Of what several workers had, one that exchanges nothing needs nothing."""
+    _check_strategy(session, state)
+    if any("codec" in one or "averaging" in one for one in (state, *(state.get("groups") or []))):
+        warnings.warn(
+            f"one worker takes up nothing of what {state['world_size']} had beside the weights that were loaded into"
+            " the model: call consolidate() before such a checkpoint, and what codecs had not sent yet is lost",
+            stacklevel=4,
+        )
+
+
+def _check_strategy(session: Session, state: Mapping[str, Any]) -> None:
+    if state["strategy"] != str(session.strategy):
+        raise UsageError(f"this state is of a run with {state['strategy']!r}, this run has {str(session.strategy)!r}")
 
 
 def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any]) -> None:
@@ -94,8 +165,7 @@ def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, An
     if state["strategy"] != str(session.strategy) and session.resume_codec(state["strategy"]):
         for made in prepared:
             made.replica.gradients.compress()
-    if state["strategy"] != str(session.strategy):
-        raise UsageError(f"this state is of a run with {state['strategy']!r}, this run has {str(session.strategy)!r}")
+    _check_strategy(session, state)
     if len(state["steps"]) != len(prepared):
         raise UsageError(f"this state is of {len(state['steps'])} prepared models, this run has {len(prepared)}")
     nothing = [None] * len(prepared)
@@ -106,8 +176,8 @@ def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, An
         made.replica.gradients.begin_at(step)
         made.replica.steps = step
         compression, client = made.replica.gradients.compression, made.client
-        if compression is not None and saved is not None:
-            compression.load(_arrays(saved))
+        if compression is not None:
+            compression.load(_arrays(saved)) if saved is not None else compression.forget()
         if client is not None and (compression is not None or client.keeps):
             client.resume(step, owned or {})
         if compression is None:
@@ -133,12 +203,13 @@ def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, An
 def _resume_averaging(
     prepared: Sequence[Prepared], states: Sequence[Mapping[str, Any] | None], of_codecs: Sequence[Any]
 ) -> None:
-    """Go on from what workers had agreed on, and each from its own weights."""
+    """Go on from what workers had agreed on, and each from its own weights; nothing stays of the run until now."""
     for made, state, kept in zip(prepared, states, of_codecs, strict=True):
-        if made.replica.averaging is not None and state is not None:
-            made.replica.averaging.load(state)
-        if made.replica.gradients.of_differences is not None and kept is not None:
-            made.replica.gradients.of_differences.load(_arrays(kept))
+        averaging, compression = made.replica.averaging, made.replica.gradients.of_differences
+        if averaging is not None:
+            averaging.load(state) if state is not None else averaging.forget()
+        if compression is not None:
+            compression.load(_arrays(kept)) if kept is not None else compression.forget()
 
 
 def _rest(prepared: Sequence[Prepared], what: str) -> None:

@@ -86,6 +86,10 @@ class Exchanged(Protocol):
         """Take it up; all workers call it with the same."""
         ...
 
+    def forget(self) -> None:
+        """Remember nothing of the steps before."""
+        ...
+
 
 class Differences:
     """By how much the weights of a model differ from those that all workers have agreed on last."""
@@ -142,6 +146,12 @@ class Differences:
         """What was loaded counts as agreed on: all ranks have to load the same, which the next exchange checks."""
         self._copy_own()
         self._mark = None
+
+    def forget(self) -> None:
+        """What this worker has counts as agreed on, and nothing is remembered."""
+        for flat in self._memory.values():
+            flat.zero_()
+        self.anew()
 
     @property
     def fingerprint(self) -> int:
@@ -264,6 +274,9 @@ class Mixture:
 
     def load(self, saved: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Nothing."""
+
+    def forget(self) -> None:
+        """There is nothing."""
 
     def give_agreed(self) -> None:
         """There are none."""

@@ -245,6 +245,12 @@ class Averaging:
         if len(ranks) == session.world_size and self.since:
             self._replica.resume_weight(float(saved["counted"][session.rank]))
 
+    def forget(self) -> None:
+        """A state that has nothing of this was loaded: go on from the weights that there are, as in the beginning."""
+        self._weights.forget()
+        self.since, self._follows_exchange = 0, False
+        self._replica.resume_weight(0.0)
+
     def consolidate(self) -> None:
         """Give all workers the same weights, which all of them call together, between two steps."""
         self._rest()
