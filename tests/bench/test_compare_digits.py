@@ -103,3 +103,19 @@ def test_two_workers_by_parameter_server_and_by_a_peer(
     assert names == ["rank 0", "rank 1", "server 0"]
     assert isinstance(console.file, io.StringIO)
     assert "ps(servers=1)" in console.file.getvalue()
+
+
+@pytest.mark.slow
+def test_ddp_takes_either_hook_and_either_group(tmp_path: Path) -> None:
+    others = ("ddp(hook=powersgd)", "ddp(codec=onebit)", "ddp(group=syncline)", "ddp(codec=int8, group=syncline)")
+    path = tmp_path / "r.json"
+    console = Console(file=io.StringIO(), force_terminal=False, width=80)
+    strategies = ("ddp", *others)
+    status = compare.run("digits", 2, strategies, iterations=6, json_path=path, timeout=120, console=console)
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["error"], row["replicas_equal"]) for row in rows] == [(None, True)] * 6
+    assert status == 0
+    learnt = [row["replica_sha256"] for row in rows[1:]]
+    assert learnt[0] == learnt[3]  # which no hook has rounded
+    assert len(set(learnt)) == 4
+    assert [row["chosen"].split(" on ")[0] for row in rows[1:]] == ["ddp over gloo"] * 3 + ["ddp over syncline"] * 2

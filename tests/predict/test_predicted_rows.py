@@ -166,6 +166,8 @@ def test_measurements_that_nothing_was_fitted_on_widen_the_interval(trace: str) 
 def test_peers_and_presets_say_what_stands_for_them() -> None:
     assert str(asked_of("ddp(bucket=1MiB)").strategy) == "ring schedule=fixed(bucket=1MiB)"
     assert "assumed" in asked_of("ddp(hook=fp16)").note
+    assert str(asked_of("ddp(hook=powersgd)").strategy) == "ring codec=feedback(powersgd(rank=1)) schedule=fixed"
+    assert str(asked_of("ddp(codec=int8)").strategy) == "ring codec=feedback(int8) schedule=fixed"
     assert asked_of("caffe-mpi").note == "the original sums with NCCL"
     assert inline("beta=1ns,alpha=1us").name == "beta=1ns,alpha=1us"
 

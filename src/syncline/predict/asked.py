@@ -26,7 +26,7 @@ from .iterations import simulate
 from .models import Model
 from .settings import OURS, Habits, Iteration, Setting, lay_out, setting_of
 
-_PEERS: Mapping[str, Mapping[str, str]] = {"ddp": {"bucket": "25MiB", "hook": "none"}}
+_PEERS: Mapping[str, Mapping[str, str]] = {"ddp": {"bucket": "25MiB", "hook": "none", "codec": "none"}}
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,10 @@ def _peer(part: Part) -> Asked:
             f"{part.name} has no argument {unknown[0]!r}{nearest(unknown[0], known)}: there are {', '.join(known)}"
         )
     words = {**known, **given}
-    codec = "" if words["hook"] == "none" else f" codec={words['hook']} feedback=off"
+    hook = words["hook"]
+    codec = {"none": f" codec={words['codec']}", "powersgd": " codec=powersgd(rank=1)"}.get(
+        hook, f" codec={hook} feedback=off"
+    )
     strategy = Strategy.parse(f"ring schedule=fixed(bucket={words['bucket']}){codec}")
     _check_answerable(part.name, strategy)
     arguments = ", ".join(f"{name}={value}" for name, value in given.items() if value != known[name])

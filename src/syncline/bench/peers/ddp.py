@@ -1,5 +1,9 @@
 """``ddp``: PyTorch's DistributedDataParallel over Gloo, as its documentation says to run it on CPUs.
 
+Its own communication hooks stand beside Syncline's for it, which takes a codec (``codec=int8``), and Gloo beside the
+backend ``syncline`` of torch.distributed (``group=syncline``). PyTorch's PowerSGD sends matrices of rank 1 from the
+third step on, as its documentation begins.
+
 Gradients are views of the buckets (``gradient_as_bucket_view``), which saves a copy; one thread per process, as for all
 others (``bench.train``); Gloo is bound to the interface on which the processes meet, since it would otherwise look the
 host name up (``GLOO_SOCKET_IFNAME``, which a lab sets). DistributedDataParallel waits where it likes and counts
@@ -18,6 +22,7 @@ from ...errors import UsageError
 from ...launch.environment import Environment, recognise
 from ...nouns import Size
 from ...registry import register
+from ...strategy.strategy import Strategy
 from ..sides import NoCounts
 from ..store import open_store
 
@@ -32,14 +37,22 @@ _BUCKET = Size(25 << 20)
 @register("peers", "ddp", trains=True)
 @dataclass(frozen=True)
 class DDP:
-    """PyTorch's DistributedDataParallel over Gloo; a communication hook sends gradients with 16 bits."""
+    """PyTorch's DistributedDataParallel, over Gloo or Syncline's backend.
+
+    A communication hook, PyTorch's or Syncline's with a codec, compresses gradients.
+    """
 
     bucket: Size = _BUCKET
-    hook: Literal["none", "fp16", "bf16"] = "none"
+    hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    codec: str = "none"
+    group: Literal["gloo", "syncline"] = "gloo"
 
     def __post_init__(self) -> None:
         if self.bucket < 1:
             raise UsageError(f"bucket of ddp must be 1 byte or more, got {self.bucket}: its own default is 25MiB")
+        if "none" not in (self.hook, self.codec):
+            raise UsageError(f"ddp has one hook: choose hook={self.hook}, PyTorch's, or codec={self.codec}, Syncline's")
+        Strategy.parse(f"codec={self.codec}")
 
     def join(self) -> Member:
         """Become a member of the run's Gloo group; raises GroupError when the others cannot be reached."""
@@ -56,7 +69,7 @@ class Member:
         if environment.address.startswith("127."):
             os.environ.setdefault(_INTERFACE, "lo")
         prefix = dist.PrefixStore("ddp", open_store(environment, _TIMEOUT_S))  # type: ignore[no-untyped-call,attr-defined,unused-ignore]
-        dist.init_process_group("gloo", store=prefix, rank=environment.rank, world_size=environment.world)
+        dist.init_process_group(peer.group, store=prefix, rank=environment.rank, world_size=environment.world)
 
     def rank(self) -> int:
         """This worker's rank."""
@@ -76,14 +89,14 @@ class Member:
             bucket_cap_mb=self._peer.bucket / (1 << 20),
             gradient_as_bucket_view=True,
         )
-        hook = _hook(self._peer.hook)
-        if hook is not None:
-            wrapped.register_comm_hook(None, hook)
+        if (found := _hook(self._peer)) is not None:
+            wrapped.register_comm_hook(*found)
         return wrapped, optimizer
 
     def stats(self) -> NoCounts:
         """Nothing: DistributedDataParallel does not count."""
-        return NoCounts(f"ddp over gloo on {os.environ.get(_INTERFACE, 'the default interface')}", blocked_s=None)
+        where = f" on {os.environ.get(_INTERFACE, 'the default interface')}" if self._peer.group == "gloo" else ""
+        return NoCounts(f"ddp over {self._peer.group}{where}", blocked_s=None)
 
     def barrier(self) -> None:
         """Wait for all workers."""
@@ -97,14 +110,22 @@ class Member:
         self._dist.destroy_process_group()
 
 
-def _hook(name: str) -> Any:
-    """torch's hook of that name, None for ``none``."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+def _hook(peer: DDP) -> tuple[Any, Any] | None:
+    """The state and the function of the hook that is asked for, if one is."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+    if peer.codec != "none":
+        from ...frameworks.torch.distributed.hook import HookState, comm_hook
+
+        return HookState(f"codec={peer.codec}"), comm_hook
     hooks: dict[str, Any] = {
         "fp16": default_hooks.fp16_compress_hook,
         # Under its own name this hook is refused unless torch was built with NCCL, whatever the backend is. Gloo adds
         # bfloat16 as well.
         "bf16": lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket),
+        "powersgd": powerSGD_hook.powerSGD_hook,
     }
-    return hooks.get(name)
+    if peer.hook == "none":
+        return None
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2) if peer.hook == "powersgd" else None
+    return state, hooks[peer.hook]
