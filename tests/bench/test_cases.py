@@ -70,7 +70,7 @@ def test_every_row_does_the_same_work() -> None:
         ({"workload": "digitz"}, "digits"),
         ({"strategies": ["ring", "ring codec=none"]}, "listed twice"),
         ({"strategies": ["ddp", "ddp(bucket=25MiB)"]}, "ddp is listed twice"),
-        ({"strategies": ["ddp(codec=int8, hook=fp16)"]}, "ddp has one hook: choose hook=fp16, PyTorch's, or codec=int8"),
+        ({"strategies": ["ddp(codec=int8, hook=fp16)"]}, "ddp has one hook: choose hook=fp16, PyTorch's, or"),
         ({"strategies": ["ddp(codec=int9)"]}, "did you mean 'int8'"),
         ({"strategies": ["ddp(group=glou)"]}, "did you mean 'gloo'"),
         ({"workload": "replay:googlenet", "batch": 32}, "leave --batch out"),
