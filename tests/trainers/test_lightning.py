@@ -30,7 +30,8 @@ def test_the_weights_are_those_of_ddp(tmp_path: Path) -> None:
 def test_what_a_codec_has_kept_back_is_in_checkpoints(tmp_path: Path) -> None:
     """Under torchrun. A run that is resumed without it goes on otherwise."""
     script = HERE / "lightning_resumed.py"
-    scripts.run(*scripts.TORCHRUN, script, tmp_path)
+    told = scripts.run(*scripts.TORCHRUN, script, tmp_path)
+    assert told.count("this checkpoint has nothing of the codec in") == 2, told
     whole, again, without = (scripts.weights(tmp_path, name) for name in ("resumed", "again", "without"))
     assert scripts.distance(whole, again) == 0
     assert scripts.distance(whole, without) > 0
@@ -54,6 +55,33 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_what_a_codec_has_kept_back_is_for_the_call_that_was_given_the_checkpoint(trainer: Any, tmp_path: Path) -> None:
+    """A run that begins anew after a validation from a checkpoint, or after a resumed run, takes up nothing of it."""
+    import torch
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from syncline.lightning import SynclineStrategy
+
+    def made() -> Any:
+        strategy = SynclineStrategy("ring codec=topk(ratio=0.1)")
+        return trainer(strategy, max_steps=2, limit_train_batches=2, limit_val_batches=1, enable_model_summary=False)
+
+    begun, path = made(), tmp_path / "saved.ckpt"
+    begun.fit(BoringModel())
+    begun.save_checkpoint(path)
+    assert "syncline" in torch.load(path)
+    resumed = made()
+    resumed.fit(BoringModel(), ckpt_path=path)
+    assert len(resumed.strategy._hook._loaded) == 1
+    resumed.fit(BoringModel())
+    assert resumed.strategy._hook._loaded == []
+    looked = made()
+    looked.validate(BoringModel(), ckpt_path=path)
+    looked.fit(BoringModel())
+    assert looked.strategy._hook._loaded == []
 
 
 @pytest.mark.parametrize(

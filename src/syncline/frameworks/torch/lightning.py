@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -81,6 +82,7 @@ class SynclineStrategy(_lightning.DDPStrategy):  # type: ignore[misc]
         self._group, self._codec = divided(strategy)
         self._hook: HookState | None = None
         self._kept: Mapping[str, Any] | None = None
+        """What was loaded of a checkpoint for what runs now, if one was given; empty where it has nothing of ours."""
         super().__init__(**others)
 
     def setup_distributed(self) -> None:
@@ -109,8 +111,14 @@ class SynclineStrategy(_lightning.DDPStrategy):  # type: ignore[misc]
     def _register_ddp_hooks(self) -> None:
         if self._codec is not None:
             self._hook = HookState(self._codec)
-            if self._kept is not None:
+            if self._kept:
                 self._hook.load_state_dict(self._kept)
+            elif self._kept is not None and self._hook.keeps:
+                warnings.warn(
+                    f"this checkpoint has nothing of the codec in {self._codec!r}: what it had not sent yet is lost,"
+                    " and training does not go on with the same bits; go on from one that this strategy has saved",
+                    stacklevel=2,
+                )
             self.model.register_comm_hook(self._hook, comm_hook)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -122,8 +130,13 @@ class SynclineStrategy(_lightning.DDPStrategy):  # type: ignore[misc]
     def load_checkpoint(self, *path: Any, **options: Any) -> dict[str, Any]:
         """What Lightning restores; what codecs have kept back is taken up when training begins."""
         found: dict[str, Any] = super().load_checkpoint(*path, **options)
-        self._kept = found.get(_SAVED)
+        self._kept = found.get(_SAVED) or {}
         return found
+
+    def teardown(self) -> None:
+        """The end of what the Trainer was called for: the next call goes on from a checkpoint of its own, if any."""
+        self._kept = None
+        super().teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from ....codecs import Stochastic, codec_of
 from ....compression.compression import Compression
 from ....compression.reducers import Participant, Reducer, Round
 from ....compression.saved import Saved, as_bytes, from_bytes
@@ -141,6 +142,12 @@ class HookState:
                 lengths = []
 
     # Checkpoints.
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a resumed run would go on otherwise if it knew nothing of the steps before."""
+        one = codec_of(self._codec, Spec("a weight", (1 << 10, 1 << 10), "float32"))
+        return one.feedback or (isinstance(one.codec, Stochastic) and one.codec.stochastic)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run has to know; all ranks call it, between two steps, and get what all have."""
