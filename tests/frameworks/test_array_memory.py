@@ -154,6 +154,53 @@ def test_memory_that_two_names_share_is_named(group: Any) -> None:
     group("ring", 1, body)
 
 
+OVERLAPS = {
+    "columns": lambda big: {"a": big[:, :2], "b": big[:, 1:]},
+    "inside": lambda big: {"a": big, "b": big[:, 1:3]},
+    "reversed": lambda big: {"a": big[::-2], "b": big[1]},
+    "far apart": lambda big: {"a": big, "c": big[0, :1], "b": big[-1]},
+}
+APART = {
+    "columns": lambda big: {"a": big[:, :2], "b": big[:, 2:]},
+    "interleaved": lambda big: {"a": big[::2], "b": big[1::2], "c": np.zeros((0, 3))},
+    "transposed": lambda big: {"a": big.T[:2], "b": big.T[:1:-1]},
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", OVERLAPS)
+def test_memory_with_gaps_that_two_names_share_is_named(group: Any, workers: int, kind: str) -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(UsageError, match=r"the model's '[abc]' and '[abc]' share memory"):
+            adapt(session, OVERLAPS[kind](np.zeros((4, 4))), descend, OPTIONS)
+
+    group("ring", workers, body)
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_memory_that_lies_between_that_of_others_is_its_own(group: Any, kind: str) -> None:
+    def body(session: Session) -> None:
+        big = np.zeros((4, 4))
+        handed = adapt(session, APART[kind](big), descend, OPTIONS)
+        assert handed is not None
+        weights, optimizer = handed.result
+        optimizer.step({name: np.full(array.shape, 2.0) for name, array in weights.items()})
+        assert (big == -1).all()
+
+    group("ring", 2, body)
+
+
+@pytest.mark.parametrize("strides", [(0,), (4,), (-4,)])
+def test_elements_that_share_memory_are_named(group: Any, strides: tuple[int, ...]) -> None:
+    memory = np.lib.stride_tricks.as_strided(np.zeros(8), (3,), strides, writeable=True)
+
+    def body(session: Session) -> None:
+        with pytest.raises(UsageError, match=r"elements of the model's 'a' share memory \(its strides are"):
+            adapt(session, {"a": memory}, descend, OPTIONS)
+
+    group("ring", 1, body)
+
+
 def test_gradients_on_a_device_are_named_and_read_only_ones_are_read(group: Any) -> None:
     def body(session: Session) -> None:
         handed = adapt(session, {"w": np.ones(3)}, descend, OPTIONS)

@@ -12,7 +12,7 @@ from ..errors import MismatchError
 from ..nouns import Layer, Spec, numpy_dtype
 from ..session.communicator import BUCKET_KEYS
 from ..session.layout import Layout, decide_layout, place_bucket, place_tensors
-from ..session.session import Session
+from ..session.session import MODEL_KEYS, Session
 
 Array = NDArray[Any]
 
@@ -39,18 +39,29 @@ class Blocks:
             mine[...] = theirs
 
 
-def agree_on_model(session: Session, specs: Sequence[Spec]) -> Layout:
-    """The layout of these tensors; raises MismatchError, on all, where a process has others than rank 0."""
+def agree_on_model(session: Session, key: int, specs: Sequence[Spec]) -> Layout:
+    """The layout of these tensors; raises MismatchError, on all, where a process has others than rank 0.
+
+    ``key`` is the model's first, and has to be everyone's.
+    """
     mine = [[spec.name, list(spec.shape), spec.dtype] for spec in specs]
-    theirs = json.loads(session.tell_everyone(json.dumps(mine).encode(), "comparing models"))
+    told, theirs = json.loads(session.tell_everyone(json.dumps([key, mine]).encode(), "comparing models"))
+    me, first = session.name(session.index), session.called(0)
+    error: MismatchError | None = None
+    if told != key:
+        error = MismatchError(
+            f"{me} prepares its model {key // MODEL_KEYS} where {first} prepares its model {told // MODEL_KEYS}:"
+            " prepare the same models everywhere in the same order, and those that were prepared before everywhere or"
+            " nowhere"
+        )
     for number in range(max(len(mine), len(theirs))):
         here, there = ("nothing" if number >= len(of) else "{!r} of shape {} and type {}".format(*of[number])
                        for of in (mine, theirs))  # fmt: skip
         if here != there:
-            me, first = session.name(session.index), session.called(0)
-            error = MismatchError(f"{me} has another model than {first}: {here}, not {there}")
-            session.fail(error)
-            raise error
+            error = error or MismatchError(f"{me} has another model than {first}: {here}, not {there}")
+    if error is not None:
+        session.fail(error)
+        raise error
     return decide_layout(session, [Layer(spec) for spec in specs])
 
 

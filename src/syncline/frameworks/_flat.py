@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..engine.step import Action, Agree, Apply, BucketPhase, Steps, Submit, Wait
 from ..engine.trace import Span, begin
 from ..engine.work import Lane, Work
-from ..errors import GradientError
+from ..errors import GradientError, UsageError
 from ..nouns import Spec
 from ..serving.records import State
 from ..serving.server import serve
@@ -76,7 +76,7 @@ class FlatModel:
     def __init__(self, session: Session, specs: Sequence[Spec], weights: Weights, build: Build, owner: object) -> None:
         self.session, self.specs, self.weights = session, list(specs), weights
         self.key = session.enter_model(owner)
-        self.layout = layout = agree_on_model(session, specs)
+        self.layout = layout = agree_on_model(session, self.key, specs)
         self.names = [spec.name for spec in specs]
         self._shapes = [spec.shape for spec in specs]
         self.gradients = Blocks(session, layout)
@@ -107,6 +107,7 @@ class FlatModel:
         self._alone = False  # the present step is the worker's own
         self.follows = True
         """Whether all have the same weights, which those that are agreed on have yet to become."""
+        self._gone = False  # another has the weights
         self._backward: Span | None = None
         self.resume_at(0)
         session.consolidates[self.key] = self._consolidate
@@ -166,6 +167,7 @@ class FlatModel:
 
     def _begin(self) -> dict[int, None]:
         self.session.check_usable()
+        self._check_not_gone()
         due = self._steps.due
         if self.worker is not None and not due:
             raise self.fault(
@@ -311,9 +313,30 @@ class FlatModel:
 
     def check_between(self, what: str) -> None:
         """Raise GradientError in the middle of a step, gradients of which have gone."""
+        self._check_not_gone()
         if self._left is not None:
             raise self.fault(
                 f"{what} in the middle of a step, some gradients of which have gone: call it between two steps"
+            )
+
+    def let_go(self) -> None:
+        """Another one has these weights from here on; between two steps.
+
+        Raises UsageError where owners hold them, who know of no other.
+        """
+        if self.worker is not None:
+            raise UsageError(
+                f"owners of the weights hold {self.names[0]!r} as it was prepared first: prepare these arrays once, or"
+                " use ring or another allreduce"
+            )
+        self.check_between("prepare()")
+        self._gone = True
+        del self.session.consolidates[self.key]
+
+    def _check_not_gone(self) -> None:
+        if self._gone:
+            raise self.fault(
+                f"{self.names[0]!r} has been prepared again: use what syncline.prepare() has returned last for it"
             )
 
     def _consolidate(self) -> None:
@@ -345,10 +368,15 @@ def _fits(gradient: Array, place: Array) -> bool:
     return gradient.dtype.kind in "fiu" or gradient.dtype == place.dtype
 
 
+def flat_models(session: Session) -> list[FlatModel]:
+    """Those that hold weights of this process, in groups of workers too."""
+    calls = [call for one in session.family for call in one.consolidates.values()]
+    return [made for made in (getattr(call, "__self__", None) for call in calls) if isinstance(made, FlatModel)]
+
+
 def serve_model(session: Session, specs: Sequence[Spec], weights: Weights, build: Build, owner: object) -> None:
     """A server's part in the training of a model; returns when all workers have left."""
-    session.enter_model(owner)
-    layout = agree_on_model(session, specs)
+    layout = agree_on_model(session, session.enter_model(owner), specs)
     gradients, held = Blocks(session, layout), Blocks(session, layout)
     weights.read(held.flat)
     copy_from_rank_0(session, held.arrays)

@@ -6,8 +6,7 @@ cannot be written where it has to be, is refused by its name, with the remedy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ Array = NDArray[Any]
 
 _HOST_DEVICES = {1, 3, 11, 13}
 """Of DLPack's kinds of devices those whose memory the processor reads: its own, pinned for a GPU, or shared with it."""
+_MOST_WORK = 1_000_000
 _DEVICES = {2: "CUDA device", 4: "OpenCL device", 7: "Vulkan device", 8: "Metal device", 10: "ROCm device"}
 
 
@@ -63,24 +63,59 @@ def floating_array(given: object, what: str) -> Array:
 def check_writable(arrays: Mapping[str, Array]) -> None:
     """Raise UsageError for weights that cannot be updated where they are, or that would be updated twice."""
     for name, array in arrays.items():
+        if _overlaps_itself(array):
+            raise UsageError(
+                f"elements of the model's {name!r} share memory (its strides are {array.strides}), and would be updated"
+                " more than once: give numpy.array(it), a copy"
+            )
         if not array.flags.writeable:
             raise UsageError(
                 f"the model's {name!r} is read-only memory, and weights are updated where they are: give"
                 " numpy.array(it), a copy, or have its framework export what can be written"
             )
-    for first, second in _overlapping(arrays):
+    names = list(arrays)
+    for first, second in ((names[one], names[two]) for one, two in overlapping(list(arrays.values()))):
         raise UsageError(
             f"the model's {first!r} and {second!r} share memory, which would be updated twice: give it by one name, and"
             " the sum of the gradients"
         )
 
 
-def _overlapping(arrays: Mapping[str, Array]) -> Iterable[tuple[str, str]]:
-    """Neighbours in memory that share it; of arrays with gaps between their elements nothing is said."""
-    dense = {name: array for name, array in arrays.items() if array.size and array.flags.forc}
-    begins = {name: array.__array_interface__["data"][0] for name, array in dense.items()}
-    order = sorted(begins, key=lambda name: begins[name])
-    return [(one, two) for one, two in pairwise(order) if begins[two] < begins[one] + dense[one].nbytes]
+def overlapping(arrays: Sequence[Array]) -> Iterator[tuple[int, int]]:
+    """Pairs of arrays, the first in memory before, that have an element in common, gaps or not."""
+    bounds = {number: _bounds(array) for number, array in enumerate(arrays) if array.size}
+    open_: list[int] = []  # whose memory reaches the present one's
+    for number in sorted(bounds, key=lambda number: bounds[number]):
+        open_ = [one for one in open_ if bounds[one][1] > bounds[number][0]]
+        yield from ((one, number) for one in open_ if _share(arrays[one], arrays[number]))
+        open_.append(number)
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    """The first byte of an array, and the one behind its last."""
+    begin = int(array.__array_interface__["data"][0])
+    reaches = [(count - 1) * stride for count, stride in zip(array.shape, array.strides, strict=True)]
+    low, high = sum(one for one in reaches if one < 0), sum(one for one in reaches if one > 0)
+    return begin + low, begin + high + array.itemsize
+
+
+def _share(one: Array, other: Array) -> bool:
+    """Whether arrays whose bounds meet have a byte in common; those of which it is too hard to say are taken so."""
+    try:
+        return np.shares_memory(one, other, max_work=_MOST_WORK)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _overlaps_itself(array: Array) -> bool:
+    """Whether elements share memory, or may: a stride is less than what the smaller ones reach over."""
+    reach = array.itemsize
+    steps = sorted((abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1)
+    for stride, count in steps if array.size else ():
+        if stride < reach:
+            return True
+        reach += stride * (count - 1)
+    return False
 
 
 def _view_of(given: Any) -> memoryview | None:

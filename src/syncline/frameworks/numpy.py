@@ -24,8 +24,8 @@ from ..serving.shard import Groups
 from ..session.session import Session
 from . import Handed
 from ._alone import warn_of_plain_steps
-from ._flat import Array, FlatModel, serve_model
-from ._memory import check_writable, floating_array, host_array
+from ._flat import Array, FlatModel, flat_models, serve_model
+from ._memory import check_writable, floating_array, host_array, overlapping
 from ._resumed import load, load_alone, save, save_alone
 from ._rules import Function, Sliced, States, Update, heard, name_of, probe, rule_of, said, values_of
 from ._schedules import check_mode, check_schedule
@@ -63,11 +63,15 @@ class Trainer(Protocol):
         ...
 
 
+class Place:
+    """The memory of one model, whichever optimizer trains it, and whoever does."""
+
+
 class ArrayWeights:
     """A script's arrays by name, and its optimizer with what that keeps of each."""
 
     def __init__(self, arrays: dict[str, Array], optimizer: Update) -> None:
-        self.arrays, self.optimizer = arrays, optimizer
+        self.arrays, self.optimizer, self.place = arrays, optimizer, Place()
         self.states: list[States] = [{} for _ in arrays]
         self._flat = [array.reshape(-1) if array.flags.c_contiguous else None for array in arrays.values()]
 
@@ -130,7 +134,7 @@ class Shared(Wrapped):
 
     def __init__(self, session: Session, weights: ArrayWeights) -> None:
         self._optimizer = weights.optimizer
-        self._model = FlatModel(session, weights.specs, weights, partial(Sliced, weights.optimizer), self)
+        self._model = FlatModel(session, weights.specs, weights, partial(Sliced, weights.optimizer), weights.place)
         self._numbers = {name: number for number, name in enumerate(weights.arrays)}
 
     def produced(self, name: str, gradient: Any) -> None:
@@ -233,9 +237,10 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
     check_schedule(session.strategy, "NumPy")
     check_mode(session.strategy, "NumPy", values, name_of(rule), keeps)
     if session.is_worker:
+        _let_go(session, weights)
         made = Shared(session, weights)
         return Handed((_read_only(arrays) if session.strategy.server_holds_weights else arrays, made))
-    serve_model(session, weights.specs, weights, partial(Sliced, rule), rule)
+    serve_model(session, weights.specs, weights, partial(Sliced, rule), weights.place)
     return None
 
 
@@ -249,6 +254,18 @@ def _arrays_of(model: Any) -> dict[str, Array]:
     arrays = {name: floating_array(given, f"the model's {name!r}") for name, given in model.items()}
     check_writable(arrays)
     return arrays
+
+
+def _let_go(session: Session, weights: ArrayWeights) -> None:
+    """End what has been prepared of the same memory, in this session or another one; what comes has its keys again."""
+    mine = list(weights.arrays.values())
+    for made in flat_models(session):
+        theirs = made.weights
+        if isinstance(theirs, ArrayWeights):
+            arrays = mine + list(theirs.arrays.values())
+            if any(one < len(mine) <= two or two < len(mine) <= one for one, two in overlapping(arrays)):
+                made.let_go()
+                weights.place = theirs.place
 
 
 def _read_only(arrays: Arrays) -> dict[str, Array]:

@@ -348,7 +348,10 @@ class Session(Communicator):
                 f" {others}"
             )
         if number == BUCKET_KEYS // MODEL_KEYS:
-            raise UsageError(f"a run can have up to {number} prepared models: put several into one torch.nn.ModuleList")
+            raise UsageError(
+                f"a run can have up to {number} prepared models: put several into one torch.nn.ModuleList,"
+                " or one dictionary of arrays"
+            )
         self._models.append(weakref.ref(model))
         return number * MODEL_KEYS
 
