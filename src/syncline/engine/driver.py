@@ -143,8 +143,7 @@ class Driver(ABC):
             self._count(begun)
             if blocked is not None:
                 blocked.end()
-        if self.error is not None:
-            raise self._raised(self.error)
+        self.check_error()
         if not came:
             late = next(work for work in works if not work.done)
             raise PeerTimeout(f"{late.label}: not done within {timeout:.1f} s", rank=-1)
@@ -261,8 +260,7 @@ class Driver(ABC):
     # For what is handed over.
 
     def _post(self, task: Callable[[], None], tolerant: bool = False, announce: bool = True) -> None:
-        if self.error is not None:
-            raise self._raised(self.error)
+        self.check_error()
         with self._changed:
             if tolerant:
                 self._tolerated += 1
@@ -287,6 +285,11 @@ class Driver(ABC):
         work.call_back()
         if lane is not None:
             lane.leave(work.priority)
+
+    def check_error(self) -> None:
+        """Raise the engine's fault, if there is one."""
+        if self.error is not None:
+            raise self._raised(self.error)
 
     def _raised(self, error: Exception) -> Exception:
         """The fault is about to reach the user's thread."""

@@ -154,7 +154,8 @@ class FlatModel:
         if tells and self._backward is None and self.session.observer is not None:
             self._backward = begin(self.session.observer, "backward", "backward")
         place = self._places[tensor]
-        if gradient.shape != place.shape or not _fits(gradient, place) or tensor not in left:
+        if gradient.shape != place.shape or not fits(gradient, place) or tensor not in left:
+            self.session.engine.check_error()  # of which the script may have heard before
             raise self.fault(self._wrong(tensor, gradient))
         del left[tensor]
         try:
@@ -182,10 +183,11 @@ class FlatModel:
     def _wrong(self, tensor: int, gradient: Array) -> str:
         name, place = self.names[tensor], self._places[tensor]
         if self._left is None or tensor not in self._left:
-            return f"the gradient of {name!r} was given twice in step {self.steps}: call step() between two"
-        if gradient.shape != place.shape:
-            return f"the gradients have {name!r} of shape {gradient.shape} for weights of shape {place.shape}"
-        return f"the gradient of {name!r} is of {gradient.dtype}, for weights of {place.dtype}"
+            return (
+                f"the gradient of {name!r} was given twice in step {self.steps}: call step() between two; where a pass"
+                " was given up, begin the run again from a checkpoint, since gradients have gone to the other workers"
+            )
+        return unfit(name, gradient, place)
 
     def step(self) -> None:
         """All gradients have come: have the weights updated with the workers' mean; all workers call it."""
@@ -363,9 +365,16 @@ class FlatModel:
         return error
 
 
-def _fits(gradient: Array, place: Array) -> bool:
+def fits(gradient: Array, place: Array) -> bool:
     """Whether these are real numbers of any type, or of the very one."""
     return gradient.dtype.kind in "fiu" or gradient.dtype == place.dtype
+
+
+def unfit(name: str, gradient: Array, place: Array) -> str:
+    """Why something is no gradient of these weights."""
+    if gradient.shape != place.shape:
+        return f"the gradients have {name!r} of shape {gradient.shape} for weights of shape {place.shape}"
+    return f"the gradient of {name!r} is of {gradient.dtype}, for weights of {place.dtype}"
 
 
 def flat_models(session: Session) -> list[FlatModel]:

@@ -102,7 +102,7 @@ def _bounds(array: Array) -> tuple[int, int]:
 def _share(one: Array, other: Array) -> bool:
     """Whether arrays whose bounds meet have a byte in common; those of which it is too hard to say are taken so."""
     try:
-        return np.shares_memory(one, other, max_work=_MOST_WORK)
+        return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]  # any number will do
     except np.exceptions.TooHardError:
         return True
 

@@ -24,7 +24,7 @@ from ..serving.shard import Groups
 from ..session.session import Session
 from . import Handed
 from ._alone import warn_of_plain_steps
-from ._flat import Array, FlatModel, flat_models, serve_model
+from ._flat import Array, FlatModel, fits, flat_models, serve_model, unfit
 from ._memory import check_writable, floating_array, host_array, overlapping
 from ._resumed import load, load_alone, save, save_alone
 from ._rules import Function, Sliced, States, Update, heard, name_of, probe, rule_of, said, values_of
@@ -120,6 +120,8 @@ class Wrapped:
     _optimizer: Update
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # its own, which a copy that is being made does not have yet
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(self._optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -172,22 +174,26 @@ class Alone(Wrapped):
 
     def __init__(self, session: Session, weights: ArrayWeights) -> None:
         self._session, self._weights, self._optimizer = session, weights, weights.optimizer
-        self._given: dict[str, Array] = {}
+        self._places = {name: np.empty(array.shape, array.dtype) for name, array in weights.arrays.items()}
+        self._flat = [place.reshape(-1) for place in self._places.values()]
+        self._given: set[str] = set()
         self._steps = 0
 
     def produced(self, name: str, gradient: Any) -> None:
-        """It is kept, in a copy: the script may write to its memory before the step."""
-        self._given[name] = np.array(self._checked(name, gradient))
+        """It is kept, in a copy: the script may write to its memory before the step, and the rule to the copy."""
+        self._take(name, gradient)
+        self._given.add(name)
 
     def step(self, gradients: Mapping[str, Any] | None = None) -> None:
         """Update the weights with these gradients."""
         arrays, rest = self._weights.arrays, gradients or {}
-        found = self._given | {name: self._checked(name, rest[name]) for name in rest}
-        if missing := [repr(name) for name in arrays if name not in found]:
+        for name in rest:
+            self._take(name, rest[name])
+        if missing := [repr(name) for name in arrays if name not in self._given and name not in rest]:
             raise GradientError(f"step() without the gradients of {', '.join(missing)}")
-        self._given = {}
+        self._given.clear()
         self._steps += 1
-        self._weights.update([found[name].reshape(-1) for name in arrays])
+        self._weights.update(self._flat)
 
     def state_dict(self) -> dict[str, Any]:
         """As several workers would have it."""
@@ -195,20 +201,22 @@ class Alone(Wrapped):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing of a codec."""
-        self._steps, self._given = load_alone(self._weights.specs, self._weights, state), {}
+        self._steps = load_alone(self._weights.specs, self._weights, state)
+        self._given.clear()
 
-    def _checked(self, name: str, given: Any) -> Array:
-        weights = self._weights.arrays.get(name)
-        if weights is None:
+    def _take(self, name: str, given: Any) -> None:
+        place = self._places.get(name)
+        if place is None:
             raise GradientError(_unknown(name))
         if name in self._given:
-            raise GradientError(f"the gradient of {name!r} was given twice: call step() between two")
-        gradient = host_array(given, f"the gradient of {name!r}")
-        if gradient.shape != weights.shape:
             raise GradientError(
-                f"the gradients have {name!r} of shape {gradient.shape} for weights of shape {weights.shape}"
+                f"the gradient of {name!r} was given twice: call step() between two; where a pass was given up,"
+                " load_state_dict() drops the gradients that it has given"
             )
-        return gradient
+        gradient = host_array(given, f"the gradient of {name!r}")
+        if gradient.shape != place.shape or not fits(gradient, place):
+            raise GradientError(unfit(name, gradient, place))
+        np.multiply(gradient, 1.0, out=place)  # with the roundings that several workers have
 
 
 def _unknown(name: str) -> str:

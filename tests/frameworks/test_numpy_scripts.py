@@ -1,0 +1,145 @@
+"""What scripts do with gradients, rules and optimizers under NumPy: the same whatever the number of workers."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from syncline.errors import ClosedError, GradientError, SynclineError
+from syncline.frameworks.numpy import adapt
+from syncline.session.session import Session
+
+OPTIONS = {"unused": "error", "weight": 1, "ignore": (), "broadcast_buffers": True}
+
+
+def prepare(session: Session, arrays: Any, rule: Any) -> Any:
+    handed = adapt(session, arrays, rule, OPTIONS)
+    assert handed is not None
+    return handed.result
+
+
+def overwrites(weights: Any, gradient: Any, state: dict[str, Any]) -> None:
+    """A rule with memory, which uses the gradient's as well."""
+    velocity = state.setdefault("velocity", np.zeros_like(gradient))
+    velocity *= 0.9
+    gradient *= 0.1
+    velocity += gradient
+    weights -= velocity
+
+
+def read_only(values: Any) -> Any:
+    values.flags.writeable = False
+    return values
+
+
+GRADIENTS: dict[str, Callable[[], Any]] = {
+    "floats": lambda: np.arange(4, dtype=np.float32) / 3,
+    "read-only": lambda: read_only(np.arange(4, dtype=np.float32) / 3),
+    "doubles": lambda: np.arange(4.0) / 3,
+    "halves": lambda: np.arange(4, dtype=np.float16) / 3,
+    "whole numbers": lambda: np.arange(4),
+}
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_one_worker_and_two_have_the_same_bits_and_leave_gradients_alone(group: Any, kind: str, told: bool) -> None:
+    def body(session: Session) -> Any:
+        weights, optimizer = prepare(session, {"a": np.ones(4, np.float32)}, overwrites)
+        given = GRADIENTS[kind]()
+        for _ in range(3):
+            if told:
+                optimizer.produced("a", given)
+            optimizer.step({} if told else {"a": given})
+        np.testing.assert_array_equal(given, GRADIENTS[kind]())
+        state = optimizer.state_dict()["optimizer"]["a"]["velocity"]
+        assert state.dtype == np.float32
+        return weights["a"], state
+
+    (one,), two = group("ring", 1, body), group("ring", 2, body)
+    for found in two:
+        np.testing.assert_array_equal(found, one)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", [complex, bool])
+def test_gradients_that_are_no_real_numbers_are_refused(group: Any, workers: int, kind: Any) -> None:
+    def body(session: Session) -> None:
+        _, optimizer = prepare(session, {"a": np.ones(4)}, overwrites)
+        optimizer.step({"a": np.ones(4, kind)})
+
+    with pytest.raises(GradientError, match=r"the gradient of 'a' is of (complex128|bool), for weights of float64"):
+        group("ring", workers, body)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_optimizer_can_be_copied(group: Any, workers: int) -> None:
+    def body(session: Session) -> Any:
+        weights, optimizer = prepare(session, {"a": np.ones(4)}, overwrites)
+        copy.copy(optimizer).step({"a": np.ones(4)})
+        assert not hasattr(optimizer, "_missing")
+        return weights["a"]
+
+    for found in group("ring", workers, body):
+        np.testing.assert_allclose(found, 0.9)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "tree sync=local(steps=2)"])
+def test_a_run_whose_rule_has_failed_says_so_again(group: Any, strategy: str) -> None:
+    """A script that catches what its rule raises and goes on hears of that, and of no gradient given twice."""
+    heard: list[BaseException] = []
+    fails: list[threading.Thread] = []
+
+    def rule(weights: Any, gradient: Any, state: Any) -> None:  # noqa: ARG001
+        if threading.current_thread() in fails and weights.size == 3:
+            raise FloatingPointError("mine")
+        weights -= gradient
+
+    def body(session: Session) -> None:
+        _, optimizer = prepare(session, {"a": np.ones(4), "b": np.ones(3)}, rule)
+        gradients = {"a": np.ones(4), "b": np.ones(3)}
+        optimizer.step(gradients)
+        if session.rank == 0:
+            fails.append(threading.current_thread())
+            with pytest.raises(FloatingPointError):
+                optimizer.step(gradients)
+            try:
+                optimizer.step(gradients)
+            except BaseException as error:
+                heard.append(error)
+                raise
+        else:
+            optimizer.step(gradients)
+            optimizer.step(gradients)
+
+    with pytest.raises(SynclineError):
+        group(strategy, 2, body)
+    assert [type(error) for error in heard] == [ClosedError]
+    assert "interrupted by FloatingPointError" in str(heard[0])
+
+
+def test_a_pass_that_was_given_up_is_dropped_with_the_state_that_is_loaded(group: Any) -> None:
+    def alone(session: Session) -> None:
+        weights, optimizer = prepare(session, {"a": np.ones(4), "b": np.ones(3)}, overwrites)
+        state = optimizer.state_dict()
+        optimizer.produced("b", np.full(3, 100.0))
+        with pytest.raises(GradientError, match=r"twice: call step\(\) between two; .* load_state_dict\(\) drops"):
+            optimizer.produced("b", np.ones(3))
+        optimizer.load_state_dict(state)
+        optimizer.produced("b", np.ones(3))
+        optimizer.step({"a": np.ones(4)})
+        np.testing.assert_allclose(weights["b"], 0.9)
+
+    def several(session: Session) -> None:
+        _, optimizer = prepare(session, {"a": np.ones(4), "b": np.ones(3)}, overwrites)
+        for _ in range(2):
+            optimizer.produced("b", np.ones(3))
+
+    group("ring", 1, alone)
+    with pytest.raises(GradientError, match=r"in step \d: call step\(\) between two; .* begin the run again from"):
+        group("ring", 2, several)
