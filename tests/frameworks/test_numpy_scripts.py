@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
-from syncline.errors import ClosedError, GradientError, SynclineError
+from syncline.errors import ClosedError, GradientError, ProtocolError, SynclineError, UsageError
 from syncline.frameworks.numpy import adapt
 from syncline.session.session import Session
 
@@ -30,6 +31,44 @@ def overwrites(weights: Any, gradient: Any, state: dict[str, Any]) -> None:
     gradient *= 0.1
     velocity += gradient
     weights -= velocity
+
+
+class OfTheClass:
+    """Attributes that are the class's until a script sets them, and one that it sets no more."""
+
+    name, momentum, lr = "mine", 0.5, 0.25
+    betas = (0.9, 0.99)
+
+    def update(self, weights: Any, gradient: Any, state: Any) -> None:  # noqa: ARG002
+        weights -= self.lr * gradient
+
+
+class Slots:
+    __slots__ = ("_hidden", "lr")
+
+    def __init__(self) -> None:
+        self.lr, self._hidden = 0.25, 1.0
+
+    def update(self, weights: Any, gradient: Any, state: Any) -> None:  # noqa: ARG002
+        weights -= self.lr * self._hidden * gradient
+
+
+@dataclass
+class Both(Slots, OfTheClass):
+    """A slot hides what a class beside it has."""
+
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        Slots.__init__(self)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    lr: float = 0.25
+
+    def update(self, weights: Any, gradient: Any, state: Any) -> None:  # noqa: ARG002
+        weights -= self.lr * gradient
 
 
 def read_only(values: Any) -> Any:
@@ -143,3 +182,53 @@ def test_a_pass_that_was_given_up_is_dropped_with_the_state_that_is_loaded(group
     group("ring", 1, alone)
     with pytest.raises(GradientError, match=r"in step \d: call step\(\) between two; .* begin the run again from"):
         group("ring", 2, several)
+
+
+OWNED = ["ring", "ps(servers=1)", "ps(servers=2, on=workers)"]
+
+
+@pytest.mark.parametrize("strategy", OWNED)
+@pytest.mark.parametrize("rule", [OfTheClass, Slots, Both, Frozen])
+def test_owners_know_attributes_wherever_they_are(group: Any, strategy: str, rule: Any) -> None:
+    """A learning rate that changes changes for them too."""
+
+    def body(session: Session) -> Any:
+        handed = adapt(session, {"a": np.ones(4)}, rule(), OPTIONS)
+        if handed is None:
+            return None
+        weights, optimizer = handed.result
+        optimizer.step({"a": np.ones(4)})
+        if rule is not Frozen:
+            optimizer.lr = 0.5
+        optimizer.step({"a": np.ones(4)})
+        return weights["a"]
+
+    for found in group(strategy, 2, body)[:2]:
+        np.testing.assert_allclose(found, 0.5 if rule is Frozen else 0.25)
+
+
+def test_attributes_that_owners_do_not_know_are_named(group: Any) -> None:
+    def body(session: Session) -> None:
+        weights, optimizer = prepare(session, {"a": np.ones(4)}, OfTheClass())
+        optimizer.decay = 0.5
+        optimizer.step({"a": np.ones(4)})
+        del weights
+
+    with pytest.raises(UsageError, match=r"do not know of the optimizer's 'decay'.* before prepare\(\)"):
+        group("ps(servers=2, on=workers)", 2, body)
+
+
+def test_a_rule_that_fails_at_an_owner_is_the_fault_of_no_rank(group: Any) -> None:
+    def fails(weights: Any, gradient: Any, state: Any, *, lr: float = 0.1) -> None:  # noqa: ARG001
+        if lr > 1:
+            raise FloatingPointError("mine")
+
+    def body(session: Session) -> None:
+        handed = adapt(session, {"a": np.ones(4)}, fails, OPTIONS)
+        if handed is not None:
+            handed.result[1].lr = 2.0
+            handed.result[1].step({"a": np.ones(4)})
+
+    with pytest.raises(ProtocolError, match=r"all workers have pushed fails \(FloatingPointError: mine\)") as caught:
+        group("ps(servers=2, on=workers)", 2, body)
+    assert caught.value.rank == -1

@@ -39,3 +39,11 @@ def test_nonsense_of_a_peer_names_rank_host_and_operation_and_all_are_told() -> 
     assert [culprit for _, culprit in told] == [1]
     engine.close()
     theirs.close()
+
+
+def test_a_fault_of_nobody_alone_names_nobody() -> None:
+    watcher: Any = SimpleNamespace(failure=None, left=set(), verdict=lambda _: None, abort=lambda *_: None)
+    ending = Ending(Group(2), 0, lambda index: f"rank {index} (host{index})")
+    ending.watcher = watcher
+    error = ending.explain(ProtocolError("the update fails", rank=-1))
+    assert str(error) == "rank 0 (host0): the update fails"

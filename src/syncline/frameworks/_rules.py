@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from types import MemberDescriptorType
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from ..serving.shard import Groups, Holding
 
 Array = NDArray[Any]
 States = dict[str, Any]
+_PLAIN = bool | int | float | str | None
 Function = Callable[..., object]
 """``update(weights, gradient, state)``; further parameters have defaults, which are numbers and words."""
 
@@ -78,12 +80,29 @@ def _called(function: object) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
+def _attributes(optimizer: Update) -> dict[str, Any]:
+    """The optimizer's own, those in its slots, and numbers and words of its classes, which may become its own."""
+    if isinstance(optimizer, Rule):
+        return vars(optimizer)
+    found: dict[str, Any] = {}
+    for kind in reversed(type(optimizer).__mro__):
+        slots = isinstance(kind, type) and "__slots__" in vars(kind)
+        for name, value in vars(kind).items():
+            found.pop(name, None)
+            if slots and isinstance(value, MemberDescriptorType):
+                if hasattr(optimizer, name):
+                    found[name] = getattr(optimizer, name)
+            elif not name.startswith("_") and isinstance(value, _PLAIN | np.generic):
+                found[name] = value
+    return found | getattr(optimizer, "__dict__", {})
+
+
 def values_of(optimizer: Update) -> list[dict[str, Any]]:
     """The optimizer's attributes as owners are told them; raises UsageError for what is no number or word."""
-    known = vars(optimizer).items()
+    known = _attributes(optimizer).items()
     values = {name: value.item() if isinstance(value, np.generic) else value for name, value in known}
     for name, value in values.items():
-        if not isinstance(value, bool | int | float | str | None):
+        if not isinstance(value, _PLAIN):
             raise UsageError(
                 f"the optimizer's {name!r} is {type(value).__name__}: attributes are numbers and words, which the"
                 " owners of weights are told; what it learns belongs into update()'s state"
@@ -125,9 +144,11 @@ class Sliced:
     def apply(self, groups: Groups, scale: float) -> None:
         """With the attributes that the workers' optimizers have."""
         (values,) = groups
-        if values.keys() != vars(self._optimizer).keys():
-            raise ValueError(f"the optimizer has {sorted(vars(self._optimizer))}, told are {sorted(values)}")
-        vars(self._optimizer).update(values)
+        known = _attributes(self._optimizer)
+        if values.keys() != known.keys():
+            raise ValueError(f"the optimizer has {sorted(known)}, told are {sorted(values)}")
+        for name, value in values.items():
+            object.__setattr__(self._optimizer, name, value)
         for held, state in zip(self._holdings, self._states, strict=True):
             gradient = held.gradient if scale == 1.0 else held.gradient * held.gradient.dtype.type(scale)
             self._optimizer.update(held.weights, gradient, state)

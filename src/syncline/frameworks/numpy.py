@@ -63,7 +63,7 @@ class Trainer(Protocol):
         ...
 
 
-class Place:
+class Footprint:
     """The memory of one model, whichever optimizer trains it, and whoever does."""
 
 
@@ -71,7 +71,8 @@ class ArrayWeights:
     """A script's arrays by name, and its optimizer with what that keeps of each."""
 
     def __init__(self, arrays: dict[str, Array], optimizer: Update) -> None:
-        self.arrays, self.optimizer, self.place = arrays, optimizer, Place()
+        self.arrays, self.optimizer, self.footprint = arrays, optimizer, Footprint()
+        self._told = values_of(optimizer)[0].keys()
         self.states: list[States] = [{} for _ in arrays]
         self._flat = [array.reshape(-1) if array.flags.c_contiguous else None for array in arrays.values()]
 
@@ -102,8 +103,15 @@ class ArrayWeights:
                 np.copyto(array, copied.reshape(array.shape))
 
     def values(self) -> Groups:
-        """Its attributes."""
-        return values_of(self.optimizer)
+        """Its attributes; raises UsageError for others than there were when owners were given theirs."""
+        (values,) = values_of(self.optimizer)
+        if values.keys() != self._told:
+            names = ", ".join(map(repr, sorted(values.keys() ^ self._told)))
+            raise UsageError(
+                f"the owners of the weights do not know of the optimizer's {names}, which it had not, or has no more:"
+                " give it all its attributes before prepare()"
+            )
+        return [values]
 
     def kept(self) -> list[State]:
         """What it has put into the states that it was given."""
@@ -136,7 +144,7 @@ class Shared(Wrapped):
 
     def __init__(self, session: Session, weights: ArrayWeights) -> None:
         self._optimizer = weights.optimizer
-        self._model = FlatModel(session, weights.specs, weights, partial(Sliced, weights.optimizer), weights.place)
+        self._model = FlatModel(session, weights.specs, weights, partial(Sliced, weights.optimizer), weights.footprint)
         self._numbers = {name: number for number, name in enumerate(weights.arrays)}
 
     def produced(self, name: str, gradient: Any) -> None:
@@ -248,7 +256,7 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
         _let_go(session, weights)
         made = Shared(session, weights)
         return Handed((_read_only(arrays) if session.strategy.server_holds_weights else arrays, made))
-    serve_model(session, weights.specs, weights, partial(Sliced, rule), weights.place)
+    serve_model(session, weights.specs, weights, partial(Sliced, rule), weights.footprint)
     return None
 
 
@@ -273,7 +281,7 @@ def _let_go(session: Session, weights: ArrayWeights) -> None:
             arrays = mine + list(theirs.arrays.values())
             if any(one < len(mine) <= two or two < len(mine) <= one for one, two in overlapping(arrays)):
                 made.let_go()
-                weights.place = theirs.place
+                weights.footprint = theirs.footprint
 
 
 def _read_only(arrays: Arrays) -> dict[str, Array]:

@@ -124,7 +124,7 @@ class Owner:
             raise ProtocolError(
                 f"the update with the values that {who} pushed fails ({type(error).__name__}: {error}): do all"
                 " processes have the same optimizer with the same groups?",
-                rank=self._session.member.number(action.worker),
+                rank=-1 if action.worker == ALL else self._session.member.number(action.worker),
             ) from error
 
 

@@ -93,7 +93,8 @@ class Ending:
             return PeerLeft(f"{here}: {error}: {self._name(error.rank)} {why}", rank=error.rank, host=error.host)
         explained: Exception = error
         if isinstance(error, ProtocolError):
-            text = f"{here}: {error} (that is {self._name(error.rank)})"
+            culprit = f" (that is {self._name(error.rank)})" if error.rank >= 0 else ""  # or nobody's alone
+            text = f"{here}: {error}{culprit}"
             explained = ProtocolError(text, rank=error.rank, host=error.host)
         if not isinstance(error, SynclineError):
             explained = SynclineError(f"{here}: {type(error).__name__} in the progress thread: {error}")
