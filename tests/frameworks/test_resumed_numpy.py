@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from syncline.errors import UsageError
 from syncline.frameworks.numpy import adapt
 from syncline.session.session import Session
 
@@ -63,3 +64,23 @@ def test_one_workers_state_leaves_nothing_of_the_steps_before(group: Any, strate
     late = group(strategy, 2, partial(go_on, state=state, given_up=given_up))
     for wanted, found in zip(fresh, late, strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 2), (2, 1)])
+def test_what_was_left_open_may_be_another_thing_after(group: Any, before: int, after: int) -> None:
+    """Neither the transport nor an algorithm that nobody has asked for belongs to what is resumed."""
+    state = group("auto", before, save)[0]
+    elsewhere = state | {"strategy": state["strategy"].replace("transport=inproc", "") + " transport=tcp"}
+    wanted = group("ring", before, partial(go_on, state=group("ring", before, save)[0], given_up=0))
+    for one in (state, elsewhere):
+        for found in group("auto", after, partial(go_on, state=one, given_up=0)):
+            np.testing.assert_allclose(found, wanted[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("change", ["sync=local(steps=2)", "codec=int8", "ps(servers=1)"])
+def test_what_was_asked_for_has_to_be_the_same(group: Any, change: str) -> None:
+    state = group("auto", 2, save)[0]
+    with pytest.raises(UsageError, match=r"this state is of a run with '.*give syncline.init"):
+        group("auto", 2, partial(go_on, state=state | {"strategy": change}, given_up=0))
+    with pytest.raises(UsageError, match="this state is of a run with 'tree"):
+        group("ring", 2, partial(go_on, state=state | {"strategy": "tree"}, given_up=0))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from ..serving.records import Elements, Record, State, pack, states_of, unpack
 from ..serving.shard import WEIGHTS
 from ..session.session import Session
 from ..strategy.choice import Choice
+from ..strategy.strategy import Strategy
 from ._agreed import AgreedWeights
 from ._flat import Array, FlatModel, Weights
 
@@ -74,9 +76,10 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
     """
     model.check_between("load_state_dict()")
     session, worker = model.session, model.worker
-    if state["strategy"] != str(session.strategy) and worker is None and session.resume_codec(state["strategy"]):
+    before = _as_here(state["strategy"], session)
+    if before != str(session.strategy) and worker is None and session.resume_codec(before):
         model.compress()
-    if state["strategy"] != str(session.strategy):
+    if before != str(session.strategy):
         raise UsageError(
             f"this state is of a run with {state['strategy']!r}, this run has {str(session.strategy)!r}: give"
             " syncline.init() the former"
@@ -105,6 +108,17 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
         _load_owners(model, state, arrays, states)
     if model.agreed is not None:
         _load_agreed(model, model.agreed, state)
+
+
+def _as_here(text: str, session: Session) -> str:
+    """The strategy of a run before with this one's transport, and architecture too where that was left open.
+
+    Neither is what is computed: both are chosen by who takes part, and where.
+    """
+    before = replace(Strategy.parse(text), transport=session.strategy.transport)
+    if session.left_open and not before.server_holds_weights:
+        before = replace(before, architecture=session.strategy.architecture)
+    return str(before)
 
 
 def _load_agreed(model: FlatModel, agreed: AgreedWeights, state: Mapping[str, Any]) -> None:

@@ -54,12 +54,15 @@ def in_process(
     group = Group(workers, chosen.servers, nodes)
     told = [*observers, *[None] * group.processes][: group.processes]
     if group.processes == 1:
-        return [Session(chosen, group, 0, None, observer=told[0])]
+        sessions = [Session(chosen, group, 0, None, observer=told[0])]
+        sessions[0].left_open = asked.architecture == AUTO
+        return sessions
     hub = Hub(group.processes)
     sessions = [
         Session(chosen, group, index, hub.transport(index), observer=observer) for index, observer in enumerate(told)
     ]
     for session in sessions:
+        session.left_open = asked.architecture == AUTO
         session.chooses_schedule = schedule_choice.is_wanted(asked, workers)
         session.ending.neighbours = [other.ending for other in sessions if other is not session]
     return sessions
@@ -70,6 +73,7 @@ def alone(strategy: Strategy, recording: SessionSpans | None = None) -> Session:
     group = Group(1)
     observer = None if recording is None else recording.file
     session = Session(strategy.resolve(group), group, 0, None, observer=observer)
+    session.left_open = strategy.architecture == AUTO
     if recording is not None:
         recording.attach(session)
     return session
@@ -103,6 +107,7 @@ def connect_session(
         formed = _form(strategy, joined, run, listen_address(environment, interface), timeout, traced)
     observer = None if recording is None else recording.file
     session = _begin(formed, environment, workers, strategy.servers, liveness_s, limit_s, observer)
+    session.left_open = strategy.architecture == AUTO
     with _ending(session):
         _tune(session, strategy)
         if recording is not None:

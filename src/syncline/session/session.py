@@ -93,6 +93,8 @@ class Session(Communicator):
         self.group = group
         self.choice: Choice | None = None
         self.chose_codec, self.reason = False, ""  # whether a codec was chosen by measuring, and why
+        self.left_open = False
+        """Whether the run was begun with ``architecture=auto``: what it is depends on who takes part."""
         self.chooses_schedule = False
         """Whether schedules are chosen by measuring, of each model its own."""
         self.schedules: dict[int, tuple[Strategy, str]] = {}
@@ -119,6 +121,7 @@ class Session(Communicator):
         made, member = cls.__new__(cls), member_within(world.member, ranks, number)
         made._begin(world.strategy, member.group, member, number)
         made.choice, made.chose_codec, made.reason = world.choice, world.chose_codec, world.reason
+        made.left_open = world.left_open
         made.chooses_schedule = world.chooses_schedule and len(ranks) > 1
         made.family = world.family
         made.family.append(made)
