@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.errors import ClosedError, GradientError, ProtocolError, SynclineError, UsageError
+from syncline.errors import ClosedError, GradientError, MismatchError, ProtocolError, SynclineError, UsageError
 from syncline.frameworks.numpy import adapt
 from syncline.session.session import Session
 
@@ -232,3 +232,17 @@ def test_a_rule_that_fails_at_an_owner_is_the_fault_of_no_rank(group: Any) -> No
     with pytest.raises(ProtocolError, match=r"all workers have pushed fails \(FloatingPointError: mine\)") as caught:
         group("ps(servers=2, on=workers)", 2, body)
     assert caught.value.rank == -1
+
+
+def with_rates_of_their_own(session: Session) -> Any:
+    weights, optimizer = prepare(session, {"a": np.ones(4)}, OfTheClass())
+    optimizer.lr = 0.25 * (1 + session.rank)
+    optimizer.step({"a": np.ones(4)})
+    return weights["a"]
+
+
+def test_values_that_differ_part_replicas_under_an_allreduce_and_are_refused_by_owners(group: Any) -> None:
+    one, other = group("ring", 2, with_rates_of_their_own)
+    assert (one[0], other[0]) == (0.75, 0.5)
+    with pytest.raises(MismatchError):
+        group("ps(servers=2, on=workers)", 2, with_rates_of_their_own)

@@ -1,9 +1,9 @@
 """Checkpoints of models whose weights are flat arrays: everything that a resumed run needs, as plain values and arrays.
 
-One dictionary, the same on all workers, which NumPy or pickle can keep: weights and what the optimizer keeps of each,
-by name; the step; what a codec has not sent yet; where owners hold the weights, theirs; where workers train by
-themselves, what they agreed on, and each worker's own. It resumes under as many workers, or more, or fewer: what each
-of them had is shared out, or their mean.
+One dictionary, the same on all workers (but for the step, where each makes its own), which NumPy or pickle can keep:
+weights and what the optimizer keeps of each, by name; the step; what a codec has not sent yet; where owners hold the
+weights, theirs; where workers train by themselves, what they agreed on, and each worker's own. It resumes under as
+many workers, or more, or fewer: what each of them had is shared out, or their mean.
 """
 
 from __future__ import annotations
