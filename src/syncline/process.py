@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ class Process:
         self.prepared: list[Prepared] = []
         """The models of PyTorch that are part of the run, with their optimizers."""
         self._of_torch: dict[tuple[int, ...], WorkerGroup] = {}  # by ranks
+        self._founding = threading.Lock()  # held while one of them is made: two threads may give it first
         self._point: MeetingPoint | None = None
         self._variables = Variables()
         self._inits = 0
@@ -79,9 +81,10 @@ class Process:
         from .frameworks.torch.meshes import ranks_of
 
         ranks = ranks_of(here, group)
-        if ranks not in self._of_torch:
-            self._of_torch[ranks] = found_group(here, ranks)
-        return self._of_torch[ranks].session
+        with self._founding:
+            if ranks not in self._of_torch:
+                self._of_torch[ranks] = found_group(here, ranks)
+            return self._of_torch[ranks].session
 
     def begin(
         self,

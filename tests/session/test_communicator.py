@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -110,12 +110,28 @@ def test_groups_that_only_some_have_made_do_not_get_into_the_way_of_later_ones(g
 
 
 def test_two_groups_are_made_one_after_the_other(group: Any) -> None:
-    def body(session: Session) -> None:
-        with session.member.splitting, pytest.raises(UsageError, match="another thread of this process makes a group"):
-            session.split([0])
-        assert session.split([0, 1]) is not None
+    """A thread waits for the one that makes a group, whichever way it makes its own."""
 
-    group("ring", 2, body)
+    def body(session: Session) -> Any:
+        with ThreadPoolExecutor(1) as threads:
+            with session.member.splitting:
+                made = threads.submit(session.split, [0, 1])
+                assert not wait([made], timeout=0.05).done
+            first = made.result()
+            with session.member.splitting:
+                made = threads.submit(session.found, [0, 1], "another")
+                assert not wait([made], timeout=0.05).done
+            return [one.gather(b"") for one in (first, made.result()) if one is not None]
+
+    assert group("ring", 2, body) == [[[b"", b""]] * 2] * 2
+
+
+def test_sizes_that_differ_are_named(group: Any) -> None:
+    def body(session: Session) -> None:
+        session.allreduce(np.zeros(3 + session.rank, np.float32 if session.rank else np.float64))
+
+    with pytest.raises(MismatchError, match=r"rank 1 is at allreduce \(call 1, 4 elements of float32\) while rank 0"):
+        group("tree transport=inproc", 2, body)
 
 
 def test_a_group_has_ranks_and_an_order_of_its_own(group: Any) -> None:

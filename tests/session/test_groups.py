@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -240,6 +240,46 @@ def test_a_process_is_in_so_many_groups_at_a_time(group: Any) -> None:
     group("ring", 2, body)
 
 
+def test_a_group_does_not_end_while_another_thread_is_in_it(group: Any) -> None:
+    begun = threading.Barrier(2)
+
+    def body(session: Session) -> Any:
+        one = new_group(session, [0, 1])
+        with ThreadPoolExecutor(1) as threads:
+            if session.rank == 0:
+                call = threads.submit(one.session.gather, b"0")
+                while not one.session.is_busy:
+                    assert not wait([call], timeout=0.01).done
+                with pytest.raises(UsageError, match="another thread of this process is in a call of the <group of"):
+                    one.end()
+                begun.wait(30)
+                found = call.result()
+            else:
+                begun.wait(30)
+                found = one.session.gather(b"1")
+        one.session.barrier()  # which has not ended
+        one.end()
+        return found
+
+    assert group("ring", 2, body) == [[b"0", b"1"]] * 2
+
+
+def test_what_counts_processes_otherwise_is_not_passed_on(group: Any) -> None:
+    """Keys and ranks of the run would be those of other groups."""
+
+    def body(session: Session) -> None:
+        here = new_group(session, [1, 2])
+        if here.rank < 0:
+            return
+        for part, name in ((here.session.engine, "absent"), (here.session.engine, "run_kept"),
+                           (here.session.engine, "abandon"), (here.session.member, "on_peer_failure"),
+                           (here.session.ending, "find_culprit")):  # fmt: skip
+            with pytest.raises(AttributeError, match=f"{name} of .* is nothing in a group of workers"):
+                getattr(part, name)
+
+    group("ring", 3, body)
+
+
 def test_groups_end_with_their_run(group: Any) -> None:
     made: dict[int, WorkerGroup] = {}
 
@@ -338,7 +378,8 @@ def test_a_mismatch_in_a_group_names_ranks_by_their_number_in_the_run(group: Any
         if one.rank >= 0:
             one.session.allreduce(np.zeros(3 if session.rank == 3 else 4))
 
-    with pytest.raises(MismatchError, match=r"rank [13] is at allreduce .* while rank [13] is at allreduce"):
+    sizes = r"group of ranks 1, 3: rank [13] is at allreduce \(call 1, [34] elements of float64\) while rank [13] is at"
+    with pytest.raises(MismatchError, match=sizes):
         group("ring", 4, body)
 
 
@@ -348,7 +389,7 @@ def test_one_that_does_not_come_to_a_call_of_a_group_is_named_by_its_number_in_t
     def body(session: Session) -> None:
         one = new_group(session, [1, 2])
         if session.rank == 1:
-            with pytest.raises(PeerTimeout, match=r"barrier: not reached within 0\.3 s by rank 2"):
+            with pytest.raises(PeerTimeout, match=r"^group of ranks 1-2: barrier: not reached within 0\.3 s by rank 2"):
                 one.session.barrier(timeout=0.3)
             waited.set()
         else:

@@ -8,9 +8,11 @@ knows frameworks: what is averaged are arrays.
 
 from __future__ import annotations
 
+import contextlib
 import operator
+import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -36,6 +38,7 @@ from .tickets import (
     BROADCAST,
     CALLS,
     CONSOLIDATE,
+    ELEMENT_TYPES,
     GATHER,
     LAYOUT,
     SPLIT,
@@ -44,6 +47,7 @@ from .tickets import (
     WITH_TENSORS,
     Meeting,
     Ticket,
+    sized,
     ticket_table,
 )
 
@@ -80,6 +84,7 @@ class Communicator:
         self._calls = 0
         self._next_key = 0
         self._holders: dict[int, Work] = {}
+        self._inside: list[int] = []  # the threads that are in a call
 
     @property
     def index(self) -> int:
@@ -231,7 +236,7 @@ class Communicator:
         """The error for processes that have not come in time, told to all."""
         names = ", ".join(self.member.name(index) for index in missing)
         late = PeerTimeout(
-            f"{label}: not reached within {timeout:.1f} s by {names}", rank=missing[0] if missing else -1
+            f"{self._titled(label)}: not reached within {timeout:.1f} s by {names}", rank=missing[0] if missing else -1
         )
         self.member.fail(late)
         return late
@@ -242,7 +247,32 @@ class Communicator:
         Servers, for which nobody waits, pass.
         """
         if self.is_worker:
-            self.agree(BARRIER, timeout=timeout)
+            with self._marked():
+                self.agree(BARRIER, timeout=timeout)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another thread of this process is in a call."""
+        return any(thread != threading.get_ident() for thread in list(self._inside))
+
+    @contextlib.contextmanager
+    def _marked(self) -> Iterator[None]:
+        """Inside this thread is in a call."""
+        self._inside.append(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._inside.remove(threading.get_ident())
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """Inside there are several exchanges, between which a signal's exception leaves the others without us."""
+        with self._marked():
+            try:
+                yield
+            except BaseException as error:
+                self.member.interrupted(error)
+                raise
 
     def allreduce(self, array: Array, average: bool = True) -> None:
         """Replace ``array`` (one-dimensional, contiguous) by the workers' mean, or sum, in place."""
@@ -250,35 +280,26 @@ class Communicator:
             raise UsageError(f"allreduce cannot sum elements of type {array.dtype}")
         if average and array.dtype.kind in "iu":
             raise UsageError(f"the mean of {array.dtype} is not one: use op='sum'")
-        try:
-            self.agree(ALLREDUCE, _fingerprint(array, average))
+        with self._call():
+            self.agree(ALLREDUCE, _fingerprint(array, average), flags=_sized(array))
             if self.world_size > 1:
                 self.run(self.allreduce_program(array.nbytes), array, "allreduce")
             if average:
                 np.divide(array, array.dtype.type(self.world_size), out=array)
-        except BaseException as error:
-            self.member.interrupted(error)
-            raise
 
     def broadcast(self, array: Array, root: int = 0) -> None:
         """Replace ``array`` on every worker by that of ``root``."""
         if not 0 <= root < self.world_size:
             raise UsageError(f"there is no rank {root} in a world of {self.world_size}")
-        try:
-            self.agree(BROADCAST, _fingerprint(array, root))
+        with self._call():
+            self.agree(BROADCAST, _fingerprint(array, root), flags=_sized(array))
             if self.world_size > 1:
                 self.run(self.broadcast_program(root), array, "broadcast")
-        except BaseException as error:
-            self.member.interrupted(error)
-            raise
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every worker's bytes, in rank order, on every worker."""
-        try:
+        with self._call():
             return self._gather(data)
-        except BaseException as error:
-            self.member.interrupted(error)
-            raise
 
     def _gather(self, data: bytes) -> list[bytes]:
         self.agree(GATHER)
@@ -297,16 +318,13 @@ class Communicator:
     def tell_all(self, data: bytes, root: int = 0) -> bytes:
         """The bytes of ``root`` on every worker; what others give does not count."""
         size = np.array([len(data)], np.int64)
-        try:
+        with self._call():
             self.broadcast(size, root)
             body = np.zeros(int(size[0]), np.uint8)
             if self.rank == root:
                 body[:] = np.frombuffer(data, np.uint8)
             self.broadcast(body, root)
             return body.tobytes()
-        except BaseException as error:
-            self.member.interrupted(error)
-            raise
 
     def run(self, program: Program | Collective, array: Array, label: str) -> None:
         """Run a plan, or a library's collective, over the workers' arrays, at the same point of their scripts."""
@@ -347,9 +365,15 @@ class Communicator:
             hint = "let every rank make the same groups in the same order, also those that it is not in"
         elif LAYOUT in kinds:
             hint = "do all ranks load a checkpoint at the same place, and the same one?"
-        error = MismatchError(f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}; {hint}")
+        error = MismatchError(
+            self._titled(f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}; {hint}")
+        )
         self.member.fail(error)
         return error
+
+    def _titled(self, text: str) -> str:
+        """A message that says of which group it is, where that is not all workers."""
+        return f"{self.member.title}: {text}" if self.member.title else text
 
     def _program(self, algorithm: str) -> Program:
         return compiled(among(planned(algorithm, Group(self.world_size)), self.ranks), self.index)
@@ -411,6 +435,12 @@ def broadcast_plan(world: int, root: int) -> Plan:
 def among(plan: Plan, ranks: tuple[int, ...]) -> Plan:
     """A plan between the processes ``ranks``."""
     return plan if ranks == tuple(range(plan.world)) else plan.among(ranks)
+
+
+def _sized(array: Array) -> int:
+    """What a ticket says of an array, for messages."""
+    name = array.dtype.name
+    return sized(array.size, name if name in ELEMENT_TYPES else ELEMENT_TYPES[-1])
 
 
 def _fingerprint(array: Array, extra: int) -> int:

@@ -63,7 +63,8 @@ class WorkerGroup:
         """End it, on all of its ranks, which wait for each other; elsewhere nothing happens.
 
         A group of the same ranks that is made later may then take up its number. Raises UsageError where models were
-        prepared in it, or samplers made that share a pool: they hold on to it until ``syncline.shutdown()``.
+        prepared in it, or samplers made that share a pool: they hold on to it until ``syncline.shutdown()``; and
+        while another thread is in a call of it.
         """
         if self._session is None or self._ended:
             self._ended = True
@@ -73,8 +74,15 @@ class WorkerGroup:
             raise UsageError(
                 f"models, or samplers, were made with the {self!r}, which therefore ends with syncline.shutdown()"
             )
-        here.barrier()
-        self._ended = True
+        self._ended = True  # for other threads from now on
+        if here.is_busy:
+            self._ended = False
+            raise UsageError(f"another thread of this process is in a call of the {self!r}: end it when all are over")
+        try:
+            here.barrier()
+        except BaseException:
+            self._ended = False
+            raise
         here.family.remove(here)
         self._world.numbers.give_back(self.ranks, self._number)
 

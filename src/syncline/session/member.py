@@ -45,6 +45,7 @@ class Member:
         self.given_back: dict[tuple[int, ...], list[int]] = {}
         """Numbers of groups that have ended, by the processes that were in them, who alone may use them again."""
         self.splitting = threading.Lock()
+        """Held while a group's number is agreed on."""
         self.before_calls: dict[int, Callable[[], None]] = {}
         """What a model still has to do with the others before they come to another call, by its first key."""
         self.before_end: list[Callable[[], None]] = []
@@ -65,6 +66,11 @@ class Member:
                 observer=observer,
             )
             ending.answer = self._engine.answer
+
+    @property
+    def title(self) -> str:
+        """How messages call the group of processes, where these are some of the run's (``within``)."""
+        return ""
 
     @property
     def alone(self) -> bool:

@@ -2,7 +2,8 @@
 
 Each process counts the communicators that it is in. A new number is larger than all that the ranks of the group have
 used, so that groups which share a process have different ones, and others may have the same. Either all ranks make a
-group together, and find out who makes another one, or its own ranks do without the others.
+group together, and find out who makes another one, or its own ranks do without the others. Threads of a process make
+groups one after the other.
 """
 
 from __future__ import annotations
@@ -43,26 +44,27 @@ class Numbers:
         back (``give_back``). MismatchError names ranks that make another group, PeerTimeout those that do not come.
         """
         member = self._member
-        if not member.splitting.acquire(blocking=False):
-            raise UsageError("another thread of this process makes a group at the same time: make one after the other")
         try:
-            processes = tuple(self._ranks[rank] for rank in chosen)
-            free = member.given_back.get(processes, [])
-            asked = making(chosen, member.communicators, free[-1] if free else 0)
-            tickets = self._agree(SPLIT, zlib.crc32(str(chosen).encode()), timeout, asked)
-            numbers = [numbers_of(tickets[rank]) for rank in chosen]
-            number, again = max(new for new, _ in numbers), {old for _, old in numbers}
-            if len(again) == 1 and 0 not in again:
-                return free.pop() if member.index in processes else again.pop()
-            _check(number)
-            if member.index in processes:
-                member.communicators = number + 1
-            return number
+            with member.splitting:
+                return self._agree_on(chosen, timeout)
         except BaseException as error:
             member.interrupted(error)
             raise
-        finally:
-            member.splitting.release()
+
+    def _agree_on(self, chosen: tuple[int, ...], timeout: float | None) -> int:
+        member = self._member
+        processes = tuple(self._ranks[rank] for rank in chosen)
+        free = member.given_back.get(processes, [])
+        asked = making(chosen, member.communicators, free[-1] if free else 0)
+        tickets = self._agree(SPLIT, zlib.crc32(str(chosen).encode()), timeout, asked)
+        numbers = [numbers_of(tickets[rank]) for rank in chosen]
+        number, again = max(new for new, _ in numbers), {old for _, old in numbers}
+        if len(again) == 1 and 0 not in again:
+            return free.pop() if member.index in processes else again.pop()
+        _check(number)
+        if member.index in processes:
+            member.communicators = number + 1
+        return number
 
     def agree_within(self, chosen: tuple[int, ...], name: str, timeout: float | None = None) -> int:
         """The number of a group that these ranks make without the others.

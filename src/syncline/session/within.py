@@ -39,20 +39,34 @@ BLOCK_BITS = 23
 GROUPS = KEYS >> BLOCK_BITS
 """Numbers of groups are below this one, and above 0."""
 
+_OF_ENGINE = {"allocate", "allow", "check_not_driving", "doing", "fail", "fulfil", "interrupted", "observer", "room"}
+_OF_ENGINE |= {"transport"}
+_OF_ENDING = {"explain"}
+_OF_MEMBER = {"before_end", "call_at_end", "check_usable", "fail", "forked", "given_back", "interrupted", "local_rank"}
+_OF_MEMBER |= {"observer", "splitting", "usable"}
+"""What means the same in a group as in the run. All else has to be translated, and is not there until it is."""
+
 _OF_MESSAGES, _NUMBER_BIT = 5 << 61, 54
 """Tags of single messages have the highest bit alone of the first three; the group's number is put into bits 54 on."""
+
+
+def _shared(of: object, name: str, shared: Collection[str]) -> Any:
+    """What is the run's, of what is ``shared``; raises AttributeError for what counts processes, or keys, otherwise."""
+    if name not in shared:
+        raise AttributeError(f"{name} of {type(of).__name__} is nothing in a group of workers: use that of all")
+    return getattr(of, name)
 
 
 class EngineWithin:
     """What the processes ``ranks`` of a run, as group ``number``, use of the engine of one of them.
 
-    Peers are positions in ``ranks``. All that is not here is the engine's.
+    Peers are positions in ``ranks``. What is neither here nor among what is shared is not to be had in a group.
     """
 
     def __init__(self, of: Engine, ranks: tuple[int, ...], index: int, number: int) -> None:
         self._of, self._ranks, self._index = of, ranks, index
         self._first_key, self._tag = number << BLOCK_BITS, number << _NUMBER_BIT
-        self.title = f"group of {ranks_text(ranks)}"
+        self.title = title_of(ranks)
         self._positions = {process: position for position, process in enumerate(ranks)}
         self._blocked_s: dict[int, float] = {}  # by thread
         self._uncounted: set[int] = set()
@@ -60,7 +74,7 @@ class EngineWithin:
         self._counting = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._of, name)
+        return _shared(self._of, name, _OF_ENGINE)
 
     # What is handed over.
 
@@ -257,6 +271,11 @@ class EngineWithin:
         self._count(self._received, received)
 
 
+def title_of(ranks: Sequence[int]) -> str:
+    """How messages and timelines call a group of these processes."""
+    return f"group of {ranks_text(ranks)}"
+
+
 @lru_cache(maxsize=256)
 def _translated(plan: Plan, ranks: tuple[int, ...], index: int) -> Program:
     """A process's part in the plan of a group, in the run."""
@@ -274,13 +293,13 @@ def _shares(plan: Plan, process: int) -> tuple[Mapping[int, float], Mapping[int,
 
 
 class EndingWithin:
-    """How the run ends, seen from a group: who of it has left. All that is not here is the run's."""
+    """How the run ends, seen from a group: who of it has left, and what is shared."""
 
     def __init__(self, of: Ending, ranks: tuple[int, ...]) -> None:
         self._of, self._ranks = of, ranks
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._of, name)
+        return _shared(self._of, name, _OF_ENDING)
 
     def left_already(self) -> frozenset[int]:
         """The processes of the group that have said goodbye, as far as that is known here."""
@@ -289,20 +308,21 @@ class EndingWithin:
 
 
 class MemberWithin:
-    """Process ``index`` of the group of the processes ``ranks`` of a run. All that is not here is the member's."""
+    """Process ``index`` of the group of the processes ``ranks`` of a run: what is here, and what is shared."""
 
     def __init__(self, of: Member, ranks: Sequence[int], number: int) -> None:
         self._of, self.ranks = of, tuple(ranks)
         self.index = self.ranks.index(of.index)
         nodes = of.group.nodes
         self.group = Group(len(self.ranks), nodes=tuple(nodes[rank] for rank in self.ranks) if nodes else ())
+        self.title = title_of(self.ranks)
         self.ending = cast(Ending, EndingWithin(of.ending, self.ranks))
         self.before_calls: dict[int, Callable[[], None]] = {}
         """As the member's, of models that were prepared in the group."""
         self._engine = None if len(self.ranks) == 1 else EngineWithin(of.engine, self.ranks, self.index, number)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._of, name)
+        return _shared(self._of, name, _OF_MEMBER)
 
     @property
     def communicators(self) -> int:

@@ -30,7 +30,7 @@ def ranks_of(session: Session, group: Any) -> tuple[int, ...]:
             )
         found = [int(rank) for rank in group.mesh.tolist()]
     elif isinstance(group, dist.ProcessGroup):
-        found = [int(rank) for rank in dist.get_process_group_ranks(group)]
+        found = _ranks_of_group(group)
     else:
         raise UsageError(
             "group= takes what syncline.new_group() gives, one dimension of a DeviceMesh, or a ProcessGroup, not"
@@ -45,3 +45,13 @@ def ranks_of(session: Session, group: Any) -> tuple[int, ...]:
     if session.rank not in found:
         raise UsageError(f"{session.name(session.rank)} is not in this group, of ranks {', '.join(map(str, found))}")
     return tuple(sorted(found))
+
+
+def _ranks_of_group(group: dist.ProcessGroup) -> list[int]:
+    try:
+        return [int(rank) for rank in dist.get_process_group_ranks(group)]
+    except (KeyError, ValueError) as error:  # as torch says that it no longer has it
+        raise UsageError(
+            "group= is a ProcessGroup that was destroyed: give syncline.new_group(ranks), which lives as long as the"
+            " run, or destroy it when all that takes it is over"
+        ) from error
