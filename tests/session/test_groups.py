@@ -234,10 +234,28 @@ def test_a_process_is_in_so_many_groups_at_a_time(group: Any) -> None:
     def body(session: Session) -> None:
         made = [new_group(session, [0, 1]) for _ in range(GROUPS - 1)]
         assert all_calls(made[-1].session, session.rank) == wanted((0, 1))
-        with pytest.raises(UsageError, match=f"in up to {GROUPS - 1} groups in a run: make groups once and keep them"):
+        says = (
+            rf"the group of ranks 0-1 would be number {GROUPS}, and {GROUPS - 1} is the last: .* make groups once and"
+        )
+        with pytest.raises(UsageError, match=says):
             new_group(session, [0, 1])
 
     group("ring", 2, body)
+
+
+def test_groups_that_share_workers_each_with_the_next_use_up_numbers_together(group: Any) -> None:
+    """Whoever shares nobody with them has others."""
+
+    def body(session: Session) -> Any:
+        made = [new_group(session, sorted({i % 3, (i + 1) % 3})) for i in range(GROUPS - 1)]
+        with pytest.raises(UsageError, match="those which share workers, each with the next, use up numbers together"):
+            new_group(session, [0, 1])
+        apart = new_group(session, [3, 4])
+        return sum(one.rank >= 0 for one in made), apart.rank
+
+    found = group("ring", 5, body)
+    assert [rank for _, rank in found] == [-1, -1, -1, 0, 1]
+    assert max(count for count, _ in found) < GROUPS - 30
 
 
 def test_a_group_does_not_end_while_another_thread_is_in_it(group: Any) -> None:

@@ -106,8 +106,10 @@ def found_group(world: Session, ranks: Sequence[int]) -> WorkerGroup:
 def _numbered(world: Session, ranks: tuple[int, ...], number: int) -> WorkerGroup:
     if number >= GROUPS:
         raise UsageError(
-            f"a process can be in up to {GROUPS - 1} groups in a run: make groups once and keep them, or end() those"
-            " that are needed no longer, whose numbers groups of the same ranks take up"
+            f"the group of {ranks_text(ranks)} would be number {number}, and {GROUPS - 1} is the last: a group is"
+            " numbered above all that its ranks have been in, so that those which share workers, each with the next,"
+            " use up numbers together; make groups once and keep them, or end() those that are needed no longer, whose"
+            " numbers groups of the same ranks take up"
         )
     made = WorkerGroup(world, ranks, number)
     if made.rank >= 0:
