@@ -288,6 +288,20 @@ def test_models_that_differ_within_a_group_are_named(group: Any) -> None:
         group("ring", 3, body)
 
 
+def test_a_fault_of_a_model_says_of_which_group_it_is(group: Any) -> None:
+    def body(session: Session) -> None:
+        one = new_group(session, [1, 2])
+        if one.rank < 0:
+            return
+        model = torch.nn.Linear(3, 1)
+        made = prepare(one.session, model, torch.optim.SGD([*model.parameters(), torch.ones(1, requires_grad=True)]))
+        assert made is not None
+        made.model(torch.ones(1, 3)).sum().backward()
+
+    with pytest.raises(GradientError, match=r"^group of ranks 1-2: rank [12]: the optimizer holds a tensor of shape"):
+        group("ring", 3, body)
+
+
 def test_a_worker_that_leaves_its_group_in_the_middle_is_named(group: Any) -> None:
     """By its number in the run, on the workers of its group and on all others."""
 

@@ -236,7 +236,7 @@ class Communicator:
         """The error for processes that have not come in time, told to all."""
         names = ", ".join(self.member.name(index) for index in missing)
         late = PeerTimeout(
-            f"{self._titled(label)}: not reached within {timeout:.1f} s by {names}", rank=missing[0] if missing else -1
+            f"{self.titled(label)}: not reached within {timeout:.1f} s by {names}", rank=missing[0] if missing else -1
         )
         self.member.fail(late)
         return late
@@ -366,12 +366,12 @@ class Communicator:
         elif LAYOUT in kinds:
             hint = "do all ranks load a checkpoint at the same place, and the same one?"
         error = MismatchError(
-            self._titled(f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}; {hint}")
+            self.titled(f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}; {hint}")
         )
         self.member.fail(error)
         return error
 
-    def _titled(self, text: str) -> str:
+    def titled(self, text: str) -> str:
         """A message that says of which group it is, where that is not all workers."""
         return f"{self.member.title}: {text}" if self.member.title else text
 
