@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from syncline.errors import GradientError, MismatchError, UsageError
 from syncline.frameworks.numpy import adapt
+from syncline.frameworks.torch import adapt as adapt_module
 from syncline.session.session import Session
 
 OPTIONS = {"unused": "error", "weight": 1, "ignore": (), "broadcast_buffers": True}
@@ -122,3 +124,24 @@ def test_a_group_takes_them_over(group: Any) -> None:
         np.testing.assert_allclose(arrays["a"], 4.85)
 
     group("ring", 2, body)
+
+
+def test_a_model_of_pytorch_trains_beside(group: Any) -> None:
+    """It looks at all models of the run, those that are arrays too."""
+
+    def body(session: Session) -> Any:
+        arrays = {"a": np.zeros(3)}
+        ours, model = prepare(session, arrays), torch.nn.Linear(2, 1, bias=False)
+        theirs = torch.optim.SGD(model.parameters(), lr=0.1)
+        adapt_module(session, model, theirs, OPTIONS)
+        for _ in range(2):
+            theirs.zero_grad()
+            (model(torch.ones(1, 2)) * (1 + session.rank)).sum().backward()
+            theirs.step()
+            ours.step({"a": np.ones(3)})
+        return arrays["a"], model.weight.detach().numpy()
+
+    (one, weight), (other, same) = group("ring", 2, body)
+    np.testing.assert_allclose(one, -0.2)
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(weight, same)

@@ -67,9 +67,10 @@ def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
         )
 
 
-def foreign_to(models: Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What the optimizer holds that is a parameter of none of the models."""
-    known = {id(parameter) for model in models for parameter in model.parameters()}
+def foreign_to(models: Iterable[object], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What the optimizer holds that is a parameter of none of the models, some of which may be another framework's."""
+    modules = [model for model in models if isinstance(model, torch.nn.Module)]
+    known = {id(parameter) for model in modules for parameter in model.parameters()}
     return [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in known]
 
 
