@@ -94,7 +94,7 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
         _go_on_alone(session, state)
         return
     others: list[Mapping[str, Any]]
-    if state["world_size"] == 1:
+    if state["world_size"] == 1 and not state["steps"]:  # those of a worker beside servers are there
         _warn_of_steps(session)
         others = [_of_one(state, models) for _, models in groups]
         state = _of_one(state, all_workers[1])
@@ -156,7 +156,7 @@ def _go_on_alone(session: Session, state: Mapping[str, Any]) -> None:
 
 
 def _check_strategy(session: Session, state: Mapping[str, Any]) -> None:
-    if state["strategy"] != str(session.strategy):
+    if session.as_here(state["strategy"]) != str(session.strategy):
         raise UsageError(f"this state is of a run with {state['strategy']!r}, this run has {str(session.strategy)!r}")
 
 

@@ -149,3 +149,18 @@ def test_one_worker_takes_up_what_several_have_saved(group: Any) -> None:
             checkpoint.load(session, [], {**state, "strategy": str(session.strategy)})
 
     group(strategy, 1, body)
+
+
+def test_what_carries_a_run_is_no_part_of_its_state(group: Any) -> None:
+    """Nor the architecture, where it was left open; what it computes is."""
+
+    def body(session: Session) -> None:
+        here = str(session.strategy)
+        assert session.as_here("ring transport=tcp") == here
+        assert session.as_here("tree") != here
+        session.left_open = True
+        assert session.as_here("tree transport=tcp") == here
+        for other in ("ring codec=int8", "ring sync=local(steps=2)", "ps(servers=1)"):
+            assert session.as_here(other) != here
+
+    group("ring", 2, body)

@@ -360,7 +360,7 @@ class FlatModel:
 
     def fault(self, text: str) -> GradientError:
         """An error of this rank that ends the run for all."""
-        error = GradientError(f"{self.session.name(self.session.index)}: {text}")
+        error = GradientError(self.session.titled(f"{self.session.name(self.session.index)}: {text}"))
         self.session.fail(error)
         return error
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from ..serving.records import Elements, Record, State, pack, states_of, unpack
 from ..serving.shard import WEIGHTS
 from ..session.session import Session
 from ..strategy.choice import Choice
-from ..strategy.strategy import Strategy
 from ._agreed import AgreedWeights
 from ._flat import Array, FlatModel, Weights
 
@@ -76,7 +74,7 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
     """
     model.check_between("load_state_dict()")
     session, worker = model.session, model.worker
-    before = _as_here(state["strategy"], session)
+    before = session.as_here(state["strategy"])
     if before != str(session.strategy) and worker is None and session.resume_codec(before):
         model.compress()
     if before != str(session.strategy):
@@ -108,17 +106,6 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
         _load_owners(model, state, arrays, states)
     if model.agreed is not None:
         _load_agreed(model, model.agreed, state)
-
-
-def _as_here(text: str, session: Session) -> str:
-    """The strategy of a run before with this one's transport, and architecture too where that was left open.
-
-    Neither is what is computed: both are chosen by who takes part, and where.
-    """
-    before = replace(Strategy.parse(text), transport=session.strategy.transport)
-    if session.left_open and not before.server_holds_weights:
-        before = replace(before, architecture=session.strategy.architecture)
-    return str(before)
 
 
 def _load_agreed(model: FlatModel, agreed: AgreedWeights, state: Mapping[str, Any]) -> None:

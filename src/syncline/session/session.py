@@ -151,6 +151,16 @@ class Session(Communicator):
                 f"codec={asked.codec.name} compresses between hosts only, and all ranks of the group are on one"
             )
 
+    def as_here(self, strategy: str) -> str:
+        """The strategy of a run before with this one's transport, and architecture too where that was left open.
+
+        Neither is what is computed: both are chosen by who takes part, and where.
+        """
+        before = replace(Strategy.parse(strategy), transport=self.strategy.transport)
+        if self.left_open and not before.server_holds_weights:
+            before = replace(before, architecture=self.strategy.architecture)
+        return str(before)
+
     def check_fit(self) -> None:
         """Raise UsageError where the strategy of the run cannot be that of models in this group of workers."""
         if self._unfit:
