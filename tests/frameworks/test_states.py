@@ -156,11 +156,11 @@ def test_what_carries_a_run_is_no_part_of_its_state(group: Any) -> None:
 
     def body(session: Session) -> None:
         here = str(session.strategy)
-        assert session.as_here("ring transport=tcp") == here
-        assert session.as_here("tree") != here
+        assert session.as_here("ring schedule=fixed transport=tcp") == here
+        assert session.as_here("tree schedule=fixed") != here
         session.left_open = True
-        assert session.as_here("tree transport=tcp") == here
-        for other in ("ring codec=int8", "ring sync=local(steps=2)", "ps(servers=1)"):
-            assert session.as_here(other) != here
+        assert session.as_here("tree schedule=fixed transport=tcp") == here
+        for other in ("codec=int8", "sync=local(steps=2)", "ps(servers=1)"):
+            assert session.as_here(f"{other} schedule=fixed") != here
 
     group("ring", 2, body)
