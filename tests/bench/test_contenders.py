@@ -57,7 +57,7 @@ def test_a_preset_is_its_strategy_under_its_name() -> None:
         ("ddp(buckets=5MiB)", "did you mean 'bucket'"),
         ("ddp(bucket=none)", "a number with a unit"),
         ("ddp(bucket=0)", "1 byte or more"),
-        ("ddp(hook=fp8)", "none or fp16 or bf16, got 'fp8'"),
+        ("ddp(hook=fp8)", "none or fp16 or bf16 or powersgd, got 'fp8'"),
         ("ddp(5MiB)", r"as in ddp\(bucket=5MiB\)"),
         ("ddp transport=tcp", "expected one name"),
         ("dpd", "did you mean the peer 'ddp'"),

@@ -288,12 +288,15 @@ def test_a_future_does_not_wait_for_one_that_was_asked_for_before(groups: Any) -
 
 def test_a_group_ends_though_nothing_comes_that_it_receives(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncline.engine.driver._FLUSH_S", 1e6)
+    together = threading.Barrier(3)  # one that has gone is gone for those that begin to receive from it
 
     def body(mine: SynclineGroup) -> None:
         for rank in {0, 1, 2} - {mine.rank()}:
             mine.recv([torch.zeros(3)], rank)
         mine.recv_anysource([torch.zeros(3)], 4)
+        together.wait(30)
         mine.shutdown()
+        together.wait(30)
         mine.us.shutdown()
 
     groups(body)
