@@ -113,10 +113,10 @@ class Exchanges:
 
     # Gradients as they are.
 
-    def _summed(self, plan: Plan, nbytes: float, resource: str = "port") -> list[Chain]:
+    def _summed(self, plan: Plan, nbytes: float) -> list[Chain]:
         load = self._plan_load(plan, nbytes)
         return [
-            [*self._moved(load, resource), Stage("cores", load.added_bytes * self.cluster.gamma_s_per_byte, ENGINE)],
+            [*self._moved(load), Stage("cores", load.added_bytes * self.cluster.gamma_s_per_byte, ENGINE)],
             [self._processor(load)],
         ]
 
@@ -162,12 +162,12 @@ class Exchanges:
         )
         return [chain for piece in pieces for chain in self._piece(piece, first_s, rest_s)]
 
-    def _piece(self, piece: Sketch, first_s: float, rest_s: float, resource: str = "port") -> list[Chain]:
+    def _piece(self, piece: Sketch, first_s: float, rest_s: float) -> list[Chain]:
         """One piece: what is computed before its messages, these, and what is computed after the first of them."""
         load = self._piece_load(piece)
         adding_s = load.added_bytes * self.cluster.gamma_s_per_byte
         return [
-            [Stage("cores", first_s, ENGINE), *self._moved(load, resource), Stage("cores", rest_s + adding_s, ENGINE)],
+            [Stage("cores", first_s, ENGINE), *self._moved(load), Stage("cores", rest_s + adding_s, ENGINE)],
             [self._processor(load)],
         ]
 
