@@ -83,7 +83,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
 
 
 def result_of(*runs: AccuracyRun) -> AccuracyResult:
-    return AccuracyResult("machine", 2, {"python": "3"}, "abc", True, "0", "now", "digits", 4, 12, 276, 64, runs)
+    origin = ("machine", 2, {"python": "3"}, "abc", True, "0", "now")
+    work = {"workload": "digits", "workers": 4, "epochs": 12, "iterations": 276, "batch": 64}
+    return AccuracyResult(*origin, **work, runs=runs)  # type: ignore[arg-type]
 
 
 def run_of(codec: str, seed: int, accuracy: float | None, feedback: bool = False, **more: Any) -> AccuracyRun:

@@ -92,7 +92,7 @@ def test_a_form_that_is_left_out_is_named(
 ) -> None:
     asked = request.request_of(workloads=["digits"], ranks=ranks, forms=[CONTIGUOUS, "layerwise:one"])
     assert asked.left_out == left_out
-    monkeypatch.setattr(command, "measure", lambda *_: GradientResult("here", 2, {}, None, None, "", ""))
+    monkeypatch.setattr(command, "measure", lambda *_: GradientResult("here", 2))
     out = io.StringIO()
     command.run(asked, console=Console(file=out, width=100))
     assert ("not measured with 1 rank, which exchanges nothing: layerwise:one" in out.getvalue()) is bool(left_out)
@@ -325,7 +325,7 @@ def test_wrong_rows_and_missing_ones_fail_the_verb_and_interrupts_leave_no_file(
     console = Console(file=io.StringIO(), width=100)
     rows = (GradientRow("toy", BARE, 2, 5, 350, 1400, 0, median_s=1.0, added_s=0.0, correct=True),)
     for row, status in ((rows[0], 0), (GradientRow("toy", BARE, 2, 5, 350, 1400, 0, correct=False, median_s=1.0), 1)):
-        result = GradientResult("here", 2, {}, None, None, "", "", (row,))
+        result = GradientResult("here", 2, rows=(row,))
         monkeypatch.setattr(command, "measure", lambda *_, result=result: result)
         assert command.run(asked, json_path=tmp_path / "rows.json", console=console) == status
 

@@ -42,7 +42,16 @@ def measured(strategy: str, workers: int, servers: int = 0, **changes: object) -
 
 def result_of(*rows: Row, cores: int = 2) -> Result:
     versions = {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.3.1", "syncline": "0.1.0"}
-    return Result("x86_64, a <processor>", cores, versions, "0" * 40, "digits", rows, epochs=12, started="2026-01-01")
+    return Result(
+        "x86_64, a <processor>",
+        cores,
+        versions,
+        "0" * 40,
+        workload="digits",
+        rows=rows,
+        epochs=12,
+        started="2026-01-01",
+    )
 
 
 @pytest.fixture(scope="session")

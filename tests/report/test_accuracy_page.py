@@ -31,8 +31,17 @@ def result() -> AccuracyResult:
     heights = {"single": (0.5, 0.54, 0.52), "ring": (0.51, 0.52, 0.53), "ps(servers=1)": (0.4, 0.41, 0.42)}
     runs = [run_of(name, seed, value) for name, values in heights.items() for seed, value in enumerate(values)]
     runs.append(run_of("direct codec=feedback(int8)", 0, 0.51))
-    origin = ("a <processor>", 2, {"torch": "2.13"}, "0" * 40, None, "1", "2026-01-01", "cifar10:/home/somebody")
-    return AccuracyResult(*origin, 4, None, 4000, 100, tuple(runs), reference="single")
+    origin = ("a <processor>", 2, {"torch": "2.13"}, "0" * 40, None, "1", "2026-01-01")
+    return AccuracyResult(
+        *origin,
+        workload="cifar10:/home/somebody",
+        workers=4,
+        epochs=None,
+        iterations=4000,
+        batch=100,
+        runs=tuple(runs),
+        reference="single",
+    )
 
 
 def test_every_strategy_has_its_figures(result: AccuracyResult) -> None:

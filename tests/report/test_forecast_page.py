@@ -21,7 +21,9 @@ def test_all_that_was_predicted_is_on_the_page(counts: tuple[int, ...], charts: 
     rows = tuple(row(name, count, 0.5 + 0.1 * count) for count in counts for name in ("ring", "tree"))
     constant = Stated("<net>", "between.beta", 1e-9, 5e-10, 2e-9, False, "assumed: <source>")
     made = {"machine": "a machine", "versions": {"numpy": "9.9"}, "commit": "c0ffee", "started": "2026-11-23T10:00"}
-    text = render(Prediction("layers", rows, (constant,), warnings=("Nothing was measured.",), **made))  # type: ignore[arg-type]
+    text = render(
+        Prediction(workload="layers", rows=rows, constants=(constant,), warnings=("Nothing was measured.",), **made)
+    )  # type: ignore[arg-type]
     assert text.count("<figure>") == charts
     for said in (
         "ring",

@@ -31,7 +31,7 @@ def result() -> GradientResult:
     forms = ((BARE, 0), (CONTIGUOUS, 2), ("copied:mul", 4), ("layerwise:all", 0))
     rows = [measured(form, passes, ranks) for ranks in (1, 2) for form, passes in forms]
     rows.append(replace(rows[-1], form="copied:cat", median_s=None, added_s=None, correct=None, error=ERROR))
-    return GradientResult("a <processor>", 2, {"torch": "2.13"}, "0" * 40, False, "1", "", tuple(rows))
+    return GradientResult("a <processor>", 2, {"torch": "2.13"}, "0" * 40, False, "1", rows=tuple(rows))
 
 
 def shown(result: GradientResult, width: int) -> str:

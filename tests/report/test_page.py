@@ -145,7 +145,7 @@ def test_the_bars_know_every_stage() -> None:
     ],
 )
 def test_results_with_little_or_much_in_them_make_a_page(rows: tuple[Row, ...]) -> None:
-    reader = read(page.render(Result("m", 1, {}, None, "digits", rows)))
+    reader = read(page.render(Result("m", 1, {}, None, workload="digits", rows=rows)))
     assert reader.links == []
 
 
@@ -157,7 +157,7 @@ def test_what_really_ran_is_said_where_it_differs(mixed: Result, reader: Reader)
 
 def test_axes_over_many_powers_of_ten_have_plain_labels() -> None:
     curve = tuple(Point(step, float(step), loss=10.0**-step) for step in range(6))
-    (chart,) = charts.all_charts(Result("m", 1, {}, None, "digits", (Row("single", 1, curve=curve),)))
+    (chart,) = charts.all_charts(Result("m", 1, {}, None, workload="digits", rows=(Row("single", 1, curve=curve),)))
     assert ">0.001<" in chart.svg
     assert "mathdefault" not in chart.svg
 
@@ -175,7 +175,7 @@ def test_replayed_rows_have_their_bound_and_no_curves_of_learning(mixed: Result)
 def test_figures_at_the_end_of_bars_stand_inside_the_chart() -> None:
     # The median iteration is far longer than the medians of its stages together.
     row = Row("ring", 2, iteration_s=1.0, forward_s=0.1)
-    (chart,) = charts.all_charts(Result("m", 1, {}, None, "digits", (row,)))
+    (chart,) = charts.all_charts(Result("m", 1, {}, None, workload="digits", rows=(row,)))
     assert ">1.00 s<" in chart.svg
     assert [key.label for key in chart.keys] == ["forward", "rest"]
 

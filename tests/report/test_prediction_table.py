@@ -17,7 +17,16 @@ CONSTANTS = {
 
 def result(*rows: CollectiveRow) -> CollectivePrediction:
     return CollectivePrediction(
-        "mine", "two hosts", "a paper", "2020", "switch", 1, CONSTANTS, assumed=["gamma"], notes=["A note."], rows=rows
+        network="mine",
+        about="two hosts",
+        source="a paper",
+        date="2020",
+        topology="switch",
+        ports_per_host=1,
+        constants=CONSTANTS,
+        assumed=["gamma"],
+        notes=["A note."],
+        rows=rows,
     )
 
 

@@ -69,8 +69,8 @@ results = st.builds(
     st.integers(1, 512),
     st.dictionaries(st.text(), st.text(), max_size=3),
     st.none() | st.text(),
-    st.text(),
-    st.lists(rows, max_size=3).map(tuple),
+    workload=st.text(),
+    rows=st.lists(rows, max_size=3).map(tuple),
 )
 
 
@@ -87,12 +87,16 @@ def test_the_file_has_every_documented_key(mixed: Result) -> None:
 
 
 def test_counts_are_by_number_as_text() -> None:
-    data = json.loads(Result("m", 1, {}, None, "digits", (Row("asp", 2, staleness={0: 3, 12: 1}),)).to_json())
+    data = json.loads(
+        Result("m", 1, {}, None, workload="digits", rows=(Row("asp", 2, staleness={0: 3, 12: 1}),)).to_json()
+    )
     assert data["rows"][0]["staleness"] == {"0": 3, "12": 1}
 
 
 def test_a_file_of_a_version_that_told_the_preset_only_is_read() -> None:
-    data = json.loads(Result("m", 1, {}, None, "digits", (Row("ring", 2, requested="caffe-mpi"),)).to_json())
+    data = json.loads(
+        Result("m", 1, {}, None, workload="digits", rows=(Row("ring", 2, requested="caffe-mpi"),)).to_json()
+    )
     for name in ("preset", "staleness", "version_lag", "waits", "steps", "compute_by_rank_s"):
         del data["rows"][0][name]
     (row,) = Result.from_json(json.dumps(data)).rows
@@ -101,7 +105,7 @@ def test_a_file_of_a_version_that_told_the_preset_only_is_read() -> None:
 
 def test_numbers_that_are_not_finite_become_null() -> None:
     row = Row("ring", 2, loss=float("nan"), images_per_s=float("inf"), curve=(Point(1, 0.1, loss=float("nan")),))
-    data = json.loads(Result("m", 1, {}, None, "digits", (row,)).to_json())
+    data = json.loads(Result("m", 1, {}, None, workload="digits", rows=(row,)).to_json())
     assert data["rows"][0]["loss"] is None
     assert data["rows"][0]["images_per_s"] is None
     assert data["rows"][0]["curve"][0]["loss"] is None

@@ -74,14 +74,14 @@ def test_a_broken_text_fits_and_loses_nothing(text: str, width: int) -> None:
 
 def test_strategy_texts_are_not_read_as_markup(mixed: Result) -> None:
     row = mixed.rows[1]
-    odd = Result("m", 8, {}, None, "digits", (type(row)("[red]x[/red]", 1, error="[bold]why[/bold]"),))
+    odd = Result("m", 8, {}, None, workload="digits", rows=(type(row)("[red]x[/red]", 1, error="[bold]why[/bold]"),))
     assert "[red]x[/red]" in shown(odd, 120)
     assert "[bold]why[/bold]" in shown(odd, 120)
 
 
 def test_sharing_cores_is_said(mixed: Result) -> None:
     assert any("5 processes shared 2 cores" in line for line in table.remarks(mixed))
-    roomy = Result("m", 64, {}, None, "digits", mixed.rows)
+    roomy = Result("m", 64, {}, None, workload="digits", rows=mixed.rows)
     assert not any("cores" in line for line in table.remarks(roomy))
 
 
@@ -114,7 +114,7 @@ def test_remarks_say_what_the_bound_rests_on_and_what_peers_do_not_count(mixed: 
 
 
 def test_an_empty_result_can_be_shown() -> None:
-    assert "strategy" in shown(Result("m", 1, {}, None, "digits"))
+    assert "strategy" in shown(Result("m", 1, {}, None, workload="digits"))
 
 
 def test_columns_of_coordination_are_there_where_a_row_has_something_to_say(mixed: Result) -> None:

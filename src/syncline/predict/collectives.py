@@ -74,13 +74,13 @@ def predict_collectives(
         for name, constant in cluster.constants.items()
     }
     return CollectivePrediction(
-        cluster.name,
-        cluster.about,
-        cluster.source,
-        cluster.date,
-        str(cluster.topology),
-        cluster.ports_per_host,
-        constants,
+        network=cluster.name,
+        about=cluster.about,
+        source=cluster.source,
+        date=cluster.date,
+        topology=str(cluster.topology),
+        ports_per_host=cluster.ports_per_host,
+        constants=constants,
         assumed=[name for name, constant in cluster.constants.items() if not constant.measured],
         notes=_notes(asked, cluster),
         rows=tuple(rows),

@@ -151,17 +151,17 @@ def predict(asked: Question) -> Prediction:
                 cases.append((_row(asked, one, found, varied, holdout, single_s[cluster.name]), varied))
     rows = tuple(row for row, _ in cases)
     return Prediction(
-        asked.workload,
-        rows,
-        _all_stated(asked.clusters),
-        single_s,
-        knees(rows),
-        winners(rows),
-        break_even(asked),
-        tuple(asdict(one) for one in held_out if one is not None),
-        tuple(remarks(asked, cases, held_out)),
-        asked.price,
-        asked.epoch_images,
+        workload=asked.workload,
+        rows=rows,
+        constants=_all_stated(asked.clusters),
+        single_s=single_s,
+        knees=knees(rows),
+        winners=winners(rows),
+        break_even=break_even(asked),
+        holdout=tuple(asdict(one) for one in held_out if one is not None),
+        warnings=tuple(remarks(asked, cases, held_out)),
+        price=asked.price,
+        epoch_images=asked.epoch_images,
     )
 
 

@@ -89,7 +89,7 @@ class AccuracyRow:
     within_scatter: bool | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AccuracyResult(ResultFile):
     """A whole table: where, on what and how long was trained, and every training, those of one row together.
 
@@ -100,13 +100,6 @@ class AccuracyResult(ResultFile):
     verb: ClassVar = "accuracy"
     lists: ClassVar = {"runs": lambda data: _run(data)}
 
-    machine: str
-    cores: int
-    versions: Mapping[str, str]
-    commit: str | None
-    modified: bool | None
-    source_sha256: str
-    started: str
     workload: str
     workers: int
     epochs: int | None

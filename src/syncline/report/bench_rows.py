@@ -7,7 +7,6 @@ shown. The rules of ``result_file`` hold here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -73,24 +72,13 @@ class Measured:
         return self.error is None and self.median_s is not None and self.correct is True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchResult(ResultFile):
-    """A whole bench: where and with what it ran, and its rows.
-
-    ``source_sha256`` is a digest of the package's source files: with ``commit`` it says whether rows of another run
-    are of the same code.
-    """
+    """A whole bench."""
 
     verb: ClassVar = "bench"
     lists: ClassVar = {"rows": reader(Measured)}
 
-    machine: str
-    cores: int
-    versions: Mapping[str, str]
-    commit: str | None
-    modified: bool | None = None
-    source_sha256: str = ""
-    started: str = ""
     rows: tuple[Measured, ...] = field(default=())
 
     def with_rows(self, rows: tuple[Measured, ...]) -> BenchResult:

@@ -6,7 +6,6 @@ know how anything was measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,7 +39,7 @@ class CodecRow:
     pays_below_bit_per_s: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CodecResult(ResultFile):
     """A whole run: where, with what and how it was measured, and its rows.
 
@@ -50,13 +49,6 @@ class CodecResult(ResultFile):
     verb: ClassVar = "bench-codecs"
     lists: ClassVar = {"rows": reader(CodecRow)}
 
-    machine: str
-    cores: int
-    versions: Mapping[str, str]
-    commit: str | None
-    modified: bool | None
-    source_sha256: str
-    started: str
     elements: int
     repetitions: int
     workers: int

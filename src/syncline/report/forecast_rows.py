@@ -67,14 +67,13 @@ class Stated:
     source: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction(ResultFile):
     """Rows, the constants that they are from, and what a reader has to know to judge them.
 
     ``single_s`` is one worker's iteration on each network, ``knees`` the number of workers by network and strategy from
     which one more doubling brings too little, ``winners`` the fastest strategy by network and number of workers,
-    ``break_even`` in words below which link speed each codec pays, ``holdout`` the model's error by network. The fields
-    from ``machine`` on say where, when and with which code it was computed.
+    ``break_even`` in words below which link speed each codec pays, ``holdout`` the model's error by network.
     """
 
     verb: ClassVar = "predict --workload"
@@ -91,10 +90,3 @@ class Prediction(ResultFile):
     warnings: tuple[str, ...] = ()
     price: float | None = None
     epoch_images: int | None = None
-    machine: str = ""
-    cores: int = 0
-    versions: Mapping[str, str] = field(default_factory=dict)
-    commit: str | None = None
-    modified: bool | None = None
-    source_sha256: str = ""
-    started: str = ""

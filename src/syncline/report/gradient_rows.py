@@ -6,7 +6,6 @@ know how anything was measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -61,20 +60,13 @@ class GradientRow:
         return self.error is None and self.median_s is not None and self.correct is True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GradientResult(ResultFile):
     """A whole run: where and with what it was measured, and its rows."""
 
     verb: ClassVar = "bench-gradients"
     lists: ClassVar = {"rows": reader(GradientRow)}
 
-    machine: str
-    cores: int
-    versions: Mapping[str, str]
-    commit: str | None
-    modified: bool | None
-    source_sha256: str
-    started: str
     rows: tuple[GradientRow, ...] = ()
 
 

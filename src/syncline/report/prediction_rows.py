@@ -39,12 +39,11 @@ class CollectiveRow:
         return 2 * (self.workers - 1) / self.workers * self.bytes / self.comm_s
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CollectivePrediction(ResultFile):
     """Collectives on a network, of which ``constants`` has every number with its range and source.
 
-    ``assumed`` are the names of those that nobody has measured, ``notes`` what the answer cannot depend on. The fields
-    from ``machine`` on say where, when and with which code it was computed.
+    ``assumed`` are the names of those that nobody has measured, ``notes`` what the answer cannot depend on.
     """
 
     verb: ClassVar = "predict --collective"
@@ -60,10 +59,3 @@ class CollectivePrediction(ResultFile):
     assumed: list[str]
     notes: list[str] = field(default_factory=list)
     rows: tuple[CollectiveRow, ...] = ()
-    machine: str = ""
-    cores: int = 0
-    versions: Mapping[str, str] = field(default_factory=dict)
-    commit: str | None = None
-    modified: bool | None = None
-    source_sha256: str = ""
-    started: str = ""

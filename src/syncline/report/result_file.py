@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -19,17 +20,30 @@ from .files import replace_text
 _R = TypeVar("_R", bound="ResultFile")
 
 
+@dataclass(frozen=True)
 class ResultFile:
-    """The base of the frozen dataclasses that are the contents of a result file."""
+    """What a result file says of where, with what and when it was made; the contents of each kind are made of it.
+
+    ``commit`` is None outside of a checkout, which differed from it where ``modified``. ``source_sha256`` is a digest
+    of the package's source files: with ``commit`` it says whether two are of the same code. ``started`` is ISO 8601.
+    """
 
     verb: ClassVar[str]
     """The command whose result it is."""
     lists: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Any]]]
     """The fields that are lists of dataclasses, with what reads one of them."""
 
+    machine: str = ""
+    cores: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    commit: str | None = None
+    modified: bool | None = None
+    source_sha256: str = ""
+    started: str = ""
+
     def content(self) -> dict[str, Any]:
         """What the file has: all fields."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload,no-any-return]
+        return dataclasses.asdict(self)
 
     def to_json(self) -> str:
         """The text of the result file: strict JSON, not-a-number and infinities as null."""
@@ -40,6 +54,7 @@ class ResultFile:
         """Read a result file's text back; raises DataError where it is not one."""
         try:
             data = json.loads(text)
+            data["machine"]  # which other files may lack, and none of these
             lists = {name: tuple(map(read, data[name])) for name, read in cls.lists.items()}
             return cls(**{**known(cls, data), **lists})
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:

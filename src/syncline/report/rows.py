@@ -149,32 +149,22 @@ class Row:
         return self.error is None and self.replicas_equal is True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result(ResultFile):
     """A whole comparison: where it ran, on what work, and its rows, the single worker first."""
 
     verb: ClassVar = "compare"
     lists: ClassVar = {"rows": lambda data: _row(data)}
 
-    machine: str
-    cores: int
-    versions: Mapping[str, str]
-    commit: str | None
     workload: str
     rows: tuple[Row, ...] = ()
     seed: int = 0
     epochs: int | None = None
     iterations: int | None = None
-    started: str = ""
-    """When the comparison started: ISO 8601 with time zone."""
     lab: str | None = None
     """The rate of each link when every process had a host of its own in a lab."""
     goodput_bytes_per_s: float | None = None
     """What one stream got from one host to another before the rows were measured."""
-    modified: bool | None = None
-    """True when the checkout differed from ``commit``."""
-    source_sha256: str = ""
-    """The digest of the package's source files."""
     target: float | None = None
     """The accuracy that ``time_to_accuracy_s`` is about."""
 
