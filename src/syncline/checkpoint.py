@@ -182,19 +182,8 @@ def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, An
             client.resume(step, owned or {})
         if compression is None:
             continue
-        if (saved is None and compression.keeps) or (owned is None and client is not None and client.keeps):
-            warnings.warn(
-                f"this state has nothing of the codec in {str(session.strategy)!r}: what it had not sent yet"
-                " is lost, and training does not go on with the same bits; save syncline.state_dict() of this strategy,"
-                " called by all ranks",
-                stacklevel=4,
-            )
-        if compression.forgets:
-            warnings.warn(
-                "the residuals of servers that only sum are in no checkpoint, so that training does not go on with the"
-                " same bits: use ps(on=workers, update=worker) or ps(update=server)",
-                stacklevel=4,
-            )
+        lost = (saved is None and compression.keeps) or (owned is None and client is not None and client.keeps)
+        compression.warn_of_loss(str(session.strategy), lost, 4)
     _resume_averaging(prepared, state.get("averaging") or nothing, state.get("differences") or nothing)
     if state.get("algorithms") and state["world_size"] == session.world_size:
         session.resume_with(Choice.read(state["algorithms"]))

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -307,6 +308,24 @@ class Compression:
                 part.again.residual[part.start : part.start + part.array.size] = 0  # what nobody had
         for one in saved:
             self.take_over(one)
+
+    def warn_of_loss(self, strategy: str, lost: bool, stacklevel: int) -> None:
+        """Warn where a run does not go on with the same bits: what was kept back is ``lost``, or is in no checkpoint.
+
+        ``stacklevel`` counts from the caller, as ``warnings.warn`` does.
+        """
+        if lost:
+            warnings.warn(
+                f"this state has nothing of the codec in {strategy!r}: what it had not sent yet is lost, and training"
+                " does not go on with the same bits; save the state_dict() of this strategy, called by all ranks",
+                stacklevel=stacklevel + 1,
+            )
+        if self.forgets:
+            warnings.warn(
+                "the residuals of servers that only sum are in no checkpoint, so that training does not go on with the"
+                " same bits: use ps(on=workers, update=worker) or ps(update=server)",
+                stacklevel=stacklevel + 1,
+            )
 
     def _working(self, number: int) -> Floats:
         """A bucket's gradients in float32: its array, or memory for a copy of it."""

@@ -8,7 +8,6 @@ many workers, or more, or fewer: what each of them had is shared out, or their m
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -98,7 +97,7 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
             model.compression.forget()
         else:
             model.compression.load(codec)
-        _warn(model, model.compression, codec)
+        model.compression.warn_of_loss(str(session.strategy), codec is None and model.compression.keeps, 3)
     model.take_weights(arrays)
     if worker is None:
         model.weights.keep(states)
@@ -266,18 +265,3 @@ def _of_records(specs: Sequence[Spec], records: Sequence[Record]) -> tuple[list[
 def _gathered(model: FlatModel, compression: Compression) -> list[Saved]:
     """What every worker's codec has to keep, in rank order."""
     return [from_bytes(data) for data in model.session.gather(as_bytes(compression.saved()))]
-
-
-def _warn(model: FlatModel, compression: Compression, codec: object) -> None:
-    if codec is None and compression.keeps:
-        warnings.warn(
-            f"this state has nothing of the codec in {str(model.session.strategy)!r}: what it had not sent yet is"
-            " lost, and training does not go on with the same bits; save state_dict() of this strategy",
-            stacklevel=4,
-        )
-    if compression.forgets:
-        warnings.warn(
-            "the residuals of servers that only sum are in no checkpoint, so that training does not go on with the"
-            " same bits: use ps(on=workers, update=worker) or ps(update=server)",
-            stacklevel=4,
-        )
