@@ -97,7 +97,7 @@ def test_ranks_with_fewer_batches_take_part(group: Any, strategy: str) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         train(here, range(6 if here.rank == 0 else 3))
         assert here.replica is not None
-        here.replica.on_joined = lambda _: None
+        here.replica.listeners.joined = lambda _: None
         shadow_until_all_joined(here.replica, here.client)
         return weights(here.model)
 

@@ -42,7 +42,7 @@ class Averaging:
 
     def __init__(self, replica: Replica, weights: Exchanged) -> None:
         self._replica, self._weights = replica, weights
-        replica.on_loaded = weights.anew
+        replica.listeners.loaded = weights.anew
         gradients = replica.gradients
         self._buffers = MeanBuffers(
             replica.session, replica.selection, gradients.staging, replica.first_key, replica.fault, gradients.share_of
@@ -64,7 +64,7 @@ class Averaging:
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Be told when the optimizer runs."""
         before, after = eager(lambda _, *given: self._before_step(*given)), eager(lambda *_: self._after_step())
-        self._replica.keep([optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)])
+        self._replica.hooks.keep([optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)])
         self._telling = Telling(optimizer, self._note_scaler)
         self._replica.session.member.before_calls[self._replica.first_key] = self._catch_up
 

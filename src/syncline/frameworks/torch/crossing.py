@@ -88,7 +88,7 @@ class Crossing:
         ]
         after = eager(lambda *_: self._after_forward())
         self._handles.append(replica.model.register_forward_hook(after, always_call=True))  # also where the pass fails
-        replica.keep(self._handles[-1:])
+        replica.hooks.keep(self._handles[-1:])
 
     @property
     def model(self) -> torch.nn.Module:

@@ -24,8 +24,8 @@ def shadow_until_all_joined(replica: Replica, client: Client | None = None) -> N
     """Take part in the others' steps with weight 0 until every rank has run out of batches.
 
     All ranks then have the model of the rank that trained longest, or the mean of all where weights are exchanged; the
-    optimizer's state is ``on_joined``'s affair, or that of the owners, with whom ``client`` deals. Where every push is
-    an update by itself nobody needs a shadow.
+    optimizer's state is the affair of whoever listens (``Listeners.joined``), or that of the owners, with whom
+    ``client`` deals. Where every push is an update by itself nobody needs a shadow.
     """
     if client is not None and not client.together:
         client.join()
@@ -62,14 +62,12 @@ def _end(replica: Replica, steps: list[int], held: bool) -> None:
     if replica.averaging is not None:
         replica.steps = max(steps)
         replica.averaging.consolidate()
-        if replica.on_joined is not None:
-            replica.on_joined(longest)
+        replica.listeners.joined(longest)
         return
     if min(steps) < max(steps) or replica.made_local_steps:
         weights = {id(tensor) for _, tensor in replica.named} if held else set[int]()
         with torch.no_grad():
             tensors = [tensor.detach() for _, tensor in replica.selection.tensors() if id(tensor) not in weights]
             copy_from_worker(replica.session, tensors, root=longest, everyone=False)
-        if replica.on_joined is not None:
-            replica.on_joined(longest)
+        replica.listeners.joined(longest)
     replica.steps = max(steps)

@@ -141,7 +141,7 @@ def prepare(
         replica.gradients.choosing = Choosing(replica, optimizer)
     if before is not None:
         made.replica.steps = before.replica.steps
-    made.replica.keep(steps_of(session, optimizer))
+    made.replica.hooks.keep(steps_of(session, optimizer))
     if made.replica.averaging is not None and optimizer is not None:
         made.replica.averaging.attach(optimizer)  # behind those that tell of steps
     session.prepared[first_key] = made
@@ -173,8 +173,8 @@ def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | Non
             replica.averaging = Averaging(replica, Mixture(replica, mode))
         if session.strategy.schedule_object().apply != "step":
             defer_steps(replica, optimizer)
-        replica.on_joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])
-        replica.on_first_exchange = partial(_check_all_prepared, replica, optimizer)
+        replica.listeners.joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])
+        replica.listeners.first_exchange = partial(_check_all_prepared, replica, optimizer)
     return Prepared(replica.model, optimizer, replica, None)
 
 
@@ -197,7 +197,7 @@ def _attach_served(session: Session, optimizer: torch.optim.Optimizer, keeps_sta
     parameters = [parameter for _, parameter in replica.named]
     _move_into(weights, parameters)
     replica.guard.forms = Forms(replica.named)  # those of views with gaps are others now
-    replica.on_local_step = partial(_refuse_local_step, replica)
+    replica.listeners.local_step = partial(_refuse_local_step, replica)
     plain = copy.copy(optimizer)  # of the user's class also when that is another
     vars(plain).update(vars(optimizer))
     learnt = records_of(optimizer, parameters) if session.rank == 0 or not session.group.servers else []

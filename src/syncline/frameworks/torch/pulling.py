@@ -92,5 +92,5 @@ def pull_by_layer(replica: Replica, optimizer: torch.optim.Optimizer, client: Cl
     crossing = Pulling(replica, optimizer, client, weights)
     replica.crossing = client.crossing = crossing
     replica.gradients.push = client.worker.exchange
-    replica.on_begin = lambda: client.begin(group_values(optimizer.param_groups))
+    replica.listeners.begin = lambda: client.begin(group_values(optimizer.param_groups))
     watch_zero_grad(crossing)

@@ -24,9 +24,8 @@ How gradients lie in buckets and how these travel is ``gradients``' affair, that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,14 +38,12 @@ from ...session.session import Session
 from ...session.tickets import AVERAGE, STEP, Meeting, step_argument
 from ...sync import alone, exchanges_gradients
 from .backward import Backward
-from .batch_norm import SyncBatchNorm, synchronise
+from .batch_norm import SyncBatchNorm
 from .buffers import Buffers
-from .computing import passes_of
-from .copies import PlainCopies
 from .crossing import Crossing
-from .eager import eager
 from .gradients import Gradients
 from .guard import Guard
+from .hooks import Hooks, Listeners, nothing
 from .options import Options, Selection
 from .produced import Produced
 from .samples import Counting, Fixed, Samples
@@ -104,7 +101,8 @@ class Replica:
         self._begun = False  # something of the present backward pass is under way
         self._works: dict[BucketPhase, Work] = {}
         self._of_buffers: list[Work] = []
-        self._handles = self._attach()
+        self.listeners = Listeners()
+        self.hooks = Hooks(session, model, self.named, self, outputs=self._samples is not None)
         self.normalises_over_ranks = any(isinstance(module, SyncBatchNorm) for module in model.modules())
         self._reset()
 
@@ -195,41 +193,16 @@ class Replica:
         self._schedule = self.gradients.schedule
         self.steps = self._steps
 
-    def keep(self, handles: Iterable[Any]) -> None:
-        """Remove these with the hooks."""
-        kept = list(handles)
-        self._copies.leave_out(kept)
-        self._handles += kept
-
     def detach(self) -> None:
         """Remove the hooks; gradients keep their values."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self.hooks.remove()
         if self.averaging is not None:
             self.averaging.detach()
         if self.crossing is not None:
             self.crossing.detach()
         self.gradients.close()
 
-    # Hooks.
-
-    def _attach(self) -> list[Any]:
-        handles: list[Any] = []
-        for index, (_, parameter) in enumerate(self.named):
-            hook = eager(partial(self.on_gradient, index))
-            handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-            _put_first(handles[-1].id, parameter._post_accumulate_grad_hooks)
-        before = eager(lambda _, arguments, keywords: self.before_forward(arguments, keywords))
-        handles.append(self.model.register_forward_pre_hook(before, with_kwargs=True))
-        if self._samples is not None:
-            after = eager(lambda _, __, output: self.after_forward(output))
-            handles.append(self.model.register_forward_hook(after))
-        loaded = eager(lambda module, _: self._state_loaded(module))
-        handles.append(self.model.register_load_state_dict_post_hook(loaded))  # type: ignore[no-untyped-call]
-        handles += passes_of(self.session, self.model)
-        self._copies = PlainCopies(self.model, handles)
-        return [*handles, self._copies, *synchronise(self.model, self.session)]
+    # What hooks tell.
 
     def before_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """A forward pass begins."""
@@ -245,11 +218,11 @@ class Replica:
             if self._samples is not None:
                 self._samples.before_forward(arguments, keywords)
 
-    def _state_loaded(self, module: torch.nn.Module) -> None:
+    def on_state_loaded(self, module: torch.nn.Module) -> None:
+        """The script has loaded a state."""
         if module is self.model:  # and no copy of it
             self.guard.check_same_parameters()
-            if self.on_loaded is not None:
-                self.on_loaded()
+            self.listeners.loaded()
 
     def after_forward(self, output: Any) -> None:
         """When backward comes through this output, its samples count."""
@@ -305,7 +278,7 @@ class Replica:
 
     def _came_through_output(self) -> None:
         """The first sign of a backward pass, before any gradient."""
-        if self._handles:
+        if self.hooks.attached:
             self._enter()
 
     def _enter(self) -> None:
@@ -365,17 +338,15 @@ class Replica:
 
     def _check_start(self) -> None:
         """A step that is exchanged begins."""
-        if self.exchanged and self.on_second_backward is not None:
-            self.on_second_backward()
+        if self.exchanged:
+            self.listeners.second_backward()
         self.guard.check_trained(self.steps)
-        if self.on_first_exchange is not None:
-            self.on_first_exchange()
-            self.on_first_exchange = None
+        self.listeners.first_exchange()
+        self.listeners.first_exchange = nothing
 
     def _meet(self, step: int) -> Meeting:
         self._check_start()
-        if self.on_begin is not None:
-            self.on_begin()
+        self.listeners.begin()
         argument, flags = step_argument(self.first_key, step), self.gradients.flags
         meeting = self.session.meet(STEP, argument, weight=self._weight(), flags=flags)
         self._begun = True
@@ -413,34 +384,12 @@ class Replica:
         self._counting.reset()
         self.gradients.exchanged(meeting)
 
-    on_second_backward: Callable[[], None] | None = None
-    """Called when a second exchange begins before the step of the first; a parameter server refuses that."""
-
-    on_first_exchange: Callable[[], None] | None = None
-    """Called before the first exchange, when all models have been prepared."""
-
-    on_begin: Callable[[], None] | None = None
-    """Called when a step that is exchanged begins, with its first gradient."""
-
-    on_exchanged: Callable[[Meeting | None], None] | None = None
-    """Called at the end of every step's backward pass, with what was agreed on in it; pushes may be under way."""
-
-    on_local_step: Callable[[], None] | None = None
-    """Called when a step is each rank's own; a parameter server refuses that."""
-
-    on_loaded: Callable[[], None] | None = None
-    """Called when the script has loaded a state into the model."""
-
-    on_joined: Callable[[int], None] | None = None
-    """Called when ranks with different numbers of batches have joined, with the one that trained longest."""
-
     def _submit(self, submit: Submit) -> None:
         """A bucket is complete."""
         if self._meeting is None and not self._begun:  # nothing is agreed on where pushes are not merged
             self._check_start()
             self.weight = self._weight()
-            if self.on_begin is not None:
-                self.on_begin()
+            self.listeners.begin()
         self._begun = True
         after = None if submit.after is None else self._works.pop(submit.after)
         started = self.gradients.start(submit.operation, self._meeting, submit.priority, after)
@@ -465,8 +414,8 @@ class Replica:
             return
         due = self.machine.due
         try:
-            if not due and self.on_local_step is not None:
-                self.on_local_step()
+            if not due:
+                self.listeners.local_step()
             self._produced.check_untouched()
             if held and due:
                 self._produced.share_out(self._share)
@@ -497,8 +446,7 @@ class Replica:
         self._reset()
         if self.crossing is not None:
             self.crossing.backward_over()
-        if self.on_exchanged is not None:
-            self.on_exchanged(meeting)
+        self.listeners.exchanged(meeting)
 
     def _made_alone(self) -> None:
         """A step of the rank's own, whose gradients are left as they are."""
@@ -536,12 +484,3 @@ class Replica:
         error = GradientError(self.session.titled(f"{self.session.name(self.session.index)}: {text}"))
         self.session.fail(error)
         return error
-
-
-def _put_first(key: int, hooks: dict[int, Any]) -> None:
-    """Let a hook be called before those that were there: they may take away what it looks at.
-
-    Autograd goes by the order of insertion, whatever order an OrderedDict says it has.
-    """
-    for other in [other for other in hooks if other != key]:
-        hooks[other] = hooks.pop(other)

@@ -60,9 +60,9 @@ class Client:
         self.together = replica.session.strategy.sync_mode().merges
         """Whether workers come to every step together."""
         self._remember_weights()
-        replica.on_second_backward = self._refuse_second_backward
-        replica.on_exchanged = self._remember
-        replica.on_loaded = self._note_loaded
+        replica.listeners.second_backward = self._refuse_second_backward
+        replica.listeners.exchanged = self._remember
+        replica.listeners.loaded = self._note_loaded
         replica.gradients.on_replacing = self._prepare_to_lay_out
 
     crossing: Pulling | None = None
