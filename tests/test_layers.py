@@ -30,7 +30,7 @@ ROWS = (
     ("frameworks", "report"),
     ("predict",),
     ("lab", "checkpoint", "optim", "process", "reproduction", "torch_backend"),
-    ("api", "jax", "lightning"),
+    ("api", "jax", "lightning", "tensorflow"),
     ("",),  # the package itself: the public names
     ("bench",),
     ("cli",),

@@ -1,4 +1,4 @@
-"""What ranks of JAX do, by name, in processes of ``jax_ranks``."""
+"""What ranks of JAX do, by name, in processes of ``array_ranks``."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jax_ranks import ranks
+from array_ranks import ranks
 
 for package in ("jax", "optax"):
     if importlib.util.find_spec(package) is None:

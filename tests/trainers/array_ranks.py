@@ -1,6 +1,6 @@
-"""Ranks of JAX: each a process of its own, which calls functions of this file as its test asks, and leaves the results.
+"""Ranks of JAX or TensorFlow: each a process of its own, which calls a function of its test's, and leaves the result.
 
-Imported by tests it starts them (``ranks``) and loads no JAX; run as a program it is one.
+Imported by tests it starts them (``ranks``) and loads no framework; run as a program it is one.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ def ranks(folder: Path, function: str, processes: int, *arguments: Any, x64: boo
         "OMP_NUM_THREADS": "1",
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_X64": str(int(x64)),
+        "KERAS_BACKEND": "tensorflow",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "CUDA_VISIBLE_DEVICES": "-1",
         "SYNCLINE_SECRET": SECRET,
     }
     return Ranks(folder, [

@@ -1,0 +1,64 @@
+"""An optimizer of Keras whose ``apply`` exchanges: what ``fit`` calls, and loops that a script has written.
+
+The optimizer stays the script's object, with its class and its state; only this call is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ...errors import UsageError
+from ._run import Run
+from ._slots import innermost
+from ._variables import resource
+
+
+def check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raise UsageError for what is no optimizer of Keras, or one of other variables; it is built here if it is not."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise UsageError(
+            f"the optimizer is {type(optimizer).__name__}: give one of Keras, as keras.optimizers.Adam(1e-3), or take"
+            " gradients from syncline.tensorflow.GradientTape() and keep your own"
+        )
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+    built = {id(resource(one)) for one in innermost(optimizer)._trainable_variables}
+    if built != {id(resource(one)) for one in variables}:
+        raise UsageError(
+            "the optimizer was built for other variables than those of the model that are trainable now: freeze layers"
+            " before compile() and prepare(), and give each model an optimizer of its own"
+        )
+
+
+def exchange_in(optimizer: Any, run: Run) -> None:
+    """Let the optimizer's ``apply`` exchange, and then do what it did before, or what owners of the weights leave."""
+    original = type(optimizer).apply.__get__(optimizer)
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        gradients = list(grads)
+        if not gradients:
+            return
+        given = innermost(optimizer)._trainable_variables if trainable_variables is None else trainable_variables
+        _apply(run, optimizer, original, run.matched(gradients, list(given)))
+
+    optimizer.apply = tf.autograph.experimental.do_not_convert(apply)
+
+
+def release(optimizer: Any) -> None:
+    """Give it its own call back."""
+    vars(optimizer).pop("apply", None)
+
+
+def _apply(run: Run, optimizer: Any, original: Callable[..., None], gradients: Sequence[Any]) -> None:
+    if run.held:
+        rate = tf.cast(tf.convert_to_tensor(optimizer.learning_rate), tf.float64)
+        for variable, weights in zip(run.variables, run.exchange(gradients, rate), strict=True):
+            resource(variable).assign(weights)
+        innermost(optimizer)._iterations.assign_add(1)
+        return
+    original(run.exchange(gradients), run.variables)

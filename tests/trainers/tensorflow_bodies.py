@@ -1,0 +1,114 @@
+"""What ranks of TensorFlow do, by name, in processes of ``array_ranks``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import syncline
+import syncline.errors
+import syncline.tensorflow
+
+Place = tuple[int, int, str]
+BATCH = 12
+tf.config.threading.set_intra_op_parallelism_threads(1)
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.7)),
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(0.05),
+    "adamw": lambda: keras.optimizers.AdamW(0.02, weight_decay=0.1),
+}
+
+
+@contextmanager
+def joined(place: Place, strategy: str) -> Iterator[None]:
+    """A run inside; a server serves until it is over."""
+    index, processes, address = place
+    syncline.init(strategy, rank=index, world_size=processes, address=address)
+    try:
+        yield
+    except SystemExit as end:
+        if end.code:
+            raise
+    finally:
+        syncline.shutdown()
+
+
+def model(seed: int = 0, dtype: str = "float64") -> Any:
+    """In double precision, Keras' own variables too."""
+    keras.config.set_floatx(dtype)
+    draw = np.random.default_rng(seed)
+    layers = [keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(1)]
+    made = keras.Sequential([keras.Input((5,)), *layers])
+    made.set_weights([draw.normal(size=one.shape) / 2 for one in made.weights])
+    return made
+
+
+def batch(step: int, rank: int, workers: int) -> tuple[Any, Any]:
+    """A worker's share of the batch of a step, which is the same whatever their number."""
+    draw = np.random.default_rng(step)
+    x = draw.normal(size=(BATCH, 5))
+    mine = slice(rank * BATCH // workers, (rank + 1) * BATCH // workers)
+    return x[mine], np.sin(x.sum(1, keepdims=True))[mine]
+
+
+def loss_of(made: Any, x: Any, y: Any) -> Any:
+    return tf.reduce_mean((made(x, training=True) - y) ** 2)
+
+
+def looped(made: Any, optimizer: Any) -> Callable[[Any, Any], Any]:
+    """A step as TensorFlow's guide writes it."""
+
+    @tf.function
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = loss_of(made, x, y)
+        gradients = tape.gradient(loss, made.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, made.trainable_variables, strict=True))
+
+    return step
+
+
+def advance(made: Any, optimizer: Any, way: str, first: int, last: int, rank: int, workers: int) -> None:
+    """Some steps, by ``fit``, which may be eager, or by a loop."""
+    if way == "loop":
+        step = looped(made, optimizer)
+        for number in range(first, last):
+            step(*map(tf.constant, batch(number, rank, workers)))
+        return
+    x, y = (np.concatenate(of) for of in zip(*(batch(one, rank, workers) for one in range(first, last)), strict=True))
+    made.fit(x, y, batch_size=BATCH // workers, shuffle=False, verbose=0)
+
+
+def begin(optimizer: str, way: str) -> tuple[Any, Any]:
+    """From weights that are rank 0's, whatever this one's were."""
+    made, used = model(syncline.rank()), OPTIMIZERS[optimizer]()
+    if way == "loop":
+        return syncline.prepare(made, used)
+    made.compile(used, "mse", run_eagerly=way == "eager", steps_per_execution=3 if way == "several" else 1)
+    return syncline.prepare(made), used
+
+
+def alone(optimizer: str, steps: int) -> list[Any]:
+    """One worker without Syncline, on the union of the batches."""
+    made, used = model(), OPTIMIZERS[optimizer]()
+    advance(made, used, "loop", 0, steps, 0, 1)
+    return made.get_weights()
+
+
+def train(place: Place, cases: list[tuple[str, str, str]], steps: int) -> list[Any]:
+    """What a worker has in the end under a strategy with an optimizer and a way of training, and one alone."""
+    wanted = {optimizer: alone(optimizer, steps) for _, optimizer, _ in cases}
+    found = []
+    for strategy, optimizer, way in cases:
+        with joined(place, strategy):
+            made, used = begin(optimizer, way)
+            advance(made, used, way, 0, steps, syncline.rank(), syncline.world_size())
+            found.append((made.get_weights(), int(used.iterations.numpy()), wanted[optimizer]))
+    return found
