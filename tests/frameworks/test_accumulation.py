@@ -12,7 +12,6 @@ from toy import (
     SERVED,
     STRATEGIES,
     Here,
-    alone,
     batch,
     close,
     fill,
@@ -108,9 +107,7 @@ def test_a_rank_without_weight_does_not_count_even_when_its_gradient_is_not_a_nu
         (loss_of(out) if here.rank == 0 else out.sum() * float("nan")).backward()
         return gradients(here.model)
 
-    wanted = alone(sgd, body)
-    for found in on_group(group, "ring", 2, sgd, body):
-        close(found, wanted)
+    same_as_alone(group, "ring", 2, sgd, body)
 
 
 @pytest.mark.parametrize(
@@ -349,9 +346,7 @@ def test_a_backward_that_came_through_no_output_has_no_weight(group: Any) -> Non
 
     with pytest.raises(GradientError, match=r"nothing says how much this rank counts.* a number as weight="):
         on_group(group, "ring", 3, sgd, body)
-    wanted = alone(sgd, body)
-    for found in on_group(group, "ring", 3, sgd, body, weight=1):
-        close(found, wanted)
+    same_as_alone(group, "ring", 3, sgd, body, weight=1)
 
 
 def test_outputs_that_hide_their_tensors_have_no_weight(group: Any) -> None:
@@ -374,9 +369,7 @@ def test_outputs_that_hide_their_tensors_have_no_weight(group: Any) -> None:
 
     with pytest.raises(GradientError, match=r"gives a function in which no tensor was found.* a number as weight="):
         on_group(group, "ring", 2, make, body)
-    wanted = alone(make, body)
-    for found in on_group(group, "ring", 2, make, body, weight=1):
-        close(found, wanted)
+    same_as_alone(group, "ring", 2, make, body, weight=1)
 
 
 def test_forward_passes_that_no_backward_follows_do_not_count(group: Any) -> None:

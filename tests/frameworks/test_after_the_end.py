@@ -21,6 +21,7 @@ from toy import (
     making,
     mlp,
     on_group,
+    same_as_alone,
     same_state,
     train,
     weights,
@@ -90,9 +91,7 @@ def test_an_average_of_the_weights_follows_the_model(group: Any) -> None:
         return weights(average.module)
 
     for strategy in ("ring", "ps(servers=2)"):
-        wanted = alone(making("momentum"), body)
-        for found in on_group(group, strategy, 2, making("momentum"), body):
-            close(found, wanted)
+        same_as_alone(group, strategy, 2, making("momentum"), body)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])

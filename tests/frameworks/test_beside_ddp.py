@@ -9,7 +9,20 @@ import pytest
 import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
-from toy import REPLICAS, STRATEGIES, Here, alone, batch, close, fill, gradients, loss_of, mlp, on_group, sgd, weights
+from toy import (
+    REPLICAS,
+    STRATEGIES,
+    Here,
+    batch,
+    fill,
+    gradients,
+    loss_of,
+    mlp,
+    on_group,
+    same_as_alone,
+    sgd,
+    weights,
+)
 
 from syncline.errors import GradientError, UsageError
 
@@ -68,9 +81,7 @@ def test_the_attribute_that_ddp_wrappers_have_stops_the_exchange_too(group: Any,
             assert here.replica is None or here.replica.steps == step + 1
         return weights(here.model)
 
-    wanted = alone(sgd, body)
-    for found in on_group(group, strategy, 2, sgd, body, weight=1):
-        close(found, wanted)
+    same_as_alone(group, strategy, 2, sgd, body, weight=1)
 
 
 class _Nothing(torch.autograd.Function):
@@ -114,9 +125,7 @@ def test_a_function_that_gives_no_gradient_may_count_as_zero(group: Any) -> None
             here.optimizer.step()
         return weights(here.model)
 
-    wanted = alone(silent, body)
-    for found in on_group(group, "ring", 2, silent, body, unused="zeros"):
-        close(found, wanted)
+    same_as_alone(group, "ring", 2, silent, body, unused="zeros")
 
 
 def _take(parameter: torch.Tensor) -> None:
@@ -185,9 +194,7 @@ def test_a_hook_that_only_looks_is_left_alone(group: Any) -> None:
         assert len(seen) == 12
         return gradients(here.model)
 
-    wanted = alone(sgd, body)
-    for found in on_group(group, "ring", 2, sgd, body):
-        close(found, wanted)
+    same_as_alone(group, "ring", 2, sgd, body)
 
 
 class Own(torch.nn.Module):

@@ -12,13 +12,27 @@ import pytest
 import torch
 from choosing_runs import STEPS, Asked, Script, answered, clips, crosses, schedule_of, step
 from torch.optim.lr_scheduler import StepLR
-from toy import STAGED, Here, adam, alone, batch, close, fill, loss_of, on_group, sgd, train, weights
+from toy import (
+    STAGED,
+    Here,
+    adam,
+    alone,
+    batch,
+    close,
+    fill,
+    loss_of,
+    on_group,
+    same_as_alone,
+    sgd,
+    train,
+    uneven_epochs_as_alone,
+    weights,
+)
 
 from syncline import checkpoint
 from syncline.costs.network import LinearCost
 from syncline.errors import UsageError
 from syncline.frameworks.torch import Options, Prepared, choosing, prepare
-from syncline.frameworks.torch.joining import shadow_until_all_joined
 from syncline.frameworks.torch.timing import BucketTimes
 from syncline.nouns import Bucket, Layer
 from syncline.schedules import Cost, PushAndPull
@@ -48,9 +62,7 @@ def test_iterations_are_crossed_when_nobody_looks(group: Any, asked: Asked, plac
             assert here.session.stats().reason == "as a test would have it"
         return weights(here.model)
 
-    wanted = alone(make, body)
-    for found in on_group(group, place, 2, make, body):
-        close(found, wanted)
+    same_as_alone(group, place, 2, make, body)
     assert asked == [True]
 
 
@@ -63,9 +75,7 @@ def test_what_cannot_cross_chooses_among_the_others(group: Any, asked: Asked, pl
             assert schedule_of(here) == "wait_free"
         return weights(here.model)
 
-    wanted = alone(adam, body)
-    for found in on_group(group, place, 2, adam, body):
-        close(found, wanted)
+    same_as_alone(group, place, 2, adam, body)
     assert asked == [False]
 
 
@@ -291,32 +301,7 @@ def test_what_was_measured_is_kept_where_no_schedule_can_be_chosen(
 @pytest.mark.parametrize("counts", [[3, 12, 7], [12, 3, 3], [STEPS, STEPS + 1, STEPS + 3]])
 def test_ranks_without_batches_come_along(group: Any, counts: list[int]) -> None:
     """Through every phase, rank 0 among them, and again in the next epoch."""
-
-    def part(number: int, rank: int) -> torch.Tensor:
-        return batch(100 * number + rank, 4)
-
-    def body(here: Here) -> dict[str, torch.Tensor]:
-        assert here.replica is not None
-        for epoch in (0, 100):
-            for number in range(epoch, epoch + counts[here.rank]):
-                here.optimizer.zero_grad()
-                loss_of(here.model(part(number, here.rank))).backward()
-                here.optimizer.step()
-            shadow_until_all_joined(here.replica, here.client)
-        return weights(here.model)
-
-    def union(here: Here) -> dict[str, torch.Tensor]:
-        for epoch in (0, 100):
-            for number in range(epoch, epoch + max(counts)):
-                here.optimizer.zero_grad()
-                parts = [part(number, rank) for rank, count in enumerate(counts) if number - epoch < count]
-                loss_of(here.model(torch.cat(parts))).backward()
-                here.optimizer.step()
-        return weights(here.model)
-
-    wanted = alone(sgd, union)
-    for found in on_group(group, "ring", 3, sgd, body):
-        close(found, wanted)
+    uneven_epochs_as_alone(group, "ring", counts, lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -359,9 +344,7 @@ def test_layers_may_fire_in_any_order(group: Any, asked: Asked) -> None:
             step(here, number)
         return weights(here.model)
 
-    wanted = alone(make, body)
-    for found in on_group(group, "ring", 3, make, body):
-        close(found, wanted)
+    same_as_alone(group, "ring", 3, make, body)
     assert asked == [True]
 
 
@@ -406,9 +389,7 @@ def test_learning_rate_schedulers_may_be_made_before_or_after(group: Any, asked:
             scheduler.step()
         return weights(here.model)
 
-    wanted = alone(make, body)
-    for found in on_group(group, "ring", 2, make, body):
-        close(found, wanted)
+    same_as_alone(group, "ring", 2, make, body)
     assert asked == [True, False]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from choosing_runs import STEPS, Asked, Script, answered, clips, crosses, schedule_of, step
 from torch.optim.lr_scheduler import StepLR
-from toy import Here, alone, batch, close, loss_of, on_group, sgd, weights
+from toy import Here, alone, batch, close, loss_of, on_group, same_as_alone, sgd, weights
 
 from syncline.frameworks.torch import choosing
 
@@ -165,9 +165,7 @@ def test_scripts_that_look_get_one_workers_weights(group: Any, look: Script) -> 
             look(here, number)
         return weights(here.model)
 
-    wanted = alone(sgd, body)
-    for found in on_group(group, "ring", 2, sgd, body):
-        close(found, wanted)
+    same_as_alone(group, "ring", 2, sgd, body)
 
 
 @pytest.mark.parametrize(
@@ -217,9 +215,7 @@ def test_iterations_are_crossed_again_when_nobody_has_looked_for_long(
             assert seen[-1]
         return weights(here.model)
 
-    wanted = alone(sgd, body)
-    for found in on_group(group, "ring", 2, sgd, body):
-        close(found, wanted)
+    same_as_alone(group, "ring", 2, sgd, body)
     assert asked == [True, False, True, False, False, True], asked
 
 
@@ -282,9 +278,7 @@ def test_iterations_are_not_crossed_where_others_than_tensors_have_the_memory_of
             step(here, number)
         return weights(here.model)
 
-    wanted = alone(make, body)
-    for found in on_group(group, "ring", 2, make, body):
-        close(found, wanted)
+    same_as_alone(group, "ring", 2, make, body)
     assert asked == [False]
 
 
@@ -338,9 +332,7 @@ def test_methods_that_were_kept_are_the_plain_ones_when_all_have_gone_back(group
             add([])
         return weights(here.model)
 
-    wanted = alone(make, body)
-    for found in on_group(group, "ring", 2, make, body):
-        close(found, wanted)
+    same_as_alone(group, "ring", 2, make, body)
     assert asked == [True, False]
 
 
@@ -369,9 +361,7 @@ def test_a_step_that_the_script_puts_on_the_optimizer_meanwhile_stays(group: Any
         assert len(calls) == 7
         return weights(here.model)
 
-    wanted = alone(make, body)
-    for found in on_group(group, "ring", 2, make, body):
-        close(found, wanted)
+    same_as_alone(group, "ring", 2, make, body)
     assert asked == [True, False]
 
 
@@ -381,9 +371,7 @@ def test_weights_that_are_used_without_the_models_forward_pass_are_looked_at(gro
             trains_a_part(here, number)
         return weights(here.model)
 
-    wanted = alone(sgd, body)
-    for found in on_group(group, "ring", 2, sgd, body, weight=1):
-        close(found, wanted)
+    same_as_alone(group, "ring", 2, sgd, body, weight=1)
     assert asked == [False]
 
 
@@ -393,9 +381,7 @@ def test_a_step_in_which_all_look_gives_one_workers_weights_and_all_go_back(grou
             (clips if number == STEPS + 3 else averages_weights if number == STEPS + 6 else step)(here, number)
         return weights(here.model) | dict(enumerate(here.__dict__["mean"]))  # type: ignore[arg-type]
 
-    wanted = alone(sgd, body)
-    for found in on_group(group, "direct", 2, sgd, body):
-        close(found, wanted)
+    same_as_alone(group, "direct", 2, sgd, body)
     assert asked == [True, False]
 
 

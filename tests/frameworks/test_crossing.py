@@ -20,7 +20,7 @@ from scripts import (
     zero_filled,
     zeroed_by_their_memory,
 )
-from toy import Here, adam, alone, batch, close, loss_of, mlp, on_group, sgd, train, weights
+from toy import Here, adam, alone, batch, close, loss_of, mlp, on_group, same_as_alone, sgd, train, weights
 
 from syncline.frameworks.torch.joining import shadow_until_all_joined
 
@@ -28,17 +28,13 @@ from syncline.frameworks.torch.joining import shadow_until_all_joined
 @pytest.mark.parametrize("strategy", LAYERED)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_get_one_workers_weights(group: Any, strategy: str, script: Callable[[Here], Any]) -> None:
-    wanted = alone(sgd, script)
-    for found in on_group(group, strategy, 2, sgd, script):
-        close(found, wanted)
+    same_as_alone(group, strategy, 2, sgd, script)
 
 
 @pytest.mark.parametrize("strategy", LAYERED[1:4])
 def test_gradients_may_be_changed_by_what_shares_their_memory(group: Any, strategy: str) -> None:
     """On a device nobody knows of it."""
-    wanted = alone(sgd, zeroed_by_their_memory)
-    for found in on_group(group, strategy, 2, sgd, zeroed_by_their_memory):
-        close(found, wanted)
+    same_as_alone(group, strategy, 2, sgd, zeroed_by_their_memory)
 
 
 @pytest.mark.parametrize("strategy", [LAYERED[1], LAYERED[2]])
@@ -64,9 +60,7 @@ def test_lossless_schedules_give_the_weights_of_fifo(group: Any, strategy: str, 
 
 @pytest.mark.parametrize("strategy", LAYERED)
 def test_weights_that_are_tied_or_used_elsewhere_wait_where_they_are_read(group: Any, strategy: str) -> None:
-    wanted = alone(tied, zero_filled)
-    for found in on_group(group, strategy, 2, tied, zero_filled, unused="zeros"):
-        close(found, wanted)
+    same_as_alone(group, strategy, 2, tied, zero_filled, unused="zeros")
 
 
 def branching(here: Here) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from scripts import ALL, LAYERED, STEPS, branches, plain, under_way
-from toy import Here, alone, batch, close, fill, loss_of, mlp, on_group, sgd, train, weights
+from toy import Here, batch, fill, loss_of, mlp, on_group, same_as_alone, sgd, train, weights
 
 from syncline.errors import GradientError, UsageError
 from syncline.frameworks.torch.deferred import DeferredParameter
@@ -54,9 +54,7 @@ def unseen(begins: int) -> Callable[[int], tuple[torch.nn.Module, torch.optim.Op
 
 
 def test_weights_that_are_read_unseen_wait_at_the_models_forward_pass(group: Any) -> None:
-    wanted = alone(unseen(0), plain)
-    for found in on_group(group, LAYERED[1], 2, unseen(0), plain):
-        close(found, wanted)
+    same_as_alone(group, LAYERED[1], 2, unseen(0), plain)
 
 
 def test_a_weight_that_was_read_too_early_is_refused(group: Any) -> None:
@@ -71,9 +69,7 @@ def test_a_forward_pass_that_fails_shows_nothing_of_what_training_reads(group: A
         weights(here.model)
         return plain(here)
 
-    wanted = alone(unseen(0), body)
-    for found in on_group(group, LAYERED[1], 2, unseen(0), body, weight=1):
-        close(found, wanted)
+    same_as_alone(group, LAYERED[1], 2, unseen(0), body, weight=1)
 
 
 def test_an_evaluation_before_training_shows_nothing_of_what_training_reads(group: Any) -> None:
@@ -82,9 +78,7 @@ def test_an_evaluation_before_training_shows_nothing_of_what_training_reads(grou
             here.model(batch(99))
         return plain(here)
 
-    wanted = alone(unseen(1), body)
-    for found in on_group(group, LAYERED[1], 2, unseen(1), body):
-        close(found, wanted)
+    same_as_alone(group, LAYERED[1], 2, unseen(1), body)
 
 
 def test_a_flush_before_something_unseen_is_enough(group: Any) -> None:
@@ -96,9 +90,7 @@ def test_a_flush_before_something_unseen_is_enough(group: Any) -> None:
             train(here, range(step, step + 1))
         return weights(here.model)
 
-    wanted = alone(unseen(2), body)
-    for found in on_group(group, LAYERED[1], 2, unseen(2), body):
-        close(found, wanted)
+    same_as_alone(group, LAYERED[1], 2, unseen(2), body)
 
 
 def test_gradients_changed_behind_the_exchange_are_refused(group: Any) -> None:
@@ -168,9 +160,7 @@ def test_gradients_of_one_half_before_the_forward_pass_of_the_other_accuse_nobod
             here.optimizer.step()
         return weights(here.model)
 
-    wanted = alone(sgd, body)
-    for found in on_group(group, LAYERED[1], 2, sgd, body, weight=1):
-        close(found, wanted)
+    same_as_alone(group, LAYERED[1], 2, sgd, body, weight=1)
 
 
 def test_the_class_of_a_deferred_parameter_makes_plain_ones(group: Any) -> None:
@@ -207,9 +197,7 @@ def test_scripted_parts_wait_at_the_models_forward_pass(group: Any) -> None:
                 found[str(step)] = here.model(batch(99)).clone()
         return found | weights(here.model)
 
-    wanted = alone(make, body)
-    for found in on_group(group, LAYERED[1], 2, make, body):
-        close(found, wanted)
+    same_as_alone(group, LAYERED[1], 2, make, body)
 
 
 def test_what_could_not_be_waited_for_is_never_read_as_if_it_had(group: Any) -> None:

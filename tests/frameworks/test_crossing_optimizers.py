@@ -10,7 +10,21 @@ import pytest
 import torch
 from scripts import ALL, LAYERED, STEPS, Global, coupled, plain, under_way, weights_and_state
 from torch.optim.lr_scheduler import StepLR
-from toy import OPTIMIZERS, Here, alone, batch, close, loss_of, making, mlp, on_group, sgd, train, weights
+from toy import (
+    OPTIMIZERS,
+    Here,
+    alone,
+    batch,
+    close,
+    loss_of,
+    making,
+    mlp,
+    on_group,
+    same_as_alone,
+    sgd,
+    train,
+    weights,
+)
 
 from syncline.errors import UsageError
 
@@ -20,9 +34,7 @@ from syncline.errors import UsageError
 def test_optimizers_in_parts_do_what_they_do_at_once(group: Any, strategy: str, optimizer: str) -> None:
     """Their state too."""
 
-    wanted = alone(making(optimizer), weights_and_state)
-    for found in on_group(group, strategy, 2, making(optimizer), weights_and_state):
-        close(found, wanted)
+    same_as_alone(group, strategy, 2, making(optimizer), weights_and_state)
 
 
 class Sure(Global):
@@ -94,9 +106,7 @@ def test_an_optimizer_that_calls_its_closure_often_gets_averages_each_time(group
             here.optimizer.step(closure)
         return weights(here.model)
 
-    wanted = alone(make, body)
-    for found in on_group(group, LAYERED[1], 2, make, body):
-        close(found, wanted)
+    same_as_alone(group, LAYERED[1], 2, make, body)
 
 
 @pytest.mark.parametrize("optimizer", ["LBFGS", "SGD"])
@@ -208,9 +218,7 @@ def test_a_zero_grad_of_somebodys_own_waits(group: Any, strategy: str) -> None:
             (here.optimizer if step % 2 else here.model).zero_grad()
         return weights(here.model)
 
-    wanted = alone(make, body)
-    for found in on_group(group, strategy, 2, make, body):
-        close(found, wanted)
+    same_as_alone(group, strategy, 2, make, body)
 
 
 def half(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
@@ -258,9 +266,7 @@ def test_hooks_of_the_optimizer_are_called_once_a_step(group: Any) -> None:
         assert calls == ["before", "after"] * STEPS
         return weights(here.model)
 
-    wanted = alone(sgd, body)
-    for found in on_group(group, LAYERED[1], 2, sgd, body):
-        close(found, wanted)
+    same_as_alone(group, LAYERED[1], 2, sgd, body)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -278,9 +284,7 @@ def test_learning_rate_schedulers_may_be_made_before_or_after(group: Any, before
             scheduler.step()
         return weights(here.model)
 
-    wanted = alone(make, body)
-    for found in on_group(group, LAYERED[1], 2, make, body):
-        close(found, wanted)
+    same_as_alone(group, LAYERED[1], 2, make, body)
 
 
 def test_what_crosses_iterations_needs_an_optimizer_of_one_model(group: Any) -> None:

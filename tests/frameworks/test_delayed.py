@@ -24,7 +24,7 @@ from scripts import (
     with_closure,
     zeroed_otherwise,
 )
-from toy import STAGED, Here, alone, batch, close, loss_of, mlp, on_group, sgd, weights
+from toy import STAGED, Here, batch, close, loss_of, mlp, on_group, same_as_alone, sgd, weights
 
 from syncline.codecs import Codec, Floats, State, codec_of, relay_of
 from syncline.errors import GradientError
@@ -208,9 +208,7 @@ def test_a_codecs_delayed_steps_leave_the_same_weights_on_all_ranks(group: Any, 
 
 @pytest.mark.parametrize("script", [clipped, scaled])
 def test_who_reads_every_gradient_makes_delayed_steps_synchronous(group: Any, script: Callable[[Here], Any]) -> None:
-    wanted = alone(sgd, script)
-    for found in on_group(group, "ring schedule=delayed", 2, sgd, script):
-        close(found, wanted)
+    same_as_alone(group, "ring schedule=delayed", 2, sgd, script)
 
 
 @pytest.mark.parametrize(

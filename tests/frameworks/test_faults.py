@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy import STRATEGIES, Here, alone, batch, close, loss_of, on_group, sgd, weights
+from toy import STRATEGIES, Here, batch, loss_of, on_group, same_as_alone, sgd, weights
 
 from syncline.errors import GradientError, PeerLost, SynclineError
 from syncline.transports import Handle
@@ -42,9 +42,7 @@ def test_a_backward_that_fails_before_its_exchange_may_be_caught(group: Any) -> 
         here.optimizer.step()
         return weights(here.model)
 
-    wanted = alone(sgd, body)
-    for found in on_group(group, "ring", 2, sgd, body):
-        close(found, wanted)
+    same_as_alone(group, "ring", 2, sgd, body)
 
 
 def test_a_backward_that_fails_after_its_exchange_began_cannot_be_caught(group: Any) -> None:

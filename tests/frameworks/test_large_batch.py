@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch.optim.lr_scheduler import LinearLR
-from toy import Here, alone, batch, close, loss_of, mlp, on_group, train, weights
+from toy import Here, batch, loss_of, mlp, on_group, same_as_alone, train, weights
 
 from syncline.errors import UsageError
 from syncline.optim import LAMB, LARS
@@ -124,9 +124,7 @@ def test_several_workers_do_what_one_does(group: Any, strategy: str, name: str) 
             here.replica.flush()
         return weights(here.model)
 
-    wanted = alone(making(name), body)
-    for found in on_group(group, strategy, 2, making(name), body):
-        close(found, wanted)
+    same_as_alone(group, strategy, 2, making(name), body)
 
 
 @pytest.mark.parametrize("strategy", ["ps(servers=2)", "ps(servers=1, on=workers)"])

@@ -20,6 +20,7 @@ from toy import (
     making,
     mlp,
     on_group,
+    same_as_alone,
     same_state,
     train,
     weights,
@@ -97,9 +98,7 @@ def test_a_run_is_resumed_from_the_state_of_one_worker(group: Any, strategy: str
         train(here, range(3, 5))
         return weights(here.model)
 
-    wanted = alone(make, go_on)
-    for found in on_group(group, strategy, 2, make, go_on):
-        close(found, wanted)
+    same_as_alone(group, strategy, 2, make, go_on)
 
 
 @pytest.mark.parametrize("strategy", SERVED)
@@ -149,9 +148,7 @@ def test_state_larger_than_a_request_loads_into_servers(group: Any) -> None:
         step(here, 2)
         return weights(here.model)
 
-    wanted = alone(make, body)
-    for found in on_group(group, "ps(servers=2)", 2, make, body):
-        close(found, wanted)
+    same_as_alone(group, "ps(servers=2)", 2, make, body)
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "ps(servers=2) codec=int8", "ps(servers=2, on=workers) codec=fp16"])

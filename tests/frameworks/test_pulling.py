@@ -29,7 +29,23 @@ from scripts import (
     zeroed_by_kept,
     zeroed_otherwise,
 )
-from toy import OPTIMIZERS, STAGED, Here, adam, alone, batch, close, loss_of, making, mlp, on_group, sgd, train, weights
+from toy import (
+    OPTIMIZERS,
+    STAGED,
+    Here,
+    adam,
+    alone,
+    batch,
+    close,
+    loss_of,
+    making,
+    mlp,
+    on_group,
+    same_as_alone,
+    sgd,
+    train,
+    weights,
+)
 
 from syncline import checkpoint
 from syncline.errors import GradientError, MismatchError, StrategyError, SynclineError
@@ -48,9 +64,7 @@ SCRIPTS = [
 @pytest.mark.parametrize("strategy", LAYERED)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_get_one_workers_weights(group: Any, strategy: str, script: Callable[[Here], Any]) -> None:
-    wanted = alone(sgd, script)
-    for found in on_group(group, strategy, 2, sgd, script):
-        close(found, wanted)
+    same_as_alone(group, strategy, 2, sgd, script)
 
 
 @pytest.mark.parametrize("strategy", LAYERED)
@@ -76,9 +90,7 @@ def test_a_codecs_bits_do_not_depend_on_the_schedule(group: Any, place: str, cod
 def test_owners_know_what_one_optimizer_would(group: Any, strategy: str, optimizer: str) -> None:
     """Their state too, put together while weights are under way."""
 
-    wanted = alone(making(optimizer), weights_and_state)
-    for found in on_group(group, strategy, 2, making(optimizer), weights_and_state):
-        close(found, wanted)
+    same_as_alone(group, strategy, 2, making(optimizer), weights_and_state)
 
 
 @pytest.mark.parametrize("strategy", LAYERED[:3])
@@ -91,16 +103,12 @@ def test_one_rank_may_look_alone(group: Any, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", [LAYERED[0], LAYERED[2]])
 def test_tied_weights_wait_where_they_are_read(group: Any, strategy: str) -> None:
-    wanted = alone(tied, zero_filled)
-    for found in on_group(group, strategy, 2, tied, zero_filled, unused="zeros"):
-        close(found, wanted)
+    same_as_alone(group, strategy, 2, tied, zero_filled, unused="zeros")
 
 
 def test_an_optimizer_that_nobody_knows_updates_all_at_once(group: Any, caplog: pytest.LogCaptureFixture) -> None:
     """One server owns all that its step depends on."""
-    wanted = alone(coupled, plain_of_fifo)
-    for found in on_group(group, LAYERED[0], 2, coupled, plain_of_fifo):
-        close(found, wanted)
+    same_as_alone(group, LAYERED[0], 2, coupled, plain_of_fifo)
     assert "its step waits for all gradients" in caplog.text
 
 
@@ -120,9 +128,7 @@ def test_weights_stay_the_old_ones_until_the_optimizer_is_called(group: Any, str
         train(here, range(3, 5))
         return weights(here.model)
 
-    wanted = alone(sgd, body)
-    for found in on_group(group, strategy, 2, sgd, body):
-        close(found, wanted)
+    same_as_alone(group, strategy, 2, sgd, body)
 
 
 # Layers in another order on each rank, and layers that are not used --------------------------------------------------
@@ -170,9 +176,7 @@ OTHERS = ["ps(servers=1) schedule=wait_free", "ps(servers=1, update=worker) sche
 
 @pytest.mark.parametrize("strategy", [*LAYERED, *OTHERS])
 def test_layers_may_fire_in_another_order_on_each_rank(group: Any, strategy: str) -> None:
-    wanted = alone(branches, in_another_order)
-    for found in on_group(group, strategy, 2, branches, in_another_order):
-        close(found, wanted)
+    same_as_alone(group, strategy, 2, branches, in_another_order)
 
 
 @pytest.mark.parametrize("strategy", [*LAYERED, *OTHERS])

@@ -10,7 +10,21 @@ from typing import Any
 import pytest
 import torch
 from scripts import coupled
-from toy import STAGED, Here, adam, alone, batch, close, fill, loss_of, on_group, sgd, weights
+from toy import (
+    STAGED,
+    Here,
+    adam,
+    alone,
+    batch,
+    close,
+    fill,
+    loss_of,
+    on_group,
+    same_as_alone,
+    sgd,
+    uneven_epochs_as_alone,
+    weights,
+)
 
 from remade import Remade
 from syncline import checkpoint, registry
@@ -18,7 +32,6 @@ from syncline.engine.engine import Engine
 from syncline.engine.work import Work
 from syncline.errors import GradientError
 from syncline.frameworks.torch import Prepared
-from syncline.frameworks.torch.joining import shadow_until_all_joined
 from syncline.nouns import Bucket, Layer
 from syncline.schedules import Cost, PushAndPull
 
@@ -119,32 +132,11 @@ def test_a_codec_forgets_nothing(group: Any, place: str, codec: str) -> None:
 def test_ranks_without_batches_follow(group: Any, place: str, counts: list[int]) -> None:
     """Those that have run out take part; where nobody has a batch left, nothing is replaced before the next epoch."""
 
-    def part(step: int, rank: int) -> torch.Tensor:
-        return batch(10 * step + rank, 4)
-
-    def body(here: Here) -> dict[str, torch.Tensor]:
+    def check(here: Here) -> None:
         assert here.replica is not None
-        for epoch in (0, 10):
-            for step in range(epoch, epoch + counts[here.rank]):
-                here.optimizer.zero_grad()
-                loss_of(here.model(part(step, here.rank))).backward()
-                here.optimizer.step()
-            shadow_until_all_joined(here.replica, here.client)
         assert len(here.replica.gradients.layout.buckets) == 2
-        return weights(here.model)
 
-    def union(here: Here) -> dict[str, torch.Tensor]:
-        for epoch in (0, 10):
-            for step in range(epoch, epoch + max(counts)):
-                here.optimizer.zero_grad()
-                parts = [part(step, rank) for rank, count in enumerate(counts) if step - epoch < count]
-                loss_of(here.model(torch.cat(parts))).backward()
-                here.optimizer.step()
-        return weights(here.model)
-
-    wanted = alone(sgd, union)
-    for found in on_group(group, with_schedule(place, "remade"), 3, sgd, body):
-        close(found, wanted)
+    uneven_epochs_as_alone(group, with_schedule(place, "remade"), counts, check)
 
 
 @pytest.mark.parametrize("place", ["ring", "ps(servers=1)", "ps(servers=2, on=workers)"])
@@ -163,9 +155,7 @@ def test_what_a_script_holds_on_to_stays_what_it_is(group: Any, place: str) -> N
             assert all(torch.equal(held[name], tensor) for name, tensor in here.model.state_dict().items())
         return weights(here.model)
 
-    wanted = alone(sgd, body)
-    for found in on_group(group, with_schedule(place, "remade"), 2, sgd, body):
-        close(found, wanted)
+    same_as_alone(group, with_schedule(place, "remade"), 2, sgd, body)
 
 
 def wide(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from syncline.frameworks.torch import Options, prepare
+from syncline.frameworks.torch.joining import shadow_until_all_joined
 from syncline.frameworks.torch.replica import Replica
 from syncline.frameworks.torch.served import Client
 from syncline.frameworks.torch.staging import HostCopier
@@ -176,4 +177,38 @@ def same_as_alone(
     """Every worker ends with what one worker gets from the union of the batches."""
     wanted = alone(make, body)
     for found in on_group(group, strategy, workers, make, body, **options):
+        close(found, wanted)
+
+
+def uneven_epochs_as_alone(group: Any, strategy: str, counts: list[int], check: Callable[[Here], object]) -> None:
+    """Two epochs in which ranks have as many batches as ``counts`` says are one worker's, of those that are there.
+
+    ``check`` looks at every rank at the end.
+    """
+
+    def part(step: int, rank: int) -> torch.Tensor:
+        return batch(100 * step + rank, 4)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        assert here.replica is not None
+        for epoch in (0, 100):
+            for step in range(epoch, epoch + counts[here.rank]):
+                here.optimizer.zero_grad()
+                loss_of(here.model(part(step, here.rank))).backward()
+                here.optimizer.step()
+            shadow_until_all_joined(here.replica, here.client)
+        check(here)
+        return weights(here.model)
+
+    def union(here: Here) -> dict[str, torch.Tensor]:
+        for epoch in (0, 100):
+            for step in range(epoch, epoch + max(counts)):
+                here.optimizer.zero_grad()
+                parts = [part(step, rank) for rank, count in enumerate(counts) if step - epoch < count]
+                loss_of(here.model(torch.cat(parts))).backward()
+                here.optimizer.step()
+        return weights(here.model)
+
+    wanted = alone(sgd, union)
+    for found in on_group(group, strategy, len(counts), sgd, body):
         close(found, wanted)
