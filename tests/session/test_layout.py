@@ -175,7 +175,7 @@ NONSENSE = [
 def test_what_a_broken_rank_0_tells_is_named(group: Any, told: bytes, strategy: str) -> None:
     def body(session: Session) -> None:
         if session.index == 0:
-            session.tell_everyone(told, "telling the buckets")
+            session.everyone.tell(told, "telling the buckets")
             return
         with pytest.raises(ProtocolError, match=r"telling the buckets: what rank 0.* makes no sense") as caught:
             decide_layout(session, LAYERS)
@@ -204,7 +204,7 @@ def test_a_schedule_that_does_not_go_with_the_strategy_is_named(group: Any, stra
 
     def body(session: Session) -> None:
         if session.index == 0:
-            session.tell_everyone(said(chosen=plain), "telling the buckets")
+            session.everyone.tell(said(chosen=plain), "telling the buckets")
             return
         with pytest.raises(ProtocolError, match="schedule=split exchanges in two phases"):
             decide_layout(session, LAYERS)

@@ -223,7 +223,7 @@ def test_messages_between_any_two_processes_keep_their_order(group: Any) -> None
 def test_a_broadcast_to_all_reaches_servers_too(group: Any, strategy: str) -> None:
     def body(session: Session) -> list[int]:
         array = np.full(4, session.index + 7)
-        session.engine.wait(session.broadcast_to_all(array, 5, "text"))
+        session.engine.wait(session.everyone.broadcast(array, 5, "text"))
         return array.tolist()
 
     assert all(found == [7] * 4 for found in group(strategy, 2, body))
@@ -317,12 +317,12 @@ def test_some_processes_share_what_each_of_them_has(group: Any, strategy: str) -
     """Whoever is none of them takes no part; nothing is also something to share."""
 
     def body(session: Session) -> list[list[bytes]]:
-        session.meet_everyone("a test")
+        session.everyone.meet("a test")
         found = []
         for processes in ([1, session.group.processes - 1], [1, session.group.processes - 1]):
             if session.index in processes:
                 mine = bytes([session.index]) * (0 if session.index == 1 else 70_000)
-                found.append(list(session.share(processes, mine, "a test")))
+                found.append(list(session.everyone.share(processes, mine, "a test")))
         return found
 
     found = group(strategy, 3, body)
@@ -338,13 +338,13 @@ def test_servers_hear_what_they_have_been_listening_for(group: Any) -> None:
         found, heard = [], None
         for said in (b"one", b"two"):
             if session.is_worker:
-                found.append(session.tell_everyone(said, "a test"))
+                found.append(session.everyone.tell(said, "a test"))
             else:
-                heard = session.listen("a test")
+                heard = session.everyone.listen("a test")
                 session.engine.wait(heard.work)
-                found.append(session.hear(heard))
+                found.append(session.everyone.hear(heard))
         if not session.is_worker:
-            session.listen("a test")
+            session.everyone.listen("a test")
         return found
 
     assert group("ps(servers=2)", 2, body) == [[b"one", b"two"]] * 4
@@ -353,10 +353,10 @@ def test_servers_hear_what_they_have_been_listening_for(group: Any) -> None:
 def test_a_size_that_nobody_tells_is_named(group: Any) -> None:
     def body(session: Session) -> None:
         if session.index == 0:
-            session.engine.wait(session.broadcast_to_all(np.array([-1]), BUCKET_KEYS, "a test"))
+            session.engine.wait(session.everyone.broadcast(np.array([-1]), BUCKET_KEYS, "a test"))
             return
         with pytest.raises(ProtocolError, match=r"a test: rank 0.* tells -1 bytes"):
-            session.tell_everyone(b"", "a test")
+            session.everyone.tell(b"", "a test")
 
     group("ring", 2, body)
 
@@ -368,7 +368,7 @@ def test_a_size_that_nobody_has_to_share_names_who_says_so(group: Any) -> None:
 
     def body(session: Session) -> None:
         with pytest.raises(ProtocolError, match=rf"a test: rank 1.* tells {1 << 50} bytes") as caught:
-            list(session.share([0, 1], Endless() if session.rank == 1 else b"", "a test"))
+            list(session.everyone.share([0, 1], Endless() if session.rank == 1 else b"", "a test"))
         assert caught.value.rank == 1
 
     group("ring", 2, body)

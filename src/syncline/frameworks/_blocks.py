@@ -45,7 +45,7 @@ def agree_on_model(session: Session, key: int, specs: Sequence[Spec]) -> Layout:
     ``key`` is the model's first, and has to be everyone's.
     """
     mine = [[spec.name, list(spec.shape), spec.dtype] for spec in specs]
-    told, theirs = json.loads(session.tell_everyone(json.dumps([key, mine]).encode(), "comparing models"))
+    told, theirs = json.loads(session.everyone.tell(json.dumps([key, mine]).encode(), "comparing models"))
     me, first = session.name(session.index), session.called(0)
     error: MismatchError | None = None
     if told != key:
@@ -69,4 +69,4 @@ def copy_from_rank_0(session: Session, arrays: Sequence[Array]) -> None:
     """Let buckets be rank 0's; all processes call it."""
     for number, array in enumerate(arrays):
         label = f"copying weights of bucket {number} from {session.called(0)}"
-        session.engine.wait(session.broadcast_to_all(array, BUCKET_KEYS, label))
+        session.engine.wait(session.everyone.broadcast(array, BUCKET_KEYS, label))

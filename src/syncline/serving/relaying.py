@@ -49,5 +49,5 @@ class Leaving:
         session, roles = self._session, self._session.strategy.roles
         assert roles is not None
         owners = roles.places(session.group)
-        for process, told in zip(owners, session.share(owners, data, LABEL), strict=True):
+        for process, told in zip(owners, session.everyone.share(owners, data, LABEL), strict=True):
             yield from unpack(told, session.name(process), session.member.number(process))

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine.work import Work
+from ..session.everyone import Heard
 from ..session.layout import LABEL, Layout, Passed, hear_layout
 from ..session.replacing import LABEL as REPLACING
 from ..session.replacing import Recompressing, copy_weights
-from ..session.session import Heard, Session
+from ..session.session import Session
 from .messages import ANSWERS, check_fields, nonsense, read_message, receive_body, send_body
 from .owner import Owner, shard_of
 from .protocol import ALL, Release, Request
@@ -83,7 +84,7 @@ class Server:
         self._gone: set[int] = set()  # those that have said that they leave
         self._messages: dict[int, dict[str, Any]] = {}  # that have come, from the workers that have not left
         self._requests = {worker: self._listen(worker) for worker in range(session.group.workers)}
-        self._heard = None if relay is None else session.listen(LABEL)
+        self._heard = None if relay is None else session.everyone.listen(LABEL)
         session.engine.expects = self._expects
 
     def serve(self) -> None:
@@ -262,16 +263,16 @@ class Server:
         layout, passed = hear_layout(session, model.layout.layers, heard)
         self._exchanges.rest()
         if not passed.anew and layout.travels_like(model.layout):
-            session.meet_everyone(REPLACING)
+            session.everyone.meet(REPLACING)
         else:
             self._begin_anew(layout, passed, relay)
-        self._heard = session.listen(LABEL)
+        self._heard = session.everyone.listen(LABEL)
 
     def _begin_anew(self, layout: Layout, passed: Passed, relay: Relay) -> None:
         session, model = self._session, relay.model
         compression = Recompressing(session, model.compression)
         leaving = Leaving(session, self._shard, self._traffic.keeps)
-        session.meet_everyone(REPLACING)
+        session.everyone.meet(REPLACING)
         self._exchanges.settle(ALL)
         self._exchanges.close()
         gradients, weights = relay.lay(layout.buckets)

@@ -10,10 +10,11 @@ from ..errors import ProtocolError
 from ..nouns import Bucket
 from ..plans.messages import Program
 from ..session.communicator import compiled
+from ..session.everyone import Heard
 from ..session.layout import LABEL, Layout, hear_layout
 from ..session.replacing import LABEL as REPLACING
 from ..session.replacing import Recompressing
-from ..session.session import Heard, Session
+from ..session.session import Session
 from .merged import push_coded, push_plan
 from .records import Array
 
@@ -41,7 +42,7 @@ class Summing:
         self._posted: list[Work] = []
         self._exchanges = 0  # in this layout, the posted one included
         self._post()
-        self._heard = None if lay is None else session.listen(LABEL)
+        self._heard = None if lay is None else session.everyone.listen(LABEL)
 
     def serve(self) -> None:
         """Return when every worker has left; raises the fault when there is one."""
@@ -78,7 +79,7 @@ class Summing:
             self._post()
         anew = passed.anew or not layout.travels_like(self._layout)
         compression = Recompressing(session, self._compression if anew else None)
-        session.meet_everyone(REPLACING)
+        session.everyone.meet(REPLACING)
         if anew:
             engine.wait(*self._posted)
             self._gradients = lay(layout.buckets)
@@ -86,4 +87,4 @@ class Summing:
             self._exchanges = 0
             self._post()
         self._layout = layout
-        self._heard = session.listen(LABEL)
+        self._heard = session.everyone.listen(LABEL)

@@ -29,7 +29,8 @@ from ..strategy.grammar import read_part
 from ..strategy.parts import write
 from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
-from .session import MODEL_KEYS, Heard, Session
+from .everyone import Heard
+from .session import MODEL_KEYS, Session
 
 log = logging.getLogger("syncline")
 
@@ -145,12 +146,12 @@ def decide_layout(
             log.warning("%s: %s; buckets stay as they were", session.name(0), told["fault"])
             told = replace(before, layers=tuple(layers)).plain()
         told["passed"] = passed
-    return _said(session, layers, session.tell_everyone(json.dumps(told).encode(), LABEL))[0]
+    return _said(session, layers, session.everyone.tell(json.dumps(told).encode(), LABEL))[0]
 
 
 def hear_layout(session: Session, layers: Sequence[Layer], heard: Heard) -> tuple[Layout, Passed]:
     """On a server that has been listening: what workers have decided, and what has passed."""
-    return _said(session, layers, session.hear(heard))
+    return _said(session, layers, session.everyone.hear(heard))
 
 
 LABEL = "telling the buckets"

@@ -63,7 +63,7 @@ def agree_on_layout(
     some = any(ticket.flags for ticket in tickets)
     by = None if choose is None else partial(choose, some)
     layout = decide_layout(session, layers, cost, chosen=chosen, choose=by, passed=passed, before=before, fits=fits)
-    session.meet_everyone(LABEL)
+    session.everyone.meet(LABEL)
     return layout
 
 
@@ -114,7 +114,7 @@ class Recompressing:
 
     def _share(self, ranks: Sequence[int], kept: Saved, take_over: Callable[[Saved], None]) -> None:
         """Give others what this process has kept back, and take up what each of them has."""
-        for rank, data in zip(ranks, self._session.share(ranks, as_bytes(kept), LABEL), strict=True):
+        for rank, data in zip(ranks, self._session.everyone.share(ranks, as_bytes(kept), LABEL), strict=True):
             try:
                 take_over(from_bytes(data))
             except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
@@ -128,4 +128,4 @@ class Recompressing:
 def copy_weights(session: Session, arrays: Sequence[Array]) -> None:
     """Let servers have the weights of rank 0, by bucket; all processes call it."""
     for number, array in enumerate(arrays if session.group.servers else ()):
-        session.engine.wait(session.broadcast_to_all(array, BUCKET_KEYS, f"{LABEL}, weights of bucket {number}"))
+        session.engine.wait(session.everyone.broadcast(array, BUCKET_KEYS, f"{LABEL}, weights of bucket {number}"))

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from typing import Any, Literal
 
 from .. import registry
 from ..collectives import Collective
@@ -23,7 +21,7 @@ from ..compression.updates import Updates
 from ..engine.driver import LIMIT_S
 from ..engine.trace import Observer
 from ..engine.work import Work
-from ..errors import MismatchError, ProtocolError, UsageError
+from ..errors import MismatchError, UsageError
 from ..nouns import Bucket, Group, Layer
 from ..plans.messages import Program
 from ..plans.plan import Plan
@@ -36,8 +34,6 @@ from .communicator import (
     BUCKET_KEYS,
     Array,
     Communicator,
-    among,
-    broadcast_plan,
     compiled,
     has_phases,
     phases_of,
@@ -45,6 +41,7 @@ from .communicator import (
 )
 from .coordination import Coordination
 from .ending import Ending
+from .everyone import Everyone
 from .member import Member
 from .stats import Stats
 from .tickets import TABLE
@@ -52,18 +49,9 @@ from .within import member_within
 
 MODEL_KEYS = 1 << 16
 """Keys of one model among those of buckets: several models may be in flight at once."""
-_TOLD_KEY, _SHARE_KEY = BUCKET_KEYS, BUCKET_KEYS + 1
-_MOST_TOLD_BYTES, _MOST_SHARED_BYTES = 1 << 32, 1 << 44
 _MESSAGE_TAGS = 1 << 63
 _TOPIC_BITS = 32
 """Below them, in the tag of a message, who sends it."""
-
-
-class Heard(NamedTuple):
-    """That worker 0 tells something, and how many bytes, once the work is done."""
-
-    work: Work
-    size: Array
 
 
 class Session(Communicator):
@@ -91,6 +79,7 @@ class Session(Communicator):
         super().__init__(member, range(group.workers), self._allreduce_in, number)
         self.strategy = strategy
         self.group = group
+        self.everyone = Everyone(member, group)
         self.choice: Choice | None = None
         self.chose_codec, self.reason = False, ""  # whether a codec was chosen by measuring, and why
         self.left_open = False
@@ -377,69 +366,6 @@ class Session(Communicator):
     def is_held(self) -> bool:
         """Whether models, or samplers, go on using it."""
         return bool(self._models) or self.pools is not None
-
-    def broadcast_to_all(self, array: Array, key: int, label: str, tolerant: bool = False) -> Work:
-        """Start a broadcast from worker 0 to all processes, servers included; every process calls it."""
-        program = compiled(broadcast_plan(self.group.processes, 0), self.index)
-        return self.engine.exchange(program, array, key, label, tolerant=tolerant)
-
-    def tell_everyone(self, data: bytes, label: str) -> bytes:
-        """The bytes of worker 0 on all processes, servers included; what others give does not count."""
-        try:
-            size = np.array([len(data)], np.int64)
-            self.engine.wait(self.broadcast_to_all(size, _TOLD_KEY, label))
-            return self._told(size, data, label)
-        except BaseException as error:
-            self.member.interrupted(error)
-            raise
-
-    def listen(self, label: str) -> Heard:
-        """Post a server's part in the next ``tell_everyone``; it never ends when the workers leave."""
-        size = np.zeros(1, np.int64)
-        return Heard(self.broadcast_to_all(size, _TOLD_KEY, label, tolerant=True), size)
-
-    def hear(self, heard: Heard) -> bytes:
-        """What worker 0 has begun to tell, once the work of ``listen`` is done."""
-        return self._told(heard.size, b"", heard.work.label)
-
-    def _told(self, size: Array, data: bytes, label: str) -> bytes:
-        self._check_size(int(size[0]), 0, _MOST_TOLD_BYTES, label)
-        told = np.zeros(int(size[0]), np.uint8)
-        if self.index == 0:
-            told[:] = np.frombuffer(data, np.uint8)
-        self.engine.wait(self.broadcast_to_all(told, _TOLD_KEY, label))
-        return told.tobytes()
-
-    def _check_size(self, size: int, process: int, most: int, label: str) -> None:
-        if not 0 <= size <= most:
-            raise ProtocolError(
-                f"{label}: {self.name(process)} tells {size} bytes, which makes no sense",
-                rank=self.member.number(process),
-            )
-
-    def meet_everyone(self, label: str) -> None:
-        """Wait until all processes, servers included, have come here."""
-        if self.alone:
-            return
-        program = compiled(planned("direct_all_gather", Group(self.group.processes)), self.index)
-        self.engine.run(program, np.zeros(self.group.processes, np.uint8), _TOLD_KEY, label)
-
-    def share(self, processes: Sequence[int], data: bytes, label: str) -> Iterator[bytes]:
-        """What each of these processes gives, one after the other, on all of them; they are the same at every call."""
-        ranks, here = tuple(processes), processes.index(self.index)
-        if len(ranks) == 1:
-            yield data
-            return
-        sizes = np.zeros(len(ranks), np.int64)
-        sizes[here] = len(data)
-        gather = compiled(among(planned("direct_all_gather", Group(len(ranks))), ranks), self.index)
-        self.engine.run(gather, sizes, _SHARE_KEY, label)
-        for place, size in enumerate(sizes):
-            self._check_size(int(size), ranks[place], _MOST_SHARED_BYTES, label)
-            body = np.frombuffer(data, np.uint8).copy() if place == here else np.zeros(int(size), np.uint8)
-            program = compiled(among(broadcast_plan(len(ranks), place), ranks), self.index)
-            self.engine.run(program, body, _SHARE_KEY, label)
-            yield body.tobytes()
 
     # Messages between workers and servers.
 

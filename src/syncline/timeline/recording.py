@@ -106,7 +106,7 @@ class SessionSpans:
             return
         everyone, post = range(session.group.processes), _Post(session)
         mine = f"{secrets.token_hex(8)} {identity()}"  # rank 0 names the run
-        shared = session.share(everyone, mine.encode(), "the clocks of a timeline")
+        shared = session.everyone.share(everyone, mine.encode(), "the clocks of a timeline")
         names, _, self._identities = zip(
             *(text.decode(errors="replace").partition(" ") for text in shared), strict=True
         )

@@ -28,7 +28,7 @@ def check_same_model(session: Session, tensors: Sequence[tuple[str, torch.Tensor
         for name, tensor in tensors
     ]
     first = session.called(0)
-    others, theirs = json.loads(session.tell_everyone(json.dumps([options, mine]).encode(), "comparing models"))
+    others, theirs = json.loads(session.everyone.tell(json.dumps([options, mine]).encode(), "comparing models"))
     for here, there in zip(options, others, strict=True):
         if here != there:
             error = MismatchError(
@@ -61,7 +61,7 @@ def copy_from_worker(session: Session, tensors: Sequence[torch.Tensor], root: in
         packed = np.empty(sum(tensor.nbytes for tensor in piece), np.uint8)
         pack_bytes(piece, torch.from_numpy(packed))
         if everyone:
-            session.engine.wait(session.broadcast_to_all(packed, _KEY, f"copying the model from {session.called(0)}"))
+            session.engine.wait(session.everyone.broadcast(packed, _KEY, f"copying the model from {session.called(0)}"))
         else:
             session.broadcast(packed, root)
         unpack_bytes(torch.from_numpy(packed), piece)
