@@ -203,6 +203,17 @@ def _without_params() -> None:
     made.update(model(), made.init(model()))
 
 
+def _without_client() -> None:
+    import jaxlib.xla_client
+
+    params, made = model(), jaxlib.xla_client.make_cpu_client
+    del jaxlib.xla_client.make_cpu_client
+    try:
+        _init(syncline.jax.distributed(optax.sgd(0.1)), params)
+    finally:
+        jaxlib.xla_client.make_cpu_client = made
+
+
 REFUSED: dict[str, Callable[[], Any]] = {
     "average": syncline.jax.average,
     "distributed": lambda: _init(syncline.jax.distributed(optax.sgd(0.1))),
@@ -215,6 +226,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "no optimizer": lambda: syncline.jax.distributed(3),
     "traced": lambda: _traced_only(),
     "another state": lambda: syncline.jax.average().update(model(), ()),
+    "no client": _without_client,
     "keys": lambda: syncline.jax.broadcast(jax.random.key(0)),
 }
 
@@ -296,6 +308,7 @@ def large(place: Place, strategies: list[str]) -> list[int]:
                 gradients = jax.tree.map(lambda leaf: leaf * (1 + syncline.rank()), params)
                 updates, state = step(gradients, state, params)
                 params = optax.apply_updates(params, updates)
+            params = syncline.jax.consolidate(params, state)
             found.append(float(params["layer0"].sum()))
     return found
 

@@ -22,7 +22,8 @@ for package in ("jax", "optax"):
 WORKERS, STEPS = 2, 5
 REDUCED = ["ring", "direct schedule=wait_free", "tree schedule=fifo", "ring schedule=fixed(bucket=64B)"]
 SERVED = ["ps(servers=1)", "ps(servers=1, update=worker)", "ps(servers=1) schedule=wait_free"]
-SHARED = ["ps(servers=2, on=workers, update=worker)"]
+SHARED = ["ps(servers=2, on=workers, update=worker)", "ps(servers=2, on=workers)"]
+SHARED += ["ps(servers=1, on=workers) schedule=wait_free transport=tcp"]
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -69,6 +70,7 @@ def test_the_mean_goes_to_an_optimizer_of_the_script_in_one_computation(tmp_path
     [
         (["ring codec=int8", "ring codec=topk(ratio=0.3)", "ring sync=local(steps=3)"], 0),
         (["ps(servers=1)", "ps(servers=1) codec=int8"], 1),
+        (["ps(servers=2, on=workers)", "ps(servers=1, on=workers) codec=int8"], 0),
     ],
 )
 def test_a_run_that_is_resumed_goes_on_with_the_same_bits(tmp_path: Path, strategies: list[str], servers: int) -> None:
@@ -88,7 +90,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_same_bits(tmp_path: Path, strate
             check_near(params, through[0][strategies.index(text)][1], text)
 
 
-@pytest.mark.parametrize(("strategy", "servers"), [("ring", 0), ("ps(servers=1)", 1)])
+@pytest.mark.parametrize(("strategy", "servers"), [("ring", 0), ("ps(servers=1)", 1), ("ps(servers=1, on=workers)", 0)])
 def test_a_checkpoint_of_one_worker_resumes_under_two(tmp_path: Path, strategy: str, servers: int) -> None:
     name = "jax_bodies.resumed"
     (saved, _) = ranks(tmp_path / "one", name, 1 + servers, [strategy], [], 0, 4).found()[0][0]
@@ -108,10 +110,11 @@ def test_workers_that_train_by_themselves_meet(tmp_path: Path) -> None:
         assert near == ("steps=2" in text and "easgd" not in text), text
 
 
-def test_pushes_are_updates_by_themselves(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("owners", "servers"), [("servers=1", 1), ("servers=2, on=workers", 0)])
+def test_pushes_are_updates_by_themselves(tmp_path: Path, owners: str, servers: int) -> None:
     """With a share of the learning rate, or all of it: nothing that was pushed is lost."""
-    strategies = [f"ps(servers=1) sync={text}" for text in ("asp", "ssp(staleness=2)", "asp(rate=own)")]
-    for found in ranks(tmp_path, "jax_bodies.by_themselves", WORKERS + 1, strategies, 4).found()[:WORKERS]:
+    strategies = [f"ps({owners}) sync={text}" for text in ("asp", "ssp(staleness=2)", "asp(rate=own)")]
+    for found in ranks(tmp_path, "jax_bodies.by_themselves", WORKERS + servers, strategies, 4).found()[:WORKERS]:
         for text, params in zip(strategies, found, strict=True):
             np.testing.assert_allclose(params["w"], 1 - 0.25 * 4 * (2 if "own" in text else 1), err_msg=text)
 
@@ -123,7 +126,8 @@ def test_a_model_of_jax_can_be_prepared(tmp_path: Path) -> None:
 
 SLICES = "gives other weights for slices of the parameters"
 REFUSED = {
-    ("ps(servers=1, on=workers)", "distributed"): "use ps(servers=1), servers that are processes of their own",
+    ("ps(servers=1, on=workers)", "no client"): "does not give owners of weights on workers a device of their own",
+    ("ps(servers=1, on=workers)", "coupled"): SLICES,
     ("ring sync=local(steps=2)", "average"): "use syncline.jax.distributed(optimizer)",
     ("ring sync=gossip", "distributed"): "does not do with JAX yet: use local, diloco or easgd",
     ("ring schedule=priority", "distributed"): "does not do with JAX yet: use schedule=fixed",
@@ -176,6 +180,7 @@ def test_faults_are_named_on_all_ranks(tmp_path: Path, name: str, says: str) -> 
 
 def test_devices_of_a_host_share_a_worker(tmp_path: Path) -> None:
     strategies = ["ring", "ps(servers=1, on=workers, update=worker)", "ring sync=local(steps=5)"]
+    strategies += ["ps(servers=2, on=workers)"]
     flags = "--xla_force_host_platform_device_count=2"
     one, other = ranks(tmp_path, "jax_bodies.sharded", WORKERS, strategies, STEPS, XLA_FLAGS=flags).found()
     ((wanted, _, _),) = ranks(tmp_path, "jax_bodies.train", 1, [("ring", "adam")], STEPS).found()[0]
@@ -188,8 +193,9 @@ def test_devices_of_a_host_share_a_worker(tmp_path: Path) -> None:
 
 
 def test_few_threads_are_enough(tmp_path: Path) -> None:
-    """On one core, with arrays that JAX would hand to other threads."""
-    strategies = ["ring", "ring sync=local(steps=2)"]
+    """On one core, with arrays that JAX would hand to other threads, also where owners compute beside workers."""
+    strategies = ["ring", "ring sync=local(steps=2)", "ps(servers=2, on=workers)", "ps(servers=1, on=workers)"]
+    strategies += ["ps(servers=2, on=workers) sync=asp"]
     one, other = ranks(tmp_path, "jax_bodies.large", WORKERS, strategies, x64=False).found()
     assert one == other
 

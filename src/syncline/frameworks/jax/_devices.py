@@ -1,13 +1,23 @@
-"""One call of many devices: where a computation runs on several of this host, each of them makes every call.
+"""Which devices call, and which compute for the owners of weights.
 
-They all have the same, whole arrays, so the first to come does it for all; the others wait, and copy what it has made.
+Where a computation runs on several devices of this host, each of them makes every call. They all have the same, whole
+arrays, so the first to come does it for all; the others wait, and copy what it has made.
+
+An owner of weights runs the optimizer while the computation of a worker in the same process waits for it, in a thread
+of XLA's that other computations of these devices may need: on one core there is no other. So owners beside workers have
+a device of their own, of a second client of XLA's, which has threads of its own and computes in the thread that calls.
 """
 
 from __future__ import annotations
 
+import importlib
 import threading
+from functools import cache
 from typing import Any
 
+import jax
+
+from ...errors import UsageError
 from ._calls import Array, Function
 
 
@@ -62,3 +72,21 @@ class OnceForAll:
 def shared(function: Any, devices: int) -> Function:
     """The function itself where one device calls it."""
     return function if devices == 1 else OnceForAll(function, devices)
+
+
+def device_of_owners(*, beside: bool) -> Any:
+    """Where owners compute, ``beside`` a worker or in a process of their own."""
+    return _device_apart() if beside else jax.local_devices(backend="cpu")[0]
+
+
+@cache
+def _device_apart() -> Any:
+    try:
+        made: Any = importlib.import_module("jaxlib.xla_client").make_cpu_client(asynchronous=False, num_devices=1)
+        return made.local_devices()[0]
+    except (ImportError, AttributeError, TypeError) as error:
+        version = importlib.import_module("jaxlib").__version__
+        raise UsageError(
+            f"jaxlib {version} does not give owners of weights on workers a device of their own ({error}): use"
+            " ps(servers=1), servers that are processes of their own, or ps(on=workers, update=worker)"
+        ) from error

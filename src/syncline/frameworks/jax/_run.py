@@ -28,7 +28,7 @@ from .._flat import FlatModel, Kind, serve_model
 from .._resumed import load, load_alone, save, save_alone
 from .._schedules import check_mode, check_schedule
 from ._calls import Array, Call, calls, invoke
-from ._devices import shared
+from ._devices import device_of_owners, shared
 from ._slices import OptaxSlices, probe
 from ._trees import devices_of, host, is_traced, named, placed, specs_of
 from ._weights import SynclineState, TreeWeights, fresh, given, state_of
@@ -60,12 +60,6 @@ class Run:
                 f"{session.strategy}: average() gives gradients to an optimizer of the script's, and here weights are"
                 " what is exchanged: use syncline.jax.distributed(optimizer), or ring or another allreduce"
             )
-        if self._held and not session.group.servers:
-            raise UsageError(
-                f"{session.strategy}: owners of weights run the optimizer by JAX, and beside a worker whose computation"
-                " waits for them JAX may have no thread left to do it: use ps(servers=1), servers that are processes of"
-                " their own, or ps(on=workers, update=worker)"
-            )
         check_schedule(session.strategy, "JAX")
 
     # The start.
@@ -90,7 +84,9 @@ class Run:
             return fresh(self.number, self._inner(params))
         keeps = probe(self._optimizer, params) if self._held else True
         check_mode(session.strategy, "JAX", self._weights.values(), "the optimizer", keeps)
-        build = partial(OptaxSlices, self._optimizer)
+        owning = self._held and not (session.is_worker and session.group.servers)
+        device = device_of_owners(beside=session.is_worker) if owning else None  # all see whether there is one
+        build = partial(OptaxSlices, self._optimizer, device)
         if not session.is_worker:
             serve_model(session, self._specs, self._weights, build, self)
             return None

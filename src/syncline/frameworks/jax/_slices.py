@@ -26,11 +26,12 @@ RATE = "lr"
 
 
 class OptaxSlices:
-    """An optimizer on the slices that this process owns."""
+    """An optimizer on the slices that this process owns; ``device`` is where it computes."""
 
-    def __init__(self, optimizer: Any, holdings: Sequence[Holding]) -> None:
-        self._holdings = holdings
-        self._states = [optimizer.init(jnp.array(held.weights)) for held in holdings]
+    def __init__(self, optimizer: Any, device: Any, holdings: Sequence[Holding]) -> None:
+        self._holdings, self._device = holdings, device
+        states = [optimizer.init(self._there(held.weights)) for held in holdings]
+        self._states = jax.block_until_ready(jax.device_put(states, self._device))  # also what init() made elsewhere
         self._update = jax.jit(_updates(optimizer))
 
     def squared_norm(self) -> float:
@@ -39,8 +40,8 @@ class OptaxSlices:
 
     def apply(self, groups: Groups, scale: float) -> None:
         """Of copies: what optax keeps may be what it was given."""
-        weights = [jnp.array(held.weights) for held in self._holdings]
-        gradients = [jnp.array(held.gradient) for held in self._holdings]
+        weights = [self._there(held.weights) for held in self._holdings]
+        gradients = [self._there(held.gradient) for held in self._holdings]
         found, self._states = self._update(weights, gradients, self._states, scale, groups[0][RATE])
         for held, one in zip(self._holdings, found, strict=True):
             np.copyto(held.weights, np.asarray(one))
@@ -51,21 +52,23 @@ class OptaxSlices:
 
     def load(self, states: Sequence[State]) -> None:
         """What is not told begins anew."""
-        self._states = [_taken(old, told) for old, told in zip(self._states, states, strict=True)]
+        self._states = [self._taken(old, told) for old, told in zip(self._states, states, strict=True)]
+
+    def _taken(self, state: Any, told: State) -> Any:
+        found = []
+        for key, leaf in named(state):
+            value = told.get(key)
+            found.append(self._there(value.array.reshape(leaf.shape)) if isinstance(value, Elements) else leaf)
+        return jax.tree.unflatten(jax.tree.structure(state), found)
+
+    def _there(self, array: Array) -> Any:
+        return jax.device_put(np.array(array), self._device)  # of a copy, since it may read memory where it lies
 
 
 def elements(leaf: Any) -> Elements:
     """A leaf of an optimizer's state as owners tell it: flat, but for what has no dimensions."""
     array = np.array(leaf)
     return Elements.of(array.reshape(-1) if array.ndim else array)
-
-
-def _taken(state: Any, told: State) -> Any:
-    found = []
-    for key, leaf in named(state):
-        value = told.get(key)
-        found.append(jnp.array(value.array.reshape(leaf.shape)) if isinstance(value, Elements) else leaf)
-    return jax.tree.unflatten(jax.tree.structure(state), found)
 
 
 def _updates(optimizer: Any) -> Any:
