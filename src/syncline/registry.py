@@ -36,9 +36,9 @@ from .errors import UsageError
 
 log = logging.getLogger("syncline")
 
-KINDS = ("algorithms", "collectives", "codecs", "peers", "schedules", "sync", "transports", "workloads")
-_FOLDERS = {"peers": "bench.peers"}
-"""Kinds whose folder is not that of their name: peers are what a bench measures beside Syncline."""
+KINDS = ("algorithms", "collectives", "codecs", "frameworks", "peers", "schedules", "sync", "transports", "workloads")
+_FOLDERS = {"frameworks": "bench.frameworks", "peers": "bench.peers"}
+"""Kinds whose folder is not that of their name: who trains in a comparison, and what is measured beside Syncline."""
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 

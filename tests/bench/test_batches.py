@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,7 @@ import syncline
 from syncline.bench.batches import Batch, batches, in_step, pooled, weighed
 from syncline.bench.messages import Job
 from syncline.sampling.pool import Pool
-from syncline.workloads import Images, Workload
-
-torch = pytest.importorskip("torch")
+from syncline.workloads import Images, Part, Workload
 
 WORLD, BATCH, SAMPLES = 2, 4, 14  # three batches of four, and one of two
 
@@ -31,8 +30,12 @@ def job(strategy: str, iterations: int) -> Job:
     return Job("counting", strategy, BATCH, iterations, 3, ())
 
 
+def as_they_are(part: Part) -> Part:
+    return part
+
+
 def shown(batch: Batch) -> tuple[int, ...]:
-    return tuple(batch.inputs.flatten().int().tolist())
+    return tuple(batch.inputs.astype(int).ravel().tolist())
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,7 @@ def test_only_workers_that_exchange_in_every_step_are_bound_by_their_link(conten
 @pytest.mark.parametrize("iterations", [1, 4, 5, 9])
 def test_all_strategies_train_on_the_same_batches(monkeypatch: pytest.MonkeyPatch, iterations: int) -> None:
     """In a pool from which one worker takes three parts for each of the other's."""
-    split = [list(batches(counting(), rank, WORLD, job("ring", iterations))) for rank in range(WORLD)]
+    split = [list(batches(counting(), rank, WORLD, job("ring", iterations), as_they_are)) for rank in range(WORLD)]
     for own in split:
         assert [batch.position for batch in own] == list(range(1, iterations + 1))
 
@@ -105,7 +108,10 @@ def test_all_strategies_train_on_the_same_batches(monkeypatch: pytest.MonkeyPatc
         return Sampler()
 
     monkeypatch.setattr(syncline, "sampler", sampler, raising=False)
-    sources = [batches(counting(), rank, WORLD, job("ps(servers=1) sync=asp", iterations)) for rank in range(WORLD)]
+    sources = [
+        batches(counting(), rank, WORLD, job("ps(servers=1) sync=asp", iterations), as_they_are)
+        for rank in range(WORLD)
+    ]
     found: list[list[Batch]] = [[], []]
     ended = [False, False]
     while not all(ended):
@@ -124,3 +130,16 @@ def test_all_strategies_train_on_the_same_batches(monkeypatch: pytest.MonkeyPatc
     assert all([batch.position for batch in own] == sorted(batch.position for batch in own) for own in found)
     if iterations > 1:
         assert len(found[0]) > len(found[1]) > 0
+
+
+def test_shares_make_the_mean_over_workers_that_over_samples() -> None:
+    images = counting().train
+    wide = replace(counting(), train=replace(images, pixels=images.pixels[:11], labels=images.labels[:11]))
+    for text, even in (("ring", False), ("ddp", False), ("ring sync=local(steps=2)", True)):
+        split = [list(batches(wide, rank, WORLD, job(text, 3), as_they_are)) for rank in range(WORLD)]
+        for parts in zip(*split, strict=True):
+            samples = np.concatenate([part.inputs.ravel() for part in parts])
+            mean = sum(part.share * part.inputs.mean() for part in parts) / WORLD
+            assert even or mean == pytest.approx(samples.mean())
+            assert all(part.share == 1 for part in parts) or len(samples) == 3
+    assert split[0][2].share == 1  # whose weights are averaged: the gradients are its own

@@ -23,8 +23,8 @@ pipe = os.fdopen(job["report_fds"][rank], "w", buffering=1)
 def send(kind, **content):
     print(json.dumps({"kind": kind, **content}), file=pipe)
 def result(sha256="a"):
-    names = ("loading_s h2d_s forward_s backward_s update_s exposed_comm_s iteration_s compute_s images_per_s "
-             "bytes_sent_per_step").split()
+    names = ("loading_s h2d_s forward_s backward_s update_s step_s exposed_comm_s iteration_s compute_s "
+             "images_per_s bytes_sent_per_step").split()
     send("result", iterations=10, warmup=2, measures=dict.fromkeys(names, 1.0 + rank), chosen="ring transport=shm",
          curve=[{"iteration": 10, "seconds": 1.0, "loss": 0.5, "accuracy": None, "test_loss": None}],
          sent={}, received={}, sha256=sha256, start_s=0.5, peak_bytes=1 << 28,

@@ -17,6 +17,7 @@ from syncline.report.rows import BASELINE
 torch = pytest.importorskip("torch")
 
 from syncline.bench import looks, train  # noqa: E402
+from syncline.bench.frameworks.torch import digest  # noqa: E402
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
 
@@ -167,7 +168,8 @@ def test_a_worker_without_a_batch_reports_zeros(monkeypatch: pytest.MonkeyPatch)
     progress, result = messages_of(job_of(strategy="ring"), Pretender())
     assert (progress["iteration"], progress["loss"], progress["images_per_s"]) == (0, None, None)
     assert (result["iterations"], result["seconds"], result["sent"], result["received"]) == (0, 0.0, {}, {})
-    assert set(result["measures"].values()) == {0.0}
+    assert {name for name, value in result["measures"].items() if value is None} == {"step_s"}
+    assert {value for value in result["measures"].values() if value is not None} == {0.0}
 
 
 def test_a_failure_is_reported_and_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,11 +190,11 @@ def test_the_digest_sees_values_names_and_buffers() -> None:
         torch.manual_seed(0)
         return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
 
-    base = train.digest(model())
-    assert base == train.digest(model())
+    base = digest(model())
+    assert base == digest(model())
     changed = model()
     changed[1].running_mean[0] = 1.0
     renamed = torch.nn.Sequential(*model(), torch.nn.Identity())
-    assert train.digest(changed) != base
-    assert train.digest(renamed) == base
-    assert train.digest(torch.nn.ModuleDict({"a": model()[0]})) != train.digest(torch.nn.ModuleDict({"b": model()[0]}))
+    assert digest(changed) != base
+    assert digest(renamed) == base
+    assert digest(torch.nn.ModuleDict({"a": model()[0]})) != digest(torch.nn.ModuleDict({"b": model()[0]}))

@@ -33,7 +33,7 @@ def train(workload: Workload, world: int, seed: int) -> torch.nn.Module:
         for parts in zip(*ranks, strict=True):
             optimizer.zero_grad()
             total = sum(len(labels) for _, labels in parts)
-            for images, labels in parts:
+            for images, labels in (map(torch.from_numpy, part) for part in parts):
                 (workload.loss(model(images), labels) * (len(labels) / total)).backward()
             optimizer.step()
             schedule.step()
@@ -77,3 +77,35 @@ def test_one_and_four_workers_learn_digits_alike(digits):
     (alone, _), (together, _) = results
     assert alone >= 0.97
     assert abs(alone - together) * 360 <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("hidden", [128, 9, 500])
+def test_a_blueprint_is_the_model_of_pytorch(hidden):
+    made = load(f"digits(hidden={hidden})")
+    assert made.blueprint is not None
+    for seed in (0, 7, 2**32 + 3):
+        wanted = dict(made.model(seed).named_parameters())
+        found = made.blueprint.start(seed)
+        assert list(found) == list(wanted)
+        for name, tensor in wanted.items():
+            assert found[name].shape == tuple(tensor.shape)
+            np.testing.assert_allclose(found[name], tensor.detach().numpy(), rtol=0, atol=1e-6)
+
+
+def test_rates_are_those_of_the_schedule(digits):
+    optimizer = digits.optimizer(torch.nn.Linear(1, 1))
+    schedule, rates = digits.schedule(optimizer, 30), []
+    for _ in range(30):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert tuple(rates) == digits.blueprint.rates(30)
+
+
+def test_hidden_neurons_make_a_network_of_ten_million():
+    wide = load("digits(hidden=9648)")
+    assert wide.name == "digits(hidden=9648)"
+    assert sum(np.prod(shape) for shape in wide.blueprint.shapes.values()) == 18_826 + 1_035 * 9648 == 10_004_506
+    for hidden in (1, 0, -3, 1 << 21):
+        with pytest.raises(UsageError, match=f"hidden must be a number of neurons from 2 to .*, got {hidden}"):
+            load(f"digits(hidden={hidden})")

@@ -31,7 +31,7 @@ def counting(samples: int, global_batch: bool = True, repeats: int = 1) -> Workl
 
 
 def shown(batches) -> list[list[int]]:
-    return [images.flatten().int().tolist() for images, _ in batches]
+    return [images.astype(int).ravel().tolist() for images, _ in batches]
 
 
 sizes = st.integers(1, 60)
@@ -79,11 +79,10 @@ def test_samples_are_converted_and_belong_to_the_caller():
     stored = Images(np.full((2, 1, 1, 1), 200, np.uint8), np.arange(2), np.array(250, np.float32), scale=0.5, repeats=3)
     assert len(stored) == 6
     pixels, labels = stored.take(np.array([0, 5]))
-    assert (pixels.dtype, labels.dtype) == (torch.float32, torch.int64)
+    assert (pixels.dtype, labels.dtype) == (np.float32, np.int64)
     assert pixels.flatten().tolist() == [-25.0, -25.0]
     assert labels.tolist() == [0, 1]
-    pixels.zero_()
-    labels.zero_()
+    pixels[:] = labels[:] = 0
     assert stored.take(np.array([1]))[1].item() == 1
     assert stored.pixels.min() == 200
 

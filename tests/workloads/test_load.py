@@ -28,7 +28,7 @@ def test_the_workloads_are_registered_and_documented():
         ("synthetic", "choose one of alexnet"),
         ("synthetic:resnet", "did you mean 'synthetic:resnet50'"),
         ("digits(lodaing=5ms)", "has no argument 'lodaing'; did you mean 'loading'"),
-        ("digits(5ms)", r"arguments have names, as in digits\(loading=5ms\)"),
+        ("digits(5ms)", r"arguments have names, as in digits\(hidden=5ms\)"),
         ("digits(loading=-5ms)", "loading of digits cannot be negative"),
         ("digits(loading=5)(h2d=1)", "unknown workload"),
         ("digits(h2d=5m)", "the units are ns, us, ms, s, min, h"),

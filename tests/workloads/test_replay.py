@@ -108,7 +108,7 @@ def train(workload: Workload, rank: int, world: int, session: Session | None) ->
         prepare(session, model, optimizer)
     batches = workload.batches(rank, world, 8, seed=1, epoch=0)
     for _ in range(5):
-        samples, target = next(batches)
+        samples, target = map(torch.from_numpy, next(batches))
         workload.loss(model(samples), target).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -10,32 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from ..report.rows import BASELINE
 from ..strategy.strategy import Strategy
-from ..sync import Mixes, SyncMode
-from ..workloads import Workload
+from ..sync import Averages, Mixes, SyncMode
+from ..workloads import Part, Workload
 from .contenders import peer_of
 from .messages import Job
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 class Batch(NamedTuple):
-    """What one worker computes a gradient of.
+    """What one worker computes a gradient of, images and labels as its framework takes them.
 
-    ``position`` is how far the run is with it, in steps of all workers together, from 1.
+    ``position`` is how far the run is with it, in steps of all workers together, from 1. ``share`` is what its mean
+    counts in the mean over all workers' where gradients are averaged in every step, 1 for an even part.
     """
 
-    inputs: Tensor
-    target: Tensor
+    inputs: Any
+    target: Any
     position: int
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        """The batch with its tensors elsewhere."""
-        return self._replace(inputs=move(self.inputs), target=move(self.target))
+    share: float = 1.0
 
 
 def pooled(contender: str) -> bool:
@@ -62,32 +57,40 @@ def _mode_of(contender: str) -> SyncMode | None:
     return Strategy.parse(contender).sync_mode()
 
 
-def batches(workload: Workload, rank: int, world: int, job: Job) -> Iterator[Batch]:
+Taken = Callable[[Part], tuple[Any, Any]]
+"""Makes of images and labels what a framework takes."""
+
+
+def batches(workload: Workload, rank: int, world: int, job: Job, taken: Taken) -> Iterator[Batch]:
     """This worker's batches of the whole job, one epoch after the other; called on all workers."""
     if not pooled(job.strategy):
-        return islice(_own(workload, rank, world, job), job.iterations)
+        return islice(_own(workload, rank, world, job, taken), job.iterations)
     import syncline
 
     steps = workload.steps_per_epoch(job.batch, world)
     sampler = syncline.sampler(steps * world, batch_size=1, shuffle=False)
     numbers = ((epoch, number) for epoch in _epochs(job, steps) for (number,) in sampler)
-    return _taken(workload, world, job, numbers)
+    return _pool(workload, world, job, numbers, taken)
 
 
 def _epochs(job: Job, steps: int) -> range:
     return range(-(-job.iterations // steps))
 
 
-def _own(workload: Workload, rank: int, world: int, job: Job) -> Iterator[Batch]:
+def _own(workload: Workload, rank: int, world: int, job: Job, taken: Taken) -> Iterator[Batch]:
     """A part of every global batch."""
-    position = 0
+    position, even = 0, isinstance(_mode_of(job.strategy), Averages)  # whose gradients are each worker's own
     for epoch in _epochs(job, workload.steps_per_epoch(job.batch, world)):
-        for inputs, target in workload.batches(rank, world, job.batch, job.seed, epoch):
+        passing = workload.epoch(world, job.batch, job.seed, epoch)
+        for step in range(passing.steps):
             position += 1
-            yield Batch(workload.computing.laid_out(inputs), target, position)
+            share = 1.0 if even else passing.share(step, rank)
+            yield Batch(*taken(passing.part(step, rank)), position, share)
 
 
-def _taken(workload: Workload, world: int, job: Job, numbers: Iterator[tuple[int, int]]) -> Iterator[Batch]:
+def _pool(
+    workload: Workload, world: int, job: Job, numbers: Iterator[tuple[int, int]], taken: Taken
+) -> Iterator[Batch]:
     """The parts that these are, of epochs and numbered within each."""
     steps, known = workload.steps_per_epoch(job.batch, world), -1
     for epoch, number in numbers:
@@ -97,5 +100,4 @@ def _taken(workload: Workload, world: int, job: Job, numbers: Iterator[tuple[int
             return
         if epoch != known:
             passing, known = workload.epoch(world, job.batch, job.seed, epoch), epoch
-        inputs, target = passing.part(step, rank)
-        yield Batch(workload.computing.laid_out(inputs), target, position)
+        yield Batch(*taken(passing.part(step, rank)), position)

@@ -21,7 +21,8 @@ from ..strategy.grammar import read_value
 from ..strategy.presets import Preset
 from ..timeline.folder import checked_target
 from ..workloads import AT_ONCE, EVEN, Pipeline, Speed, Trace, Workload, load
-from .contenders import Contender, contender_of
+from .contenders import Contender, belongs, check_peers, check_strategies, contender_of
+from .frameworks import DEFAULT, check_workload, frameworks_of
 
 LOOKS = 8
 """How often in an epoch a model is looked at whose time to an accuracy is asked for."""
@@ -45,11 +46,13 @@ class Case:
     requested: str | None = None
     evaluate_every: int = 0
     target: float | None = None
+    framework: str = DEFAULT
 
     @property
     def name(self) -> str:
         """What it is called while it runs."""
-        return self.strategy if self.preset is None else self.preset.name
+        name = self.strategy if self.preset is None else self.preset.name
+        return name if self.framework == DEFAULT else f"{self.framework}, {name}"
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,13 @@ def comparison_of(
     timeline_path: str | Path | None = None,
     target: float | None = None,
     evaluate_every: int | None = None,
+    framework: str | Sequence[str] = DEFAULT,
 ) -> Comparison:
     """Check the whole comparison and say what it will do; raises UsageError or another error with the remedy.
 
     With several numbers of ``workers`` every strategy has a row for each. With a ``target`` accuracy the model is
-    looked at ``LOOKS`` times in an epoch unless ``evaluate_every`` says after how many steps.
+    looked at ``LOOKS`` times in an epoch unless ``evaluate_every`` says after how many steps. With several frameworks
+    each has all rows, the single worker's first; a peer has a row under those that it belongs to.
     """
     counts = _counts([workers] if isinstance(workers, int) else workers)
     if epochs is not None and iterations is not None:
@@ -116,16 +121,26 @@ def comparison_of(
     timeline = None if timeline_path is None else checked_target(timeline_path)
     json_file, report_file, timeline = result_paths({"--json": json_path, "--report": report_path, "--trace": timeline})
     rate = None if lab is None else _rate(lab)
+    chosen = [framework] if isinstance(framework, str) else list(framework)
     contenders = {count: _contenders(strategies, count, one_host=rate is None) for count in counts}
+    every = [one for found in contenders.values() for one in found]
+    entries = frameworks_of(chosen)
+    check_peers(every, chosen)
+    check_strategies(every, entries)
     loaded = load(workload)
+    check_workload(entries, loaded)
     if iterations is None and epochs is None:
         epochs = loaded.epochs
     _check_scored(loaded, target, evaluate_every)
-    cases = [_case(loaded, Contender(BASELINE), 1, batch, epochs, iterations)]
     for count, found in contenders.items():
         if found:
             loaded.speed.check(count)
-        cases += [_case(loaded, contender, count, batch, epochs, iterations) for contender in found]
+    length = batch, epochs, iterations
+    cases = []
+    for entry in entries:
+        rows = [(1, Contender(BASELINE))]
+        rows += [(count, one) for count, found in contenders.items() for one in found if belongs(one, entry.name)]
+        cases += [_case(loaded, one, count, *length, entry.name) for count, one in rows]
     cases = [_looked_at(case, loaded, target, evaluate_every) for case in cases]
     return Comparison(
         loaded.name,
@@ -197,6 +212,7 @@ def _case(
     batch: int | None,
     epochs: int | None,
     iterations: int | None,
+    framework: str,
 ) -> Case:
     total = workload.total_batch(workers, batch)
     # Also refuses a batch that is too small to share.
@@ -206,7 +222,8 @@ def _case(
     if steps < 1:
         raise UsageError(f"the workload {workload.name} is smaller than one batch of {total}: use a smaller --batch")
     asked = contender.preset, contender.requested or contender.text
-    return Case(contender.text, workers, contender.servers, total, iterations, contender.rate, *asked)
+    rate = contender.rate
+    return Case(contender.text, workers, contender.servers, total, iterations, rate, *asked, framework=framework)
 
 
 def result_paths(paths: Mapping[str, str | Path | None]) -> tuple[Path | None, ...]:

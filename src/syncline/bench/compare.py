@@ -25,6 +25,7 @@ from ..timeline.window import middle
 from .batches import in_step
 from .bound import bounded, link_bytes_per_s
 from .cases import Case, Comparison, comparison_of, console_beside
+from .frameworks import DEFAULT
 from .machine import provenance
 from .measure import scaled, timed
 from .processes import measure
@@ -51,6 +52,7 @@ def run(
     timeline_path: str | Path | None = None,
     target: float | None = None,
     evaluate_every: int | None = None,
+    framework: str | Sequence[str] = DEFAULT,
 ) -> int:
     """Compare the strategies on the workload and return the exit status.
 
@@ -60,6 +62,7 @@ def run(
     row may go without any report before it counts as failed. With ``lab``, a rate such as ``1Gbit``, every process has
     a host of its own behind links of that rate. The timeline is of all rows that Syncline runs. With a ``target`` the
     rows say when they were that accurate, to the nearest of the looks that are taken every ``evaluate_every`` steps.
+    ``framework`` trains; of several each has all rows.
     Raises UsageError before any process starts.
     """
     comparison = comparison_of(
@@ -76,6 +79,7 @@ def run(
         timeline_path,
         target,
         evaluate_every,
+        framework,
     )
     limit = SILENCE_LIMIT_S if timeout is None else timeout
     if limit <= 0:
@@ -95,7 +99,7 @@ def carry_out(comparison: Comparison, limit_s: float, progress: Console, output:
             for case in comparison.cases:
                 env = {} if assembly is None else assembly.environ(_title(case, comparison))
                 row = measure(case, comparison.workload, comparison.seed, limit_s, display, site, env=env)
-                row = timed(scaled(_asked(case, row), result.baseline), comparison.target)
+                row = timed(scaled(_asked(case, row), result.baseline(case.framework)), comparison.target)
                 link = _link(case, site)
                 row = bounded(row, comparison.trace, link, comparison.pipeline, comparison.speed)
                 result = result.with_row(row)
@@ -126,7 +130,7 @@ def _empty(comparison: Comparison) -> Result:
 
 def _asked(case: Case, row: Row) -> Row:
     """The row with what its strategy was asked for as."""
-    row, preset = replace(row, requested=case.requested), case.preset
+    row, preset = replace(row, requested=case.requested, framework=case.framework), case.preset
     return row if preset is None else replace(row, preset=preset.name, note=preset.note or None)
 
 

@@ -6,11 +6,12 @@ strategy's parts are written: ``ddp``, ``ddp(bucket=5MiB)``. Nothing is started 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from .. import registry
-from ..errors import StrategyError
+from ..errors import StrategyError, UsageError
 from ..nouns import Group
 from ..strategy.grammar import Part, read_part, read_words
 from ..strategy.parts import bind, build, write
@@ -23,7 +24,7 @@ class Contender:
     """A checked contender: canonical text, server processes, and the rate in bits/s that it limits itself to.
 
     ``preset`` is the name that was given for the whole strategy, None where the strategy itself was; ``requested`` is
-    the text as it was given.
+    the text as it was given, ``resolved`` the strategy without ``auto`` that it is in its group, None of a peer.
     """
 
     text: str
@@ -31,6 +32,7 @@ class Contender:
     rate: float | None = None
     preset: Preset | None = None
     requested: str | None = field(default=None, compare=False)
+    resolved: Strategy | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -50,9 +52,9 @@ def contender_of(text: str, workers: int, *, one_host: bool) -> Contender:
         raise StrategyError(f"{error}{_nearest_peer(text, str(error))}") from None
     # Some combinations are impossible only for a certain number of workers.
     group = Group(workers, strategy.servers, () if one_host else tuple(range(workers)))
-    strategy.resolve(group, hosts=1 if one_host else workers)
+    resolved = strategy.resolve(group, hosts=1 if one_host else workers)
     rate = strategy.transport.arguments.get("rate") or None
-    return Contender(str(strategy), strategy.servers, rate, preset_of(read_words(text)), text.strip())
+    return Contender(str(strategy), strategy.servers, rate, preset_of(read_words(text)), text.strip(), resolved)
 
 
 def peer_of(text: str) -> Part | None:
@@ -66,6 +68,51 @@ def peer_of(text: str) -> Part | None:
 def trainers() -> tuple[str, ...]:
     """The names of the peers that train."""
     return tuple(entry.name for entry in registry.entries("peers") if entry.capabilities.get("trains"))
+
+
+def belongs(contender: Contender, framework: str) -> bool:
+    """Whether a contender takes part under a framework: a strategy under any, a peer under its own."""
+    peer = peer_of(contender.text)
+    return peer is None or _home(peer.name) == framework
+
+
+def check_peers(contenders: Sequence[Contender], frameworks: Sequence[str]) -> None:
+    """Raise UsageError for a peer that belongs to none of these frameworks."""
+    for one in contenders:
+        if not any(belongs(one, framework) for framework in frameworks):
+            peer = peer_of(one.text)
+            assert peer is not None
+            known = {name: _home(name) for name in trainers()}
+            own = [name for name, home in known.items() if home in frameworks]
+            raise UsageError(
+                f"{one.text} is a peer under {_home(peer.name)}, and not under {' or '.join(frameworks)}: use"
+                f" --framework {_home(peer.name)}, or leave it out"
+                + (f"; the peer here is {' or '.join(own)}" if own else "")
+            )
+
+
+def check_strategies(contenders: Sequence[Contender], frameworks: Sequence[registry.Entry]) -> None:
+    """Raise UsageError, with the frameworks that can, for a strategy that one of the frameworks cannot take."""
+    for one in contenders:
+        for entry in frameworks:
+            if why := _refusal(entry, one.resolved):
+                able = [other.name for other in registry.entries("frameworks") if not _refusal(other, one.resolved)]
+                hint = f"; --framework {' or '.join(able)} can" if able else ""
+                raise UsageError(f"--framework {entry.name} cannot train under {one.name}: {why}{hint}")
+
+
+def _refusal(entry: registry.Entry, strategy: Strategy | None) -> str:
+    try:
+        if strategy is not None:
+            entry.target.check(strategy)  # type: ignore[attr-defined]
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def _home(peer: str) -> str:
+    """The framework that a peer belongs to."""
+    return str(registry.get("peers", peer).capabilities.get("framework", "torch"))
 
 
 def _nearest_peer(text: str, said: str) -> str:

@@ -8,14 +8,11 @@ Of a large model the copies are tested, and dropped, whenever they take too much
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from ..workloads import Workload
+from .frameworks import Training
 from .measure import Record
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 KEPT_BYTES = 1 << 28
 """What copies may take together before they are tested."""
@@ -24,35 +21,21 @@ KEPT_BYTES = 1 << 28
 class _Look(NamedTuple):
     position: int
     seconds: float
-    weights: dict[str, Tensor]
+    weights: Mapping[str, Any]
     needed: bool
     """Whether it is tested even when the target was reached before."""
 
 
 class Looks:
-    """Looks at ``model`` every ``every`` steps of all workers, and when an epoch, ``epoch`` of them, ends.
+    """Looks at the model of ``training`` every ``every`` steps of all workers, and after every ``epoch`` of them.
 
-    ``bare`` is the model that ``model`` may wrap; ``spare`` makes another one of the same kind. With a ``target``, what
-    was taken between epochs is tested only until one had that accuracy.
+    Only where it ``keeps`` them are there any. With a ``target``, what was taken between epochs is tested only until
+    one had that accuracy.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        model: nn.Module,
-        bare: nn.Module,
-        spare: Callable[[], nn.Module],
-        *,
-        every: int,
-        epoch: int,
-        target: float | None,
-        keeps: bool,
-    ) -> None:
-        self._workload, self._model, self._bare, self._make = workload, model, bare, spare
-        self._every, self._epoch, self._target = every, epoch, target
-        self._keeps = keeps and workload.test is not None
+    def __init__(self, training: Training, *, every: int, epoch: int, target: float | None, keeps: bool) -> None:
+        self._training, self._every, self._epoch, self._target, self._keeps = training, every, epoch, target, keeps
         self._looks: list[_Look] = []
-        self._spare: nn.Module | None = None
         self._reached = False
         self._before = 0
 
@@ -63,31 +46,26 @@ class Looks:
         epoch_ended = now // self._epoch > before // self._epoch
         if now >= record.iterations or not (epoch_ended or now // self._every > before // self._every):
             return  # the end has a look of its own
-        self._model.eval()
+        self._training.pause()
         if self._keeps:
-            weights = {name: tensor.detach().clone() for name, tensor in self._bare.state_dict().items()}
+            weights = self._training.copied()
             self._looks.append(_Look(now, record.seconds, weights, epoch_ended))
             if sum(tensor.nbytes for tensor in weights.values()) * len(self._looks) > KEPT_BYTES:
                 self._test_kept(record)
-        self._model.train()
+        self._training.resume()
 
     def end(self, record: Record) -> None:
         """Test what has been kept, and the model as it is now."""
         if not self._keeps:
             return
         self._test_kept(record)
-        scores = self._workload.evaluate(self._bare)
-        assert scores is not None
-        record.evaluated(*scores)
+        record.evaluated(*self._training.evaluate())
 
     def _test_kept(self, record: Record) -> None:
         kept, self._looks = self._looks, []
         for look in kept:
             if self._reached and not look.needed:
                 continue
-            self._spare = self._spare or self._make()
-            self._spare.load_state_dict(look.weights)
-            scores = self._workload.evaluate(self._spare)
-            assert scores is not None
+            scores = self._training.evaluate(look.weights)
             record.evaluated(*scores, position=look.position, seconds=look.seconds)
             self._reached = self._target is not None and (self._reached or scores[0] >= self._target)

@@ -21,6 +21,8 @@ COMPUTE_STAGES = tuple(stage for stage in STAGES if stage != "exposed_comm_s")
 MEASURES = (*STAGES, "iteration_s", "compute_s", "images_per_s", "bytes_sent_per_step")
 COUNTED = ("exposed_comm_s", "compute_s", "bytes_sent_per_step")
 """What is known only when the communication library counts its waiting and its bytes."""
+PASSES = ("forward_s", "backward_s", "update_s")
+"""What is known only where these three are not one computation, ``step_s``, which is known only where they are."""
 _CURVE_POINTS = 100
 _SLOWER = 1.25
 """A worker that computes so many times as long as the median worker is named the slowest."""
@@ -72,6 +74,8 @@ class Record:
     """How many iterations the run will have."""
     counted: bool = True
     """Whether the times and bytes of communication were counted, or stand at 0 for want of a counter."""
+    fused: bool = False
+    """Whether a step is one computation."""
     measures: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})
     points: list[Point] = field(default_factory=list)
     seconds: float = 0.0
@@ -123,13 +127,12 @@ class Record:
         seconds = sum(found["iteration_s"])
         measures["images_per_s"] = sum(self._samples[skip:]) / seconds if seconds > 0 else 0.0
         measures["bytes_sent_per_step"] = fmean(self.measures["bytes_sent_per_step"] or [0.0])
+        unknown = {*(() if self.counted else COUNTED), *(PASSES if self.fused else ("step_s",))}
         return {
             "iterations": self.done,
             "seconds": self.seconds,
             "warmup": skip,
-            "measures": {
-                name: value if self.counted or name not in COUNTED else None for name, value in measures.items()
-            },
+            "measures": {name: None if name in unknown else value for name, value in measures.items()},
             "mean_compute_s": fmean(found["compute_s"]) if self.counted else None,
             "curve": [asdict(point) for point in sorted(self.points, key=lambda point: point.iteration)],
         }
@@ -171,6 +174,7 @@ def row_of(strategy: str, workers: int, servers: int, batch: int, reports: Seque
         **measures,
         replicas_equal=len(digests) == 1,
         chosen=str(first["chosen"]),
+        framework_version=first.get("version"),
         servers=servers,
         iterations=round(sum(steps) / workers),
         warmup=int(_furthest(reports)["warmup"]),

@@ -31,7 +31,8 @@ class Job:
     """What one process has to do. ``batch`` is the global batch, ``iterations`` the length of the whole run.
 
     ``report_fds`` holds the pipe of every process, workers first. ``evaluate_every`` is how many steps lie between two
-    looks at how accurate the model is, 0 for an epoch; ``target`` is the accuracy whose time is asked for.
+    looks at how accurate the model is, 0 for an epoch; ``target`` is the accuracy whose time is asked for;
+    ``framework`` is what trains.
     """
 
     workload: str
@@ -42,6 +43,7 @@ class Job:
     report_fds: tuple[int, ...]
     evaluate_every: int = 0
     target: float | None = None
+    framework: str = "torch"
 
     def to_json(self) -> str:
         """The job as the argument of the script."""

@@ -18,6 +18,7 @@ from ..errors import SynclineError
 from ..launch.local import LocalRun, Outcome
 from ..report.rows import Row
 from .cases import Case
+from .frameworks import framework_of
 from .measure import row_of
 from .messages import Job, Mailbox, Message
 from .site import HERE, Site
@@ -61,9 +62,10 @@ def measure(
     with Mailbox(processes) as mailbox:
         fds = tuple(mailbox.fds)
         looks = case.evaluate_every, case.target
-        job = Job(workload, case.strategy, case.batch, case.iterations, seed, fds, *looks)
+        job = Job(workload, case.strategy, case.batch, case.iterations, seed, fds, *looks, case.framework)
         watch = _Watch(case, display, limit_s)
         command = [sys.executable, *script, job.to_json()]
+        env = {**framework_of(case.framework).capabilities["environ"], **env}
         try:
             started = LocalRun(
                 command, processes, servers=case.servers, env=env, pass_fds=fds, on_output=watch.output, **site.options

@@ -1,33 +1,31 @@
 """The script that every process of a comparison runs: ``python -m syncline.bench.train JOB``.
 
 Owns the training loop and where its clock ticks; the loop is the one a user would write, with ``prepare`` and nothing
-else between it and plain PyTorch. Strategy ``single`` does not touch Syncline's communication at all: it is the peer
-that all others are compared with. Further peers, such as ``ddp``, take Syncline's place behind the same calls. JOB is
-the JSON of ``Job``; results go to the pipe that it names for this process. One thread per process, so that rows with
-more processes do not get more of it each.
+else between it and the plain framework (``frameworks``), which is the only one that is imported. Strategy ``single``
+does not touch Syncline's communication at all: it is the peer that all others are compared with. Further peers, such as
+``ddp``, take Syncline's place behind the same calls. JOB is the JSON of ``Job``; results go to the pipe that it names
+for this process. One thread per process, so that rows with more processes do not get more of it each.
 
 Stages of an iteration: *loading* waits for the next batch of the workload, which takes the time that its pipeline says
 or, prefetched, is there; *h2d* is the copy to the device, which is 0 on a CPU, where the batch already is, unless the
 pipeline says otherwise; *forward* includes the loss; *backward* is ``loss.backward()``; *update* is the optimizer's
-step, the learning-rate schedule's, and ``zero_grad``, which closes the iteration. Each excludes the time blocked in
-Syncline; a peer does not say how long it was blocked. What the workload's text says of the speed of workers is slept in
-forward and backward. Evaluation (``looks``), barriers, and the reports are outside of iterations. The start is joining
-the group and preparing the model; loading data and building the model are not. Replicas that differ on the way are
-brought together behind the last iteration, before the last evaluation.
+step, the learning-rate schedule's, and ``zero_grad``, which closes the iteration. Where a framework makes one
+computation of these three, that is the stage *step*. Each excludes the time blocked in Syncline; a peer does not say
+how long it was blocked. What the workload's text says of the speed of workers is slept in forward and backward, or
+before that one computation. Evaluation (``looks``), barriers, and the reports are outside of iterations. The start is
+joining the group and preparing the model; loading data and building the model are not. Replicas that differ on the way
+are brought together behind the last iteration, before the last evaluation.
 """
 
 from __future__ import annotations
 
-import hashlib
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from statistics import fmean
-from typing import Any
-
-import torch
+from typing import Any, cast
 
 from ..launch.environment import recognise
 from ..report.rows import BASELINE
@@ -35,6 +33,7 @@ from ..strategy.parts import build
 from ..workloads import Feed, Tempo, Workload, load
 from .batches import Batch, batches, pooled, weighed
 from .contenders import peer_of
+from .frameworks import Training, framework_of
 from .looks import Looks
 from .measure import IterationClock, Record
 from .messages import Job, Sender
@@ -48,7 +47,7 @@ def main(text: str) -> None:
     job = Job.from_json(text)
     with closing(Sender(job.report_fds[recognise().rank])) as sender:
         try:
-            torch.set_num_threads(1)
+            framework_of(job.framework).target.loaded()  # type: ignore[attr-defined]
             begun = time.perf_counter()
             train(job, _side(job.strategy), sender, time.perf_counter() - begun, recognise().rank)
         except Exception as error:
@@ -61,29 +60,21 @@ def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0, process: 
 
     Joining the group took ``joined_s``; ``process`` is which of the run's processes this is.
     """
-    workload = load(job.workload)
-
-    def build() -> torch.nn.Module:
-        return workload.computing.placed(workload.model(job.seed, process), process)
-
-    bare = build()
-    bare_optimizer = workload.optimizer(bare)
+    workload, kind = load(job.workload), cast("type[Training]", framework_of(job.framework).target)
+    version = kind.loaded()
+    training = kind(workload, job, process)
     begun = time.perf_counter()
-    weight = workload.weight if weighed(job.strategy) else 1
-    model, optimizer = side.prepare(bare, bare_optimizer, weight=weight)
+    training.prepare(side, workload.weight if weighed(job.strategy) else 1)
     start_s = joined_s + time.perf_counter() - begun
     rank, world = side.rank(), side.world_size()
-    # Replicas start equal; what is random during training (dropout) differs between them, as it would in one big batch.
-    torch.manual_seed(job.seed * 65_537 + rank)
     epoch = workload.steps_per_epoch(job.batch, world)
-    every, keeps = job.evaluate_every or epoch, rank == 0
-    looks = Looks(workload, model, bare, build, every=every, epoch=epoch, target=job.target, keeps=keeps)
-    source = batches(workload, rank, world, job)
+    every, keeps = job.evaluate_every or epoch, rank == 0 and workload.test is not None
+    looks = Looks(training, every=every, epoch=epoch, target=job.target, keeps=keeps)
+    source = batches(workload, rank, world, job, training.taken)
     start = side.stats()
-    record = Record(job.iterations, counted=start.blocked_s is not None)
-    model.train()
+    record = Record(job.iterations, counted=start.blocked_s is not None, fused=training.fused)
     with closing(Feed(source, workload.pipeline)) as feed:
-        loop = _Loop(model, optimizer, workload, job, side)
+        loop = _Loop(training, workload, job, side)
         told = time.monotonic()
         while loop.iterate(feed, record):
             if rank == 0 and time.monotonic() - told > _REPORT_EVERY_S:
@@ -94,10 +85,10 @@ def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0, process: 
         _tell(sender, record, world)
     end = side.stats()
     # Who has no more batches holds nobody up here; whom a bound on staleness stops would wait for it at a barrier.
-    side.consolidate()
+    training.consolidate(side)
     side.barrier()
-    model.eval()
-    outcome = _outcome(bare, start, end, record.done)
+    training.pause()
+    outcome = _outcome(training, start, end, record.done) | {"version": version}
     # Waits of workers in step are part of their exchanges, and nobody tells them apart.
     outcome["waited_s"] = _by_text(end.waited_s) if pooled(job.strategy) or end.waited_s else None
     looks.end(record)
@@ -108,52 +99,40 @@ def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0, process: 
 class _Loop:
     """The body of the training loop, with the clock around its stages."""
 
-    def __init__(self, model: Any, optimizer: Any, workload: Workload, job: Job, side: Side) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._loss: Callable[..., Any] = workload.loss
-        self._scheduler = workload.schedule(optimizer, job.iterations)
-        self._scheduled = 0
-        self._copies, self._computing = workload.copied, workload.computing
-        self._stats = side.stats
+    def __init__(self, training: Training, workload: Workload, job: Job, side: Side) -> None:
+        self._training, self._copies, self._stats = training, workload.copied, side.stats
         replayed_s = None if workload.trace is None else workload.trace.total_s
-        now = workload.computing.now
+        now = training.now
         self._clock = IterationClock(now, lambda: side.stats().blocked_s or 0.0)
         self._tempo = Tempo(workload.speed, side.rank(), job.seed, replayed_s, now, lambda: side.stats().blocked_s)
         self._sent = _total(side.stats().bytes_sent)
 
     def iterate(self, feed: Feed[Batch], record: Record) -> bool:
         """One iteration, entered into the record; False when there is no batch for it."""
-        clock, tempo = self._clock, self._tempo
+        training, clock, tempo = self._training, self._clock, self._tempo
         clock.begin()
         batch = next(feed, None)
         if batch is None:
             return False
         clock.lap("loading_s")
         if self._copies:
-            batch = feed.copied(batch, lambda loaded: loaded.moved(self._computing.moved))
+            batch = feed.copied(batch, training.moved)
             clock.lap("h2d_s")
+        lap = (lambda _: None) if training.fused else clock.lap
         tempo.begin()
-        loss = self._loss(self._model(batch.inputs), batch.target)
+        training.forward(batch)
         tempo.forward_ended()
-        clock.lap("forward_s")
+        lap("forward_s")
         tempo.backward_begins()
-        loss.backward()
+        training.backward()
         tempo.backward_ended()
-        clock.lap("backward_s")
-        self._optimizer.step()
-        self._schedule(batch.position)
-        self._optimizer.zero_grad()
-        clock.lap("update_s")
+        lap("backward_s")
+        loss = training.update(batch.position)
+        clock.lap("step_s" if training.fused else "update_s")
         sent, before = _total(self._stats().bytes_sent), self._sent
         self._sent = sent
-        record.add(clock.end(), float(loss.detach()), len(batch.inputs), sent - before, batch.position)
+        record.add(clock.end(), loss, len(batch.inputs), sent - before, batch.position)
         return True
-
-    def _schedule(self, position: int) -> None:
-        """Bring the learning rate to where the run is, which another worker may have brought further than this one."""
-        while self._scheduler is not None and self._scheduled < position:
-            self._scheduler.step()
-            self._scheduled += 1
 
 
 def _side(strategy: str) -> Side:
@@ -180,13 +159,13 @@ def _tell(sender: Sender, record: Record, world: int) -> None:
     )
 
 
-def _outcome(model: torch.nn.Module, start: Counters, end: Counters, steps: int) -> dict[str, Any]:
+def _outcome(training: Training, start: Counters, end: Counters, steps: int) -> dict[str, Any]:
     def per_step(first: Mapping[int, int], last: Mapping[int, int]) -> dict[str, float]:
         return {str(peer): (count - first.get(peer, 0)) / steps for peer, count in last.items()} if steps else {}
 
     return {
         "chosen": end.chosen,
-        "sha256": digest(model),
+        "sha256": training.digest(),
         "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "sent": per_step(start.bytes_sent, end.bytes_sent),
         "received": per_step(start.bytes_received, end.bytes_received),
@@ -197,17 +176,6 @@ def _outcome(model: torch.nn.Module, start: Counters, end: Counters, steps: int)
 
 def _by_text(counts: Mapping[int, float]) -> dict[str, float]:
     return {str(number): count for number, count in counts.items()}
-
-
-def digest(model: torch.nn.Module) -> str:
-    """The SHA-256 of all parameters and buffers, names, types and bytes, in the order of their names."""
-    tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    found = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def _total(counts: Mapping[int, int]) -> int:

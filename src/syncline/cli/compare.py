@@ -33,7 +33,16 @@ from ._options import EPOCHS, ITERATIONS, JSON, REPORT, TRACE, Lists, check_leng
     default=("ring", "ps(servers=1)"),
     show_default=True,
     metavar="TEXT...",
-    help="Strategies and presets to compare, each quoted (see `syncline strategies`), and peers: ddp, ddp(hook=fp16).",
+    help="Strategies and presets to compare, each quoted (see `syncline strategies`), and peers: ddp, ddp(hook=fp16)"
+    " under torch, multiworker under tensorflow, spmd under jax.",
+)
+@click.option(
+    "--framework",
+    multiple=True,
+    default=("torch",),
+    show_default=True,
+    metavar="NAME...",
+    help="What trains: torch, tensorflow, jax, numpy; of several each has all rows.",
 )
 @EPOCHS
 @ITERATIONS
@@ -55,6 +64,7 @@ def compare(
     workload: str,
     workers: tuple[int, ...],
     strategies: tuple[str, ...],
+    framework: tuple[str, ...],
     epochs: int | None,
     iterations: int | None,
     batch: int | None,
@@ -86,5 +96,6 @@ def compare(
         lab=lab,
         target=target,
         evaluate_every=evaluate_every,
+        framework=framework,
     )
     sys.exit(status)

@@ -37,6 +37,7 @@ STAGE_STYLES = (
     Stage("forward_s", "forward", "#56B4E9"),
     Stage("backward_s", "backward", "#0072B2"),
     Stage("update_s", "update", "#009E73"),
+    Stage("step_s", "step as one computation", "#8C6BB1"),
     Stage("exposed_comm_s", "exposed communication", "#D55E00", hatched=True),
 )
 _REST = Stage("", "rest", "#999999")
@@ -53,7 +54,7 @@ def all_charts(result: Result) -> tuple[Chart, ...]:
 def _curves(result: Result) -> list[Chart]:
     if result.replayed:
         return []  # replayed layers learn nothing
-    pairs = zip(result.rows, strategy_styles([row.name for row in result.rows]), strict=True)
+    pairs = zip(result.rows, strategy_styles([result.titled(row) for row in result.rows]), strict=True)
     return learning([Learner(result.label(row), style, (row.curve,)) for row, style in pairs], timed=True)
 
 
@@ -93,7 +94,7 @@ def _rest_s(row: Row) -> float:
 
 
 def _wire(result: Result) -> list[Chart]:
-    pairs = zip(result.rows, strategy_styles([row.name for row in result.rows]), strict=True)
+    pairs = zip(result.rows, strategy_styles([result.titled(row) for row in result.rows]), strict=True)
     shown = [(row, style) for row, style in pairs if row.bytes_sent_per_step is not None and row.strategy != BASELINE]
     if not shown:
         return []

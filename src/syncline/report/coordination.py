@@ -64,7 +64,7 @@ def shares(counts: Mapping[int, int], parts: Sequence[range]) -> list[float]:
 def _histogram(
     result: Result, counts: Sequence[Mapping[int, int]], title: str, caption: str, across: str, up: str
 ) -> list[Chart]:
-    styles = strategy_styles([row.name for row in result.rows])
+    styles = strategy_styles([result.titled(row) for row in result.rows])
     shown = [(row, style, found) for row, style, found in zip(result.rows, styles, counts, strict=True) if found]
     if not any(number for _, _, found in shown for number in found):
         return []  # all in step

@@ -11,7 +11,7 @@ import matplotlib as mpl
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from . import svg, units
-from .charts import STAGE_STYLES
+from .charts import STAGE_STYLES as EVERY_STAGE
 from .figures import RC, Chart, Key, bars_figure, label_bar, name_bar, new_figure, strategy_styles
 from .forecast_rows import Predicted, Prediction
 
@@ -89,6 +89,10 @@ def _chart(rows: Sequence[Predicted], title: str, caption: str, ylabel: str, end
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     return Chart(title, caption, svg.render(figure, title), tuple(keys), line_keys=True)
+
+
+STAGE_STYLES = tuple(stage for stage in EVERY_STAGE if stage.field != "step_s")
+"""A prediction tells all parts of a step apart."""
 
 
 def _stages(rows: Sequence[Predicted], network: str) -> Chart:

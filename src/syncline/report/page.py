@@ -62,9 +62,28 @@ class Extra(NamedTuple):
     cell: Callable[[Row], str]
     reading: str
     """Empty where a remark says it."""
+    when: Callable[[Row], bool] | None = None
+    """Whether a row has something to say; by default where its cell is not empty."""
+
+    def shown(self, row: Row) -> bool:
+        """Whether this row has something to say in it."""
+        return self.cell(row) != units.MISSING if self.when is None else self.when(row)
 
 
 EXTRA = (
+    Extra(
+        "framework",
+        "",
+        lambda row: " ".join(filter(None, (row.framework, row.framework_version))),
+        "",
+        lambda row: row.framework != "torch",
+    ),
+    Extra(
+        "step",
+        "ms",
+        lambda row: units.milliseconds(row.step_s),
+        "Step is forward, backward and update where a framework makes one computation of them.",
+    ),
     Extra(
         "staleness",
         "mean (most)",
@@ -89,7 +108,7 @@ EXTRA = (
 def render(result: Result, timelines: Sequence[Iteration] = ()) -> str:
     """The page as HTML text, with an iteration of each of the recorded runs."""
     score = "of bound" if result.replayed else "accuracy"
-    extra = [one for one in EXTRA if any(one.cell(row) != units.MISSING for row in result.rows)]
+    extra = [one for one in EXTRA if any(map(one.shown, result.rows))]
     readings = [READING, *([BOUND] if result.replayed else []), *(one.reading for one in extra if one.reading)]
     return fill(
         "page.html.j2",
@@ -145,10 +164,10 @@ def _facts(result: Result) -> tuple[tuple[str, str], ...]:
 
 
 def _lines(result: Result, extra: Sequence[Extra]) -> tuple[Line, ...]:
-    pairs = zip(result.rows, strategy_styles([row.name for row in result.rows]), strict=True)
+    pairs = zip(result.rows, strategy_styles([result.titled(row) for row in result.rows]), strict=True)
     return tuple(
         Line(
-            key=Key(row.name, svg.css(style.color), style.dash),
+            key=Key(result.titled(row), svg.css(style.color), style.dash),
             place=_place(row),
             cells=_cells(row, result.replayed, extra) if row.iteration_s is not None else (),
             error=row.error,

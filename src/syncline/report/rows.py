@@ -18,8 +18,10 @@ from typing import Any, ClassVar
 
 from .result_file import ResultFile, known
 
-STAGES = ("loading_s", "h2d_s", "forward_s", "backward_s", "update_s", "exposed_comm_s")
-"""The parts of an iteration, in the order in which they happen; the last one overlaps none of the others."""
+STAGES = ("loading_s", "h2d_s", "forward_s", "backward_s", "update_s", "step_s", "exposed_comm_s")
+"""The parts of an iteration, in the order in which they happen; the last one overlaps none of the others.
+
+``step_s`` stands for the three before it where a framework makes one computation of them."""
 
 BASELINE = "single"
 """The strategy text of the one-worker row that every other row is compared with."""
@@ -117,6 +119,12 @@ class Row:
     """Each worker's mean iteration without the time blocked in communication; 0 of one that had no batch."""
     slowest_rank: int | None = None
     """The worker that computes longest, where that is a quarter longer than the median worker or more."""
+    step_s: float | None = None
+    """Forward, backward and update where they are one computation of which nobody sees the parts; then those are None,
+    and where they are seen this is."""
+    framework: str = "torch"
+    """What trained."""
+    framework_version: str | None = None
     time_to_accuracy_s: float | None = None
     """Training time after which the model was first seen to be as accurate as was asked for; None if it never was."""
 
@@ -169,20 +177,29 @@ class Result(ResultFile):
     """The accuracy that ``time_to_accuracy_s`` is about."""
 
     @property
-    def baseline(self) -> Row | None:
-        """The finished row of the single worker, if there is one."""
-        return next((row for row in self.rows if row.strategy == BASELINE and row.error is None), None)
+    def frameworks(self) -> tuple[str, ...]:
+        """What trained, in the order of the rows."""
+        return tuple(dict.fromkeys(row.framework for row in self.rows))
+
+    def baseline(self, framework: str) -> Row | None:
+        """The finished row of that framework's single worker, if there is one."""
+        alone = (row for row in self.rows if row.strategy == BASELINE and row.framework == framework)
+        return next((row for row in alone if row.error is None), None)
 
     @property
     def counts(self) -> tuple[int, ...]:
         """The numbers of workers of the strategies, ascending: one, unless every strategy was measured on several."""
         return tuple(sorted({row.workers for row in self.rows if row.strategy != BASELINE}))
 
+    def titled(self, row: Row) -> str:
+        """The name of a row, behind its framework where there are several."""
+        return row.name if len(self.frameworks) < 2 else f"{row.framework}, {row.name}"
+
     def label(self, row: Row) -> str:
-        """The name of a row that no other row has: with its workers where strategies have rows of several numbers."""
+        """The title of a row that no other row has: with its workers where strategies have rows of several numbers."""
         if len(self.counts) < 2 or row.strategy == BASELINE:
-            return row.name
-        return f"{row.name}, {row.workers} worker" + ("s" if row.workers > 1 else "")
+            return self.titled(row)
+        return f"{self.titled(row)}, {row.workers} worker" + ("s" if row.workers > 1 else "")
 
     @property
     def replayed(self) -> bool:

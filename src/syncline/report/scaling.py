@@ -51,9 +51,9 @@ def scaling(result: Result) -> list[Chart]:
 def _chart(result: Result, title: str, caption: str, ylabel: str, value: Value, share: bool = False) -> Chart | None:
     figure, axes = new_figure(2.9)
     keys: list[Key] = []
-    names = list(dict.fromkeys(row.name for row in result.rows if row.strategy != BASELINE))
+    names = list(dict.fromkeys(result.titled(row) for row in result.rows if row.strategy != BASELINE))
     for name, style in zip(names, strategy_styles(names), strict=True):
-        found = ((row.workers, value(row)) for row in result.rows if row.name == name)
+        found = ((row.workers, value(row)) for row in result.rows if result.titled(row) == name)
         points = sorted((workers, height) for workers, height in found if height is not None)
         if points:
             _draw(axes, points, style)

@@ -48,6 +48,7 @@ _BOUND = _Column(
     0,
 )
 _COLUMNS = (
+    _Column("framework", lambda row: Text(row.framework), "", 0, lambda row: row.framework != "torch"),
     _Column("W", lambda row: Text(str(row.workers)), "W: workers.", 1),
     _ACCURACY,
     _Column("img/s", lambda row: Text(units.rate(row.images_per_s)), "", 0),
@@ -154,10 +155,11 @@ def remarks(result: Result) -> tuple[str, ...]:
         )
     lines += _slowest(result)
     lines += [f"{preset}: {note}." for preset, note in _noted(result).items()]
-    found = (row.name for row in result.rows if row.iteration_s is not None and row.exposed_comm_s is None)
-    uncounted = list(dict.fromkeys(found))
-    if uncounted:
-        lines.append(f"{', '.join(uncounted)}: nobody counts waiting and bytes there; backward includes communication.")
+    found = [row for row in result.rows if row.iteration_s is not None and row.exposed_comm_s is None]
+    if found:
+        uncounted, fused = dict.fromkeys(map(result.titled, found)), {row.step_s is not None for row in found}
+        stage = " or ".join("step" if one else "backward" for one in sorted(fused))
+        lines.append(f"{', '.join(uncounted)}: nobody counts waiting and bytes there; {stage} includes communication.")
     processes = max((row.workers + row.servers for row in result.rows if row.iteration_s is not None), default=0)
     if processes > result.cores:
         lines.append(
@@ -188,7 +190,7 @@ def _noted(result: Result) -> dict[str, str]:
 
 
 def _cell(column: _Column, row: Row) -> Text:
-    if row.error is not None and row.iteration_s is None and column.title != "W":
+    if row.error is not None and row.iteration_s is None and column.title not in ("W", "framework"):
         return Text("failed", style="red") if column in (_ACCURACY, _BOUND) else Text(units.MISSING)
     return column.cell(row)
 

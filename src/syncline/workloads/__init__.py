@@ -6,10 +6,11 @@ the colon is passed to the workload as it stands. Arguments in parentheses come 
 ``Computing`` for those that are registered with ``computes=True``, and a workload's own keyword-only parameters. They
 are written as the arguments of strategies are.
 
-Workloads are registered under their names; networks lie in ``models``. This folder knows torch, but nothing about
+Workloads are registered under their names; networks lie in ``models``, for PyTorch. One that other frameworks can
+train has its network as data beside (``_blueprint``). This folder knows torch, but nothing about
 strategies, groups or transports: a workload sees a rank and a world size as two numbers. Neither importing it nor
-asking the registry for its names imports torch; building a model does, and so does deriving the times of
-``replay:NETWORK`` from one.
+asking the registry for its names imports torch, nor does loading one; building a model does, and so does deriving the
+times of ``replay:NETWORK`` from one.
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ from ..nouns import Seconds
 from ..registry import get, parameters_of
 from ..strategy.grammar import read_part
 from ..strategy.parts import bind, write
-from ._computing import Computing
+from ._blueprint import Blueprint
+from ._computing import PLAIN, Computing
 from ._feed import AT_ONCE, Feed, Pipeline
 from ._speed import EVEN, Speed, Tempo
 from ._trace import Trace
-from ._workload import Images, Workload, layers
+from ._workload import Images, Part, Workload, layers
 
 __all__ = [
     "AT_ONCE",
     "EVEN",
+    "PLAIN",
+    "Blueprint",
     "Computing",
     "Feed",
     "Images",
+    "Part",
     "Pipeline",
     "Speed",
     "Tempo",

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..nouns import Layer, Spec
+from ._blueprint import Blueprint
 from ._computing import PLAIN, Computing
 from ._feed import AT_ONCE, Pipeline
 from ._speed import EVEN, Speed
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+
+Part = tuple[NDArray[np.float32], NDArray[np.int64]]
+"""Images and their labels."""
 
 EVALUATION_BATCH = 500
 """Images per forward pass of an evaluation: bounds its memory and changes nothing else."""
@@ -48,16 +52,14 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels) * self.repeats
 
-    def take(self, index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Images (len(index), channels, height, width) float32 and labels int64, as tensors of their own."""
-        import torch
-
+    def take(self, index: NDArray[np.int64]) -> Part:
+        """Images (len(index), channels, height, width) float32 and labels int64, in memory of their own."""
         index = index % len(self.labels)
         pixels = self.pixels[index].astype(np.float32)
         pixels -= self.mean
         if self.scale != 1.0:
             pixels *= np.float32(self.scale)
-        return torch.from_numpy(pixels), torch.from_numpy(self.labels[index])
+        return pixels, self.labels[index]
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,15 @@ class Epoch:
     world: int
     steps: int
 
-    def part(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
-        """A worker's part of a global batch, as (images, labels)."""
+    def part(self, step: int, rank: int) -> Part:
+        """A worker's part of a global batch."""
         whole = self.order[step * self.batch : (step + 1) * self.batch]
         return self.images.take(whole[len(whole) * rank // self.world : len(whole) * (rank + 1) // self.world])
+
+    def share(self, step: int, rank: int) -> float:
+        """How large that part is, against an even one: what its mean counts in the mean of all workers' means."""
+        whole = len(self.order[step * self.batch : (step + 1) * self.batch])
+        return (whole * (rank + 1) // self.world - whole * rank // self.world) * self.world / whole
 
 
 @dataclass(frozen=True)
@@ -82,8 +89,10 @@ class Workload:
 
     ``batch`` is the default number of samples per step: of all workers together when ``global_batch``, so that the
     result does not depend on their number, and of each worker otherwise. ``epochs`` is a sensible length of training.
-    ``build`` makes the model from torch's random state; callers use ``model(seed)``. ``schedule(optimizer, steps)``
-    returns a learning-rate scheduler that is stepped once after every optimizer step, or None. ``trace`` is what a
+    ``build``, ``loss``, ``optimizer`` and ``schedule`` are PyTorch's: ``build`` makes the model from torch's random
+    state; callers use ``model(seed)``. ``schedule(optimizer, steps)`` returns a learning-rate scheduler that is stepped
+    once after every optimizer step, or None. ``blueprint`` is the same network and solver for any framework, None where
+    there is none but PyTorch's. ``trace`` is what a
     replayed model takes its times from, None for one that computes. ``weight`` is how ranks are weighed, as
     ``syncline.prepare`` takes it: losses here are means over batches, whose sizes may differ by one sample.
     ``pipeline``, ``computing`` and ``speed`` are what the workload's text says in its parentheses: how batches come,
@@ -105,6 +114,7 @@ class Workload:
     pipeline: Pipeline = AT_ONCE
     computing: Computing = PLAIN
     speed: Speed = EVEN
+    blueprint: Blueprint | None = None
 
     @property
     def copied(self) -> bool:
@@ -145,7 +155,7 @@ class Workload:
         full, rest = divmod(len(self.train), batch)
         return full + (rest >= world)
 
-    def batches(self, rank: int, world: int, batch: int, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, rank: int, world: int, batch: int, seed: int, epoch: int) -> Iterator[Part]:
         """One epoch of this rank's parts, as (images, labels).
 
         ``batch`` is the global batch, of all ``world`` workers together; parts of it differ by at most one sample. The
@@ -164,6 +174,12 @@ class Workload:
         order = np.random.default_rng((seed, epoch)).permutation(len(self.train))
         return Epoch(self.train, order, batch, world, self.steps_per_epoch(batch, world))
 
+    def tests(self) -> Iterator[Part]:
+        """The test set in pieces of ``EVALUATION_BATCH``."""
+        assert self.test is not None
+        for start in range(0, len(self.test), EVALUATION_BATCH):
+            yield self.test.take(np.arange(start, min(start + EVALUATION_BATCH, len(self.test))))
+
     def evaluate(self, model: nn.Module) -> tuple[float, float] | None:
         """Accuracy (0 to 1) and mean loss on the test set, or None when there is none.
 
@@ -179,12 +195,11 @@ class Workload:
         correct, loss = 0, 0.0
         try:
             with torch.no_grad():
-                for start in range(0, len(self.test), EVALUATION_BATCH):
-                    index = np.arange(start, min(start + EVALUATION_BATCH, len(self.test)))
-                    images, labels = (tensor.to(device) for tensor in self.test.take(index))
+                for part in self.tests():
+                    images, labels = (torch.from_numpy(array).to(device) for array in part)
                     output = model(images)
                     correct += int((output.argmax(1) == labels).sum())
-                    loss += float(self.loss(output, labels)) * len(index)
+                    loss += float(self.loss(output, labels)) * len(labels)
         finally:
             for module, training in modes:
                 module.training = training

@@ -5,7 +5,8 @@
 batch stays the same whatever the number of workers, so that all of them train the same model.
 
 The recipe is chosen so that rounding does not change the result: no dropout and no batch normalisation, and a learning
-rate that falls to zero, after which trajectories that differ by rounding have settled at the same decisions.
+rate that falls to zero, after which trajectories that differ by rounding have settled at the same decisions. It is a
+blueprint beside its PyTorch model, so that any framework can train it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..registry import register
+from ._blueprint import Blueprint, Convolution, Dense, Flatten, MaxPooling, Relu
 from ._workload import Images, Workload
 
 if TYPE_CHECKING:
@@ -29,16 +31,23 @@ if TYPE_CHECKING:
 
 TEST_PER_CLASS = 36
 SPLIT_SEED = 1797
-LEARNING_RATE = 0.05
+LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.9, 1e-3
+HIDDEN = 128
+MOST_HIDDEN = 1 << 20
 WARM_UP = 0.1
 """The part of the steps over which the learning rate rises from near zero."""
 
 
 @register("workloads", "digits", computes=True)
-def digits(argument: str = "") -> Workload:
-    """A small CNN on scikit-learn's 1797 handwritten digits; the global batch is constant."""
+def digits(argument: str = "", *, hidden: int = HIDDEN) -> Workload:
+    """A small CNN on scikit-learn's 1797 handwritten digits; the global batch is constant.
+
+    It has 18,826 + 1,035 ``hidden`` parameters, so with ``hidden=9648`` ten million.
+    """
     if argument:
         raise UsageError(f"digits takes no argument, got {argument!r}: write 'digits'")
+    if not 2 <= hidden <= MOST_HIDDEN:
+        raise UsageError(f"hidden must be a number of neurons from 2 to {MOST_HIDDEN:,}, got {hidden}")
     train, test = _split(*_read())
     return Workload(
         name="digits",
@@ -47,10 +56,24 @@ def digits(argument: str = "") -> Workload:
         epochs=12,
         train=train,
         test=test,
-        build=_build,
+        build=lambda: _build(hidden),
         loss=_loss,
         optimizer=_optimizer,
         schedule=_schedule,
+        blueprint=blueprint(hidden),
+    )
+
+
+def blueprint(hidden: int = HIDDEN) -> Blueprint:
+    """The network and its solver as data."""
+    convolutions = Convolution(1, 32), Relu(), Convolution(32, 64), Relu(), MaxPooling()
+    dense = Flatten(), Dense(1024, hidden), Relu(), Dense(hidden, 10)
+    return Blueprint(
+        (1, 8, 8),
+        (*convolutions, *dense),
+        MOMENTUM,
+        WEIGHT_DECAY,
+        lambda steps: tuple(LEARNING_RATE * _factor(step, steps) for step in range(steps)),
     )
 
 
@@ -80,10 +103,10 @@ def _split(pixels: NDArray[np.float32], labels: NDArray[np.int64]) -> tuple[Imag
     return Images(pixels[train], labels[train], mean, scale), Images(pixels[test], labels[test], mean, scale)
 
 
-def _build() -> nn.Module:
+def _build(hidden: int) -> nn.Module:
     from .models.digits_cnn import DigitsCNN
 
-    return DigitsCNN()
+    return DigitsCNN(hidden)
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
@@ -95,18 +118,19 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 def _optimizer(model: nn.Module) -> Optimizer:
     from torch.optim import SGD
 
-    return SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9, weight_decay=1e-3)
+    return SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
 
 
 def _schedule(optimizer: Optimizer, steps: int) -> LRScheduler:
-    """Linear warm-up, then half a cosine down to zero at the last step."""
+    """As ``_factor`` says."""
     from torch.optim.lr_scheduler import LambdaLR
 
+    return LambdaLR(optimizer, lambda step: _factor(step, steps))
+
+
+def _factor(step: int, steps: int) -> float:
+    """Linear warm-up, then half a cosine down to zero at the last step."""
     warm = max(1, round(WARM_UP * steps))
-
-    def factor(step: int) -> float:
-        if step < warm:
-            return (step + 1) / warm
-        return 0.5 * (1 + cos(pi * min(1.0, (step - warm + 1) / max(1, steps - warm + 1))))
-
-    return LambdaLR(optimizer, factor)
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + cos(pi * min(1.0, (step - warm + 1) / max(1, steps - warm + 1))))

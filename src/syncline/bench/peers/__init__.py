@@ -1,6 +1,7 @@
 """Peers: what one would use instead of Syncline, measured beside it; one file each, a registry of their own.
 
-A peer declares where it takes part. In ``syncline compare``: ``trains=True``; its ``join()`` makes this process a
+A peer declares where it takes part. In ``syncline compare``: ``trains=True`` and ``framework``, whose training it takes
+part in; its ``join()`` makes this process a
 member of the run's group and returns what ``bench.sides.Side`` asks for, and it is named with arguments like a
 strategy's parts: ``ddp(bucket=5MiB)``. In ``syncline bench`` it is registered under the name ``LIBRARY:ALGORITHM`` and
 declares

@@ -34,7 +34,7 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 _BUCKET = Size(25 << 20)
 
 
-@register("peers", "ddp", trains=True)
+@register("peers", "ddp", trains=True, framework="torch")
 @dataclass(frozen=True)
 class DDP:
     """PyTorch's DistributedDataParallel, over Gloo or Syncline's backend.
