@@ -5,6 +5,8 @@ Arguments: how rank 1 ends (none, kill, stop), and the liveness limit in seconds
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -36,6 +38,8 @@ def fork() -> None:
     """A child that ends through the interpreter's whole end, which finds the parent's objects."""
     child = os.fork()
     if child == 0:
+        atexit.unregister(gc.freeze)  # which children/sitecustomize.py spares all others
+        gc.unfreeze()
         sys.exit(3)
     if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 3:
         raise RuntimeError("a forked child did not end by itself")
