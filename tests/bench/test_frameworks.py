@@ -12,54 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from trained_apart import TEST_IMAGES, check_rows, compared, foreign
+from trained_apart import check_rows, compared, foreign, same_steps
 
 from syncline import registry
 from syncline.bench import compare
-from syncline.bench.batches import batches
 from syncline.bench.cases import comparison_of
-from syncline.bench.frameworks import Training, frameworks_of
 from syncline.bench.frameworks import numpy as by_hand
-from syncline.bench.messages import Job
-from syncline.bench.sides import Alone
 from syncline.errors import UsageError
 from syncline.workloads import load
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
 
 
-def job_of(framework: str, iterations: int = 6, **changes: Any) -> Job:
-    values = {"workload": "digits", "strategy": "single", "batch": 64, "iterations": iterations, "seed": 3}
-    return Job(**{**values, "report_fds": (), "framework": framework, **changes})
-
-
-def trained(framework: str, job: Job) -> Training:
-    """Made here, by the calls of the loop."""
-    workload = load(job.workload)
-    (entry,) = frameworks_of([framework])
-    made: Training = entry.target(workload, job, 0)
-    made.prepare(Alone(), 1)
-    for batch in batches(workload, 0, 1, job, made.taken):
-        made.forward(batch)
-        made.backward()
-        made.update(batch.position)
-    made.pause()
-    return made
-
-
-def test_numpy_and_pytorch_compute_the_same_steps() -> None:
-    torch = pytest.importorskip("torch")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    one, other = trained("torch", job_of("torch")), trained("numpy", job_of("numpy"))
-    torch.set_num_threads(before)
-    mine, theirs = one.copied(), other.copied()
-    assert list(mine) == list(theirs)
-    for name, tensor in mine.items():
-        np.testing.assert_allclose(theirs[name], tensor.numpy(), rtol=0, atol=1e-5)
-    accuracy, loss = one.evaluate()
-    assert other.evaluate() == (pytest.approx(accuracy, abs=1 / TEST_IMAGES), pytest.approx(loss, abs=1e-4))
-    assert other.evaluate(other.copied()) == other.evaluate()
+def test_pytorch_and_numpy_compute_the_same_steps(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    same_steps(tmp_path, "torch")
 
 
 def test_gradients_by_hand_are_those_of_differences() -> None:

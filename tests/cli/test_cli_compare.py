@@ -15,12 +15,13 @@ def test_a_list_takes_all_values_up_to_the_next_option(compared: Recorder) -> No
     assert compared.args == ("digits", (3,), ("ring", "ps(servers=1) schedule=fifo", "tree"))
     assert compared.kwargs["json_path"] == Path("r.json")
     assert compared.kwargs["report_path"] is None
+    assert compared.kwargs["framework"] == ("torch",)
 
 
 def test_compare_passes_everything_on(compared: Recorder) -> None:
     compared.result = 130
     line = "compare --workload cifar10:/data --epochs 3 --batch 64 --seed 5 --report p.html --timeout 9.5 --lab 1gbit"
-    line += " --target 0.97 --evaluate-every 4"
+    line += " --target 0.97 --evaluate-every 4 --framework numpy jax"
     assert call(*line.split(), "--trace", "t.json").exit_code == 130
     assert compared.args == ("cifar10:/data", (4,), ("ring", "ps(servers=1)"))
     assert compared.kwargs == {
@@ -35,6 +36,7 @@ def test_compare_passes_everything_on(compared: Recorder) -> None:
         "lab": "1gbit",
         "target": 0.97,
         "evaluate_every": 4,
+        "framework": ("numpy", "jax"),
     }
 
 

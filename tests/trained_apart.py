@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from syncline.bench import compare, processes
+from syncline.bench.frameworks import framework_of
 
 TEST_IMAGES = 360
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "optax"}
@@ -73,3 +78,45 @@ def check_rows(data: dict[str, Any], framework: str, version: str) -> None:
         assert row["replicas_equal"] is True
         assert row["replica_sha256"] is not None
         assert abs(row["accuracy"] - single["accuracy"]) * TEST_IMAGES <= 1 + 1e-9
+
+
+STEPS = """
+import sys
+import numpy as np
+from syncline.bench.batches import batches
+from syncline.bench.frameworks import frameworks_of
+from syncline.bench.messages import Job
+from syncline.bench.sides import Alone
+from syncline.workloads import load
+
+name, path = sys.argv[1:]
+workload, (entry,) = load("digits"), frameworks_of([name])
+job = Job("digits", "single", 64, 6, 3, (), framework=name)
+entry.target.loaded()
+made = entry.target(workload, job, 0)
+made.prepare(Alone(), 1)
+for batch in batches(workload, 0, 1, job, made.taken):
+    made.forward(batch)
+    made.backward()
+    made.update(batch.position)
+made.pause()
+np.savez(path, *made.evaluate(), **{name: np.asarray(one) for name, one in made.copied().items()})
+"""
+
+
+def steps_of(folder: Path, framework: str) -> dict[str, Any]:
+    """Weights, accuracy and loss after six steps by a framework, in a process of its own."""
+    path = folder / f"{framework}.npz"
+    environ = dict(framework_of(framework).capabilities["environ"])
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-c", STEPS, framework, str(path)]
+    subprocess.run(command, check=True, timeout=200, env=os.environ | environ)
+    return dict(np.load(path))
+
+
+def same_steps(folder: Path, framework: str) -> None:
+    """Weights agree with NumPy's to 1e-5 after six steps, and so do their scores."""
+    found, wanted = steps_of(folder, framework), steps_of(folder, "numpy")
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-5 if "." in name else 1e-4, err_msg=name)
