@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
 from trained_apart import check_rows, compared, foreign, same_steps
 
 for package in ("jax", "optax", "sklearn", "jinja2", "matplotlib"):

@@ -160,6 +160,11 @@ def without_blueprint(workload: Workload) -> str:
     return ""
 
 
+def filled(array: NDArray[Any], length: int) -> NDArray[Any]:
+    """The array with zeros behind it, up to so many."""
+    return np.concatenate([array, np.zeros((length - len(array), *array.shape[1:]), array.dtype)])
+
+
 def scores(found: Sequence[tuple[NDArray[Any], NDArray[np.int64]]]) -> tuple[float, float]:
     """Accuracy and mean cross entropy of pieces of a test set: what the model says of images, and their labels."""
     right, loss, count = 0, 0.0, 0

@@ -22,7 +22,7 @@ from ...workloads import _blueprint as plain
 from ..batches import Batch, pooled
 from ..messages import Job
 from ..sides import Side
-from . import Evenly, scores, without_blueprint
+from . import Evenly, filled, scores, without_blueprint
 from .numpy import digest
 
 if TYPE_CHECKING:
@@ -153,11 +153,6 @@ class JaxTraining(Evenly):
 
         decay, momentum = self._blueprint.weight_decay, self._blueprint.momentum
         return optax.chain(optax.add_decayed_weights(decay), optax.sgd(rate, momentum=momentum))
-
-
-def filled(array: NDArray[Any], length: int) -> NDArray[Any]:
-    """The array with zeros behind it, up to so many."""
-    return np.concatenate([array, np.zeros((length - len(array), *array.shape[1:]), array.dtype)])
 
 
 def params_of(weights: Mapping[str, NDArray[Any]]) -> Params:
