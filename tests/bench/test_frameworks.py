@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from trained_apart import check_rows, compared, foreign, same_steps
 
 from syncline import registry
 from syncline.bench import compare
@@ -20,6 +19,7 @@ from syncline.bench.cases import comparison_of
 from syncline.bench.frameworks import numpy as by_hand
 from syncline.errors import UsageError
 from syncline.workloads import load
+from trained_apart import check_rows, compared, foreign, same_steps
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
 
