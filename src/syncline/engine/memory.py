@@ -44,6 +44,7 @@ from ..plans.memory import Operation
 from ..plans.plan import REDUCE, Plan
 from ..wire.link import broken
 from ..wire.scratch import Scratch, address_of
+from .cores import OFTEN, Cores
 from .runs import KEY_BITS, Sign
 from .scripts import ScriptedRun, Scripts, nothing
 from .slots import Slots
@@ -83,6 +84,7 @@ class OneSided:
         self._waiting: deque[ScriptedRun] = deque()
         self._introduced = False
         self._board = int(window.members[window.rank, onesided.BOARD])
+        self._cores = Cores(self._shown_cores)
 
     def takes(self, plan: Plan, array: NDArray[Any]) -> bool:
         """Whether such a plan can be run here; the same on all ranks. Copies have no type."""
@@ -163,6 +165,8 @@ class OneSided:
             window.count(layout.sent, layout.received)
         else:
             self._runs.append(run)
+        if self._scripts.crowded(OFTEN):
+            self._cores.part()
         return code
 
     def advance(self, spins: int, patience_ms: int = 0) -> int:
@@ -203,7 +207,16 @@ class OneSided:
                 self._check_peer(run, int(state[kernel.WAITS_FOR]), gone)
             if code == kernel.PAUSED or (overtaken and went_on):
                 break
+        if self._scripts.crowded(OFTEN):
+            self._cores.part()
         return moved
+
+    def _shown_cores(self) -> list[int]:
+        """On which cores this process and the others of this machine have waited last, counted from 1."""
+        window = self._window
+        peers = (peer for peer in range(window.world) if peer != window.rank)
+        boards = [window.board, *(window.words_of(peer, 0) for peer in peers)]
+        return [int(words[board.CORE // 8]) for words in boards if words.size]
 
     def _go_on(
         self, run: ScriptedRun, call: Callable[[int, int, int], int], spins: int, patience_ms: int, overtaken: bool

@@ -105,6 +105,13 @@ class Scripts:
         self._buffer = np.zeros(onesided.BUFFER_WORDS, np.int64)
         self._buffer[onesided.ONE] = 1
 
+    def crowded(self, often: int) -> bool:
+        """Whether so many waits in succession were for a rank on the core of this one; counted anew after that."""
+        if self._buffer[self._kernel.CROWDED] < often:
+            return False
+        self._buffer[self._kernel.CROWDED] = 0
+        return True
+
     def code(self, dtype: np.dtype[Any]) -> int | None:
         """The kernels' number of an element type."""
         if dtype not in self._numbers:

@@ -19,6 +19,9 @@ from typing import Final
 AWAKE: Final = 0
 ASLEEP: Final = 1
 
+CORE: Final = 8
+"""The number of the core on which this rank waited last, and 1; 0 while it has not."""
+
 TABLES: Final = 64
 """The segment number of each further table, 0 while there is none (the board itself has that number)."""
 MORE_TABLES: Final = 24

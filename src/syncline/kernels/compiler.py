@@ -26,8 +26,8 @@ from .places import keep
 
 C_LIBRARY: Final = frozenset(
     (
-        "clock_gettime", "epoll_wait", "free", "malloc", "memcpy", "memmove", "memset", "poll", "read", "sched_yield",
-        "send", "sqrt", "sqrtf", "write",
+        "clock_gettime", "epoll_wait", "free", "malloc", "memcpy", "memmove", "memset", "poll", "read", "sched_getcpu",
+        "sched_yield", "send", "sqrt", "sqrtf", "write",
     )
 )  # fmt: skip
 """What machine code may refer to."""

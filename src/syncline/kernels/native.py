@@ -41,6 +41,9 @@ free = external("free", "(int64)")
 sched_yield = external("sched_yield", "() -> int32")
 """sched_yield(2)."""
 
+sched_getcpu = external("sched_getcpu", "() -> int32")
+"""sched_getcpu(3): the core that this thread runs on."""
+
 
 @instruction
 def view(address: int, like: Any, size: int) -> Any:

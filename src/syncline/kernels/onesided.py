@@ -24,6 +24,7 @@ from .board import (
     ASLEEP,
     AWAKE,
     BOARD_HEAD,
+    CORE,
     MORE_TABLES,
     MOST_SEGMENTS,
     SIGN_WORDS,
@@ -42,7 +43,7 @@ from .board import (
     WAYS,
 )  # fmt: skip
 from .compiled import compiled, inner
-from .native import add, fence, load, memcpy, poll, read, sched_yield, store, write
+from .native import add, fence, load, memcpy, poll, read, sched_getcpu, sched_yield, store, write
 from .passes import sum_pass
 
 # Columns of the table of members.
@@ -96,11 +97,12 @@ SIGN: Final = 21
 THEIRS: Final = SIGN + SIGN_WORDS
 STATE: Final = THEIRS + SIGN_WORDS
 
-# Words of the buffer for system calls.
+# Words of the buffer for system calls, and how often in succession a rank on this one's core was waited for.
 ONE: Final = 0
 RUNG: Final = 1
 POLLED: Final = 2
-BUFFER_WORDS: Final = 3
+CROWDED: Final = 3
+BUFFER_WORDS: Final = 4
 
 # What ``advance`` returns.
 DONE: Final = 0
@@ -306,13 +308,27 @@ def _sleep(state, members, patience_ms):
 
 
 @inner
+def _note_core(state, members):
+    """Show on which core this rank waits, and whether the one that it waits for has its core there too."""
+    core, counted = np.int64(sched_getcpu()) + 1, state[BUFFER] + 8 * CROWDED
+    store(members[state[RANK], BOARD] + CORE, core)
+    peer = members[state[WAITS_FOR], BOARD]
+    if peer != 0 and load(peer + CORE) == core:
+        store(counted, load(counted) + 1)
+    else:
+        store(counted, 0)
+
+
+@inner
 def _wait(operation, state, peers, members, maps, operations, operands, lengths, spins, patience_ms):
     """Wait a little for an operation's conditions: looking again and again first, then asleep."""
     found = _met(operation, state, peers, members, maps, operations, operands, lengths)
-    looks = LOOKS if spins > 0 else 0
+    looks = LOOKS if spins != 0 else 0
     while found == BLOCKED and looks > 0:
         looks -= 1
         found = _met(operation, state, peers, members, maps, operations, operands, lengths)
+    if found == BLOCKED:
+        _note_core(state, members)
     while found == BLOCKED and spins > 0:
         sched_yield()
         spins -= 1
@@ -344,9 +360,10 @@ def advance(
 
     ``state[WAITS_FOR]`` says for whom it waits, or who has exchanged something else or broken the protocol; OTHER when
     that rank's sign, which is in ``state[THEIRS]`` then, says something else than this one's.
-    A condition that does not hold is looked at ``spins`` times more, the core being offered to others in between, and
-    is then slept for, each time for at most ``patience_ms``: 0 when there is something else to do. It pauses after
-    ``most`` operations.
+    A condition that does not hold is looked at for a moment, then ``spins`` times more, the core being offered to
+    others in between, and is then slept for, each time for at most ``patience_ms``: 0 when there is something else to
+    do. With ``spins`` of 0 it is not looked at again at all, with -1 for that moment only. It pauses after ``most``
+    operations.
     """
     count = operations.shape[0]
     while state[SEGMENT] < state[SEGMENTS]:
