@@ -33,6 +33,7 @@ from ....session.tickets import (
     SCATTER,
     sized,
 )
+from ....wire.scratch import address_of
 from .calls import Call, Single, Steps
 from .reductions import Reduction
 
@@ -87,14 +88,14 @@ class Collectives:
         if us.world_size > 1 and mine.size:
             program, flat = us.phase_program("all_gather", table.nbytes), table.reshape(-1)
             if us.shows(program, flat):
-                table[us.rank] = mine
+                _fill(table[us.rank], mine)
                 return self._single(ALL_GATHER, "", sizes, program, flat, done)
 
         def rest(call: Call) -> Steps:
             if mine.size <= ROOM:
                 table[:] = call.brought[:, : mine.size]
             else:
-                table[us.rank] = mine
+                _fill(table[us.rank], mine)
                 if us.world_size > 1:
                     program = us.phase_program("all_gather", table.nbytes)
                     yield [us.engine.exchange(program, table.reshape(-1), call.key, call.label, announce=False)]
@@ -269,6 +270,12 @@ def shown(what: str, sizes: Sizes) -> tuple[int, int]:
         return argument, 0
     kind = sizes[0][1]
     return argument, sized(sum(elements for elements, _ in sizes), kind if kind in ELEMENT_TYPES else ELEMENT_TYPES[-1])
+
+
+def _fill(place: Array, data: Array) -> None:
+    """Copy bytes where they do not lie there already, as the part of an all-gather's output that is its input does."""
+    if address_of(place) != address_of(data):
+        place[:] = data
 
 
 def _rows(table: Array) -> dict[int, Array]:

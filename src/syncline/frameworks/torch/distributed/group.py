@@ -191,7 +191,7 @@ class SynclineGroup(_Base):  # type: ignore[misc]
             return other.reduce_scatter(outputs, inputs, opts)
         check(len(outputs) == len(inputs) == 1, "reduce_scatter takes one output and one list of inputs")
         check_parts(inputs[0], self.us.world_size, outputs[0], "reduce_scatter's list of inputs")
-        return self._scatter_reduced(outputs, [list(inputs[0])], opts)
+        return self._scatter_reduced(outputs, np.stack([memory_of(part).numbers for part in inputs[0]]), opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
         """Rank r gets the r-th part of one tensor of all, reduced."""
@@ -212,21 +212,23 @@ class SynclineGroup(_Base):  # type: ignore[misc]
                 f"reduce_scatter: the input has {given.numel()} elements of {given.dtype}, the output {output.numel()}"
                 f" of {output.dtype}; with {world} ranks the input is {world} times the output",
             )
-        parts = [list(given.detach().contiguous().view(-1).chunk(world)) if given.numel() else [given] * world
-                 for given in inputs]  # fmt: skip
-        return self._scatter_reduced(outputs, parts, opts)
+        return self._scatter_reduced(outputs, self._table_of(inputs), opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _scatter_reduced(self, outputs: Tensors, parts: Sequence[Tensors], opts: Any) -> GroupWork:
-        """Row r of the table is what rank r gets: its part of every input."""
-        check_one_type(outputs)
+    def _table_of(self, inputs: Tensors) -> Array:
+        """A copy of inputs that have a part for each rank, whose row r is the parts for rank r."""
+        check_one_type(inputs)
         world = self.us.world_size
+        numbers = [memory_of(given).numbers.reshape(world, -1) for given in inputs]
+        return numbers[0].copy() if len(numbers) == 1 else np.concatenate(numbers, axis=1)
+
+    def _scatter_reduced(self, outputs: Tensors, table: Array, opts: Any) -> GroupWork:
+        """Row r of the table, which is lost, is what rank r gets: its part of every input."""
+        check_one_type(outputs)
         memories = [memory_of(output) for output in outputs]
-        kind = memories[0].numbers.dtype
-        table = np.stack([together([of[rank] for of in parts]).view(kind) for rank in range(world)])
         op = torch.distributed.ReduceOp.SUM if opts is None else opts.reduceOp
-        reduction = reduction_of(op, kind, outputs[0].is_complex())
+        reduction = reduction_of(op, table.dtype, outputs[0].is_complex())
 
         def done(mine: Array) -> None:
             share_out(mine.view(np.uint8), memories)
