@@ -191,8 +191,9 @@ def test_every_thread_is_counted_by_itself_unless_it_asked_not_to_be() -> None:
             both[0].fulfil(promise)
         for thread in threads:
             thread.join(LIMIT_S)
-        assert len(both[0]._blocked_s) <= 2
-        assert both[0].blocked_s == sum(both[0]._blocked_s.values())
+        each = both[0]._blocked._seconds
+        assert len(each) <= 2
+        assert both[0].blocked_s == sum(each.values())
         idle = both[1].promise("what is done at once")
         both[1].fulfil(idle)
         with both[1].uncounted():
@@ -484,3 +485,22 @@ def test_a_fault_in_what_follows_reaches_who_waits() -> None:
 
     with engines() as (engine, _), pytest.raises(ValueError, match="the device is full"):
         engine.wait(engine.then("copy", [], fail), timeout=LIMIT_S)
+
+
+def test_who_asks_is_told_once_that_a_work_is_over_however_it_ends() -> None:
+    with engines() as (engine, _):
+        done, stuck, told, heard = (
+            engine.promise("what is done"),
+            engine.promise("what never is"),
+            [],
+            threading.Event(),
+        )
+        engine.when_over(done, heard.set)
+        engine.when_over(stuck, lambda: told.append("stuck"))
+        engine.fulfil(done)
+        assert heard.wait(LIMIT_S)
+        engine.when_over(done, lambda: told.append("done before"))
+        assert told == ["done before"]
+        engine.fail(ClosedError("the end"))
+        engine.when_over(stuck, lambda: told.append("after the end"))
+        assert told == ["done before", "stuck", "after the end"]

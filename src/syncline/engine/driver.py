@@ -21,12 +21,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ..compression.reducers import Room
 from ..errors import ClosedError, PeerTimeout, ProtocolError, UsageError
 from ..transports import Transport
 from ..wire.culprit import ANEW, Answer, Found, Waits
+from .blocked import Blocked
 from .messages import SPINS, Exchange, labelled
 from .reducing import Reducing
 from .stall import LOOKS, Stall
@@ -62,8 +63,7 @@ class Driver(ABC):
         observer: Observer | None,
     ) -> None:
         self.transport: Transport = exchange.transport
-        self._blocked_s: dict[int, float] = {}  # by thread
-        self._uncounted: set[int] = set()  # threads that have asked not to be
+        self._blocked = Blocked()
         self.error: Exception | None = None
         self._observer = observer
         self._exchange = exchange
@@ -74,6 +74,7 @@ class Driver(ABC):
         self._changed = threading.Condition(lock)  # something is done: for those who wait for it
         self._wanted = threading.Condition(lock)  # something is to be done: for the progress thread
         self._inbox: deque[Callable[[], None]] = deque()
+        self._told: dict[Work, Callable[[], None]] = {}  # who is told that a work is over
         self._under_way = 0  # works that the end waits for
         self._tolerated = 0  # works that nobody waits for
         self._driver = 0  # the thread that drives
@@ -101,27 +102,15 @@ class Driver(ABC):
     @property
     def blocked_s(self) -> float:
         """Seconds for which threads have been blocked here, added up."""
-        return sum(list(self._blocked_s.values()))
+        return self._blocked.seconds
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """The bytes sent to each process, and received, with all headers."""
         return self.transport.traffic()
 
-    @contextlib.contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def uncounted(self) -> contextlib.AbstractContextManager[None]:
         """What this thread waits for inside is no communication of the training."""
-        thread = threading.get_ident()
-        self._uncounted.add(thread)
-        try:
-            yield
-        finally:
-            self._uncounted.discard(thread)
-
-    def _count(self, begun: float) -> None:
-        """This thread was blocked since then."""
-        thread = threading.get_ident()
-        if thread not in self._uncounted:
-            self._blocked_s[thread] = self._blocked_s.get(thread, 0.0) + time.perf_counter() - begun
+        return self._blocked.uncounted()
 
     def wait(self, *works: Work, timeout: float | None = None) -> None:
         """Block until all are done; raises the engine's fault, or PeerTimeout after ``timeout`` seconds."""
@@ -140,7 +129,7 @@ class Driver(ABC):
             self._left(error)
             raise
         finally:
-            self._count(begun)
+            self._blocked.count(begun)
             if blocked is not None:
                 blocked.end()
         self.check_error()
@@ -165,6 +154,14 @@ class Driver(ABC):
                 blocked.end()
         if self.error is not None and not until():
             raise self._raised(self.error)
+
+    def when_over(self, work: Work, call: Callable[[], None]) -> None:
+        """Call, at once or from whichever thread ends it, when a work is done or never will be; it may not wait."""
+        with self._changed:
+            if not (work.done or self.error):
+                self._told[work] = call
+                return
+        call()
 
     def check_not_driving(self) -> None:
         """Raise UsageError for a call out of the middle of another one of the same thread.
@@ -208,9 +205,12 @@ class Driver(ABC):
         with self._changed:
             if self.error is None:
                 self.error = error
+            told, self._told = self._told, {}
             self._changed.notify_all()
             self._wanted.notify()
         self.transport.wake()  # whoever drives looks at it
+        for call in told.values():
+            call()
 
     def interrupted(self, error: BaseException) -> None:
         """Something was left in the middle: from now on every call raises that, here, and the others are told.
@@ -281,7 +281,10 @@ class Driver(ABC):
                 self._tolerated -= 1
             else:
                 self._under_way -= 1
+            told = self._told.pop(work, None)
             self._changed.notify_all()
+        if told is not None:
+            told()
         work.call_back()
         if lane is not None:
             lane.leave(work.priority)

@@ -181,7 +181,7 @@ class Engine(Driver):
             self._left(error)
             raise
         finally:
-            self._count(begun)
+            self._blocked.count(begun)
             if blocked is not None:
                 blocked.end()
         if self.error is not None:
@@ -228,7 +228,7 @@ class Engine(Driver):
             self._left(error)
             raise
         finally:
-            self._count(begun)
+            self._blocked.count(begun)
         if code is None:
             return False
         if self.error is not None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from ..collectives import Collective
 from ..compression.reducers import Lengths, Message, Reducer, Round, Sum
+from ..engine.blocked import Blocked
 from ..engine.engine import Engine
 from ..engine.runs import KEYS, Array
 from ..engine.work import Work
@@ -68,8 +69,7 @@ class EngineWithin:
         self._first_key, self._tag = number << BLOCK_BITS, number << _NUMBER_BIT
         self.title = title_of(ranks)
         self._positions = {process: position for position, process in enumerate(ranks)}
-        self._blocked_s: dict[int, float] = {}  # by thread
-        self._uncounted: set[int] = set()
+        self._waited = Blocked()
         self._sent, self._received = Counter[int](), Counter[int]()
         self._counting = threading.Lock()
 
@@ -158,13 +158,8 @@ class EngineWithin:
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
         """As ``Engine.uncounted``."""
-        thread = threading.get_ident()
-        self._uncounted.add(thread)
-        try:
-            with self._of.uncounted():
-                yield
-        finally:
-            self._uncounted.discard(thread)
+        with self._waited.uncounted(), self._of.uncounted():
+            yield
 
     @property
     def error(self) -> Exception | None:
@@ -191,7 +186,7 @@ class EngineWithin:
     @property
     def blocked_s(self) -> float:
         """Seconds for which threads have been blocked in this group, added up."""
-        return sum(list(self._blocked_s.values()))
+        return self._waited.seconds
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """The bytes of arrays and payloads sent to each process of the run, and received, in this group."""
@@ -199,12 +194,11 @@ class EngineWithin:
 
     @contextlib.contextmanager
     def _blocked(self) -> Iterator[None]:
-        thread, begun = threading.get_ident(), time.perf_counter()
+        begun = time.perf_counter()
         try:
             yield
         finally:
-            if thread not in self._uncounted:
-                self._blocked_s[thread] = self._blocked_s.get(thread, 0.0) + time.perf_counter() - begun
+            self._waited.count(begun)
 
     def _count_plan(self, plan: Plan, nbytes: int) -> None:
         sent, received = _shares(plan, self._ranks[self._index])

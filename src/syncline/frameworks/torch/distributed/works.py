@@ -1,15 +1,14 @@
 """Works and futures as torch knows them, over calls and works of the engine.
 
 A future's callbacks are the script's, or DistributedDataParallel's, and may wait for further collectives: so futures
-are completed in threads of their own, one of which waits for the next work while another one calls back.
+are completed in threads of their own, of which one is always free while others call back.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,6 +20,9 @@ from ....engine.engine import Engine
 from ....engine.work import Work
 from ....session.communicator import Communicator
 from .calls import await_works
+
+_STAYS_S = 10.0
+"""How long a thread stays with nothing to do."""
 
 
 class GroupWork(TorchWork):
@@ -108,69 +110,71 @@ class GroupWork(TorchWork):
 class Completer:
     """Completes futures, each once its work is done, whatever others wait for.
 
-    One thread at a time waits. Before it calls back it lets another one wait: a callback may wait for a work itself.
+    A callback may wait for a work itself: so a future that is to be completed while another one calls back gets a
+    thread more. Threads stay a while for the next ones.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[GroupWork, Future[Any], float]] = []
-        self._added = 0
-        self._changed = threading.Lock()
-        self._led = False
+        self._changed = threading.Condition()
+        self._open: dict[Future[Any], tuple[GroupWork, float]] = {}  # futures of works under way: until when
+        self._over: deque[tuple[GroupWork, Future[Any]]] = deque()
+        self._idle, self._look = 0, 0.0  # threads with nothing to do, and when the next of them looks at the time
 
     def add(self, work: GroupWork, future: Future[Any]) -> None:
         """Complete ``future`` when ``work`` is done, or fail it when the run has ended or the work's time is over."""
+        assert work.work is not None
+        deadline = time.monotonic() + work.timeout_s
         with self._changed:
-            self._waiting.append((work, future, time.monotonic() + work.timeout_s))
-            self._added += 1
-            begin, self._led = not self._led, True
-        if begin:
-            self._start()
+            self._open[future] = work, deadline
+            if not self._idle or deadline < self._look:
+                self._call()
+        work.engine.when_over(work.work, partial(self._ended, future))
 
-    def _start(self) -> None:
-        threading.Thread(target=self._lead, name="syncline-futures", daemon=True).start()
+    def _ended(self, future: Future[Any]) -> None:
+        """The work of a future is done, or never will be; called by the thread that drives."""
+        with self._changed:
+            if (found := self._open.pop(future, None)) is not None:
+                self._over.append((found[0], future))
+                self._call()
 
-    def _lead(self) -> None:
-        leading = True
-        while leading:
-            work, future = self._next()
-            settle = _settled(work, future)
-            with self._changed:
-                self._led = bool(self._waiting)
-                succeeded = self._led
-            if succeeded:
-                self._start()
-            settle()
-            with self._changed:
-                leading = bool(self._waiting) and not self._led
-                self._led = self._led or leading
+    def _call(self) -> None:
+        """Let a thread look, one more where all are calling back."""
+        if self._idle:
+            self._changed.notify()
+        else:
+            threading.Thread(target=self._complete, name="syncline-futures", daemon=True).start()
 
-    def _next(self) -> tuple[GroupWork, Future[Any]]:
-        """Wait until one of the works has ended, or its time has."""
-        while True:
-            with self._changed:
-                waiting, known = list(self._waiting), self._added
-            now = time.monotonic()
-            for one in waiting:
-                work, future, deadline = one
-                if work.is_completed() or now >= deadline:
-                    with self._changed:
-                        self._waiting.remove(one)
-                    return work, future
-            first = min(deadline for *_, deadline in waiting)
-            works = [work.work for work, *_ in waiting if work.work is not None]
-            with contextlib.suppress(Exception):  # which ends them all
-                waiting[0][0].engine.wait_any(works, partial(self._has_come, known, first))
+    def _complete(self) -> None:
+        while (found := self._next()) is not None:
+            _settle(*found)
 
-    def _has_come(self, known: int, deadline: float) -> bool:
-        """Whether there is more to wait for, or less time than none."""
-        return self._added != known or time.monotonic() >= deadline
+    def _next(self) -> tuple[GroupWork, Future[Any]] | None:
+        """Wait for a work that has ended, or whose time has; None when there has been nothing to do for long."""
+        with self._changed:
+            self._idle += 1
+            try:
+                while not self._over:
+                    now = time.monotonic()
+                    late = [future for future, (_, deadline) in self._open.items() if now >= deadline]
+                    self._over.extend((self._open.pop(future)[0], future) for future in late)
+                    if late:
+                        break
+                    self._look = min((deadline for _, deadline in self._open.values()), default=now + _STAYS_S)
+                    if not self._changed.wait(min(self._look - now, threading.TIMEOUT_MAX)) and not self._open:
+                        return None
+            finally:
+                self._idle -= 1
+            found = self._over.popleft()
+            if self._over:
+                self._call()
+            return found
 
 
-def _settled(work: GroupWork, future: Future[Any]) -> Callable[[], None]:
-    """What completes the future of a work that has ended, or whose time is over."""
+def _settle(work: GroupWork, future: Future[Any]) -> None:
+    """Complete the future of a work that has ended, or whose time is over."""
     try:
         outputs = work.outcome()
     except Exception as error:
-        failure = error
-        return lambda: future.set_exception(failure)
-    return lambda: future.set_result(outputs)
+        future.set_exception(error)
+    else:
+        future.set_result(outputs)
