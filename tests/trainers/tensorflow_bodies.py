@@ -112,3 +112,80 @@ def train(place: Place, cases: list[tuple[str, str, str]], steps: int) -> list[A
             advance(made, used, way, 0, steps, syncline.rank(), syncline.world_size())
             found.append((made.get_weights(), int(used.iterations.numpy()), wanted[optimizer]))
     return found
+
+
+def averaged(place: Place, steps: int) -> list[Any]:
+    """Means for an optimizer of the script's, by a tape and by hand, that are clipped by their common norm."""
+    found = []
+    with joined(place, "ring"):
+        for way in ("tape", "call", "alone"):
+            made = model(0 if way == "alone" else syncline.rank())
+            means = None if way == "alone" else syncline.tensorflow.average(made)
+            step = _clipped(made, means, way)
+            for number in range(steps):
+                mine = (0, 1) if way == "alone" else (syncline.rank(), syncline.world_size())
+                step(*map(tf.constant, batch(number, *mine)))
+            found.append(made.get_weights())
+            if means is not None:
+                saved = syncline.tensorflow.state_dict(made)
+                made.set_weights([one * 0 for one in made.get_weights()])
+                syncline.tensorflow.load_state_dict(made, saved)
+                assert all(map(np.array_equal, made.get_weights(), found[-1]))
+    return found
+
+
+def _clipped(made: Any, means: Any, way: str) -> Callable[[Any, Any], Any]:
+    @tf.function
+    def step(x: Any, y: Any) -> None:
+        with means.tape() if way == "tape" else tf.GradientTape() as tape:
+            loss = loss_of(made, x, y)
+        gradients = tape.gradient(loss, [one.value for one in made.trainable_variables])
+        clipped, _ = tf.clip_by_global_norm(means(gradients) if way == "call" else gradients, 0.3)
+        for one, gradient in zip(made.trainable_variables, clipped, strict=True):
+            one.assign_sub(0.2 * gradient)
+
+    return step
+
+
+def resumed(place: Place, strategies: list[str], saved: list[Any], first: int, last: int) -> list[Any]:
+    """Go on from what was saved, or begin; what is saved then, and the weights."""
+    found = []
+    for number, strategy in enumerate(strategies):
+        with joined(place, strategy):
+            made, used = begin("adam", "fit")
+            if saved:
+                syncline.tensorflow.load_state_dict(made, saved[number])
+                assert int(used.iterations) == first
+            advance(made, used, "fit", first, last, syncline.rank(), syncline.world_size())
+            found.append((syncline.tensorflow.state_dict(made), made.get_weights()))
+    return found
+
+
+def periodic(place: Place, strategies: list[str], steps: int) -> list[Any]:
+    """The weights that workers go on with, and those that all have in the end, by ``fit`` and eager."""
+    found = []
+    for strategy in strategies:
+        with joined(place, strategy):
+            each = []
+            for way in ("fit", "eager"):
+                made, used = begin("momentum", way)
+                advance(made, used, way, 0, steps, syncline.rank(), syncline.world_size())
+                each.append(made.get_weights())
+            syncline.consolidate()
+            found.append((*each, made.get_weights()))
+    return found
+
+
+def by_themselves(place: Place, strategies: list[str], steps: int) -> list[Any]:
+    """Pushes that are updates by themselves, of gradients that are 1."""
+    found = []
+    for strategy in strategies:
+        with joined(place, strategy):
+            variables, used = [tf.Variable(tf.ones(9))], keras.optimizers.SGD(0.25)
+            syncline.tensorflow.prepare(variables, used)
+            step = tf.function(lambda used=used, variables=variables: used.apply([tf.ones(9)], variables))
+            for _ in range(steps):
+                step()
+            syncline.consolidate()
+            found.append(variables[0].numpy())
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ WORKERS, STEPS = 2, 5
 WAYS = ["fit", "loop", "eager", "several"]
 REDUCED = ["ring", "direct schedule=wait_free", "tree schedule=fifo", "ring schedule=fixed(bucket=64B)"]
 SHARED = ["ps(servers=2, on=workers, update=worker)"]
+SERVED = ["ps(servers=1)", "ps(servers=1, update=worker)", "ps(servers=1) schedule=wait_free"]
 
 
 def cases(strategies: list[str]) -> list[tuple[str, str, str]]:
@@ -26,7 +28,7 @@ def cases(strategies: list[str]) -> list[tuple[str, str, str]]:
     return found + [(strategies[-1], "adam", way) for way in WAYS]
 
 
-@pytest.mark.parametrize(("strategies", "servers"), [(REDUCED + SHARED, 0)])
+@pytest.mark.parametrize(("strategies", "servers"), [(REDUCED + SHARED, 0), (SERVED, 1)])
 def test_workers_train_as_one_on_the_union_of_their_batches(
     tmp_path: Path, strategies: list[str], servers: int
 ) -> None:
@@ -40,3 +42,76 @@ def test_workers_train_as_one_on_the_union_of_their_batches(
     for other in others:
         for one, mine in zip(other, first, strict=True):
             assert all(map(np.array_equal, one[0], mine[0]))
+
+
+def check_near(found: list[Any], wanted: list[Any], what: str) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12, err_msg=what)
+
+
+def equal(one: list[Any], other: list[Any]) -> bool:
+    return all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+def test_means_go_to_an_optimizer_of_the_script(tmp_path: Path) -> None:
+    """That couples them: it sees what one worker would."""
+    one, other = ranks(tmp_path, "tensorflow_bodies.averaged", WORKERS, STEPS).found()
+    for tape, call, alone in (one, other):
+        check_near(tape, alone, "tape")
+        check_near(call, alone, "call")
+    assert equal(one[0], other[0])
+
+
+@pytest.mark.parametrize(
+    ("strategies", "servers"),
+    [
+        (["ring codec=int8", "ring codec=topk(ratio=0.3)", "ring sync=local(steps=3)"], 0),
+        (["ps(servers=1)", "ps(servers=1) codec=int8"], 1),
+    ],
+)
+def test_a_run_that_is_resumed_goes_on_with_the_same_bits(tmp_path: Path, strategies: list[str], servers: int) -> None:
+    """Also what codecs keep back, in the middle of a period; and it resumes under another number of workers."""
+    name, processes = "tensorflow_bodies.resumed", WORKERS + servers
+    through = ranks(tmp_path / "all", name, processes, strategies, [], 0, 7).found()[:WORKERS]
+    begun = ranks(tmp_path / "one", name, processes, strategies, [], 0, 4).found()[0]
+    saved = [state for state, _ in begun]
+    again = ranks(tmp_path / "two", name, processes, strategies, saved, 4, 7).found()[:WORKERS]
+    for rank in range(WORKERS):
+        for text, (_, wanted), (_, found) in zip(strategies, through[rank], again[rank], strict=True):
+            assert equal(wanted, found), text
+    more = ranks(tmp_path / "three", name, processes + 1, strategies, saved, 4, 7).found()[: WORKERS + 1]
+    for text, *found in zip(strategies, *more, strict=True):
+        assert all(state["steps"] == 7 and state["world_size"] == 3 for state, _ in found)
+        for _, weights in found if "codec" not in text and "local" not in text else ():
+            check_near(weights, through[0][strategies.index(text)][1], text)
+
+
+@pytest.mark.parametrize(("strategy", "servers"), [("ring", 0), ("ps(servers=1)", 1)])
+def test_checkpoints_go_from_two_workers_to_three_and_to_one(tmp_path: Path, strategy: str, servers: int) -> None:
+    """And from one to two, with Adam's moments and count."""
+    name = "tensorflow_bodies.resumed"
+    ((_, wanted),) = ranks(tmp_path / "all", name, 1, ["ring"], [], 0, 8).found()[0]
+    state: list[Any] = []
+    for first, workers in enumerate((2, 3, 1, 2)):
+        found = ranks(tmp_path / str(first), name, workers + servers, [strategy], state, 2 * first, 2 * first + 2)
+        state = [found.found()[0][0][0]]
+    check_near(found.found()[0][0][1], wanted, strategy)
+
+
+def test_workers_that_train_by_themselves_meet(tmp_path: Path) -> None:
+    """After whole periods all have the same; in the end, bit for bit."""
+    strategies = ["ring sync=local(steps=2)", "ring sync=post_local(after=2, steps=2)", "ring sync=diloco(steps=2)"]
+    strategies += ["ring sync=easgd(steps=2)", "ring sync=local(steps=3) codec=int8"]
+    one, other = ranks(tmp_path, "tensorflow_bodies.periodic", WORKERS, strategies, 4).found()
+    for text, mine, theirs in zip(strategies, one, other, strict=True):
+        assert equal(mine[2], theirs[2]), text
+        assert equal(mine[0], mine[1]) or "codec" in text, text
+        assert equal(mine[0], theirs[0]) == ("steps=2" in text and "easgd" not in text), text
+
+
+def test_pushes_are_updates_by_themselves(tmp_path: Path) -> None:
+    """With a share of the learning rate, or all of it: nothing that was pushed is lost."""
+    strategies = [f"ps(servers=1) sync={text}" for text in ("asp", "ssp(staleness=2)", "asp(rate=own)")]
+    for found in ranks(tmp_path, "tensorflow_bodies.by_themselves", WORKERS + 1, strategies, 4).found()[:WORKERS]:
+        for text, weights in zip(strategies, found, strict=True):
+            np.testing.assert_allclose(weights, 1 - 0.25 * 4 * (2 if "own" in text else 1), err_msg=text)

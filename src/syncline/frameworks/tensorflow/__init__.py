@@ -13,11 +13,14 @@ from ...errors import UsageError
 from ...session.session import Session
 from .. import Handed
 from . import _needed  # noqa: F401 - before the others, which import TensorFlow
-from ._prepared import prepare
+from ._callbacks import Checkpoint, MeanMetrics
+from ._means import Means, average
+from ._prepared import prepare, prepared
+from ._variables import broadcast
 
-__all__ = ["adapt", "prepare"]
+__all__ = ["Checkpoint", "MeanMetrics", "Means", "adapt", "average", "broadcast", "prepare", "prepared"]
 
-_OPTIONS = {"weight": 1, "ignore": (), "broadcast_buffers": True}
+_OPTIONS = {"weight": 1, "ignore": ()}
 """Those of ``syncline.prepare`` that say nothing."""
 
 
@@ -26,7 +29,6 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
     others = sorted(name for name, default in _OPTIONS.items() if options[name] != default)
     if others:
         raise UsageError(f"{others[0]}= is for models of PyTorch")
-    used = prepare(session, model, optimizer, options["unused"])
-    if used is None:
+    if prepare(session, model, optimizer, options["unused"], buffers=options["broadcast_buffers"]) is None:
         return None
     return Handed(model if optimizer is None else (model, optimizer))

@@ -61,4 +61,7 @@ def _apply(run: Run, optimizer: Any, original: Callable[..., None], gradients: S
             resource(variable).assign(weights)
         innermost(optimizer)._iterations.assign_add(1)
         return
+    if run.periodic:
+        run.train(gradients, lambda those: original(those, run.variables))
+        return
     original(run.exchange(gradients), run.variables)

@@ -1,71 +1,176 @@
-"""What ``prepare`` does with a model and an optimizer of Keras."""
+"""Models that are part of a run: what ``prepare`` and ``average`` make of them, and what later calls find.
+
+A model is known by the variables of it that are trained, whichever object has them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import keras
 import tensorflow as tf
 
-from ...errors import UsageError
+from ...errors import ClosedError, UsageError
 from ...session.session import Session
+from ...sync import Agrees
 from .._alone import warn_of_plain_steps
-from ._optimizer import check_optimizer, exchange_in
+from .._resumed import checked, load, load_alone, save, save_alone
+from ._buffers import moving
+from ._optimizer import check_optimizer, exchange_in, release
 from ._run import Run, Unused
-from ._slots import Slots
-from ._variables import copy_from, specs_of, trained, untrained
+from ._slices import KerasSlices, probe
+from ._slots import Slots, innermost
+from ._variables import assign, copy_from, names_of, resource, specs_of, trained, untrained, value
 from ._weights import VariableWeights
 
 
 class Prepared:
-    """A model with its optimizer in a run; ``run`` is None in a world of one worker."""
+    """A model in a run, with its optimizer where that is Keras'; ``run`` is None in a world of one worker."""
 
-    def __init__(self, session: Session, model: Any, optimizer: Any, unused: Unused) -> None:
+    def __init__(
+        self, session: Session, model: Any, optimizer: Any, unused: Unused = "error", *, buffers: bool = True
+    ) -> None:
         self.session, self.model, self.optimizer = session, model, optimizer
-        self.variables = trained(model)
+        self.variables, self.untrained = trained(model), untrained(model)
         self.specs = specs_of(self.variables)
-        check_optimizer(optimizer, self.variables)
-        self.weights = VariableWeights(self.variables, Slots(optimizer, self.variables))
+        self.steps = 0
+        """Those that one worker has made before the optimizer began to count, or without one."""
+        slots = None
+        if optimizer is not None:
+            check_optimizer(optimizer, self.variables)
+            slots = Slots(optimizer, self.variables)
+        self.weights = VariableWeights(self.variables, slots)
         self.run: Run | None = None
         if session.alone:
             warn_of_plain_steps(session)
             return
-        self.run = Run(session, self.variables, self.weights, unused, type(optimizer).__name__)
+        changing = moving(model) if buffers else []
+        self.run = Run(session, self.variables, self.weights, changing, unused, type(optimizer).__name__)
 
     def begin(self) -> bool:
-        """Meet all; False on a server, that has served."""
-        if self.run is None:
+        """Meet all, and have rank 0's values; False on a server, that has served."""
+        run = self.run
+        if run is None:
             return True
-        if not self.run.begin(_no_owner, self.model, keeps=True):
+        keeps = probe(self.optimizer, self.variables, self.specs) if run.held else True
+        if not run.begin(partial(KerasSlices, self.optimizer), self.variables[0], keeps=keeps):
             return False
-        copy_from(self.session, [*untrained(self.model), *self.optimizer.variables], 0)
-        exchange_in(self.optimizer, self.run)
-        if isinstance(self.model, keras.Model):
-            _guard(self.model, self.run, self.optimizer)
+        kept = [] if self.optimizer is None else self.optimizer.variables
+        copy_from(self.session, [*self.untrained, *kept], 0)
+        if self.optimizer is not None:
+            exchange_in(self.optimizer, run)
+            if isinstance(self.model, keras.Model):
+                _guard(self.model, run, self.optimizer)
         return True
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs."""
+        if self.run is None:
+            found = save_alone(self.session, self.specs, self.weights, self._made())
+        else:
+            found = save(self.run.model)
+            copy_from(self.session, self.untrained, 0)
+        names = names_of(self.untrained)
+        return found | {"untrained": {name: value(one) for name, one in zip(names, self.untrained, strict=True)}}
 
-def prepare(session: Session, model: Any, optimizer: Any, unused: Unused) -> Prepared | None:
-    """Make a model part of the run; None on a server that has served."""
-    variables = trained(model)
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """The other way round."""
+        names = names_of(self.untrained)
+        told = saved["untrained"]
+        if sorted(told) != sorted(names):
+            raise UsageError(
+                f"this state is of another model: what it does not train is {', '.join(told) or 'nothing'}"
+            )
+        if self.run is None:
+            self.steps = load_alone(self.specs, self.weights, saved)
+        else:
+            load(self.run.model, saved)
+            if self.run.held:  # the owners have what is kept of elements; a count of steps is here too
+                self.weights.keep(checked(self.specs, saved, 0, 1)[1])
+                if not self.session.strategy.sync_mode().merges:  # theirs counts the pushes of all
+                    innermost(self.optimizer)._iterations.assign(saved["steps"])
+        for name, one in zip(names, self.untrained, strict=True):
+            assign(one, told[name])
+
+    def let_go(self) -> None:
+        """Its variables are another one's from here on."""
+        if self.run is not None:
+            self.run.model.let_go()
+        if self.optimizer is not None:
+            release(self.optimizer)
+
+    def _made(self) -> int:
+        return self.steps if self.optimizer is None else int(innermost(self.optimizer)._iterations.numpy())
+
+
+_known: list[Prepared] = []
+
+
+def prepare(session: Session, model: Any, optimizer: Any, unused: Unused, *, buffers: bool = True) -> Prepared | None:
+    """Make a model with its optimizer part of the run; None on a server that has served."""
+    trained(model)
     used = getattr(model, "optimizer", None) if optimizer is None else optimizer
     if used is None:
         raise UsageError(
             "a model of TensorFlow needs its optimizer: say prepare(model, optimizer), or compile() the model before;"
-            " loops with an optimizer that is not Keras' take gradients from syncline.tensorflow.GradientTape()"
+            " loops with an optimizer that is not Keras' say syncline.tensorflow.average(model)"
         )
-    del variables
-    made = Prepared(session, model, used, unused)
+    return _entered(session, model, used, unused, buffers)
+
+
+def average(session: Session, model: Any, unused: Unused) -> Prepared | None:
+    """Make a model whose gradients a script will have averaged part of the run; None on a server that has served."""
+    strategy = session.strategy
+    if not session.alone and (strategy.server_holds_weights or isinstance(strategy.sync_mode(), Agrees)):
+        raise UsageError(
+            f"{strategy}: average() gives gradients to an optimizer of the script's, and here weights are what is"
+            " exchanged: use syncline.tensorflow.prepare(model, optimizer), or ring or another allreduce"
+        )
+    return _entered(session, model, None, unused, True)
+
+
+def prepared(model: Any) -> Prepared:
+    """What was prepared of a model; raises UsageError where nothing was."""
+    mine = _ids(model)
+    for made in _known:
+        if mine == {id(resource(one)) for one in made.variables}:
+            made.session.check_usable()
+            return made
+    raise UsageError(
+        "this model, with the variables of it that are trainable now, has not been prepared in this run: call"
+        " syncline.tensorflow.prepare(model, optimizer), or average(model), before"
+    )
+
+
+def _entered(session: Session, model: Any, optimizer: Any, unused: Unused, buffers: bool) -> Prepared | None:
+    mine, rest = _ids(model), []
+    for known in _known:
+        if _is_over(known.session):
+            continue
+        if mine.isdisjoint(id(resource(one)) for one in known.variables):
+            rest.append(known)
+        else:
+            known.let_go()
+    _known[:] = rest
+    made = Prepared(session, model, optimizer, unused, buffers=buffers)
     if not made.begin():
         return None
-    if isinstance(model, tf.Module):
-        _prepared[model] = made
+    _known.append(made)
     return made
 
 
-_prepared: WeakKeyDictionary[Any, Prepared] = WeakKeyDictionary()
+def _ids(model: Any) -> set[int]:
+    return {id(resource(one)) for one in trained(model)}
+
+
+def _is_over(session: Session) -> bool:
+    try:
+        session.check_usable()
+    except ClosedError:
+        return True
+    return False
 
 
 def _guard(model: Any, run: Run, optimizer: Any) -> None:
@@ -101,7 +206,3 @@ def _said(function: Callable[..., Any], run: Run) -> Callable[..., Any]:
             raise (found or error) from error
 
     return train_function
-
-
-def _no_owner(_: Any) -> Any:
-    raise NotImplementedError

@@ -15,75 +15,101 @@ from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
-from ...errors import NotBuiltError
+from ...errors import UsageError
 from ...nouns import Spec
+from ...serving.shard import Build
 from ...session.session import Session
-from ...sync import Agrees
+from ...sync import Agrees, exchanges_gradients
 from .._flat import FlatModel, Kind, serve_model
 from .._schedules import check_mode, check_schedule
+from ._buffers import Buffers
 from ._calls import Array, invoke
-from ._slots import RATE
 from ._variables import resource, specs_of
 from ._weights import VariableWeights
 
 Unused = Literal["error", "zeros"]
 _KINDS: tuple[Kind, ...] = ("exchanged", "own", "averaged")
-_KIND = Spec("kind", (), "int32")
+_EXCHANGED, _OWN, _AVERAGED = range(3)
+_KIND, _BEGINS = Spec("kind", (), "int32"), Spec("begins", (), "bool")
 
 
 class Run:
     """``variables`` are trained with the mean of gradients, here or by owners of the weights.
 
-    All processes of the session make it at the same place, workers outside of graphs.
+    All processes of the session make it at the same place, workers outside of graphs. ``buffers`` change in steps by
+    themselves, ``unused`` is as for ``syncline.prepare``.
     """
 
     def __init__(
-        self, session: Session, variables: Sequence[Any], weights: VariableWeights, unused: Unused, name: str
+        self,
+        session: Session,
+        variables: Sequence[Any],
+        weights: VariableWeights,
+        buffers: Sequence[Any],
+        unused: Unused,
+        optimizer: str,
     ) -> None:
         self.session, self.variables, self.weights, self._unused = session, list(variables), weights, unused
         self.specs = specs_of(variables)
-        self.name = name
+        self._optimizer = optimizer
         self._numbers = {id(one): number for number, given in enumerate(variables) for one in (given, resource(given))}
         self._order = tf.Variable(0, trainable=False, dtype=tf.int64, name="syncline_order")
+        mode = session.strategy.sync_mode()
         self.held = session.strategy.server_holds_weights
-        self.periodic = isinstance(session.strategy.sync_mode(), Agrees)
+        self.periodic = isinstance(mode, Agrees)
+        self._exchanges = exchanges_gradients(mode)
+        self._buffers = Buffers(session, buffers)
+        self._before: list[Array] = []
         self.error: BaseException | None = None
         """What a call has raised, of which TensorFlow hands on the text only."""
         self.model: FlatModel
+        check_schedule(session.strategy, "TensorFlow")
+        if self.held and not session.group.servers:
+            raise UsageError(
+                f"{session.strategy}: owners of weights run the optimizer by TensorFlow, and beside a worker whose"
+                " computation waits for them TensorFlow may have no thread left to do it: use ps(servers=1), servers"
+                " that are processes of their own, or ps(on=workers, update=worker)"
+            )
 
-    def begin(self, build: Any, owner: object, keeps: bool) -> bool:
-        """Meet all processes; with rank 0's values on workers. False on a server, that has served."""
-        check_schedule(self.session.strategy, "TensorFlow")
-        check_mode(self.session.strategy, "TensorFlow", self.weights.values(), self.name, keeps)
-        if self.held or self.periodic:
-            raise NotBuiltError(f"{self.session.strategy} is not built yet for TensorFlow: use ring, ps(update=worker)")
+    def begin(self, build: Build, owner: object, *, keeps: bool) -> bool:
+        """Meet all processes; with rank 0's values on workers. False on a server, that has served.
+
+        ``keeps`` says whether the optimizer keeps anything of elements, ``owner`` is for ``Session.enter_model``.
+        """
+        check_mode(self.session.strategy, "TensorFlow", self.weights.values(), self._optimizer, keeps)
         if not self.session.is_worker:
             serve_model(self.session, self.specs, self.weights, build, owner)
             return False
         self.model = FlatModel(self.session, self.specs, self.weights, build, owner)
-        self._buckets: list[list[int]] = []
+        self._starts: list[list[int]] = []
         gone: set[int] = set()
         for bucket in self.model.layout.buckets:
             tensors = [one for one in dict.fromkeys(part.tensor for part in bucket.slices) if one not in gone]
             gone.update(tensors)
             if tensors:
-                self._buckets.append(tensors)
+                self._starts.append(tensors)
         return True
 
     # While a graph is made, or in eager mode.
+
+    def number(self, variable: Any) -> int:
+        """Which of the model's a variable is; all ranks end with an error where it is none of them."""
+        found = self._numbers.get(id(variable))
+        if found is None:
+            raise self.model.fault(
+                f"a gradient is of {variable.name!r}, which was not among the variables that were prepared: prepare the"
+                " model when all is built and trainable that shall be"
+            )
+        return found
 
     def matched(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Gradients in the order of the model's variables; all ranks end with an error where they are others."""
         self.session.check_usable()
         found: dict[int, Any] = {}
         for gradient, variable in zip(gradients, variables, strict=True):
-            number = self._numbers.get(id(variable))
-            if number is None:
-                raise self.model.fault(
-                    f"a gradient is of {variable.name!r}, which was not among the variables that were prepared: prepare"
-                    " the model when all is built and trainable that shall be"
-                )
+            number = self.number(variable)
             if gradient is not None:
                 found[number] = self._checked(number, gradient)
         missing = [number for number in range(len(self.specs)) if number not in found]
@@ -110,25 +136,65 @@ class Run:
         return dense
 
     def exchange(self, gradients: Sequence[Any], rate: Any = None) -> list[Any]:
-        """The means of gradients, or, where owners hold them, the new weights."""
+        """The means of gradients, or, where owners hold them and have been told the learning rate, the new weights."""
         self._check_compiler()
-        arguments = [] if rate is None else [rate]
-        if tf.executing_eagerly():
-            for tensors in self._buckets:
-                self._call(partial(self._start, tensors), [gradients[one] for one in tensors], [])
-            return self._call(self._finish, arguments, self.specs)
-        gone = []
-        with tf.control_dependencies([self._order.read_value()]):
-            for tensors in self._buckets:
-                gone += self._call(partial(self._start, tensors), [gradients[one] for one in tensors], [])
-        with tf.control_dependencies(gone):
-            found = self._call(self._finish, arguments, self.specs)
-        self._end(found)
+        with tf.control_dependencies(self._turn()):
+            found = self._exchanged(gradients, [] if rate is None else [rate])
+        self._pass_on(found)
         return found
 
-    def _end(self, after: Sequence[Any]) -> None:
-        with tf.control_dependencies(after):
-            self._order.assign_add(1)
+    def train(self, gradients: Sequence[Any], update: Callable[[Sequence[Any]], None]) -> None:
+        """A step whose kind the engine says when it is made: ``update`` makes it with these, or with their means."""
+        self._check_compiler()
+        with tf.control_dependencies(self._turn()):
+            kind, begins = self._call(self._ask, [], [_KIND, _BEGINS])
+        if self._exchanges:
+            means = tf.cond(kind == _EXCHANGED, lambda: self._exchanged(gradients, []), lambda: list(gradients))
+            gradients = list(means)
+        tf.cond(begins, lambda: self._told(self._remember, self._now()), _nothing)
+        update(gradients)
+        branches: dict[int, Callable[[], Any]] = {
+            _EXCHANGED: _nothing,
+            _OWN: lambda: self._told(self._made_alone, []),
+            _AVERAGED: self._average,
+        }
+        with tf.control_dependencies([one.op for one in (kind, begins)] if not tf.executing_eagerly() else []):
+            self._pass_on([tf.switch_case(kind, branches)])
+
+    def _average(self) -> Any:
+        found = self._call(self._averaged, [*self._now(), *self._buffers.values()], [*self.specs, *self._buffers.specs])
+        for variable, one in zip(self.variables, found, strict=False):
+            resource(variable).assign(one)
+        self._buffers.assign(found[len(self.specs) :])
+        return _nothing()
+
+    def _exchanged(self, gradients: Sequence[Any], told: Sequence[Any]) -> list[Any]:
+        gone = []
+        for tensors in self._starts:
+            gone += self._call(partial(self._start, tensors), [gradients[one] for one in tensors], [])
+        with tf.control_dependencies(gone):
+            found = self._call(
+                partial(self._finish, bool(told)),
+                [*told, *self._buffers.values()],
+                [*self.specs, *self._buffers.specs],
+            )
+        self._buffers.assign(found[len(self.specs) :])
+        return found[: len(self.specs)]
+
+    def _now(self) -> list[Any]:
+        return [resource(one).read_value() for one in self.variables]
+
+    def _turn(self) -> list[Any]:
+        return [] if tf.executing_eagerly() else [self._order.read_value()]
+
+    def _pass_on(self, after: Sequence[Any]) -> None:
+        if not tf.executing_eagerly():
+            with tf.control_dependencies(after):
+                self._order.assign_add(1)
+
+    def _told(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        with tf.control_dependencies(self._call(function, arguments, [])):
+            return _nothing()
 
     def _call(self, function: Callable[..., Any], arguments: Sequence[Any], results: Sequence[Spec]) -> list[Any]:
         def within(*arrays: Array) -> Sequence[Array]:
@@ -145,8 +211,6 @@ class Run:
         return invoke(within, arguments, results)
 
     def _check_compiler(self) -> None:
-        from tensorflow.python.ops import control_flow_util
-
         if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(
             tf.compat.v1.get_default_graph()
         ):
@@ -162,12 +226,34 @@ class Run:
         for tensor, gradient in zip(tensors, gradients, strict=True):
             self.model.produced(tensor, gradient)
 
-    def _finish(self, *rate: Array) -> list[Array]:
-        if rate:
-            self.weights.rate = float(rate[0])
+    def _finish(self, told: bool, *given: Array) -> list[Array]:
+        if told:
+            self.weights.rate = float(given[0])
         self.model.step()
         found = self.weights.now if self.held else self.model.gradients.flat
-        return [np.array(one).reshape(spec.shape) for one, spec in zip(found, self.specs, strict=True)]
+        return [*self._copies(found), *self._buffers.of_first(given[told:])]
+
+    def _ask(self) -> list[Array]:
+        kind = self.model.kind
+        begins = kind != "exchanged" and self.model.follows
+        return [np.array(_KINDS.index(kind), np.int32), np.array(begins)]
+
+    def _remember(self, *weights: Array) -> None:
+        self._before = [one.copy() for one in weights]
+
+    def _made_alone(self) -> None:
+        self.weights.now, self._before = self._before, []
+        self.model.step_alone()
+
+    def _averaged(self, *given: Array) -> list[Array]:
+        after, self._before, before = given[: len(self.specs)], [], self._before
+        self.weights.now, self.weights.after = before or after, after
+        self.model.step_alone()
+        return [*self._copies(self.weights.now), *self._buffers.mean(given[len(self.specs) :])]
+
+    def _copies(self, flat: Sequence[Array]) -> list[Array]:
+        return [np.array(one).reshape(spec.shape) for one, spec in zip(flat, self.specs, strict=True)]
 
 
-__all__ = ["RATE", "Run", "Unused"]
+def _nothing() -> Any:
+    return tf.constant(0)

@@ -28,6 +28,8 @@ class Slots:
         order = {id(resource(one)): number for number, one in enumerate(innermost(optimizer)._trainable_variables)}
         self._order = [order[id(resource(one))] for one in variables]
         self._of: list[dict[str, Any]] = [{} for _ in variables]
+        self.elementwise: set[int] = set()
+        """The ids of those that have the shape of the variable that they are of."""
         seen: set[int] = set()
         for key, listed in _lists(innermost(optimizer), len(order)).items():
             for number, place in enumerate(self._order):
@@ -35,9 +37,11 @@ class Slots:
                 if slot is not None:
                     self._of[number][key] = slot
                     seen.add(id(slot))
+                    if tuple(slot.shape) == tuple(variables[number].shape):
+                        self.elementwise.add(id(slot))
         rest = [one for one in optimizer.variables if id(one) not in seen]
         for name, slot in zip(names_of(rest, parts=1), rest, strict=True):
-            for state in self._of if not slot.shape else self._of[:1]:
+            for state in self._of[:1] if len(slot.shape) else self._of:
                 state[name] = slot
 
     def read(self) -> list[dict[str, Array]]:

@@ -6,8 +6,10 @@ has the same names wherever, and however often, it is made.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import keras
@@ -15,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from ...errors import UsageError
+from ...errors import MismatchError, UsageError
 from ...nouns import Spec
 from ...session.session import Session
 
@@ -116,9 +118,29 @@ def names_of(variables: Iterable[Any], parts: int = 2) -> list[str]:
 def copy_from(session: Session, variables: Sequence[Any], root: int) -> None:
     """Let variables be worker ``root``'s; all workers call it with those of the same model."""
     for given in variables:
-        array = value(given)
-        session.broadcast(np.atleast_1d(array).reshape(-1).view(np.uint8), root)
+        array = np.atleast_1d(value(given))
+        session.broadcast(array.reshape(-1).view(np.uint8), root)
         assign(given, array)
+
+
+def broadcast(session: Session, given: Any, root: int) -> None:
+    """Let the variables of a model, an optimizer or a list be worker ``root``'s; raises MismatchError for others."""
+    if session.alone or not session.is_worker:
+        return
+    variables = _variables(given, "variables")
+    mine = [
+        [name, str(value(one).dtype), list(one.shape)] for name, one in zip(names_of(variables), variables, strict=True)
+    ]
+    theirs = json.loads(session.gather(json.dumps(mine).encode())[root])
+    if mine != theirs:
+        pairs = zip_longest(mine, theirs, fillvalue="nothing")
+        here, there = next(pair for pair in pairs if pair[0] != pair[1])
+        error = MismatchError(
+            f"{session.name(session.index)} broadcasts other variables than rank {root}: {here}, not {there}"
+        )
+        session.fail(error)
+        raise error
+    copy_from(session, variables, root)
 
 
 def _variables(model: Any, attribute: str) -> list[Any]:
