@@ -16,6 +16,7 @@ import syncline.errors
 import syncline.tensorflow
 
 STEPS = 4
+keras.config.set_floatx("float64")
 
 
 def _compiled(layers: list[Any], optimizer: Any, shape: tuple[int, ...] = (5,), **options: Any) -> Any:
@@ -44,7 +45,7 @@ class Unused(keras.layers.Layer):
 def _words() -> Any:
     words = keras.layers.Embedding(6, 3)
     layers = [keras.layers.Lambda(lambda x: tf.cast(tf.abs(x) * 2, tf.int32) % 6), words, keras.layers.Flatten()]
-    return _compiled([*layers, keras.layers.Dense(1)], keras.optimizers.Adam(0.05))
+    return _compiled([*layers, keras.layers.Dense(1)], keras.optimizers.SGD(0.05))
 
 
 LIKE_ONE: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
@@ -90,7 +91,8 @@ def alike(place: Place) -> dict[str, Any]:
             keras.config.set_floatx("float32")
             keras.config.set_dtype_policy(name)
             made = keras.Sequential([keras.Input((5,)), keras.layers.Dense(7), keras.layers.Dense(1)])
-            keras.config.set_dtype_policy("float32")
+            keras.config.set_dtype_policy("float64")
+            keras.config.set_floatx("float64")
             made.compile("sgd", "mse")
             syncline.prepare(made)
             advance(made, None, "fit", 0, STEPS, rank, workers)
@@ -104,9 +106,8 @@ def alike(place: Place) -> dict[str, Any]:
         advance(made, again, "fit", 2, 4, rank, workers)
         found["again"] = made.get_weights()
         group = syncline.new_group([0, 1])
-        made = model(syncline.rank())
-        syncline.tensorflow.prepare(made, keras.optimizers.SGD(0.1), group=group)
-        advance(made, made.optimizer, "loop", 0, 0, rank, workers)
+        made, used = syncline.tensorflow.prepare(model(syncline.rank()), keras.optimizers.SGD(0.1), group=group)
+        advance(made, used, "loop", 0, 2, rank, workers)
         found["group"] = made.get_weights()
     with joined(place, "ring sync=local(steps=2)"):
         layers = [keras.layers.Dense(7), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
@@ -261,8 +262,12 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "scaled": lambda: _prepared(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))),
     "excluding": lambda: _prepared(_excluding()),
     "constraint": lambda: syncline.prepare(_compiled([keras.layers.Dense(1, kernel_constraint="max_norm")], "sgd")),
-    "stepped": lambda: _prepared(_built(model(), 1)),
+    "stepped": lambda: _stepped(model()),
 }
+
+
+def _stepped(made: Any) -> None:
+    syncline.prepare(made, _built(made, 1))
 
 
 def _built(of: Any = None, steps: int = 0) -> Any:

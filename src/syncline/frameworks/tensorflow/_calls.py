@@ -19,6 +19,19 @@ Array = NDArray[Any]
 Function = Callable[..., Sequence[Array]]
 
 
+_ALIGNMENT = 64
+"""Of memory that TensorFlow takes as it is, in bytes; it copies what lies otherwise."""
+
+
+def aligned(array: Array) -> Array:
+    """A copy that TensorFlow can keep."""
+    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    found = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    np.copyto(found, array)
+    return found
+
+
 def invoke(function: Function, arguments: Sequence[Any], results: Sequence[Spec]) -> list[Any]:
     """Have the graph that is being made call a function of arrays; with what it gives, or what waits for it."""
     if tf.executing_eagerly():

@@ -64,4 +64,10 @@ def _apply(run: Run, optimizer: Any, original: Callable[..., None], gradients: S
     if run.periodic:
         run.train(gradients, lambda those: original(those, run.variables))
         return
-    original(run.exchange(gradients), run.variables)
+    run.apply(gradients, lambda means: original(means, run.variables), lent=_keeps_none(optimizer, run.variables))
+
+
+def _keeps_none(optimizer: Any, variables: Sequence[Any]) -> bool:
+    """Whether no variable becomes a gradient itself, whose memory it would keep: none of Keras' own optimizers does."""
+    of_keras = all(type(one).__module__.startswith("keras.src.") for one in (optimizer, innermost(optimizer)))
+    return of_keras and not any(getattr(one, "overwrite_with_gradient", False) for one in variables)

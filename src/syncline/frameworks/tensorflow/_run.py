@@ -10,7 +10,7 @@ train by themselves, a call asks first what kind of step it is, and others tell 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -25,7 +25,7 @@ from ...sync import Agrees, exchanges_gradients
 from .._flat import FlatModel, Kind, serve_model
 from .._schedules import check_mode, check_schedule
 from ._buffers import Buffers
-from ._calls import Array, invoke
+from ._calls import Array, aligned, invoke
 from ._variables import resource, specs_of
 from ._weights import VariableWeights
 
@@ -55,7 +55,7 @@ class Run:
         self.specs = specs_of(variables)
         self._optimizer = optimizer
         self._numbers = {id(one): number for number, given in enumerate(variables) for one in (given, resource(given))}
-        self._order = tf.Variable(0, trainable=False, dtype=tf.int64, name="syncline_order")
+        self._order = _order_of_all()
         mode = session.strategy.sync_mode()
         self.held = session.strategy.server_holds_weights
         self.periodic = isinstance(mode, Agrees)
@@ -143,6 +143,16 @@ class Run:
         self._pass_on(found)
         return found
 
+    def apply(self, gradients: Sequence[Any], update: Callable[[Sequence[Any]], None], *, lent: bool) -> None:
+        """Have ``update`` use the means; they are ``lent`` where it keeps none, whose memory is the next exchange's."""
+        self._check_compiler()
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        made = 0 if graph is None else len(graph.get_operations())
+        with tf.control_dependencies(self._turn()):
+            found = self._exchanged(gradients, [], lent=lent)
+        update(found)
+        self._pass_on([] if graph is None else _ends(graph.get_operations()[made:]))
+
     def train(self, gradients: Sequence[Any], update: Callable[[Sequence[Any]], None]) -> None:
         """A step whose kind the engine says when it is made: ``update`` makes it with these, or with their means."""
         self._check_compiler()
@@ -151,14 +161,14 @@ class Run:
         if self._exchanges:
             means = tf.cond(kind == _EXCHANGED, lambda: self._exchanged(gradients, []), lambda: list(gradients))
             gradients = list(means)
-        tf.cond(begins, lambda: self._told(self._remember, self._now()), _nothing)
-        update(gradients)
+        remembered = tf.cond(begins, lambda: self._told(self._remember, self._now()), _nothing)
         branches: dict[int, Callable[[], Any]] = {
             _EXCHANGED: _nothing,
             _OWN: lambda: self._told(self._made_alone, []),
             _AVERAGED: self._average,
         }
-        with tf.control_dependencies([one.op for one in (kind, begins)] if not tf.executing_eagerly() else []):
+        with tf.control_dependencies([remembered]):
+            update(gradients)
             self._pass_on([tf.switch_case(kind, branches)])
 
     def _average(self) -> Any:
@@ -168,13 +178,13 @@ class Run:
         self._buffers.assign(found[len(self.specs) :])
         return _nothing()
 
-    def _exchanged(self, gradients: Sequence[Any], told: Sequence[Any]) -> list[Any]:
+    def _exchanged(self, gradients: Sequence[Any], told: Sequence[Any], *, lent: bool = False) -> list[Any]:
         gone = []
         for tensors in self._starts:
             gone += self._call(partial(self._start, tensors), [gradients[one] for one in tensors], [])
         with tf.control_dependencies(gone):
             found = self._call(
-                partial(self._finish, bool(told)),
+                partial(self._finish, bool(told), lent and not tf.executing_eagerly()),
                 [*told, *self._buffers.values()],
                 [*self.specs, *self._buffers.specs],
             )
@@ -226,12 +236,12 @@ class Run:
         for tensor, gradient in zip(tensors, gradients, strict=True):
             self.model.produced(tensor, gradient)
 
-    def _finish(self, told: bool, *given: Array) -> list[Array]:
+    def _finish(self, told: bool, lent: bool, *given: Array) -> list[Array]:
         if told:
             self.weights.rate = float(given[0])
         self.model.step()
         found = self.weights.now if self.held else self.model.gradients.flat
-        return [*self._copies(found), *self._buffers.of_first(given[told:])]
+        return [*self._shaped(found, lent=lent), *self._buffers.of_first(given[told:])]
 
     def _ask(self) -> list[Array]:
         kind = self.model.kind
@@ -249,10 +259,25 @@ class Run:
         after, self._before, before = given[: len(self.specs)], [], self._before
         self.weights.now, self.weights.after = before or after, after
         self.model.step_alone()
-        return [*self._copies(self.weights.now), *self._buffers.mean(given[len(self.specs) :])]
+        return [*self._shaped(self.weights.now), *self._buffers.mean(given[len(self.specs) :])]
 
-    def _copies(self, flat: Sequence[Array]) -> list[Array]:
-        return [np.array(one).reshape(spec.shape) for one, spec in zip(flat, self.specs, strict=True)]
+    def _shaped(self, flat: Sequence[Array], *, lent: bool = False) -> list[Array]:
+        return [(one if lent else aligned(one)).reshape(spec.shape) for one, spec in zip(flat, self.specs, strict=True)]
+
+
+@cache
+def _order_of_all() -> Any:
+    """One variable for all models of a process: ranks exchange those of one graph in one order."""
+    with tf.device("CPU"):
+        return tf.Variable(0, trainable=False, dtype=tf.int64, name="syncline_order")
+
+
+def _ends(operations: Sequence[Any]) -> list[Any]:
+    """Those that no other one of them waits for."""
+    before = {one.op for of in operations for one in of.inputs} | {
+        one for of in operations for one in of.control_inputs
+    }
+    return [one for one in operations if one not in before]
 
 
 def _nothing() -> Any:
