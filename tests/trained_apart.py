@@ -80,6 +80,23 @@ def check_rows(data: dict[str, Any], framework: str, version: str) -> None:
         assert abs(row["accuracy"] - single["accuracy"]) * TEST_IMAGES <= 1 + 1e-9
 
 
+PARENT = """
+import sys
+from syncline.bench import compare
+if compare.run("digits", 2, ["ring"], iterations=2, framework=sys.argv[1], timeout=200, report_path=sys.argv[2]):
+    raise SystemExit("the comparison has failed")
+print("modules:", *{name.partition(".")[0] for name in sys.modules})
+"""
+
+
+def frameworks_of_parent(folder: Path, framework: str) -> set[str]:
+    """What frameworks the process has imported that has started a comparison, with a page."""
+    command = [sys.executable, "-c", PARENT, framework, str(folder / "p.html")]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, check=True, timeout=300, env=environ, stdout=subprocess.PIPE, text=True)
+    return set(done.stdout.rpartition("modules:")[2].split()) & FRAMEWORKS
+
+
 STEPS = """
 import sys
 import numpy as np

@@ -19,7 +19,7 @@ from syncline.bench.cases import comparison_of
 from syncline.bench.frameworks import numpy as by_hand
 from syncline.errors import UsageError
 from syncline.workloads import load
-from trained_apart import check_rows, compared, foreign, same_steps
+from trained_apart import check_rows, compared, foreign, frameworks_of_parent, same_steps
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
 
@@ -58,13 +58,19 @@ def test_gradients_by_hand_are_those_of_differences() -> None:
 
 
 @pytest.mark.slow
-def test_four_workers_by_numpy_learn_what_one_does_and_import_no_other_framework(tmp_path: Path) -> None:
-    data, modules, page = compared(tmp_path, ["numpy"], ["ring", "ps(servers=1)"], 4)
-    check_rows(data, "numpy", np.__version__)
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_four_workers_learn_what_one_does_and_import_no_other_framework(tmp_path: Path, framework: str) -> None:
+    used = pytest.importorskip(framework).__version__
+    data, modules, page = compared(tmp_path, [framework], ["ring", "ps(servers=1)"], 4)
+    check_rows(data, framework, used)
     assert all(row["step_s"] is None and row["forward_s"] > 0 for row in data["rows"])
     assert len(modules) == 1 + 4 + 5
-    assert not foreign(modules, "numpy")
-    assert f"numpy {np.__version__}" in page
+    assert not foreign(modules, framework)
+    assert (f"numpy {used}" in page) == (framework == "numpy")
+
+
+def test_who_starts_a_comparison_imports_no_framework(tmp_path: Path) -> None:
+    assert not frameworks_of_parent(tmp_path, "numpy")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trained_apart import check_rows, compared, foreign, same_steps
+from trained_apart import check_rows, compared, foreign, frameworks_of_parent, same_steps
 
 for package in ("jax", "optax", "sklearn", "jinja2", "matplotlib"):
     if importlib.util.find_spec(package) is None:
@@ -37,3 +37,7 @@ def test_jaxs_own_way_over_processes_trains_beside(tmp_path: Path) -> None:
     assert own["chosen"] == "spmd over gloo"
     assert own["exposed_comm_s"] is None
     assert "step includes communication" in page
+
+
+def test_who_starts_a_comparison_imports_no_framework(tmp_path: Path) -> None:
+    assert not frameworks_of_parent(tmp_path, "jax")
