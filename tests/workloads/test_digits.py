@@ -92,7 +92,10 @@ def test_a_blueprint_is_the_model_of_pytorch(hidden):
             np.testing.assert_allclose(found[name], tensor.detach().numpy(), rtol=0, atol=1e-6)
 
 
-def test_rates_are_those_of_the_schedule(digits):
+@pytest.mark.parametrize(("hidden", "most"), [(64, 0.05), (128, 0.05), (1280, 0.005)])
+def test_rates_are_those_of_the_schedule(hidden, most):
+    digits = load(f"digits(hidden={hidden})")
+    assert max(digits.blueprint.rates(30)) == pytest.approx(most)
     optimizer = digits.optimizer(torch.nn.Linear(1, 1))
     schedule, rates = digits.schedule(optimizer, 30), []
     for _ in range(30):

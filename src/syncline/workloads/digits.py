@@ -42,7 +42,7 @@ WARM_UP = 0.1
 def digits(argument: str = "", *, hidden: int = HIDDEN) -> Workload:
     """A small CNN on scikit-learn's 1797 handwritten digits; the global batch is constant.
 
-    It has 18,826 + 1,035 ``hidden`` parameters, so with ``hidden=9648`` ten million.
+    It has 18,826 + 1,035 ``hidden`` parameters, so with ``hidden=9648`` ten million, and learns the slower the wider.
     """
     if argument:
         raise UsageError(f"digits takes no argument, got {argument!r}: write 'digits'")
@@ -58,7 +58,7 @@ def digits(argument: str = "", *, hidden: int = HIDDEN) -> Workload:
         test=test,
         build=lambda: _build(hidden),
         loss=_loss,
-        optimizer=_optimizer,
+        optimizer=lambda model: _optimizer(model, _rate(hidden)),
         schedule=_schedule,
         blueprint=blueprint(hidden),
     )
@@ -73,8 +73,13 @@ def blueprint(hidden: int = HIDDEN) -> Blueprint:
         (*convolutions, *dense),
         MOMENTUM,
         WEIGHT_DECAY,
-        lambda steps: tuple(LEARNING_RATE * _factor(step, steps) for step in range(steps)),
+        lambda steps: tuple(_rate(hidden) * _factor(step, steps) for step in range(steps)),
     )
+
+
+def _rate(hidden: int) -> float:
+    """The learning rate: what a step does to the scores grows with the number of neurons, and would diverge."""
+    return LEARNING_RATE * min(1.0, HIDDEN / hidden)
 
 
 def _read() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -115,10 +120,10 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(output, target)
 
 
-def _optimizer(model: nn.Module) -> Optimizer:
+def _optimizer(model: nn.Module, rate: float) -> Optimizer:
     from torch.optim import SGD
 
-    return SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+    return SGD(model.parameters(), lr=rate, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
 
 
 def _schedule(optimizer: Optimizer, steps: int) -> LRScheduler:
