@@ -13,6 +13,7 @@ from typing import Any
 import backend_bodies as bodies
 import numpy as np
 import pytest
+import torch_users
 from pool import Group, Pool
 
 
@@ -52,6 +53,12 @@ def test_ddp_has_the_weights_of_gloo(pool: Pool, addresses: Callable[[], str], s
 def test_fully_sharded_models_train_as_replicated_ones(pool: Pool, address: str) -> None:
     with pool.start(bodies.sharded, everyone(2, address)) as group:
         assert max(group.results()) < 1e-6
+
+
+def test_what_else_of_torch_uses_groups_has_the_same_numbers(pool: Pool, address: str) -> None:
+    with pool.start(torch_users.users, everyone(2, address)) as group:
+        for found in group.results():
+            assert max(found.values()) < 1e-6, found
 
 
 def test_meshes_and_groups_of_some_ranks(pool: Pool, address: str) -> None:

@@ -20,7 +20,7 @@ from ...errors import UsageError
 from ...nouns import Slice
 from ...serving.records import Elements, Record, State
 from ...serving.shard import Groups, Holding
-from .storage import as_bytes, as_torch, dtype_name, view_like
+from .storage import as_torch, dtype_name, memory, view_like
 
 
 class SlicedOptimizer:
@@ -68,7 +68,7 @@ def _dtype(held: Holding) -> torch.dtype:
 
 def as_elements(tensor: torch.Tensor) -> Elements:
     """A tensor in nobody's framework; its own memory where that is contiguous and on the host."""
-    data = as_bytes(tensor.detach().cpu().contiguous()).numpy()
+    data = memory(tensor.detach().cpu().contiguous())
     return Elements(dtype_name(tensor.dtype), tuple(tensor.shape), data)
 
 

@@ -50,7 +50,7 @@ def flat_view(tensor: Any) -> tuple[Array, Callable[[], object]]:
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise UsageError("this tensor is expanded, several of its elements are one in memory: give its .clone()")
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    array = as_bytes(dense).numpy().view(numpy_dtype(dtype_name(tensor.dtype)))
+    array = memory(dense).view(numpy_dtype(dtype_name(tensor.dtype)))
 
     def write_back() -> None:
         if tensor.device != dense.device or dense.data_ptr() != tensor.data_ptr():
@@ -60,6 +60,30 @@ def flat_view(tensor: Any) -> tuple[Array, Callable[[], object]]:
             torch.autograd.graph.increment_version(tensor)
 
     return array, write_back
+
+
+class _Exported:
+    """Memory for ``numpy.asarray``, which holds on to this object, and so to the tensor."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, kind: str) -> None:
+        self._tensor = tensor
+        count = tensor.nbytes if kind == _BYTES else tensor.numel()
+        where = (tensor.data_ptr(), False)
+        self.__array_interface__ = {"data": where, "shape": (count,), "typestr": kind, "version": 3}
+
+
+_BYTES = "|u1"
+
+
+def memory(tensor: torch.Tensor, kind: str = _BYTES) -> Array:
+    """The bytes of a contiguous tensor of the host, or its elements of a ``kind`` of NumPy's, where they lie.
+
+    ``Tensor.numpy()`` would make its storage one that cannot be resized, which FSDP does with the storages of what it
+    exchanges.
+    """
+    return np.asarray(_Exported(tensor, kind))
 
 
 def as_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from ....errors import ClosedError, PeerError, UsageError
 from ....session.communicator import Communicator
+from ..eager import eager_methods
 from . import others
 from .calls import Call
 from .checks import check, check_alike, check_one_type, check_parts, nothing, share_out
@@ -40,6 +41,7 @@ NAME = "syncline"
 _Base: Any = ProcessGroup  # whose declared types are those of several forms of each call
 
 
+@eager_methods
 class SynclineGroup(_Base):  # type: ignore[misc]
     """The ranks of ``us``. ``shut`` is called when the group is destroyed."""
 
@@ -98,6 +100,14 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         self._allow(timeout.total_seconds())
 
     # Torch's base class asks backends of its own, which this group has not.
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return others.devices(self)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        other = others.of_device(self, torch.device(device))
+        return self if other is None else other._get_backend(device)
 
     def _set_sequence_number_for_group(self) -> None:
         """Calls are counted anyway."""

@@ -37,11 +37,20 @@ def of_device(group: SynclineGroup, device: torch.device) -> Any:
     return found
 
 
-def _asked_for(group: SynclineGroup, device: str) -> str:
-    """The backend that the group was to have for a device."""
+def devices(group: SynclineGroup) -> list[torch.device]:
+    """Those whose tensors the group takes, the CPU first."""
+    return [torch.device("cpu"), *(torch.device(kind) for kind in _asked(group) if kind != "cpu")]
+
+
+def _asked(group: SynclineGroup) -> dict[str, str]:
+    """The backends that the group was to have for devices, but for its own."""
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
-    name = {kind: name for kind, _, name in pairs}.get(device, "")
-    if not name or name == group.name():
+    return {kind: name for kind, _, name in pairs if name != group.name()}
+
+
+def _asked_for(group: SynclineGroup, device: str) -> str:
+    name = _asked(group).get(device, "")
+    if not name:
         better = "cuda:nccl" if device == "cuda" else f"{device}:BACKEND"
         raise NotImplementedError(
             f"the backend syncline moves tensors on the CPU, this one is on {device}: use"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ....errors import UsageError
 from ....nouns import numpy_dtype
-from ..storage import as_bytes, dtype_name
+from ..storage import dtype_name, memory
 
 Array = NDArray[Any]
 
@@ -36,16 +36,14 @@ class Memory(NamedTuple):
     @property
     def data(self) -> Array:
         """One-dimensional, uint8."""
-        array: Array = as_bytes(self.dense).numpy()
-        return array
+        return memory(self.dense)
 
     @property
     def numbers(self) -> Array:
         """One-dimensional, the elements, complex ones as pairs; raises UsageError where these cannot be added."""
         kind = _PARTS.get(self.dense.dtype, self.dense.dtype)
         if kind is self.dense.dtype and kind in _NUMPY:
-            array: Array = self.dense.view(-1).numpy()
-            return array
+            return memory(self.dense, _NUMPY[kind].str)
         return self.data.view(_NUMPY.get(kind) or numpy_dtype(dtype_name(kind)))
 
     def write_back(self) -> None:

@@ -19,12 +19,14 @@ from torch.futures import Future
 from ....engine.engine import Engine
 from ....engine.work import Work
 from ....session.communicator import Communicator
+from ..eager import eager_methods
 from .calls import await_works
 
 _STAYS_S = 10.0
 """How long a thread stays with nothing to do."""
 
 
+@eager_methods
 class GroupWork(TorchWork):
     """What a group hands out for a call that goes on behind the script; ``outputs`` are the tensors it fills.
 
