@@ -249,13 +249,17 @@ def aborts(line: Connection, place: Place) -> None:
 
 
 def sums(line: Connection, place: Place) -> None:
-    """Sums of tensors of several sizes, again and again, some behind the script: what differs from the true ones."""
+    """Sums of tensors of several sizes, again and again, some behind the script: what differs from the true ones.
+
+    The large ones, which go in many segments, are of another type in every turn.
+    """
     with grouped(place, "syncline") as rank:
         world, wrong = place[1], []
         sizes = (1, 3, 250, 5000, 300_000, 2_500_000)
-        for turn in range(4):
+        kinds = (torch.float32, torch.int64, torch.bfloat16, torch.float64)
+        for turn in range(len(kinds)):
             for size in sizes:
-                for kind in (torch.float32, torch.int64, torch.bfloat16, torch.float64):
+                for kind in kinds if size < 100_000 else [kinds[turn - (size > 1_000_000)]]:
                     begun = torch.arange(size).remainder(17).to(kind)
                     tensors = [begun * (rank + 1) for _ in range(3)]
                     works = [dist.all_reduce(tensors[0], async_op=True)] if turn % 2 else []
