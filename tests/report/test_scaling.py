@@ -22,6 +22,12 @@ def several(mixed: Result) -> Result:
     return replace(mixed, rows=(single, *rows))
 
 
+@pytest.fixture(scope="module")
+def shown(several: Result) -> str:
+    """Its page."""
+    return page.render(several)
+
+
 def titled(result: Result) -> dict[str, figures.Chart]:
     return {chart.title: chart for chart in charts.all_charts(result)}
 
@@ -41,7 +47,7 @@ def test_one_number_of_workers_draws_no_such_chart(several: Result) -> None:
     assert not any("against workers" in title for title in titled(four))
 
 
-def test_rows_of_one_strategy_share_its_colour_and_are_told_apart(several: Result) -> None:
+def test_rows_of_one_strategy_share_its_colour_and_are_told_apart(several: Result, shown: str) -> None:
     styles = figures.strategy_styles([row.name for row in several.rows])
     assert len(set(styles)) == 4
     assert styles[1] == styles[4] == styles[7]
@@ -49,7 +55,6 @@ def test_rows_of_one_strategy_share_its_colour_and_are_told_apart(several: Resul
     assert len(set(labels)) == len(labels)
     assert labels[:3] == ["single", "ring, 1 worker", "mxnet: ps(servers=1), 1 worker"]
     assert labels[-1] == "ddp, 4 workers"
-    shown = page.render(several)
     assert "Who talked to whom: ring, 4 workers" in shown
     assert "Communication time against workers" in shown
 
@@ -62,6 +67,6 @@ def test_numbers_that_are_missing_leave_a_gap(several: Result) -> None:
     assert titled(replace(several, rows=nothing)) == {}
 
 
-def test_what_is_not_as_in_the_original_is_said_once(several: Result) -> None:
+def test_what_is_not_as_in_the_original_is_said_once(several: Result, shown: str) -> None:
     assert table.remarks(several).count("mxnet: tcp in the place of ZeroMQ.") == 1
-    assert "tcp in the place of ZeroMQ" in page.render(several)
+    assert "tcp in the place of ZeroMQ" in shown

@@ -55,10 +55,10 @@ def test_taihulight_is_as_the_formulas_have_it_and_the_page_in_docs_says_so() ->
 
 def test_tianhe_and_the_stages_need_no_tables_and_are_as_the_page_in_docs_says() -> None:
     pytest.importorskip("torch")  # which layers are derived with
-    written = PAGE.read_text()
-    for chapter in (tianhe(), stages()):
+    written, system = PAGE.read_text(), tianhe()
+    for chapter in (system, stages()):
         assert markdown([chapter]) in written, chapter.title
-    assert UNEXPLAINED not in {held.verdict for held in held_of([tianhe()])}
+    assert UNEXPLAINED not in {held.verdict for held in held_of([system])}
 
 
 @published
