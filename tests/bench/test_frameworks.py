@@ -89,7 +89,7 @@ def test_rows_of_several_frameworks_stand_side_by_side(tmp_path: Path) -> None:
     assert [row["error"] for row in data["rows"]] == [None] * 5
     losses = [row["loss"] for row in data["rows"]]
     assert losses == pytest.approx([losses[0]] * 5, abs=1e-3)
-    for title in ("numpy, single", "numpy, ring", "torch, ring", "torch, ddp", "torch, single"):
+    for title in ("numpy single", "numpy ring", "torch ring", "torch ddp", "torch single"):
         assert title in page
     assert not foreign([names for names in modules if "torch" not in names], "numpy")
     assert sum("torch" in names for names in modules) == 1 + 2 + 2

@@ -20,7 +20,7 @@ def test_keras_and_numpy_compute_the_same_steps(tmp_path: Path) -> None:
 
 
 def test_four_workers_by_keras_learn_what_one_does_and_import_no_other_framework(tmp_path: Path) -> None:
-    data, modules, page = compared(tmp_path, ["tensorflow"], ["ring", "ps(servers=1, update=worker)"], 4)
+    data, modules, page = compared(tmp_path, ["tensorflow"], ["ring", "ps(servers=1)"], 4)
     check_rows(
         data, "tensorflow", f"{data['rows'][0]['framework_version'].partition(',')[0]}, Keras {version('keras')}"
     )

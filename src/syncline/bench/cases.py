@@ -52,7 +52,7 @@ class Case:
     def name(self) -> str:
         """What it is called while it runs."""
         name = self.strategy if self.preset is None else self.preset.name
-        return name if self.framework == DEFAULT else f"{self.framework}, {name}"
+        return name if self.framework == DEFAULT else f"{self.framework} {name}"
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,8 @@ def carry_out(comparison: Comparison, limit_s: float, progress: Console, output:
     output.print(table.render(result))
     for row in result.rows:
         if row.reasoned:
-            output.print(f"{row.strategy}: {row.chosen}", markup=False, highlight=False)
+            name = row.strategy if len(result.frameworks) < 2 else f"{row.framework} {row.strategy}"
+            output.print(f"{name}: {row.chosen}", markup=False, highlight=False)
     _publish(comparison, result, output, assembly)
     if interrupted:
         return INTERRUPTED

@@ -193,7 +193,7 @@ class Result(ResultFile):
 
     def titled(self, row: Row) -> str:
         """The name of a row, behind its framework where there are several."""
-        return row.name if len(self.frameworks) < 2 else f"{row.framework}, {row.name}"
+        return row.name if len(self.frameworks) < 2 else f"{row.framework} {row.name}"
 
     def label(self, row: Row) -> str:
         """The title of a row that no other row has: with its workers where strategies have rows of several numbers."""
