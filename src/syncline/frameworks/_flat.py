@@ -80,7 +80,8 @@ class FlatModel:
         self.names = [spec.name for spec in specs]
         self._shapes = [spec.shape for spec in specs]
         self.gradients = Blocks(session, layout)
-        self._places = [flat.reshape(shape) for flat, shape in zip(self.gradients.flat, self._shapes, strict=True)]
+        self.places = [flat.reshape(shape) for flat, shape in zip(self.gradients.flat, self._shapes, strict=True)]
+        """Where gradients go, in their shapes; they stay where they are."""
         weights.read(self.gradients.flat)
         copy_from_rank_0(session, self.gradients.arrays)
         weights.write(self.gradients.flat)
@@ -127,7 +128,7 @@ class FlatModel:
     @property
     def present(self) -> int:
         """The number of the step whose gradients are coming, or would come next."""
-        return self._steps.begun - (self._left is not None and not self._alone)
+        return self._steps.begun if self._left is None or self._alone else self._begun
 
     @property
     def kind(self) -> Kind:
@@ -151,20 +152,40 @@ class FlatModel:
         Where ``tells``, backward is still running. Raises GradientError for what is no gradient of this tensor.
         """
         left = self._begin() if self._left is None else self._left
-        if tells and self._backward is None and self.session.observer is not None:
-            self._backward = begin(self.session.observer, "backward", "backward")
-        place = self._places[tensor]
+        if tells:
+            self._mark()
+        place = self.places[tensor]
         if gradient.shape != place.shape or not fits(gradient, place) or tensor not in left:
             self.session.engine.check_error()  # of which the script may have heard before
             raise self.fault(self._wrong(tensor, gradient))
-        del left[tensor]
+        self._place(tensor, gradient)
+
+    def begin(self) -> float:
+        """A step begins whose gradients are put into ``places``, multiplied by this; ``placed`` is told of them."""
+        self._begin()
+        self._mark()
+        return self._share
+
+    def placed(self, tensor: int) -> None:
+        """The gradient of a tensor lies in its place, for the first time in this step."""
+        self._place(tensor, None)
+
+    def _place(self, tensor: int, gradient: Array | None) -> None:
+        assert self._left is not None
+        del self._left[tensor]
         try:
-            np.multiply(gradient, self._share, out=place)
+            if gradient is not None:
+                np.multiply(gradient, self._share, out=self.places[tensor])
             if not self._alone:
                 self._do(self._steps.produced(tensor))
         except BaseException as error:
             self.session.member.interrupted(error)  # the others wait for the rest of this step
             raise
+
+    def _mark(self) -> None:
+        """Backward is running."""
+        if self._backward is None and self.session.observer is not None:
+            self._backward = begin(self.session.observer, "backward", "backward")
 
     def _begin(self) -> dict[int, None]:
         self.session.check_usable()
@@ -176,12 +197,13 @@ class FlatModel:
                 " of the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"
             )
         self._alone = self.agreed is not None and not due
+        self._begun = self._steps.begun
         self._share = 1.0 / self.session.world_size if due and not alone(self._mode) else 1.0
         self._left = dict.fromkeys(range(len(self.names)))
         return self._left
 
     def _wrong(self, tensor: int, gradient: Array) -> str:
-        name, place = self.names[tensor], self._places[tensor]
+        name, place = self.names[tensor], self.places[tensor]
         if self._left is None or tensor not in self._left:
             return (
                 f"the gradient of {name!r} was given twice in step {self.steps}: call step() between two; where a pass"

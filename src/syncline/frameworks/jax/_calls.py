@@ -2,7 +2,8 @@
 
 JAX's own callbacks copy what they are given, and begin computations of JAX for that, inside of the one that waits for
 them: a few hundred microseconds each, and a deadlock where the threads are few. XLA's foreign functions have neither.
-All of Syncline's are one of these, ``_handle``; a number that is compiled into the computation says which is meant.
+All of Syncline's that are Python are one of these, ``_handle``; a number that is compiled into the computation says
+which is meant. Those that are machine code are ``kernels.calls``.
 
 What XLA hands over is read word by word, by the offsets of its C interface (``xla/ffi/api/c_api.h``), whose version is
 told when the function is registered.
@@ -21,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import UsageError
+from ...kernels.calls import MAJOR, MINOR
 
 Array = NDArray[Any]
 Function = Callable[[list[Array], list[Array]], None]
 """What reads the first and fills the second: views of the computation's memory, for as long as the call lasts."""
 
 _NAME = "syncline_call"
-_MAJOR, _MINOR = 0, 1
 _METADATA = 1  # the extension by which XLA asks for the version
 _INTERNAL = 13  # of error codes
 _NEXT, _TYPE = 16, 8  # of an extension, in bytes, as all offsets here
@@ -64,6 +65,7 @@ class Calls:
         self._known: dict[int, Call] = {}
         self._numbers = count()
         self._handler: Any = None
+        self._codes: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     def make(self, function: Function, arguments: Sequence[Any], results: Sequence[Any]) -> Call:
@@ -71,11 +73,17 @@ class Calls:
         with self._lock:
             if self._handler is None:
                 self._handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(_handle)
-                pointer = ctypes.cast(self._handler, ctypes.c_void_p)
-                jax.ffi.register_ffi_target(_NAME, jax.ffi.pycapsule(pointer), platform="cpu")
+                _register(_NAME, self._handler)
             made = Call(next(self._numbers), function, _described(arguments), _described(results))
             self._known[made.number] = made
         return made
+
+    def make_code(self, name: str, code: Any) -> None:
+        """Let computations call machine code by a name."""
+        with self._lock:
+            if name not in self._codes:
+                self._codes[name] = code
+                _register(name, code)
 
     def find(self, number: int) -> Call:
         """The one of a number."""
@@ -88,8 +96,20 @@ calls = Calls()
 def invoke(call: Call, arguments: Sequence[Any], *, pure: bool) -> list[Any]:
     """Have a computation that is being traced call; ``pure`` is for those that several devices run."""
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in call.results]
-    made = jax.ffi.ffi_call(_NAME, results, has_side_effect=not pure)
-    return list(made(*arguments, call=np.int64(call.number)))
+    return invoke_code(_NAME, call.number, arguments, results, pure=pure)
+
+
+def invoke_code(
+    name: str, number: int, arguments: Sequence[Any], results: Sequence[Any], *, pure: bool = False
+) -> list[Any]:
+    """The same of what was registered by a name, which is told the number."""
+    made = jax.ffi.ffi_call(name, list(results), has_side_effect=not pure)
+    return list(made(*arguments, call=np.int64(number)))
+
+
+def _register(name: str, function: Any) -> None:
+    pointer = ctypes.cast(function, ctypes.c_void_p)
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(pointer), platform="cpu")
 
 
 def _described(given: Sequence[Any]) -> tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]:
@@ -115,8 +135,8 @@ def _say_version(extension: int) -> None:
     while extension:
         if _integer(extension + _TYPE) == _METADATA:
             version = _word(extension + 24) + _VERSION
-            ctypes.c_int.from_address(version + 16).value = _MAJOR
-            ctypes.c_int.from_address(version + 20).value = _MINOR
+            ctypes.c_int.from_address(version + 16).value = MAJOR
+            ctypes.c_int.from_address(version + 20).value = MINOR
         extension = _word(extension + _NEXT)
 
 

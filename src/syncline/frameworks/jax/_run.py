@@ -27,7 +27,8 @@ from .._alone import warn_of_plain_steps
 from .._flat import FlatModel, Kind, serve_model
 from .._resumed import load, load_alone, save, save_alone
 from .._schedules import check_mode, check_schedule
-from ._calls import Array, Call, calls, invoke
+from ._buckets import PUT, TAKE, TOKEN, Buckets
+from ._calls import Array, Call, calls, invoke, invoke_code
 from ._devices import device_of_owners, shared
 from ._slices import OptaxSlices, probe
 from ._trees import devices_of, host, is_traced, named, placed, specs_of
@@ -120,6 +121,12 @@ class Run:
                 self._starts.append((tensors, made))
         every = self._specs
         self._finish = self._call(self._finished, [], every)
+        self._buckets: Buckets | None = None
+        if self._devices == 1:
+            after = model.gradients.flat if model.held is None or not self._held else model.held.flat
+            self._buckets = Buckets(model, [tensors for tensors, _ in self._starts], after)
+            self._begin = calls.make(self._begun, [_STEP], [TOKEN])
+            self._end = calls.make(self._ended, [TOKEN], [TOKEN])
         if self._periodic:
             self._ask = self._call(self._asked, [], [_STEP])
             self._own = self._call(self._made_alone, every, [])
@@ -164,10 +171,23 @@ class Run:
         return (tree, inner) if self._optimizer is None else self._optimizer.update(tree, inner, params, **extra)
 
     def _exchange(self, step: Any, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
+        if self._buckets is not None:
+            return self._exchange_compiled(step, gradients)
         for tensors, call in self._starts:
             (step,) = self._invoke(call, step, *(gradients[one] for one in tensors))
         step, *found = self._invoke(self._finish, step)
         return step, found
+
+    def _exchange_compiled(self, step: Any, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Where one device computes, which is the rule: only the first call and the last but one are Python."""
+        shape = jax.ShapeDtypeStruct(TOKEN.shape, TOKEN.dtype)
+        (token,) = self._invoke(self._begin, step)
+        for number, (tensors, _) in enumerate(self._starts):
+            (token,) = invoke_code(PUT, number, [token, *(gradients[one] for one in tensors)], [shape])
+        (token,) = self._invoke(self._end, token)
+        every = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in self._specs]
+        token, *found = invoke_code(TAKE, 0, [token], [shape, *every])
+        return token[0], found
 
     def _by_kind(self, gradients: list[Any], state: SynclineState, params: Any, extra: Any) -> tuple[Any, Any]:
         """What kind of step it is says the engine when the computation runs."""
@@ -216,7 +236,12 @@ class Run:
 
     def _at(self, arguments: Sequence[Array], results: Sequence[Array]) -> FlatModel:
         """The model, which has to be at the step that the computation is at."""
-        model, step = self._model, int(arguments[0])
+        step = int(arguments[0])
+        results[0][...] = step
+        return self._model_at(step)
+
+    def _model_at(self, step: int) -> FlatModel:
+        model = self._model
         assert model is not None
         self._session.check_usable()
         if step != model.present:
@@ -225,13 +250,26 @@ class Run:
                 " from the optimizer state of the one before; resume by syncline.jax.load_state_dict(), and put the"
                 " parameters on all devices that compute before init(params)"
             )
-        results[0][...] = step
         return model
 
     def _start(self, tensors: Sequence[int], arguments: list[Array], results: list[Array]) -> None:
         model = self._at(arguments, results)
         for tensor, gradient in zip(tensors, arguments[1:], strict=True):
             model.produced(tensor, gradient)
+
+    def _begun(self, arguments: list[Array], results: list[Array]) -> None:
+        assert self._buckets is not None
+        step = int(arguments[0])
+        self._model_at(step)
+        self._buckets.begin(step, results[0])
+
+    def _ended(self, arguments: list[Array], results: list[Array]) -> None:
+        assert self._buckets is not None
+        model = self._model_at(int(arguments[0][0]))
+        results[0][...] = arguments[0]
+        self._buckets.finish()
+        model.step()
+        self._forget()
 
     def _finished(self, arguments: list[Array], results: list[Array]) -> None:
         model = self._at(arguments, results)
