@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import optax
 import syncline
 import syncline.errors
 import syncline.jax
+from syncline.frameworks.jax import _trees
 
 Place = tuple[int, int, str]
 BATCH = 12
@@ -222,6 +224,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
         syncline.jax.distributed(optax.adamw(1e-3, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)))
     ),
     "integers": lambda: _init(syncline.jax.average(), {"w": jnp.ones(3, jnp.int32)}),
+    "bfloat16": lambda: _init(syncline.jax.average(), {"w": jnp.ones(3, jnp.bfloat16)}),
+    "gpu": lambda: _on_gpu(partial(_init, syncline.jax.average())),
+    "gpu broadcast": lambda: _on_gpu(syncline.jax.broadcast),
     "none": lambda: _init(syncline.jax.average(), {}),
     "no optimizer": lambda: syncline.jax.distributed(3),
     "traced": lambda: _traced_only(),
@@ -244,6 +249,41 @@ def other_parameters(place: Place) -> None:
 def other_trees(place: Place) -> None:
     with joined(place, "ring"):
         syncline.jax.broadcast(model() if syncline.rank() == 0 else model() | {"scale": jnp.ones(3)})
+
+
+@contextmanager
+def on_gpu() -> Iterator[Any]:
+    """An array that lies on a device which is not served, as far as can be seen inside."""
+    seen = _trees.platforms_of
+    _trees.platforms_of = lambda _: ["gpu"]
+    try:
+        yield jnp.ones(3, jnp.float32)
+    finally:
+        _trees.platforms_of = seen
+
+
+def _on_gpu(call: Callable[[Any], Any]) -> None:
+    with on_gpu() as array:
+        call({"w": array})
+
+
+def on_one_rank(place: Place, name: str, call: str) -> None:
+    """Rank 1 alone has what cannot be trained."""
+    wrong = {"bfloat16": jnp.ones(3, jnp.bfloat16), "gpu": jnp.ones(3, jnp.float32), "text": "ones"}[name]
+    with joined(place, "ring"):
+        there = syncline.rank() == 1
+        params = {"w": wrong if there else jnp.ones(3, jnp.float32)}
+        with on_gpu() if there and name == "gpu" else nullcontext():
+            syncline.jax.broadcast(params) if call == "broadcast" else syncline.jax.average().init(params)
+
+
+def other_types(place: Place) -> None:
+    """One rank traces its step with gradients in bfloat16."""
+    with joined(place, "ring"):
+        params, made, state = begin("sgd")
+        params, state = advance(made, params, state, 0, 1)
+        gradients = params if syncline.rank() == 0 else jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        jax.block_until_ready(jax.jit(made.update)(gradients, state, params))
 
 
 def other_shapes(place: Place) -> None:

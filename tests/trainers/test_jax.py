@@ -132,6 +132,9 @@ REFUSED = {
     ("ring sync=gossip", "distributed"): "does not do with JAX yet: use local, diloco or easgd",
     ("ring schedule=priority", "distributed"): "does not do with JAX yet: use schedule=fixed",
     ("ring", "integers"): "the parameter ['w'] is int32: Syncline trains float16, float32, float64",
+    ("ring", "bfloat16"): "the parameter ['w'] is bfloat16: Syncline trains float16, float32, float64; keep parameters",
+    ("ring", "gpu"): "['w'] lies on a device of kind gpu: syncline.jax serves CPU devices; run with JAX_PLATFORMS=cpu",
+    ("ring", "gpu broadcast"): "['w'] lies on a device of kind gpu",
     ("ring", "none"): "there are no parameters in this tree",
     ("ring", "no optimizer"): "the optimizer is int: give a transformation of optax",
     ("ring", "traced"): "init() of this transformation was traced only",
@@ -167,6 +170,10 @@ def test_what_servers_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
         ("other_parameters", "rank 1 (*) begins with other parameters than rank 0"),
         ("other_trees", "rank 1 (*) broadcasts another tree than rank 0"),
         ("other_shapes", "rank 1 (*): update() is traced with gradients that have"),
+        (
+            "other_types",
+            "rank 1 (*): update() is traced with gradients that have * and type bfloat16, where init() had",
+        ),
         ("dies", "rank 1 (*) died"),
         ("forgets", "a computation makes step 0 where the run is at step 1"),
     ],
@@ -176,6 +183,22 @@ def test_faults_are_named_on_all_ranks(tmp_path: Path, name: str, says: str) -> 
     assert all(found.statuses)
     for printed in found.printed if name != "dies" else found.printed[:1]:
         assert any(fnmatchcase(line, f"*{says.replace('[', '[[]')}*") for line in printed.splitlines()), printed
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "says"),
+    [
+        ("bfloat16", "init", "the parameter ['w'] is bfloat16"),
+        ("gpu", "init", "['w'] lies on a device of kind gpu"),
+        ("gpu", "broadcast", "['w'] lies on a device of kind gpu"),
+        ("text", "broadcast", "broadcasts another tree than rank 0"),
+    ],
+)
+def test_what_one_rank_has_wrong_is_named_on_all(tmp_path: Path, name: str, call: str, says: str) -> None:
+    found = ranks(tmp_path, "jax_bodies.on_one_rank", WORKERS, name, call)
+    assert all(found.statuses)
+    for printed in found.printed:
+        assert any("rank 1 (" in line and says in line for line in printed.splitlines()), printed
 
 
 def test_devices_of_a_host_share_a_worker(tmp_path: Path) -> None:

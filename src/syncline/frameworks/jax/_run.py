@@ -31,7 +31,7 @@ from ._buckets import PUT, TAKE, TOKEN, Buckets
 from ._calls import Array, Call, calls, invoke, invoke_code
 from ._devices import device_of_owners, shared
 from ._slices import OptaxSlices, probe
-from ._trees import devices_of, host, is_traced, named, placed, specs_of
+from ._trees import devices_of, host, is_traced, named, placed, specs_of, told_to_all
 from ._weights import SynclineState, TreeWeights, fresh, given, state_of
 
 _STEP = np.zeros((), np.int32)
@@ -72,22 +72,14 @@ class Run:
         """
         if is_traced(params):
             return fresh(self.number, self._inner(params))
-        leaves = named(params)
-        self._specs, self._structure = specs_of(leaves), jax.tree.structure(params)
-        self._names = [name for name, _ in leaves]
-        self._weights = TreeWeights(self._names, self._specs)
-        self._weights.now = mine = [host(name, leaf) for name, leaf in leaves]
-        self._devices = max(1, devices_of(params))
-        self._ready = True
         session = self._session
+        with told_to_all(session):
+            self._look_at(params)
+            build = self._builder(params)
         if session.alone:
             warn_of_plain_steps(session)
             return fresh(self.number, self._inner(params))
-        keeps = probe(self._optimizer, params) if self._held else True
-        check_mode(session.strategy, "JAX", self._weights.values(), "the optimizer", keeps)
-        owning = self._held and not (session.is_worker and session.group.servers)
-        device = device_of_owners(beside=session.is_worker) if owning else None  # all see whether there is one
-        build = partial(OptaxSlices, self._optimizer, device)
+        mine = self._weights.now
         if not session.is_worker:
             serve_model(session, self._specs, self._weights, build, self)
             return None
@@ -105,6 +97,25 @@ class Run:
         self._forget()
         self._lay_out(model)
         return fresh(self.number, self._inner(params))
+
+    def _look_at(self, params: Any) -> None:
+        leaves = named(params)
+        self._specs, self._structure = specs_of(leaves), jax.tree.structure(params)
+        self._names = [name for name, _ in leaves]
+        self._weights = TreeWeights(self._names, self._specs)
+        self._weights.now = [host(name, leaf) for name, leaf in leaves]
+        self._devices = max(1, devices_of(params))
+        self._ready = True
+
+    def _builder(self, params: Any) -> partial[OptaxSlices]:
+        """What makes the optimizer of an owner here; raises UsageError for what several processes cannot train."""
+        session, device = self._session, None
+        if not session.alone:
+            keeps = probe(self._optimizer, params) if self._held else True
+            check_mode(session.strategy, "JAX", self._weights.values(), "the optimizer", keeps)
+            if self._held and not (session.is_worker and session.group.servers):
+                device = device_of_owners(beside=session.is_worker)  # all see whether there is one
+        return partial(OptaxSlices, self._optimizer, device)
 
     def _inner(self, params: Any) -> Any:
         return () if self._optimizer is None or self._held else self._optimizer.init(params)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ def host(name: str, leaf: Any) -> Array:
                 f"{name or 'the array'} lies on devices of several processes (jax.distributed): Syncline averages"
                 " between processes, so give each of them arrays of its own, and leave jax.distributed.initialize() out"
             )
-        platforms = sorted({device.platform for device in leaf.devices()})
+        platforms = platforms_of(leaf)
         if platforms != ["cpu"]:
             raise UsageError(
                 f"{name or 'the array'} lies on a device of kind {', '.join(platforms)}: syncline.jax serves CPU"
@@ -48,6 +49,11 @@ def host(name: str, leaf: Any) -> Array:
     if found.dtype.kind == "O":
         raise UsageError(f"{name or 'the value'} is {type(leaf).__name__}: give arrays and numbers")
     return found
+
+
+def platforms_of(leaf: jax.Array) -> list[str]:
+    """The kinds of devices that an array lies on."""
+    return sorted({device.platform for device in leaf.devices()})
 
 
 def placed(value: Array, like: Any) -> Any:
@@ -75,12 +81,26 @@ def specs_of(leaves: Sequence[tuple[str, Any]]) -> list[Spec]:
     return [Spec(name or "params", tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves]
 
 
+@contextmanager
+def told_to_all(session: Session) -> Iterator[None]:
+    """Whatever this process is refused inside, before it meets the others, ends the run for all, with its name."""
+    try:
+        yield
+    except UsageError as error:
+        if session.alone:
+            raise
+        named_error = UsageError(session.titled(f"{session.name(session.index)}: {error}"))
+        session.fail(named_error)
+        raise named_error from error
+
+
 def broadcast(session: Session, tree: Any, root: int) -> Any:
     """A tree with the values of worker ``root``; all workers call it, with trees of the same shapes."""
     if session.alone or not session.is_worker:
         return tree
     leaves = named(tree)
-    values = [np.array(host(name, leaf), order="C") for name, leaf in leaves]
+    with told_to_all(session):
+        values = [np.array(host(name, leaf), order="C") for name, leaf in leaves]
     mine = [[name, str(value.dtype), list(value.shape)] for (name, _), value in zip(leaves, values, strict=True)]
     theirs = json.loads(session.gather(json.dumps(mine).encode())[root])
     if mine != theirs:
