@@ -198,6 +198,15 @@ class Steps:
             self._submit_complete(step, actions)
         return actions
 
+    def dropped(self) -> None:
+        """The backward pass was given up, and begins again in the same step; UsageError where a bucket has gone."""
+        step = self._now
+        if step is not None:
+            if step.next:
+                raise UsageError(f"a bucket of step {step.number} has gone, which cannot be dropped")
+            step.produced.clear()
+            step.left = list(self._slices)
+
     def backward_ended(self) -> list[Action]:
         """All gradients of the step have been produced."""
         step = self._now

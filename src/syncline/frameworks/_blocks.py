@@ -39,13 +39,14 @@ class Blocks:
             mine[...] = theirs
 
 
-def agree_on_model(session: Session, key: int, specs: Sequence[Spec]) -> Layout:
+def agree_on_model(session: Session, key: int, specs: Sequence[Spec], rule: str = "") -> Layout:
     """The layout of these tensors; raises MismatchError, on all, where a process has others than rank 0.
 
-    ``key`` is the model's first, and has to be everyone's.
+    ``key`` is the model's first, and has to be everyone's, and so has ``rule``, the optimizer in words.
     """
     mine = [[spec.name, list(spec.shape), spec.dtype] for spec in specs]
-    told, theirs = json.loads(session.everyone.tell(json.dumps([key, mine]).encode(), "comparing models"))
+    said = session.everyone.tell(json.dumps([key, mine, rule]).encode(), "comparing models")
+    told, theirs, first_rule = json.loads(said)
     me, first = session.name(session.index), session.called(0)
     error: MismatchError | None = None
     if told != key:
@@ -59,6 +60,11 @@ def agree_on_model(session: Session, key: int, specs: Sequence[Spec]) -> Layout:
                        for of in (mine, theirs))  # fmt: skip
         if here != there:
             error = error or MismatchError(f"{me} has another model than {first}: {here}, not {there}")
+    if error is None and rule != first_rule:
+        error = MismatchError(
+            f"{me} updates with {rule or 'nothing'}, and {first} with {first_rule or 'nothing'}: give all processes the"
+            " same optimizer, with the same values"
+        )
     if error is not None:
         session.fail(error)
         raise error

@@ -11,7 +11,8 @@ framework has them; copies in the transport's memory are made only where others 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from ..engine.step import Action, Agree, Apply, BucketPhase, Steps, Submit, Wait
 from ..engine.trace import Span, begin
 from ..engine.work import Lane, Work
-from ..errors import GradientError, UsageError
+from ..errors import GradientError, MismatchError, UsageError
 from ..nouns import Spec
 from ..serving.records import State
 from ..serving.server import serve
@@ -29,7 +30,7 @@ from ..serving.summing import Summing
 from ..serving.traffic import Model
 from ..serving.worker import Worker, attach
 from ..session.session import Session
-from ..session.tickets import AVERAGE, CONSOLIDATE, STEP, Meeting, step_argument
+from ..session.tickets import AVERAGE, CONSOLIDATE, STEP, Meeting, step_argument, step_of
 from ..sync import Agrees, Averages, alone, exchanges_gradients
 from ._agreed import AgreedWeights
 from ._blocks import Blocks, agree_on_model, copy_from_rank_0
@@ -70,13 +71,22 @@ class Weights(Protocol):
 class FlatModel:
     """One worker's part in the training of a model; ``owner`` is for ``Session.enter_model``.
 
-    All processes make one at the same place, or call ``serve_model``. They begin with rank 0's weights.
+    All processes make one at the same place, or call ``serve_model``. They begin with rank 0's weights. ``rule`` says
+    what the optimizer is, in words that have to be the same on all, in every step that all make together.
     """
 
-    def __init__(self, session: Session, specs: Sequence[Spec], weights: Weights, build: Build, owner: object) -> None:
+    def __init__(
+        self,
+        session: Session,
+        specs: Sequence[Spec],
+        weights: Weights,
+        build: Build,
+        owner: object,
+        rule: Callable[[], str] = str,
+    ) -> None:
         self.session, self.specs, self.weights = session, list(specs), weights
         self.key = session.enter_model(owner)
-        self.layout = layout = agree_on_model(session, self.key, specs)
+        self.layout = layout = agree_on_model(session, self.key, specs, rule())
         self.names = [spec.name for spec in specs]
         self._shapes = [spec.shape for spec in specs]
         self.gradients = Blocks(session, layout)
@@ -86,6 +96,7 @@ class FlatModel:
         copy_from_rank_0(session, self.gradients.arrays)
         weights.write(self.gradients.flat)
         self._schedule, self._mode = session.strategy.schedule_object(), session.strategy.sync_mode()
+        self._rule = str if isinstance(self._mode, Agrees) or session.strategy.server_holds_weights else rule
         self._labels = [f"bucket {i} ({one.describe(layout.layers)})" for i, one in enumerate(layout.buckets)]
         self.held: Blocks | None = None  # the weights as they travel, where they do
         self.agreed: AgreedWeights | None = None
@@ -207,7 +218,8 @@ class FlatModel:
         if self._left is None or tensor not in self._left:
             return (
                 f"the gradient of {name!r} was given twice in step {self.steps}: call step() between two; where a pass"
-                " was given up, begin the run again from a checkpoint, since gradients have gone to the other workers"
+                " was given up, say drop() before the next one, if no bucket has gone, or begin the run again from a"
+                " checkpoint"
             )
         return unfit(name, gradient, place)
 
@@ -244,6 +256,26 @@ class FlatModel:
         """A worker's own step whose gradients stay with the framework, which ``Weights.update`` has made of them."""
         self._begin().clear()
         self.step()
+
+    def drop(self) -> None:
+        """The pass whose gradients are coming was given up, and the next ones are of another, in the same step.
+
+        Raises GradientError, which ends the run for all, where some have gone.
+        """
+        if self._left is None:
+            return
+        if self._backward is not None:
+            self._backward.end()
+            self._backward = None
+        try:
+            if not self._alone:
+                self._steps.dropped()
+        except UsageError as error:
+            raise self.fault(
+                f"drop() in step {self.present}, gradients of which have gone to the other workers: begin the run again"
+                " from a checkpoint; under schedule=fifo none go before step()"
+            ) from error
+        self._left = None if self._alone else dict.fromkeys(range(len(self.names)))
 
     @property
     def missing(self) -> list[int]:
@@ -296,7 +328,9 @@ class FlatModel:
                 self.weights.write(self.held.flat)
 
     def _agree(self, step: int) -> None:
-        self._meeting = self._unchecked = self.session.meet(self._kind, step_argument(self.key, step), weight=1.0)
+        rule = zlib.crc32(self._rule().encode())
+        argument = step_argument(self.key, step)
+        self._meeting = self._unchecked = self.session.meet(self._kind, argument, weight=1.0, flags=rule)
         if self.agreed is not None and self.held is not None and self._kind == AVERAGE:
             self.weights.read(self.held.flat)
             self.agreed.put()
@@ -325,7 +359,16 @@ class FlatModel:
         """Before a bucket goes, in the thread that drives: all workers have come for the same, which is seen once."""
         meeting, self._unchecked = self._unchecked, None
         if meeting is not None:
-            meeting.tickets()
+            tickets = meeting.tickets()
+            mine = tickets[self.session.rank].flags
+            for rank, ticket in enumerate(tickets):
+                if ticket.flags != mine:
+                    raise self._parted(rank, step_of(ticket))
+
+    def _parted(self, rank: int, step: int) -> MismatchError:
+        other, me = self.session.name(rank), self.session.name(self.session.rank)
+        text = f"{other} updates with other values in step {step} than {me}, which has {self._rule()}"
+        return MismatchError(self.session.titled(f"{text}: set the optimizer's attributes alike on all workers"))
 
     # Between steps.
 
@@ -405,9 +448,11 @@ def flat_models(session: Session) -> list[FlatModel]:
     return [made for made in (getattr(call, "__self__", None) for call in calls) if isinstance(made, FlatModel)]
 
 
-def serve_model(session: Session, specs: Sequence[Spec], weights: Weights, build: Build, owner: object) -> None:
+def serve_model(
+    session: Session, specs: Sequence[Spec], weights: Weights, build: Build, owner: object, rule: str = ""
+) -> None:
     """A server's part in the training of a model; returns when all workers have left."""
-    layout = agree_on_model(session, session.enter_model(owner), specs)
+    layout = agree_on_model(session, session.enter_model(owner), specs, rule)
     gradients, held = Blocks(session, layout), Blocks(session, layout)
     weights.read(held.flat)
     copy_from_rank_0(session, held.arrays)

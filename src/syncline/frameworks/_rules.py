@@ -18,6 +18,7 @@ from ..serving.shard import Groups, Holding
 Array = NDArray[Any]
 States = dict[str, Any]
 _PLAIN = bool | int | float | str | None
+_TOLD = _PLAIN | np.generic
 Function = Callable[..., object]
 """``update(weights, gradient, state)``; further parameters have defaults, which are numbers and words."""
 
@@ -74,6 +75,13 @@ def rule_of(optimizer: object) -> Update:
 def name_of(optimizer: Update) -> str:
     """For messages."""
     return _called(optimizer._function) if isinstance(optimizer, Rule) else f"{type(optimizer).__name__}.update"
+
+
+def described(optimizer: Update, *, values: bool) -> str:
+    """The rule in words, with its ``values`` where these have to be everyone's."""
+    known = _attributes(optimizer)
+    told = (f"{name}={known[name]!r}" if values else name for name in sorted(known) if isinstance(known[name], _TOLD))
+    return f"{name_of(optimizer)}({', '.join(told)})"
 
 
 def _called(function: object) -> str:

@@ -27,7 +27,7 @@ from ._alone import warn_of_plain_steps
 from ._flat import Array, FlatModel, fits, flat_models, serve_model, unfit
 from ._memory import check_writable, floating_array, host_array, overlapping
 from ._resumed import load, load_alone, save, save_alone
-from ._rules import Function, Sliced, States, Update, heard, name_of, probe, rule_of, said, values_of
+from ._rules import Function, Sliced, States, Update, described, heard, name_of, probe, rule_of, said, values_of
 from ._schedules import check_mode, check_schedule
 
 __all__ = ["Function", "Trainer", "Update", "adapt"]
@@ -51,6 +51,13 @@ class Trainer(Protocol):
         """Average the ranks' gradients, by name, and update the weights with the mean; all ranks call it.
 
         ``gradients`` are those of which ``produced`` has not told.
+        """
+        ...
+
+    def drop(self) -> None:
+        """Forget the gradients that have been given since the last step, of a pass that was given up.
+
+        Raises GradientError, on all ranks, where some have gone: under ``schedule=fifo`` none go before ``step``.
         """
         ...
 
@@ -144,7 +151,9 @@ class Shared(Wrapped):
 
     def __init__(self, session: Session, weights: ArrayWeights) -> None:
         self._optimizer = weights.optimizer
-        self._model = FlatModel(session, weights.specs, weights, partial(Sliced, weights.optimizer), weights.footprint)
+        rule = partial(described, weights.optimizer, values=session.strategy.sync_mode().merges)
+        build = partial(Sliced, weights.optimizer)
+        self._model = FlatModel(session, weights.specs, weights, build, weights.footprint, rule)
         self._numbers = {name: number for number, name in enumerate(weights.arrays)}
 
     def produced(self, name: str, gradient: Any) -> None:
@@ -156,6 +165,10 @@ class Shared(Wrapped):
         for name in _backward(self._numbers, gradients or {}):
             self._give(name, (gradients or {})[name], tells=False)
         self._model.step()
+
+    def drop(self) -> None:
+        """On each rank by itself."""
+        self._model.drop()
 
     def state_dict(self) -> dict[str, Any]:
         """Also what a codec keeps back, and what owners of weights know."""
@@ -203,6 +216,10 @@ class Alone(Wrapped):
         self._steps += 1
         self._weights.update(self._flat)
 
+    def drop(self) -> None:
+        """They have gone nowhere."""
+        self._given.clear()
+
     def state_dict(self) -> dict[str, Any]:
         """As several workers would have it."""
         return save_alone(self._session, self._weights.specs, self._weights, self._steps)
@@ -219,7 +236,7 @@ class Alone(Wrapped):
         if name in self._given:
             raise GradientError(
                 f"the gradient of {name!r} was given twice: call step() between two; where a pass was given up,"
-                " load_state_dict() drops the gradients that it has given"
+                " say drop() before the next one"
             )
         gradient = host_array(given, f"the gradient of {name!r}")
         if gradient.shape != place.shape or not fits(gradient, place):
@@ -256,7 +273,8 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
         _let_go(session, weights)
         made = Shared(session, weights)
         return Handed((_read_only(arrays) if session.strategy.server_holds_weights else arrays, made))
-    serve_model(session, weights.specs, weights, partial(Sliced, rule), weights.footprint)
+    words = described(rule, values=session.strategy.sync_mode().merges)
+    serve_model(session, weights.specs, weights, partial(Sliced, rule), weights.footprint, words)
     return None
 
 
