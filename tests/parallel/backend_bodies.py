@@ -291,6 +291,47 @@ def dies(_: Connection, place: Place) -> None:
             dist.all_reduce(torch.zeros(1000))
 
 
+def makes_groups_again(line: Connection, place: Place, strategy: str) -> None:
+    """The numbers of groups that are destroyed at once, of one in between, and of the one after a message in it."""
+    os.environ["SYNCLINE_STRATEGY"] = strategy
+
+    def one_more(turn: int, rank: int) -> Any:
+        made = dist.new_group([0, 1])
+        if rank < 2:
+            for size in (3, 1000 + turn, 70_000):
+                tensor = torch.full((size,), float(turn + rank))
+                works = [dist.all_reduce(tensor, group=made, async_op=True)] if turn % 2 else []
+                for work in works:
+                    work.wait()
+                if not turn % 2:
+                    dist.all_reduce(tensor, group=made)
+                assert (tensor == 2 * turn + 1).all()
+            got = [torch.zeros(2) for _ in range(2)]
+            dist.all_gather(got, torch.full((2,), float(rank + turn)), group=made)
+            assert [float(one[0]) for one in got] == [turn, turn + 1]
+        return made
+
+    with grouped(place, "syncline") as rank:
+        numbers = set()
+        for turn in range(30):
+            made = one_more(turn, rank)
+            if rank < 2:
+                numbers.add(made.us.number)
+                dist.destroy_process_group(made)
+        kept, spoken = one_more(30, rank), one_more(31, rank)
+        between = 0
+        if rank < 2:
+            numbers.add(kept.us.number)
+            between = spoken.us.number
+            if rank == 0:
+                dist.send(torch.ones(1), 1, group=spoken)
+            else:
+                dist.recv(torch.zeros(1), 0, group=spoken)
+            dist.destroy_process_group(spoken)
+        last = one_more(32, rank)
+        line.send((numbers, between, last.us.number if rank < 2 else 0))
+
+
 def goes_without_a_word(line: Connection, place: Place) -> None:
     """Scripts need not destroy their groups, and do not end together."""
     rank, world, address = place

@@ -154,6 +154,17 @@ def test_a_process_that_dies_is_named(pool: Pool, address: str) -> None:
             assert "died" in rank.printed()
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_destroyed_groups_leave_their_numbers_to_groups_of_the_same_ranks(
+    pool: Pool, address: str, transport: str
+) -> None:
+    with pool.start(bodies.makes_groups_again, everyone(3, address, f"ring transport={transport}")) as group:
+        for rank, (again, between, after) in enumerate(group.results()):
+            assert len(again) == (0 if rank == 2 else 1)
+            assert rank == 2 or between not in again
+            assert rank == 2 or (after not in again and after != between)
+
+
 def test_groups_need_not_be_destroyed(pool: Pool, address: str) -> None:
     with pool.start(bodies.goes_without_a_word, everyone(3, address)) as group:
         group.end(among=[1, 2])

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline import registry
+from syncline.engine.work import Work
 from syncline.errors import MismatchError, PlanError, UsageError
 from syncline.nouns import Group
 from syncline.plans.check import check
@@ -18,6 +19,7 @@ from syncline.plans.plan import Plan
 from syncline.session.communicator import Communicator
 from syncline.session.numbers import COMMUNICATORS
 from syncline.session.session import Session
+from syncline.session.tickets import BARRIER
 
 GRID = ((0, 1), (2, 3))
 ROWS, COLUMNS = GRID, tuple(zip(*GRID, strict=True))
@@ -185,6 +187,48 @@ def test_there_are_as_many_groups_as_have_keys(group: Any) -> None:
         return int(array.sum())
 
     assert group("ring", 2, body) == [6, 6]
+
+
+def test_numbers_that_all_ranks_have_given_back_are_used_again(group: Any) -> None:
+    """More often than there are numbers; messages of one life of a number are not taken for those of the next."""
+
+    def body(session: Session) -> set[int]:
+        numbers = set()
+        for turn in range(COMMUNICATORS + 50):
+            made = session.found([0, 2], f"turn {turn}") if session.rank != 1 else None
+            if made is not None:
+                numbers.add(made.number)
+                if turn % 50 == 0:
+                    array = np.full(5, float(turn + session.rank))
+                    made.allreduce(array, average=False)
+                    assert array.tolist() == [2.0 * turn + 2] * 5
+                    assert made.gather(bytes([session.rank])) == [bytes([0]), bytes([2])]
+                made.give_back()
+        return numbers
+
+    assert group("ring", 3, body) == [{1}, set(), {1}]
+
+
+@pytest.mark.parametrize("why", ["calls", "work", "other ranks"])
+def test_a_number_of_which_something_may_be_left_is_not_used_again(group: Any, why: str) -> None:
+    def body(session: Session) -> tuple[int, int]:
+        first = session.found([0, 1], "first")
+        if why == "calls" and session.rank == 0:
+            first.come(BARRIER)  # which the other does not
+        if why == "work":
+            first.hold(first.call_key(), Work("that goes on"))
+        first.give_back()
+        second = session.found([0, 1, 2] if why == "other ranks" else [0, 1], "second")
+        return first.number, second.number
+
+    if why == "other ranks":
+
+        def all_three(session: Session) -> Any:
+            return body(session) if session.rank < 2 else (1, session.found([0, 1, 2], "second").number)
+
+        assert group("ring", 3, all_three) == [(1, 2)] * 3
+    else:
+        assert group("ring", 2, body) == [(1, 2)] * 2
 
 
 @settings(max_examples=50, deadline=None)

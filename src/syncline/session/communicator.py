@@ -378,6 +378,11 @@ class Communicator:
     def _program(self, algorithm: str) -> Program:
         return compiled(among(planned(algorithm, Group(self.world_size)), self.ranks), self.index)
 
+    def give_back(self) -> None:
+        """Nothing more is done here among these ranks, which may use the number again; unless something goes on."""
+        if self.number and all(work.done for work in self._holders.values()):
+            self.numbers.give_back(self.ranks, self.number, self._calls)
+
     def call_key(self) -> int:
         """The key of one more exchange of a call; all workers take as many for each.
 

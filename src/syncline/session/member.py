@@ -42,8 +42,11 @@ class Member:
         self.roll, self.local_rank = roll, local_rank
         self.communicators = 1
         """The least number that no communicator of this process has had; that of all workers is 0."""
-        self.given_back: dict[tuple[int, ...], list[int]] = {}
-        """Numbers of groups that have ended, by the processes that were in them, who alone may use them again."""
+        self.given_back: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        """Numbers of groups that have ended, and how many calls were made in each where that counts.
+
+        By the processes that were in them, who alone may use them again.
+        """
         self.splitting = threading.Lock()
         """Held while a group's number is agreed on."""
         self.before_calls: dict[int, Callable[[], None]] = {}

@@ -8,6 +8,7 @@ groups one after the other.
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,9 @@ from .tickets import SPLIT, Ticket, making, numbers_of
 
 COMMUNICATORS = 1 << 10
 """As many have keys of their own."""
+
+_FOUNDING = struct.Struct("<IIQ")
+"""The least new number here, and one that may be used again with the calls made in its group, or nothing."""
 
 _FOUNDING_MESSAGES = 7 << 61
 """Tags of messages by which some processes make a group; no others have all of the highest three bits."""
@@ -55,12 +59,12 @@ class Numbers:
         member = self._member
         processes = tuple(self._ranks[rank] for rank in chosen)
         free = member.given_back.get(processes, [])
-        asked = making(chosen, member.communicators, free[-1] if free else 0)
+        asked = making(chosen, member.communicators, free[-1][0] if free else 0)
         tickets = self._agree(SPLIT, zlib.crc32(str(chosen).encode()), timeout, asked)
         numbers = [numbers_of(tickets[rank]) for rank in chosen]
         number, again = max(new for new, _ in numbers), {old for _, old in numbers}
         if len(again) == 1 and 0 not in again:
-            return free.pop() if member.index in processes else again.pop()
+            return free.pop()[0] if member.index in processes else again.pop()
         _check(number)
         if member.index in processes:
             member.communicators = number + 1
@@ -70,36 +74,48 @@ class Numbers:
         """The number of a group that these ranks make without the others.
 
         All of them call it with the same ranks and ``name``, and overlapping groups in one order. PeerTimeout names
-        those that have not come within ``timeout`` seconds.
+        those that have not come within ``timeout`` seconds. A number is used again that all of them have given back
+        behind as many calls: then what each has told the others of it has come, and nothing of it is left.
         """
         member, label = self._member, f"making the group {name}"
+        free = member.given_back.get(tuple(self._ranks[rank] for rank in chosen), [])
+        mine = _FOUNDING.pack(member.communicators, *(free[-1] if free else (0, 0)))
         peers = [self._ranks[rank] for rank in chosen if self._ranks[rank] != member.index]
         tag = _FOUNDING_MESSAGES | zlib.crc32(f"{name} {chosen}".encode())
         with member.splitting:
             number = member.communicators
             if peers:
-                engine, mine = member.engine, number.to_bytes(4, "little")
+                engine = member.engine
                 sent = [engine.send(peer, tag, mine, label) for peer in peers]
-                heard = {peer: engine.recv(peer, tag, 4, label) for peer in peers}
+                heard = {peer: engine.recv(peer, tag, _FOUNDING.size, label) for peer in peers}
                 try:
                     engine.wait(*sent, *heard.values(), timeout=timeout)
                 except PeerTimeout:
                     if timeout is None or engine.error is not None:
                         raise
                     raise self._late(label, [peer for peer, work in heard.items() if not work.done], timeout) from None
-                number = max(number, *(int.from_bytes(work.result, "little") for work in heard.values()))
+                told = [_FOUNDING.unpack(work.result) for work in heard.values()]
+                number = max(number, *(new for new, *_ in told))
+                alike = {tuple(old) for _, *old in told} == {free[-1] if free else (0, 0)}
+            else:
+                alike = True
+            if free and alike:
+                return free.pop()[0]
             _check(number)
             member.communicators = number + 1
         return number
 
-    def give_back(self, processes: tuple[int, ...], number: int) -> None:
-        """Nothing is under way any more in the group of these processes of that number, and nothing will be."""
-        self._member.given_back.setdefault(processes, []).append(number)
+    def give_back(self, processes: tuple[int, ...], number: int, calls: int = 0) -> None:
+        """Nothing is under way here any more in the group of these processes of that number, and nothing will be.
+
+        ``calls`` is how many were made in it, where its ranks have not met since.
+        """
+        self._member.given_back.setdefault(processes, []).append((number, calls))
 
 
 def _check(number: int) -> None:
     if number >= COMMUNICATORS:
         raise UsageError(
             f"a process can be in up to {COMMUNICATORS} communicators in a run, and numbers of destroyed groups are"
-            " not used again: make groups once and keep them, or begin a new run"
+            " used again by groups of the same ranks only: make groups once and keep them, or begin a new run"
         )

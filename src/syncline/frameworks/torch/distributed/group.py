@@ -133,6 +133,9 @@ class SynclineGroup(_Base):  # type: ignore[misc]
             self.beside.popitem()[1].shutdown()
         if not self._alone and self.us.member.usable:
             self._mailbox.close()
+            self._prompt.close()
+            if self._mailbox.unused:
+                self.us.give_back()
         self._shut()
 
     def abort(self) -> None:

@@ -87,6 +87,11 @@ class Mailbox:
         self.us.engine.then(label, [], partial(self._want, wanted))
         return work
 
+    @property
+    def unused(self) -> bool:
+        """Whether nothing was sent or received, so that no message of this group can be on its way."""
+        return not (self._sent or self._wanted or self._awaited or self._heard)
+
     def close(self) -> None:
         """Nobody waits for what has not been sent: the end of the run does not either."""
         self.us.engine.then("giving up receives", [], self._give_up, tolerant=True)

@@ -78,6 +78,13 @@ class Prompt:
             self._busy = False
         return True
 
+    def close(self) -> None:
+        """What was prepared is not needed any more."""
+        while self._known:
+            prepared = self._known.popitem()[1]
+            if prepared is not None and self._us.engine.error is None:
+                self._us.engine.drop(prepared.kept)
+
     def _prepare(self, tensor: torch.Tensor) -> _Prepared | None:
         """What is kept for tensors like this one, None where they go the long way."""
         us, nbytes = self._us, tensor.nbytes
