@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +18,8 @@ from syncline import registry
 from syncline.algorithms.ps import push_and_pull
 from syncline.collectives import Collective
 from syncline.engine.messages import Exchange
-from syncline.engine.runs import Run, chunk_edges, tag_of
+from syncline.engine.reducing import MOST_PIECES, Reducing
+from syncline.engine.runs import KEYS, MOST_ACTIONS, Run, chunk_edges, tag_of
 from syncline.errors import PeerLost, SynclineError, UsageError
 from syncline.nouns import Group, numpy_dtype
 from syncline.plans.messages import compile_program
@@ -129,7 +132,9 @@ def test_as_many_segments_as_tags_can_number_and_one_more() -> None:
     plan = compile_program(registry.get("algorithms", "ring").target(Group(2)), 0)
     exchange = Exchange(Hub(2).transport(0), segment_bytes=1)
     exchange.start(Run(plan, np.zeros(1 << 16, np.uint8), 0, "at the limit"))
-    with pytest.raises(UsageError, match=r"one more: an array of 65537 bytes has more segments than tags"):
+    with pytest.raises(
+        UsageError, match=r"one more: an array of 65537 bytes has 65537 segments, and tags can number 65536"
+    ):
         exchange.start(Run(plan, np.zeros((1 << 16) + 1, np.uint8), 1, "one more"))
 
 
@@ -137,6 +142,56 @@ def test_the_tags_of_the_last_key_segment_and_action_are_their_own() -> None:
     """Below those of single messages and of reducers, which have the highest bit."""
     last = tag_of(Mock(run=Mock(key=(1 << 30) - 1), number=(1 << 16) - 1), Mock(index=(1 << 17) - 1))
     assert last == (1 << 63) - 1
+
+
+def limited() -> Exchange:
+    return Exchange(Hub(2).transport(0))
+
+
+def test_one_transfer_more_than_tags_can_number_is_refused_before_anything_is_sent() -> None:
+    program = compile_program(ALGORITHMS["ring"](Group(2)), 0)
+    most = replace(program, actions=program.actions[:1] * MOST_ACTIONS, waits=(1,) * MOST_ACTIONS)
+    exchange = limited()
+    exchange.start(Run(most, np.zeros(4), 1, "the most"))
+    more = replace(program, actions=program.actions[:1] * (MOST_ACTIONS + 1))
+    with pytest.raises(UsageError, match=f"a rank has {MOST_ACTIONS + 1} transfers in ring, and tags can number"):
+        exchange.start(Run(more, np.zeros(4), 2, "one more"))
+    assert exchange.labels == ["the most"]
+
+
+class Pieces(Sequence[Any]):
+    """So many, of which none is there."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: Any) -> Any:
+        raise AssertionError("opened")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "key", "says"),
+    [
+        (MOST_PIECES + 1, 1, f"bucket 0: a bucket of {MOST_PIECES + 1} pieces has more than tags can number"),
+        (1, KEYS, f"bucket 0: key {KEYS} is out of range"),
+        (MOST_PIECES, KEYS - 1, ""),
+    ],
+)
+def test_one_piece_or_key_more_than_tags_can_number_is_refused(pieces: int, key: int, says: str) -> None:
+    def make() -> Reducing:
+        return Reducing(
+            limited(), Pieces(pieces), lambda _: Mock(), key, "bucket 0",
+            priority=0.0, on_done=Mock(), tolerant=False, has_left=Mock(),
+        )  # fmt: skip
+
+    if says:
+        with pytest.raises(UsageError, match=says):
+            make()
+    else:
+        assert make().label == "bucket 0"
 
 
 @pytest.mark.parametrize("key", [-1, 1 << 30])

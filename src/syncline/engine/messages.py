@@ -111,7 +111,8 @@ class Exchange:
         if array.ndim != 1 or not array.flags.c_contiguous:
             raise UsageError(f"{run.label}: an exchange needs a one-dimensional contiguous array")
         if len(run.program.actions) > MOST_ACTIONS:
-            raise UsageError(f"{run.label}: a rank has {len(run.program.actions)} transfers, which is too many to run")
+            text = f"{run.label}: a rank has {len(run.program.actions)} transfers in {run.program.plan.name}"
+            raise UsageError(f"{text}, and tags can number {MOST_ACTIONS}: use another algorithm, or fewer ranks")
         if self._onesided is not None and self._onesided.takes(run.program.plan, array):
             on_done = partial(self._left_shared, run)
             self._under_way[run.key] = run
@@ -125,7 +126,8 @@ class Exchange:
         run.bytes_view = array.view(np.uint8)
         run.per_segment, run.segments = segments_of(run, self._segment_bytes)
         if run.segments > MOST_SEGMENTS:
-            raise UsageError(f"{run.label}: an array of {array.nbytes} bytes has more segments than tags can number")
+            text = f"{run.label}: an array of {array.nbytes} bytes has {run.segments} segments"
+            raise UsageError(f"{text}, and tags can number {MOST_SEGMENTS}: use smaller buckets, or parts of the array")
         run.left = run.segments
         run.opened = 0
         if self._observer is not None:

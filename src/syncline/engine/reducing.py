@@ -20,7 +20,7 @@ from ..kernels.cpu import add_in_order
 from ..plans.messages import Program
 from ..transports import Handle
 from .messages import Exchange, labelled
-from .runs import Array, Run
+from .runs import KEYS, Array, Run
 from .trace import Kind, Observer, Span, begin
 
 OPEN = 4
@@ -30,6 +30,9 @@ _MARK = 3 << 62
 """Tags of rounds have the two highest bits set: plans have not the first, single messages not the second."""
 _PIECE_BITS = 31
 """Below the key is the piece; two processes exchange its messages in the same order, so that rounds need no number."""
+
+MOST_PIECES = 1 << _PIECE_BITS
+"""Of one bucket."""
 
 
 class Reducing:
@@ -54,6 +57,13 @@ class Reducing:
         observer: Observer | None = None,
         within: Span | None = None,
     ) -> None:
+        if not 0 <= key < KEYS:
+            raise UsageError(f"{label}: key {key} is out of range")
+        if len(pieces) > MOST_PIECES:
+            raise UsageError(
+                f"{label}: a bucket of {len(pieces)} pieces has more than tags can number, which is {MOST_PIECES}: use"
+                " smaller buckets, as schedule=fixed(bucket=25MiB)"
+            )
         self._exchange, self._transport = exchange, exchange.transport
         self._pieces, self._program = pieces, program
         self._key, self._label, self._priority = key, label, priority
