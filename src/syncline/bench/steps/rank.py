@@ -41,7 +41,7 @@ class Work:
     report_fds: tuple[int, ...]
 
 
-class Exchange:
+class BareExchange:
     """The exchange of so many arrays alone, as a step would begin it."""
 
     def __init__(self, session: Session, arrays: int, elements: int) -> None:
@@ -83,7 +83,7 @@ def measure(work: Work, tensors: int) -> dict[str, Any]:
     """Medians over the repetitions, of the slowest rank in each, and whether the weights are right."""
     session = process.session
     loop = loop_of(work.framework)(tensors, work.elements)
-    exchange = Exchange(session, tensors, work.elements)
+    exchange = BareExchange(session, tensors, work.elements)
     times = np.zeros((2, work.repetitions, 3))  # seconds, and seconds of the processor
     for repetition in range(-WARM_UP, work.repetitions):
         for place, call in enumerate((loop.bare, exchange.run, loop.step)):
