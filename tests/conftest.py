@@ -34,6 +34,10 @@ settings.load_profile("syncline")
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Several processes run tests at once, as many as the cores can take: further threads would only turn in waiting for
+# each other. Those processes begin with it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Choosing by measuring takes a second per start: only its own tests do it. Processes of tests inherit it.
 os.environ["SYNCLINE_TUNING"] = "off"
 
