@@ -282,6 +282,58 @@ def test_a_group_does_not_end_while_another_thread_is_in_it(group: Any) -> None:
     assert group("ring", 2, body) == [[b"0", b"1"]] * 2
 
 
+def test_no_thread_begins_a_call_while_another_one_ends_the_group(group: Any) -> None:
+    """Also one that has asked for the group before, and one that ends it too."""
+
+    def body(session: Session) -> None:
+        one = new_group(session, [0, 1])
+        here = one.session
+        heard: list[str] = []
+
+        def late(call: Any) -> None:
+            with pytest.raises(UsageError) as raised:
+                call()
+            heard.append(str(raised.value))
+
+        calls = [lambda: here.gather(b""), lambda: here.tell_all(b""), lambda: here.allreduce(np.ones(3)), one.end]
+        with ThreadPoolExecutor(1) as threads:
+            barrier = here.barrier
+
+            def meanwhile() -> None:
+                for call in calls:
+                    threads.submit(late, call).result(30)
+                barrier()
+
+            here.barrier = meanwhile  # type: ignore[method-assign]
+            one.end()
+            threads.submit(late, calls[0]).result(30)
+        ends = [text for text in heard if "ends this group, or has: make another one" in text]
+        assert (len(heard), len(ends)) == (5, 4)
+        assert "is in a call of the <group of ranks 0-1>" in heard[3]
+
+    group("ring", 2, body)
+
+
+def test_a_group_whose_end_fails_is_there_still(group: Any) -> None:
+    def body(session: Session) -> list[bytes]:
+        one = new_group(session, [0, 1])
+        here, barrier = one.session, one.session.barrier
+
+        def fails() -> None:
+            raise KeyboardInterrupt
+
+        here.barrier = fails  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            one.end()
+        here.barrier = barrier  # type: ignore[method-assign]
+        with ThreadPoolExecutor(1) as threads:
+            found = threads.submit(one.session.gather, bytes([session.rank])).result(30)
+        one.end()
+        return found
+
+    assert group("ring", 2, body) == [[b"\0", b"\1"]] * 2
+
+
 def test_what_counts_processes_otherwise_is_not_passed_on(group: Any) -> None:
     """Keys and ranks of the run would be those of other groups."""
 

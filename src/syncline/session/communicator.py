@@ -85,6 +85,8 @@ class Communicator:
         self._next_key = 0
         self._holders: dict[int, Work] = {}
         self._inside: list[int] = []  # the threads that are in a call
+        self._closing = threading.Lock()
+        self._closed_by: int | None = None  # the thread that ends it
 
     @property
     def index(self) -> int:
@@ -255,14 +257,37 @@ class Communicator:
         """Whether another thread of this process is in a call."""
         return any(thread != threading.get_ident() for thread in list(self._inside))
 
+    def close(self) -> bool:
+        """Let no other thread begin a call from now on; False, and nothing changes, where one is in a call or so does.
+
+        Who begins one says so before it looks whether it may, and who closes the other way round: one sees the other.
+        """
+        with self._closing:
+            if self._closed_by is None:
+                self._closed_by = threading.get_ident()
+                if not self.is_busy:
+                    return True
+                self._closed_by = None
+            return False
+
+    def reopen(self) -> None:
+        """The other way round."""
+        self._closed_by = None
+
     @contextlib.contextmanager
     def _marked(self) -> Iterator[None]:
-        """Inside this thread is in a call."""
-        self._inside.append(threading.get_ident())
+        """Inside this thread is in a call; UsageError where another one ends the group."""
+        thread = threading.get_ident()
+        begins = thread not in self._inside
+        self._inside.append(thread)
         try:
+            if begins and self._closed_by not in (None, thread):
+                raise UsageError(
+                    self.titled("another thread ends this group, or has: make another one, and call in it")
+                )
             yield
         finally:
-            self._inside.remove(threading.get_ident())
+            self._inside.remove(thread)
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:

@@ -74,15 +74,14 @@ class WorkerGroup:
             raise UsageError(
                 f"models, or samplers, were made with the {self!r}, which therefore ends with syncline.shutdown()"
             )
-        self._ended = True  # for other threads from now on
-        if here.is_busy:
-            self._ended = False
+        if not here.close():
             raise UsageError(f"another thread of this process is in a call of the {self!r}: end it when all are over")
         try:
             here.barrier()
         except BaseException:
-            self._ended = False
+            here.reopen()
             raise
+        self._ended = True
         here.family.remove(here)
         self._world.numbers.give_back(self.ranks, self._number)
 
