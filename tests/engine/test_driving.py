@@ -213,8 +213,15 @@ def test_an_interrupt_while_another_thread_drives_ends_the_engine_too(
         work = one.exchange(program(0), np.ones(3), 0, "sum")
         while one._driver in (0, driving):
             pass  # the progress thread takes it
-        monkeypatch.setattr(one._changed, "wait_for", lambda *_: (asleep.set(), threading.Event().wait(LIMIT_S)))
-        monkeypatch.setattr(one._changed, "wait", lambda *_: (asleep.set(), threading.Event().wait(LIMIT_S)))
+
+        def doze(*_: object) -> None:
+            """In short waits: a signal just before one is handled after it only."""
+            asleep.set()
+            for _ in range(int(LIMIT_S / 0.01)):
+                threading.Event().wait(0.01)
+
+        monkeypatch.setattr(one._changed, "wait_for", doze)
+        monkeypatch.setattr(one._changed, "wait", doze)
 
         def interrupt() -> None:
             asleep.wait(LIMIT_S)
