@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -279,6 +280,24 @@ def sums(line: Connection, place: Place) -> None:
                         if not torch.equal(one, other):
                             wrong.append((turn, size, str(kind), name))
         line.send(wrong)
+
+
+def unattended(line: Connection, place: Place) -> None:
+    """Sums of one kind that go on behind the script, whose tensors nobody else keeps, among others of that kind."""
+    with grouped(place, "syncline") as rank:
+        found = []
+        for turn in range(30):
+            if rank == turn % place[1]:
+                time.sleep(0.001)  # so that all but one begin before
+            works = [dist.all_reduce(torch.full((4000,), float(rank + number)), async_op=True) for number in range(4)]
+            dist.all_reduce(torch.zeros(4000), async_op=True)
+            torch.full((4000,), -1.0)  # where memory that was given back would be used again
+            last = torch.full((4000,), float(rank))
+            dist.all_reduce(last)
+            futures = [work.get_future() for work in works[::2]]
+            works[3].wait()
+            found.append([float(one.wait()[0].mean()) for one in futures] + [float(last.mean())])
+        line.send(found)
 
 
 def dies(_: Connection, place: Place) -> None:

@@ -146,6 +146,11 @@ def test_sums_and_tables_are_right_again_and_again(pool: Pool, address: str, str
         assert group.results() == [[]] * 3
 
 
+def test_sums_that_nobody_attends_to_are_right(pool: Pool, address: str) -> None:
+    with pool.start(bodies.unattended, everyone(3, address)) as group:
+        assert group.results() == [[[3.0, 9.0, 3.0]] * 30] * 3
+
+
 def test_a_process_that_dies_is_named(pool: Pool, address: str) -> None:
     with pool.start(bodies.dies, everyone(3, address)) as group:
         assert group.end() == [1, 3, 1]

@@ -40,6 +40,8 @@ LIMIT_S = 30 * 60.0
 _POLL_S = 1.0
 SPINS_HERE = 200
 """How often a thread that waits anyway looks again before it sleeps; its core is offered to others in between."""
+LOOK_ONLY = -1
+"""For a thread that does not wait: looking again for a moment, without offering its core."""
 _FLUSH_S = 10.0
 _UNTIL_S = 0.1
 _DRAIN_S = 2.0

@@ -20,7 +20,7 @@ from ..errors import PeerTimeout, SynclineError
 from ..plans.messages import Program
 from ..transports import Bytes, Handle, Transport
 from ..wire.culprit import Found, Waits, find_culprit
-from .driver import LIMIT_S, SPINS_HERE, Driver
+from .driver import LIMIT_S, LOOK_ONLY, SPINS_HERE, Driver
 from .loopback import Loopback
 from .messages import Exchange, labelled
 from .reducing import Reducing
@@ -198,9 +198,9 @@ class Engine(Driver):
         finally:
             self._hand_over()
 
-    def drop(self, kept: Kept) -> None:
-        """What was prepared is not needed any more."""
-        self.then("drop", [], partial(self._exchange.drop, kept.run), tolerant=True)
+    def drop(self, kept: Kept, after: Work | None = None) -> None:
+        """What was prepared is not needed any more, once the last work of it is done."""
+        self.then("drop", [] if after is None else [after], partial(self._exchange.drop, kept.run), tolerant=True)
 
     def run_kept(self, kept: Kept, address: int, key: int, label: str, sign: Sign, timeout: float) -> bool:
         """As ``run`` over the array at ``address``, with still less in between; False where that has to be used.
@@ -214,10 +214,7 @@ class Engine(Driver):
             code = self._exchange.prompt(kept.run, address, key, sign, SPINS_HERE)
             work.done = code == 0
             if code:
-                with self._changed:
-                    self._under_way += 1
-                done = partial(self._finish, work, None)
-                self._exchange.take_up(kept.run, Run(kept.program, kept.run.array, key, label, on_done=done, sign=sign))
+                self._take_up(kept, work, key, sign, None)
                 deadline = begun + timeout
                 self._drive(lambda: work.done or time.perf_counter() >= deadline, deadline, None, SPINS_HERE)
             self._moves += 1
@@ -236,6 +233,38 @@ class Engine(Driver):
         if not work.done:
             raise PeerTimeout(f"{label}: not done within {timeout:.1f} s", rank=-1)
         return True
+
+    def begin_kept(self, kept: Kept, address: int, key: int, label: str, sign: Sign, memory: object) -> Work | None:
+        """Begin what ``run_kept`` runs; the work, which may be done. None where ``exchange`` has to be used.
+
+        Where all others have come this thread does it all; else it goes on behind the script. ``memory`` is kept alive.
+        """
+        if not self._claim():
+            return None
+        work = Work(label)
+        work.key = key
+        try:
+            code = self._exchange.prompt(kept.run, address, key, sign, LOOK_ONLY)
+            work.done = code == 0
+            if code:
+                self._take_up(kept, work, key, sign, memory)
+            self._moves += 1
+            self._hand_over()
+        except BaseException as error:
+            self._left(error)
+            raise
+        return None if code is None else work
+
+    def _take_up(self, kept: Kept, work: Work, key: int, sign: Sign, memory: object) -> None:
+        """A kept run was begun and is not done: it goes on as any other."""
+        with self._changed:
+            self._under_way += 1
+
+        def done(_: object = memory) -> None:
+            self._finish(work, None)
+
+        run = Run(kept.program, kept.run.array, key, work.label, on_done=done, sign=sign)
+        self._exchange.take_up(kept.run, run)
 
     def send(self, dst: int, tag: int, data: bytes | Bytes, label: str, tolerant: bool = False) -> Work:
         """Send a message, which may be to this process itself; a ``tolerant`` one to a peer that may leave.

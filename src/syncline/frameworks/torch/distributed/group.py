@@ -152,13 +152,13 @@ class SynclineGroup(_Base):  # type: ignore[misc]
 
     def allreduce(self, tensors: Tensors, opts: Any = None, *_: Any) -> Any:
         """Each tensor becomes that of all ranks."""
-        if (
-            opts is not None
-            and not getattr(opts, "asyncOp", True)
-            and len(tensors) == 1
-            and self._prompt.allreduce(tensors[0], opts.reduceOp, self._limit(opts))
-        ):
-            return self._summed
+        if opts is not None and len(tensors) == 1:
+            limit_s = self._limit(opts)
+            if getattr(opts, "asyncOp", True):
+                if (work := self._prompt.begin(tensors[0], opts.reduceOp)) is not None:
+                    return self._under_way(None if work.done else work, work.label, list(tensors), limit_s)
+            elif self._prompt.allreduce(tensors[0], opts.reduceOp, limit_s):
+                return self._summed
         if (other := others.of(self, tensors)) is not None:
             return other.allreduce(tensors, opts)
         return self._reduce(tensors, opts, lambda *call: self._collectives.allreduce(*call))

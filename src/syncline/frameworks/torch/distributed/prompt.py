@@ -1,23 +1,26 @@
-"""The short way of an allreduce that torch waits for: one tensor of a kind that was summed before.
+"""The short way of an allreduce: one tensor of a kind that was summed before.
 
 What such a call needs besides the tensor's address is prepared at the first one, for each number and type of elements.
 Any other call, and one that comes while something else is under way, goes the long way (``collectives``), which ranks
-do not see: tickets, keys and plan are the same.
+do not see: tickets, keys and plan are the same. A call that goes on behind the script is begun in the thread that makes
+it, which does all of it where the others have come.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
 
 from ....engine.engine import Kept
+from ....engine.work import Work
 from ....errors import PeerTimeout
 from ....plans.messages import Program
 from ....session.communicator import Communicator
-from ....session.tickets import ALLREDUCE, CALLS
+from ....session.tickets import ALLREDUCE, CALLS, Ticket
 from .collectives import Collectives, shown
 from .reductions import reduction_of
 from .tensors import memory_of, sizes_of
@@ -28,10 +31,13 @@ _MOST, _MOST_BYTES = 128, 1 << 20
 _LABEL = CALLS[ALLREDUCE]
 
 
-class _Prepared(NamedTuple):
+@dataclass(eq=False)
+class _Prepared:
     kept: Kept
     argument: int
     flags: int
+    work: Work | None = None
+    """The last call that went on behind the script: while it does, what is kept is in use."""
 
 
 class Prompt:
@@ -45,26 +51,13 @@ class Prompt:
 
     def allreduce(self, tensor: torch.Tensor, op: Any, timeout_s: float) -> bool:
         """Sum a tensor in place; False where it has to go the long way, nothing having been done."""
-        if op != self._sum or not (
-            type(tensor) is torch.Tensor
-            and tensor.is_cpu
-            and tensor.layout is torch.strided
-            and tensor.is_contiguous()
-            and not (tensor.is_conj() or tensor.is_neg())
-        ):
-            return False
         us = self._us
-        kind = (tensor.numel(), tensor.dtype)
         with self._lock:
-            if self._busy:
-                return False
-            prepared = self._known[kind] if kind in self._known else self._prepare(tensor)
+            prepared = self._prepared(tensor, op)
             if prepared is None:
                 return False
             self._busy = True
-            ticket, key = us.come(ALLREDUCE, prepared.argument, flags=prepared.flags)
-            us.call_key()
-            self._collectives.calls += 1
+            ticket, key = self._come(prepared)
         try:
             sign = us.sign(ticket)
             if not us.engine.run_kept(prepared.kept, tensor.data_ptr(), key, _LABEL, sign, timeout_s):
@@ -78,12 +71,56 @@ class Prompt:
             self._busy = False
         return True
 
+    def begin(self, tensor: torch.Tensor, op: Any) -> Work | None:
+        """Begin to sum a tensor; the work, which may be done. None where it has to go the long way."""
+        us = self._us
+        with self._lock:
+            prepared = self._prepared(tensor, op)
+            if prepared is None:
+                return None
+            ticket, key = self._come(prepared)
+            sign = us.sign(ticket)
+            work = us.engine.begin_kept(prepared.kept, tensor.data_ptr(), key, _LABEL, sign, tensor)
+            if work is None:
+                array = memory_of(tensor).numbers
+                work = us.engine.exchange(prepared.kept.program, array, key, _LABEL, sign=sign)
+            else:
+                prepared.work = work
+            if not work.done:
+                us.hold(key, work)
+            return work
+
+    def _come(self, prepared: _Prepared) -> tuple[Ticket, int]:
+        """Come to the call: as many keys are taken as on the long way."""
+        ticket, key = self._us.come(ALLREDUCE, prepared.argument, flags=prepared.flags)
+        self._us.call_key()
+        self._collectives.calls += 1
+        return ticket, key
+
+    def _prepared(self, tensor: torch.Tensor, op: Any) -> _Prepared | None:
+        """What is kept for such a tensor and is not in use; None where there is nothing, or cannot be."""
+        if op != self._sum or not (
+            type(tensor) is torch.Tensor
+            and tensor.is_cpu
+            and tensor.layout is torch.strided
+            and tensor.is_contiguous()
+            and not (tensor.is_conj() or tensor.is_neg())
+        ):
+            return None
+        kind = (tensor.numel(), tensor.dtype)
+        if self._busy:
+            return None
+        prepared = self._known[kind] if kind in self._known else self._prepare(tensor)
+        if prepared is None or (prepared.work is not None and not prepared.work.done):
+            return None
+        return prepared
+
     def close(self) -> None:
         """What was prepared is not needed any more."""
         while self._known:
             prepared = self._known.popitem()[1]
             if prepared is not None and self._us.engine.error is None:
-                self._us.engine.drop(prepared.kept)
+                self._us.engine.drop(prepared.kept, prepared.work)
 
     def _prepare(self, tensor: torch.Tensor) -> _Prepared | None:
         """What is kept for tensors like this one, None where they go the long way."""
