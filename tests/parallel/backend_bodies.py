@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import syncline
+from syncline.compression.reducers import owners
 
 BATCH = 12
 
@@ -403,7 +405,8 @@ def refused(line: Connection, place: Place) -> None:
 
 def hooked(line: Connection, place: Place, backend: str, codec: str) -> None:
     """Weights under the hook, on all ranks alike; and those of a run that was resumed in the middle, twice."""
-    with grouped(place, backend) as rank:
+    small = mock.patch.object(owners, "PIECE_BYTES", 1500)  # so that messages of several pieces are under way
+    with grouped(place, backend) as rank, small:
 
         def begin() -> tuple[Any, Any]:
             model = DistributedDataParallel(build(0), bucket_cap_mb=0.03)

@@ -42,10 +42,11 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Message:
-    """Bytes to or from a process. A received message may be shorter than ``data``."""
+    """Bytes to or from a process. What is received may be shorter than ``data``, unless that is its ``exact`` size."""
 
     peer: int
     data: Bytes
+    exact: bool = False
 
 
 @dataclass(frozen=True)

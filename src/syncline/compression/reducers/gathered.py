@@ -41,8 +41,8 @@ def reduce(piece: Sequence[Operand], letter: Letter, me: Participant) -> Reducer
     posts: dict[int, Post] = {me.index: letter.write(me.room, arrays, states, me.report)}
     others = me.others()
     posts |= {other: letter.room(me.room) for other in others}
-    sends = [Message(other, posts[me.index].data) for other in others]
-    lengths = yield Round(sends, [Message(other, posts[other].data) for other in others])
+    sends = [Message(other, posts[me.index].data, letter.fixed) for other in others]
+    lengths = yield Round(sends, [Message(other, posts[other].data, letter.fixed) for other in others])
     for other, length in zip(others, lengths, strict=True):
         posts[other].nbytes = length
     for worker in range(me.workers):

@@ -34,11 +34,12 @@ class Letter:
         self.parts = tuple(parts)
         sizes = [part.codec.wire_bytes(spec_of(part)) for part in parts]
         self._greatest = [size[1] // 4 for size in sizes]
-        self._fixed = all(expected == greatest for expected, greatest in sizes)
+        self.fixed = all(expected == greatest for expected, greatest in sizes)
+        """Whether each such message has ``greatest_bytes``."""
         texts = "+".join(dict.fromkeys(repr(part.codec) for part in parts))
         self._check = zlib.crc32(texts.encode())
         self._elements = sum(part.array.size for part in parts) & 0xFFFFFFFF
-        self._first = _HEAD + (0 if self._fixed else len(parts))
+        self._first = _HEAD + (0 if self.fixed else len(parts))
         self.greatest_bytes = 4 * (self._first + sum(self._greatest))
         self.expected_bytes = 4 * self._first + sum(expected for expected, _ in sizes)
 
@@ -58,7 +59,7 @@ class Letter:
             made = part.codec.encode(x, words[at : at + self._greatest[number]], state, part.start)
             if not made.finite:
                 report(part.name)
-            if not self._fixed:
+            if not self.fixed:
                 words[_HEAD + number] = made.words
             at += made.words
         post.nbytes = 4 * at
@@ -83,7 +84,7 @@ class Letter:
             raise ReduceError(f"{names} was made by another codec")
         if words[1] != self._elements:
             raise ReduceError(f"{names} is of {words[1]} elements, {self._elements} were expected")
-        lengths = self._greatest if self._fixed else words[_HEAD : self._first].tolist()
+        lengths = self._greatest if self.fixed else words[_HEAD : self._first].tolist()
         if any(length > most for length, most in zip(lengths, self._greatest, strict=True)):
             raise ReduceError(f"{names} says that a payload is longer than its codec makes it")
         if self._first + sum(lengths) != words.size:
@@ -123,7 +124,7 @@ class Letter:
                 length = part.codec.merge(here, there, words[at : at + self._greatest[number]], state)
             except PayloadError as error:
                 raise ReduceError(f"{sender}: the payload of {part.name!r} ({part.codec}): {error}") from None
-            if not self._fixed:
+            if not self.fixed:
                 words[_HEAD + number] = length
             at += length
         merged.nbytes = 4 * at

@@ -197,8 +197,8 @@ def collect(piece: OwnedPiece, me: Participant) -> Reducer:
     posted = _written(letters, shares, me)
     own = {me.index: posted.pop(mine)} if mine in posted else {}
     came = {worker: letters[mine].room(me.room) for worker in me.others()} if owned else {}
-    sends = [Message(me.owners[owner], post.data) for owner, post in posted.items()]
-    lengths = yield Round(sends, [Message(worker, post.data) for worker, post in came.items()])
+    sends = [Message(me.owners[owner], post.data, letters[owner].fixed) for owner, post in posted.items()]
+    lengths = yield Round(sends, [Message(worker, post.data, letters[mine].fixed) for worker, post in came.items()])
     _note(came, lengths)
     _free(posted)
     if owned:
@@ -261,9 +261,10 @@ def answer(
     if said:
         states = [part.again for part in relayed[mine]]
         posts[mine] = letters[mine].write(me.room, said, states, lambda _: None)
-        sends = [Message(worker, posts[mine].data) for worker in me.others()]
+        sends = [Message(worker, posts[mine].data, letters[mine].fixed) for worker in me.others()]
     others = {owner: letters[owner].room(me.room) for owner in wanted if relayed[owner] and owner != mine}
-    lengths = yield Round(sends, [Message(me.owners[owner], post.data) for owner, post in others.items()])
+    receives = [Message(me.owners[owner], post.data, letters[owner].fixed) for owner, post in others.items()]
+    lengths = yield Round(sends, receives)
     _note(others, lengths)
     posts |= others
     for owner, post in posts.items():

@@ -1,11 +1,12 @@
 """What reducers ask for, carried by any process group of torch: messages between ranks, and sums.
 
 Payloads are in the CPU's memory; a group that moves tensors of its device only gets copies there. A receive has to know
-its size beforehand, as reducers do not: so sizes travel before payloads.
+its size beforehand: where reducers do not, sizes travel before payloads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ....compression.reducers import Round
+from ....compression.reducers import Bytes, Message, Round
 from ..storage import as_torch
 
 
@@ -27,15 +28,66 @@ class Carrier:
         self.rank, self.world = dist.get_rank(group), len(ranks)
         self._device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
-    def swap(self, asked: Round) -> list[int]:
+    def begin(self, asked: Round, piece: int) -> Callable[[], list[int]]:
+        """Begin to send and receive the messages of a round; what waits for them, and says how long each is that came.
+
+        Rounds of several pieces may be under way, told apart by the ``piece``; all ranks finish them in one order.
+        """
+        if self._device.type != "cpu":  # NCCL matches messages by their order, and sends only while others receive
+            lengths = self._swap(asked)
+            return lambda: lengths
+        sizes, bodies = 2 * piece, 2 * piece + 1
+        lengths = [message.data.size for message in asked.receives]
+        told = {
+            place: self._receive(np.zeros(8, np.uint8), message.peer, sizes)
+            for place, message in enumerate(asked.receives)
+            if not message.exact
+        }
+        works = [
+            self._send(np.array([message.data.size]).view(np.uint8), message.peer, sizes)
+            for message in asked.sends
+            if not message.exact
+        ]
+        works += [self._send(message.data, message.peer, bodies) for message in asked.sends if message.data.size]
+        coming = [
+            self._receive(message.data, message.peer, bodies)
+            for message in asked.receives
+            if message.exact and message.data.size
+        ]
+
+        def finish() -> list[int]:
+            for place, end in told.items():
+                message, length = asked.receives[place], int(end().view(np.int64)[0])
+                lengths[place] = _checked(length, message)
+                if length:
+                    coming.append(self._receive(message.data[:length], message.peer, bodies))
+            for end in coming:
+                end()
+            for work in works:
+                work.wait()
+            return lengths
+
+        return finish
+
+    def _send(self, data: Bytes, peer: int, tag: int) -> Any:
+        return dist.isend(torch.from_numpy(data), self._ranks[peer], group=self._group, tag=tag)
+
+    def _receive(self, place: Bytes, peer: int, tag: int) -> Callable[[], Bytes]:
+        """Begin to receive into ``place``; what waits for it."""
+        work: Any = dist.irecv(torch.from_numpy(place), self._ranks[peer], group=self._group, tag=tag)
+
+        def end() -> Bytes:
+            work.wait()
+            return place
+
+        return end
+
+    def _swap(self, asked: Round) -> list[int]:
         """Send and receive the messages of a round; the lengths of those that came."""
         sent = [torch.tensor([message.data.size]) for message in asked.sends]
         came = [torch.zeros(1, dtype=torch.int64) for _ in asked.receives]
         self._move(asked, sent, came)
-        lengths = [int(size) for size in came]
-        for length, message in zip(lengths, asked.receives, strict=True):
-            if not 0 <= length <= message.data.size:
-                raise RuntimeError(f"rank {message.peer} sends {length} bytes where {message.data.size} fit")
+        lengths = [_checked(int(size), message) for size, message in zip(came, asked.receives, strict=True)]
         bodies = [torch.from_numpy(message.data) for message in asked.sends]
         places = [
             torch.from_numpy(message.data[:length]) for message, length in zip(asked.receives, lengths, strict=True)
@@ -81,3 +133,10 @@ class Carrier:
         for tensor, place in zip(there, into, strict=True):
             if tensor is not place:
                 place.copy_(tensor)
+
+
+def _checked(length: int, message: Message) -> int:
+    """The length of a message that is to come, if there is room for it."""
+    if not 0 <= length <= message.data.size:
+        raise RuntimeError(f"rank {message.peer} sends {length} bytes where {message.data.size} fit")
+    return length

@@ -25,6 +25,7 @@ from ....codecs import Stochastic, codec_of
 from ....compression.compression import Compression
 from ....compression.reducers import Participant, Reducer, Round
 from ....compression.saved import Saved, as_bytes, from_bytes
+from ....engine.reducing import OPEN
 from ....errors import UsageError
 from ....nouns import Bucket, Layer, Slice, Spec
 from ....strategy.strategy import Strategy
@@ -119,27 +120,38 @@ class HookState:
         assert self._carrier is not None
         flat = as_torch(array, buffer.dtype)
         flat.copy_(buffer.detach()).div_(world)
-        for begin in compression.pieces(0):
-            self._drive(begin())
+        self._drive(compression.pieces(0))
         compression.finish(0)
         with torch.no_grad():
             buffer.copy_(flat)
         return buffer
 
-    def _drive(self, reducer: Reducer) -> None:
-        """Let a reducer compute, and carry what it asks for."""
+    def _drive(self, pieces: Sequence[Callable[[], Reducer]]) -> None:
+        """Let reducers compute, each while the messages of others travel, and carry what they ask for."""
+        begun, under_way = 0, deque[tuple[int, Reducer, Callable[[], list[int]]]]()
+        while begun < len(pieces) or under_way:
+            if begun < len(pieces) and len(under_way) < OPEN:
+                number, reducer, lengths = begun, pieces[begun](), None
+                begun += 1
+            else:
+                number, reducer, finish = under_way.popleft()
+                lengths = finish()
+            if (waits := self._advance(number, reducer, lengths)) is not None:
+                under_way.append((number, reducer, waits))
+
+    def _advance(self, number: int, reducer: Reducer, lengths: Any) -> Callable[[], list[int]] | None:
+        """Let a reducer go on until it has to wait; what waits, None at its end."""
         assert self._carrier is not None
-        lengths: Any = None
         while True:
             try:
                 asked = reducer.send(lengths)
             except StopIteration:
-                return
-            if isinstance(asked, Round):
-                lengths = self._carrier.swap(asked)
-            else:
+                return None
+            if not isinstance(asked, Round):
                 self._carrier.add(asked.array)
-                lengths = []
+            elif asked.sends or asked.receives:
+                return self._carrier.begin(asked, number)
+            lengths = []
 
     # Checkpoints.
 
