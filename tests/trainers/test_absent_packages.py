@@ -9,6 +9,7 @@ import pytest
 import scripts_of_trainers as scripts
 
 from syncline.errors import UsageError
+from syncline.frameworks import adapter_of
 
 
 def test_a_missing_lightning_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,6 +20,12 @@ def test_a_missing_lightning_is_told_what_to_install(monkeypatch: pytest.MonkeyP
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match=r"needs Lightning: pip install 'syncline\[lightning\]'"):
         import syncline.lightning  # noqa: F401
+
+
+def test_a_backend_of_keras_without_an_adapter_is_named() -> None:
+    model = type("Sequential", (), {"__module__": "keras.src.models.sequential"})()
+    with pytest.raises(UsageError, match="set KERAS_BACKEND=tensorflow, or torch, before anything imports keras"):
+        adapter_of(model)
 
 
 def test_every_example_has_tests() -> None:
