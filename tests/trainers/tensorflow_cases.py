@@ -314,6 +314,7 @@ def fewer_batches(place: Place) -> None:
     with joined(place, "ring"):
         made, used = begin("sgd", "fit")
         advance(made, used, "fit", 0, 3 - syncline.rank(), *syncline_place(place))
+        syncline.barrier()
 
 
 def raises(place: Place) -> None:

@@ -51,8 +51,8 @@ def adapter_of(model: object) -> Adapter:
             return adapter  # type: ignore[no-any-return]
     if "keras" in packages:
         raise UsageError(
-            f"the model is {type(model).__name__} of Keras, whose backend has no adapter: set KERAS_BACKEND=tensorflow, or"
-            " torch, before anything imports keras"
+            f"the model is {type(model).__name__} of Keras, whose backend has no adapter: set KERAS_BACKEND=tensorflow,"
+            " or torch, before anything imports keras"
         )
     raise UsageError(
         f"a model is {type(model).__name__}, of no framework that Syncline knows ({', '.join(known)}): give a"

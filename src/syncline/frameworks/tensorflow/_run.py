@@ -1,10 +1,11 @@
 """One model in a run: what the computation of a step calls, and what these calls do with the session.
 
-Every bucket is a call, as soon as its gradients are there, which begins its exchange; one more waits for all and has
-the mean. All of them wait for a variable that the exchange before has changed, so that exchanges keep their order,
-whatever loops and models a graph has, and no thread of TensorFlow's waits for gradients that another has yet to give:
-they have all gone when the last call comes. Where others hold the weights it is these that come back. Where workers
-train by themselves, a call asks first what kind of step it is, and others tell of the weights before and after it.
+Every bucket is a call, as soon as its gradients are there, which begins its exchange; that of the last one waits for
+all and has the mean. All of them wait for a variable that the exchange before has changed, so that exchanges keep
+their order, whatever loops and models a graph has, and no thread of TensorFlow's waits for gradients that another has
+yet to give: they have all gone when the last call waits. Where others hold the weights it is these that come back.
+Where workers train by themselves, a call asks first what kind of step it is, and others tell of the weights before
+and after it.
 """
 
 from __future__ import annotations
@@ -179,13 +180,13 @@ class Run:
         return _nothing()
 
     def _exchanged(self, gradients: Sequence[Any], told: Sequence[Any], *, lent: bool = False) -> list[Any]:
-        gone = []
-        for tensors in self._starts:
+        gone, (*before, last) = [], self._starts
+        for tensors in before:
             gone += self._call(partial(self._start, tensors), [gradients[one] for one in tensors], [])
         with tf.control_dependencies(gone):
             found = self._call(
-                partial(self._finish, bool(told), lent and not tf.executing_eagerly()),
-                [*told, *self._buffers.values()],
+                partial(self._finish, last, bool(told), lent and not tf.executing_eagerly()),
+                [*(gradients[one] for one in last), *told, *self._buffers.values()],
                 [*self.specs, *self._buffers.specs],
             )
         self._buffers.assign(found[len(self.specs) :])
@@ -236,12 +237,14 @@ class Run:
         for tensor, gradient in zip(tensors, gradients, strict=True):
             self.model.produced(tensor, gradient)
 
-    def _finish(self, told: bool, lent: bool, *given: Array) -> list[Array]:
+    def _finish(self, tensors: Sequence[int], told: bool, lent: bool, *given: Array) -> list[Array]:
+        gradients, rest = given[: len(tensors)], given[len(tensors) :]
+        self._start(tensors, *gradients)
         if told:
-            self.weights.rate = float(given[0])
+            self.weights.rate = float(rest[0])
         self.model.step()
         found = self.weights.now if self.held else self.model.gradients.flat
-        return [*self._shaped(found, lent=lent), *self._buffers.of_first(given[told:])]
+        return [*self._shaped(found, lent=lent), *self._buffers.of_first(rest[told:])]
 
     def _ask(self) -> list[Array]:
         kind = self.model.kind
