@@ -277,6 +277,20 @@ def on_one_rank(place: Place, name: str, call: str) -> None:
             syncline.jax.broadcast(params) if call == "broadcast" else syncline.jax.average().init(params)
 
 
+def _other_optimizer(place: Place, one: Any, other: Any) -> None:
+    with joined(place, "ring"):
+        params = syncline.jax.broadcast(model(syncline.rank()))
+        syncline.jax.distributed(other if syncline.rank() == 1 else one).init(params)
+
+
+def other_rate(place: Place) -> None:
+    _other_optimizer(place, optax.sgd(0.1), optax.sgd(0.2))
+
+
+def other_state(place: Place) -> None:
+    _other_optimizer(place, optax.sgd(0.1), optax.adam(0.1))
+
+
 def other_types(place: Place) -> None:
     """One rank traces its step with gradients in bfloat16."""
     with joined(place, "ring"):

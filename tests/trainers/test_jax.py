@@ -174,6 +174,8 @@ def test_what_servers_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
             "other_types",
             "rank 1 (*): update() is traced with gradients that have * and type bfloat16, where init() had",
         ),
+        ("other_rate", "the optimizer of rank 1 (*) makes other updates of the same gradients than that of rank 0 ("),
+        ("other_state", "the optimizer of rank 1 (*) keeps other state than that of rank 0 ("),
         ("dies", "rank 1 (*) died"),
         ("forgets", "a computation makes step 0 where the run is at step 1"),
     ],

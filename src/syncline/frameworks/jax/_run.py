@@ -9,6 +9,7 @@ of step it is, and the computation branches.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ...errors import ClosedError, UsageError
+from ...errors import ClosedError, MismatchError, UsageError
 from ...session.session import Session
 from ...sync import Agrees
 from .._alone import warn_of_plain_steps
@@ -30,7 +31,7 @@ from .._schedules import check_mode, check_schedule
 from ._buckets import PUT, TAKE, TOKEN, Buckets
 from ._calls import Array, Call, calls, invoke, invoke_code
 from ._devices import device_of_owners, shared
-from ._slices import OptaxSlices, probe
+from ._slices import OptaxSlices, outline, probe
 from ._trees import devices_of, host, is_traced, named, placed, specs_of, told_to_all
 from ._weights import SynclineState, TreeWeights, fresh, given, state_of
 
@@ -93,6 +94,7 @@ class Run:
             )
             session.fail(error)
             raise error
+        self._compare(params)
         session.barrier()  # nobody goes on from parameters that are not everyone's
         self._forget()
         self._lay_out(model)
@@ -116,6 +118,27 @@ class Run:
             if self._held and not (session.is_worker and session.group.servers):
                 device = device_of_owners(beside=session.is_worker)  # all see whether there is one
         return partial(OptaxSlices, self._optimizer, device)
+
+    def _compare(self, params: Any) -> None:
+        """Raise MismatchError, on all, where workers' optimizers are not the same, as far as can be seen."""
+        if self._optimizer is None:
+            return
+        session = self._session
+        mine = outline(self._optimizer, params)
+        theirs = [json.loads(text) for text in session.gather(json.dumps(mine).encode())]
+        (keeps, numbers), rank = theirs[0], session.rank
+        if (
+            mine[0] == keeps
+            and len(mine[1]) == len(numbers)
+            and np.allclose(mine[1], numbers, rtol=1e-4, equal_nan=True)
+        ):
+            return
+        what = "keeps other state" if mine[0] != keeps else "makes other updates of the same gradients"
+        text = f"the optimizer of {session.name(rank)} {what} than that of {session.name(0)}"
+        remedy = "give all workers the same transformation of optax, with the same values"
+        error = MismatchError(session.titled(f"{text}: {remedy}"))
+        session.fail(error)
+        raise error
 
     def _inner(self, params: Any) -> Any:
         return () if self._optimizer is None or self._held else self._optimizer.init(params)

@@ -102,6 +102,30 @@ def probe(optimizer: Any, params: Any) -> bool:
     return any(shape in shapes and shape for shape in kept)
 
 
+def outline(optimizer: Any, params: Any) -> tuple[str, list[float]]:
+    """What an optimizer keeps, and does to a small tree of this structure, by which processes can compare theirs.
+
+    A transformation of optax is functions that show nothing else of themselves. Of one that wants more than gradients
+    and parameters there are no numbers.
+    """
+    draw = np.random.default_rng(0)
+
+    def small(leaf: Any) -> Any:
+        return jnp.array(draw.standard_normal([min(length, 2) for length in leaf.shape]), jnp.float32)
+
+    whole = jax.tree.map(small, params)
+    state = optimizer.init(whole)
+    keeps = str([(name, np.shape(leaf)) for name, leaf in named(state)])
+    found = []
+    try:
+        for _ in range(2):
+            changes, state = optimizer.update(jax.tree.map(small, params), state, whole)
+            found += [float(np.abs(np.asarray(leaf, np.float64)).sum()) for leaf in jax.tree.leaves(changes)]
+    except Exception:  # the script's own call will say what it wants
+        found = []
+    return keeps, found
+
+
 def _agrees(optimizer: Any, params: Any) -> bool:
     draw = np.random.default_rng(0)
 
