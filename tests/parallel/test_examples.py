@@ -139,4 +139,5 @@ def test_no_example_is_forgotten() -> None:
         "pipeline_by_data.py",
         "tensor_by_data.py",
         "jax_digits.py",  # among the tests of trainers
+        "tensorflow_digits.py",
     }
