@@ -20,7 +20,7 @@ AWAKE: Final = 0
 ASLEEP: Final = 1
 
 CORE: Final = 8
-"""The number of the core on which this rank waited last, and 1; 0 while it has not."""
+"""The core on which this rank last began a run or waited, counted from 1; 0 while it has done neither."""
 
 TABLES: Final = 64
 """The segment number of each further table, 0 while there is none (the board itself has that number)."""

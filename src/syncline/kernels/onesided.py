@@ -282,8 +282,9 @@ def _stage(state, peers, staged, direction):
 
 
 @inner
-def _show(state, peers):
-    """Fill in this run's slot and show it to the others."""
+def _show(state, peers, members):
+    """Fill in this run's slot and show it to the others, and on which core this rank begins it."""
+    store(members[state[RANK], BOARD] + CORE, np.int64(sched_getcpu()) + 1)
     slot = state[OWN_SLOT]
     store(slot + SLOT_SEGMENT, state[OWN_SEGMENT])
     store(slot + SLOT_OFFSET, state[OWN_OFFSET])
@@ -373,7 +374,7 @@ def advance(
         operation = state[AT]
         if operation == 0:
             if state[SEGMENT] == 0:
-                _show(state, peers)
+                _show(state, peers, members)
             if state[STAGED]:
                 _stage(state, peers, staged, IN)
         else:
