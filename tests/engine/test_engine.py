@@ -504,3 +504,17 @@ def test_who_asks_is_told_once_that_a_work_is_over_however_it_ends() -> None:
         engine.fail(ClosedError("the end"))
         engine.when_over(stuck, lambda: told.append("after the end"))
         assert told == ["done before", "stuck", "after the end"]
+
+
+def test_one_who_cannot_be_told_keeps_nobody_else_from_it() -> None:
+    def refuse() -> None:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    with engines() as (engine, _):
+        told: list[int] = []
+        engine.when_over(engine.promise("one"), refuse)
+        engine.when_over(engine.promise("another"), lambda: told.append(2))
+        engine.fail(ClosedError("the end"))
+        assert told == [2]
+        with pytest.raises(ClosedError, match="the end"):
+            engine.check_error()

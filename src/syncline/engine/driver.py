@@ -212,7 +212,8 @@ class Driver(ABC):
             self._wanted.notify()
         self.transport.wake()  # whoever drives looks at it
         for call in told.values():
-            call()
+            with contextlib.suppress(Exception):  # the first fault stays, and the others have to be told
+                call()
 
     def interrupted(self, error: BaseException) -> None:
         """Something was left in the middle: from now on every call raises that, here, and the others are told.

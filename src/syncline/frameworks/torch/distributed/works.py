@@ -1,11 +1,13 @@
 """Works and futures as torch knows them, over calls and works of the engine.
 
 A future's callbacks are the script's, or DistributedDataParallel's, and may wait for further collectives: so futures
-are completed in threads of their own, of which one is always free while others call back.
+are completed in threads of their own, of which one always watches what is under way while others call back.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -90,11 +92,12 @@ class GroupWork(TorchWork):
         """A future of the tensors."""
         with self._lock:
             if self._future is None:
-                self._future = Future()
+                future = Future[Any]()
                 if self.is_success():
-                    self._future.set_result(self._outputs)
+                    future.set_result(self._outputs)
                 else:
-                    self._completer.add(self, self._future)
+                    self._completer.add(self, future)
+                self._future = future
             return self._future
 
     @property
@@ -110,41 +113,49 @@ class GroupWork(TorchWork):
 
 
 class Completer:
-    """Completes futures, each once its work is done, whatever others wait for.
+    """Completes futures, each once its work is done or its time is over, whatever others wait for.
 
-    A callback may wait for a work itself: so a future that is to be completed while another one calls back gets a
-    thread more. Threads stay a while for the next ones.
+    A callback may wait for a work itself: so while one calls back and any future is open, another thread watches. That
+    makes at most one thread more than there are callbacks at a time. Threads stay a while for the next futures.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._open: dict[Future[Any], tuple[GroupWork, float]] = {}  # futures of works under way: until when
         self._over: deque[tuple[GroupWork, Future[Any]]] = deque()
-        self._idle, self._look = 0, 0.0  # threads with nothing to do, and when the next of them looks at the time
+        self._looks: dict[threading.Thread, float] = {}  # when each thread with nothing to do looks at the time next
 
     def add(self, work: GroupWork, future: Future[Any]) -> None:
         """Complete ``future`` when ``work`` is done, or fail it when the run has ended or the work's time is over."""
         assert work.work is not None
         deadline = time.monotonic() + work.timeout_s
         with self._changed:
-            self._open[future] = work, deadline
-            if not self._idle or deadline < self._look:
+            if not self._looks or deadline < min(self._looks.values()):
                 self._call()
+            self._open[future] = work, deadline
         work.engine.when_over(work.work, partial(self._ended, future))
 
     def _ended(self, future: Future[Any]) -> None:
         """The work of a future is done, or never will be; called by the thread that drives."""
         with self._changed:
-            if (found := self._open.pop(future, None)) is not None:
-                self._over.append((found[0], future))
+            if (found := self._open.pop(future, None)) is None:
+                return
+            self._over.append((found[0], future))
+            try:
                 self._call()
+                return
+            except RuntimeError:  # no thread can be started any more: then here, rather than never
+                self._over.pop()
+        _settle(found[0], future)
 
     def _call(self) -> None:
         """Let a thread look, one more where all are calling back."""
-        if self._idle:
+        if self._looks:
             self._changed.notify()
         else:
-            threading.Thread(target=self._complete, name="syncline-futures", daemon=True).start()
+            thread = threading.Thread(target=self._complete, name="syncline-futures", daemon=True)
+            thread.start()
+            self._looks[thread] = 0.0  # at once
 
     def _complete(self) -> None:
         while (found := self._next()) is not None:
@@ -152,8 +163,8 @@ class Completer:
 
     def _next(self) -> tuple[GroupWork, Future[Any]] | None:
         """Wait for a work that has ended, or whose time has; None when there has been nothing to do for long."""
+        here = threading.current_thread()
         with self._changed:
-            self._idle += 1
             try:
                 while not self._over:
                     now = time.monotonic()
@@ -161,15 +172,21 @@ class Completer:
                     self._over.extend((self._open.pop(future)[0], future) for future in late)
                     if late:
                         break
-                    self._look = min((deadline for _, deadline in self._open.values()), default=now + _STAYS_S)
-                    if not self._changed.wait(min(self._look - now, threading.TIMEOUT_MAX)) and not self._open:
+                    self._looks[here] = look = self._due(now + _STAYS_S)
+                    rung = self._changed.wait(min(look - now, threading.TIMEOUT_MAX))
+                    if not (rung or self._open or self._over):
                         return None
             finally:
-                self._idle -= 1
+                self._looks.pop(here, None)
             found = self._over.popleft()
-            if self._over:
-                self._call()
+            if self._over or (self._open and min(self._looks.values(), default=math.inf) > self._due()):
+                with contextlib.suppress(RuntimeError):  # where no thread can be started this one looks when it is back
+                    self._call()
             return found
+
+    def _due(self, otherwise: float = math.inf) -> float:
+        """When the time of the first open future is over."""
+        return min((deadline for _, deadline in self._open.values()), default=otherwise)
 
 
 def _settle(work: GroupWork, future: Future[Any]) -> None:
