@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -39,13 +40,15 @@ def eager_methods(kind: _C) -> _C:
 def _skip(call: Any) -> None:
     """Let the compiler pass over a function that torch calls by itself while a compiled model runs.
 
-    It would look at its frame before anything in it has run, and ask for no attribute of the function.
+    It would look at its frame before anything in it has run, and ask for no attribute of the function. These names are
+    torch's private ones: where a version has others the compiler looks, and nothing else is lost.
     """
-    from torch._C import _dynamo
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
+        from torch._C import _dynamo
 
-    evaluation: Any = _dynamo.eval_frame
-    if hasattr(evaluation, "set_code_exec_strategy"):
-        skip = evaluation._FrameAction.SKIP  # what it calls too
-        evaluation.set_code_exec_strategy(call.__code__, evaluation._FrameExecStrategy(skip, skip))
-    else:  # before torch 2.7
-        evaluation.skip_code(call.__code__)
+        evaluation: Any = _dynamo.eval_frame
+        if hasattr(evaluation, "set_code_exec_strategy"):
+            skip = evaluation._FrameAction.SKIP  # what it calls too
+            evaluation.set_code_exec_strategy(call.__code__, evaluation._FrameExecStrategy(skip, skip))
+        else:  # before torch 2.7
+            evaluation.skip_code(call.__code__)
