@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -105,6 +107,21 @@ def alike(place: Place) -> dict[str, Any]:
         syncline.prepare(made)
         advance(made, again, "fit", 2, 4, rank, workers)
         found["again"] = made.get_weights()
+        made, used = model(rank), keras.optimizers.SGD(0.1)
+        made.compile(used, "mse")
+        advance(made, used, "fit", 0, 1, rank, workers)  # traces a step that exchanges nothing
+        for count in (1, 2):
+            syncline.prepare(made)
+            advance(made, used, "fit", count, count + 1, rank, workers)
+        found["fitted before"] = made.get_weights()
+        layers = [keras.layers.Dense(7), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        made = _compiled(layers, keras.optimizers.SGD(0.1))
+        syncline.prepare(made, broadcast_buffers=False)
+        advance(made, None, "fit", 0, STEPS, rank, workers)
+        before = [one.numpy() for one in made.layers[1].non_trainable_variables]
+        saved = syncline.tensorflow.state_dict(made)
+        assert all(map(np.array_equal, before, [one.numpy() for one in made.layers[1].non_trainable_variables]))
+        found["saved means"] = list(saved["untrained"].values())
         group = syncline.new_group([0, 1])
         made, used = syncline.tensorflow.prepare(model(syncline.rank()), keras.optimizers.SGD(0.1), group=group)
         advance(made, used, "loop", 0, 2, rank, workers)
@@ -225,6 +242,23 @@ def _of_another_model() -> None:
     syncline.tensorflow.load_state_dict(model(), {})
 
 
+def _written() -> None:
+    made = _with("sgd")
+    syncline.prepare(made)
+    advance(made, None, "fit", 0, 1, syncline.rank(), syncline.world_size())
+    made.set_weights([one + 1 for one in made.get_weights()])
+    advance(made, None, "fit", 1, 2, syncline.rank(), syncline.world_size())
+
+
+def _cut_file() -> None:
+    made, _ = _prepared()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.npz"
+        np.savez(path, tree=np.zeros(1000))
+        path.write_bytes(path.read_bytes()[:500])
+        syncline.tensorflow.Checkpoint(path).resume(made)
+
+
 def _excluding() -> Any:
     made = keras.optimizers.AdamW(0.1)
     made.exclude_from_weight_decay(var_names=["bias"])
@@ -263,6 +297,11 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "excluding": lambda: _prepared(_excluding()),
     "constraint": lambda: syncline.prepare(_compiled([keras.layers.Dense(1, kernel_constraint="max_norm")], "sgd")),
     "stepped": lambda: _stepped(model()),
+    "written": _written,
+    "no such root": lambda: syncline.tensorflow.broadcast(model(), root=2),
+    "no state": lambda: syncline.tensorflow.load_state_dict(_prepared()[0], {}),
+    "no epochs": lambda: syncline.tensorflow.Checkpoint("run.npz", epochs=0),
+    "cut file": _cut_file,
 }
 
 
@@ -308,6 +347,37 @@ def dies(place: Place) -> None:
         if syncline.rank() == 1:
             os._exit(3)
         advance(made, used, "loop", 2, 4, *syncline_place(place))
+
+
+def shared_variables(place: Place) -> None:
+    """Two optimizers of the same variables: the first one was let go."""
+    with joined(place, "ring"):
+        made, used = begin("sgd", "loop")
+        syncline.tensorflow.prepare(made, keras.optimizers.Adam(0.1))
+        advance(made, used, "loop", 0, 1, *syncline_place(place))
+
+
+def traced_before(place: Place) -> None:
+    with joined(place, "ring"):
+        made, used = model(), keras.optimizers.SGD(0.1)
+        used.build(made.trainable_variables)
+        step = looped(made, used)
+        step(*map(tf.constant, batch(0, *syncline_place(place))))
+        syncline.prepare(made, used)
+        step(*map(tf.constant, batch(1, *syncline_place(place))))
+    raise SystemExit(1)  # the warning comes at the end
+
+
+def other_optimizers(place: Place) -> None:
+    with joined(place, "ring"):
+        syncline.prepare(model(), keras.optimizers.SGD(0.1, momentum=0.5 * syncline.rank()))
+
+
+def other_metrics(place: Place) -> None:
+    with joined(place, "ring"):
+        made = _compiled([keras.layers.Dense(1)], "sgd", metrics=["mae" if syncline.rank() else "mape"])
+        syncline.prepare(made)
+        made.fit(*batch(0, *syncline_place(place)), verbose=0, callbacks=[syncline.tensorflow.MeanMetrics()])
 
 
 def fewer_batches(place: Place) -> None:

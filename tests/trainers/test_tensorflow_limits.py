@@ -85,6 +85,10 @@ RING = {
     ("ring", "half"): "there is no gradient of 'dense/kernel (2)'",
     ("ring", "shapes"): "for a variable of shape (5, 7) and type float64",
     ("ring", "not prepared"): "has not been prepared in this run",
+    ("ring", "no such root"): "broadcast() from rank 2 of 2: give one of 0 to 1",
+    ("ring", "no state"): "this is no state that syncline.tensorflow.state_dict() gave",
+    ("ring", "no epochs"): "a checkpoint every 0 epochs: give 1 or more",
+    ("ring", "cut file"): "run.npz is no whole checkpoint that syncline.tensorflow.Checkpoint wrote",
 }
 OF_SERVERS = {
     ("ps(servers=1)", "average"): "use syncline.tensorflow.prepare(model, optimizer)",
@@ -98,6 +102,7 @@ OF_SERVERS = {
     ("ps(servers=1)", "excluding"): "excludes variables from weight decay",
     ("ps(servers=1)", "constraint"): "constraints of variables",
     ("ps(servers=1)", "stepped"): "has made 1 steps already",
+    ("ps(servers=1)", "written"): "was written to since the last step, which the owners of the weights do not see",
     ("ps(servers=1) sync=asp(momentum=dana)", "sgd"): "momentum=dana",
 }
 
@@ -115,6 +120,13 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, cases: dict[tuple[str
     [
         ("other_models", "rank 1 (*) has another model than rank 0"),
         ("other_variables", "rank 1 (*) broadcasts other variables than rank 0"),
+        (
+            "other_optimizers",
+            "rank 1 (*) has the optimizer SGD with {'momentum': 0.5}, rank 0 (*) has SGD",
+        ),
+        ("other_metrics", "rank 1 (*) and rank 0 (*) report other metrics of an epoch, of which 'mae' is"),
+        ("shared_variables", "has been prepared again: use what syncline.prepare() has returned last for it"),
+        ("traced_before", "the optimizer counts 1 steps that were made without the other ranks"),
         ("other_shapes", "rank 1 (*): the gradient of 'Variable' is of shape (1, 3)"),
         ("dies", "rank 1 (*) died"),
         ("raises", "the loss : Tensor had NaN"),

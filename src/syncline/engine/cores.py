@@ -3,8 +3,7 @@
 A rank that waits offers its core to others, and is woken where the one that it waited for runs: so a kernel that sees
 threads by turns at one core finds nothing to balance, and two ranks may stay there for seconds, at half their speed or
 less. Each rank shows on its board (``kernels.board``) where it waits. One that has often found the rank it waits for on
-its own core goes to one that no rank has shown. Nothing stays bound: the thread may run where it might before, and
-where the kernel refuses that, a warning says so.
+its own core goes to one that no rank has shown. Nothing is bound: the thread may run where it might before.
 
 On a busy machine ranks stay together: there a core that is offered goes to the other rank, elsewhere to whoever else
 computes, for milliseconds.
@@ -12,21 +11,15 @@ computes, for milliseconds.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-log = logging.getLogger("syncline")
 
 OFTEN = 8
 """How many waits in succession have to have been for a rank on the same core."""
 _PAUSE_S, _STAY_S = 0.005, 0.02
 """How long nothing is looked at after a move, and where staying was right."""
-_TRIES = 3
 _NODES = Path("/sys/devices/system/node")
 _LOAD = Path("/proc/loadavg")
 
@@ -54,26 +47,11 @@ class Cores:
             return False
         try:
             os.sched_setaffinity(0, free)
+            os.sched_setaffinity(0, allowed)
         except OSError:  # a core that went offline, or a sandbox that refuses: stay
             return False
-        _let_run(allowed, free)
         self._next_s = now + _PAUSE_S
         return True
-
-
-def _let_run(allowed: set[int], only: set[int]) -> None:
-    """Let this thread run where it might before; a warning where the kernel refuses, as it may for want of memory."""
-    for left in reversed(range(_TRIES)):
-        try:
-            os.sched_setaffinity(0, allowed)
-            return
-        except OSError as error:
-            if not left:
-                log.warning(
-                    "thread %s of process %d runs on cores %s only from now on, since the kernel does not let it"
-                    " back to %s: %s; the run goes on, and taskset -p gives them back",
-                    threading.current_thread().name, os.getpid(), sorted(only), sorted(allowed), error,
-                )  # fmt: skip
 
 
 def running() -> int:
@@ -86,10 +64,9 @@ def running() -> int:
 
 def near(core: int) -> set[int]:
     """The cores with the same memory as this one; all that there are, where the kernel does not tell."""
-    with contextlib.suppress(OSError, ValueError):
-        for node in _NODES.glob("node[0-9]*"):
-            if core in (these := _listed((node / "cpulist").read_text())):
-                return these
+    for node in _NODES.glob("node[0-9]*"):
+        if core in (these := _listed((node / "cpulist").read_text())):
+            return these
     return set(range(os.cpu_count() or 1))
 
 

@@ -422,6 +422,6 @@ def _peers(run: ScriptedRun) -> tuple[int, ...]:
 _GENERATIONS = 0xFFFFFFFF
 
 _HEAD_WORDS = board.BOARD_HEAD // 8
-_TABLES = slice(board.TABLES // 8, board.TABLES // 8 + board.MORE_TABLES)
+_TABLES = slice(board.TABLES // 8, _HEAD_WORDS)
 _IDS = slice(board.SLOT_ID // 8, None, board.SLOT_BYTES // 8)
 """The segments of further tables among the words of a board, and the identities of runs among those of a table."""

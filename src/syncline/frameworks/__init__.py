@@ -36,7 +36,7 @@ class Adapter(Protocol):
 
 
 def adapter_of(model: object) -> Adapter:
-    """The adapter of a model's framework: of its class, or one that this derives from, or of values in dictionaries.
+    """The adapter of a model's framework: of its class, or one that this derives from, or of values in collections.
 
     Values of no framework that is known, but with memory to show, are NumPy's affair.
     """
@@ -56,9 +56,11 @@ def adapter_of(model: object) -> Adapter:
         )
     raise UsageError(
         f"a model is {type(model).__name__}, of no framework that Syncline knows ({', '.join(known)}): give a"
-        " torch.nn.Module, or a dictionary of arrays"
+        " torch.nn.Module, a model of Keras, or a dictionary of arrays"
     )
 
 
 def _values(model: object) -> list[object]:
-    return [leaf for one in model.values() for leaf in _values(one)] if isinstance(model, Mapping) else [model]
+    if isinstance(model, Mapping):
+        return [leaf for one in model.values() for leaf in _values(one)]
+    return list(model) if isinstance(model, list | tuple) and model else [model]

@@ -119,7 +119,7 @@ class FlatModel:
         self._alone = False  # the present step is the worker's own
         self.follows = True
         """Whether all have the same weights, which those that are agreed on have yet to become."""
-        self._gone = False  # another has the weights
+        self.gone = False  # another has the weights
         self._backward: Span | None = None
         self.resume_at(0)
         session.consolidates[self.key] = self._consolidate
@@ -397,11 +397,11 @@ class FlatModel:
                 " use ring or another allreduce"
             )
         self.check_between("prepare()")
-        self._gone = True
+        self.gone = True
         del self.session.consolidates[self.key]
 
     def _check_not_gone(self) -> None:
-        if self._gone:
+        if self.gone:
             raise self.fault(
                 f"{self.names[0]!r} has been prepared again: use what syncline.prepare() has returned last for it"
             )

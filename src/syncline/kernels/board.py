@@ -19,14 +19,14 @@ from typing import Final
 AWAKE: Final = 0
 ASLEEP: Final = 1
 
+CORE: Final = 8
+"""The core on which this rank last began a run or waited, counted from 1; 0 while it has done neither."""
+
 TABLES: Final = 64
 """The segment number of each further table, 0 while there is none (the board itself has that number)."""
 MORE_TABLES: Final = 24
 """With all of them there are more slots than keys of runs."""
-CORE: Final = TABLES + 8 * MORE_TABLES
-"""The core on which this rank last began a run or waited, counted from 1; 0 while it has done neither. It has cache
-lines of its own: others look at the first word whenever they get on."""
-BOARD_HEAD: Final = CORE + 128
+BOARD_HEAD: Final = TABLES + 8 * MORE_TABLES
 
 SLOTS: Final = 64
 """Slots on the board; table k has SLOTS << k."""

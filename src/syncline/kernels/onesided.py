@@ -89,16 +89,15 @@ SCRATCH_STRIDE: Final = 13
 CHUNK_COUNT: Final = 14
 WAITS_FOR: Final = 15
 BUFFER: Final = 16
-COUNTED: Final = 17
-OWN_SEGMENT: Final = 18
-OWN_OFFSET: Final = 19
-OWN_ADDRESS: Final = 20
-OWN_STRIDE: Final = 21
-SIGN: Final = 22
+OWN_SEGMENT: Final = 17
+OWN_OFFSET: Final = 18
+OWN_ADDRESS: Final = 19
+OWN_STRIDE: Final = 20
+SIGN: Final = 21
 THEIRS: Final = SIGN + SIGN_WORDS
 STATE: Final = THEIRS + SIGN_WORDS
 
-# Words of the buffer for system calls, and how many waits in succession were for a rank on this one's core.
+# Words of the buffer for system calls, and how often in succession a rank on this one's core was waited for.
 ONE: Final = 0
 RUNG: Final = 1
 POLLED: Final = 2
@@ -283,18 +282,9 @@ def _stage(state, peers, staged, direction):
 
 
 @inner
-def _show_core(state, members):
-    """Show on which core this rank is; the number shown."""
-    core, shown = np.int64(sched_getcpu()) + 1, members[state[RANK], BOARD] + CORE
-    if load(shown) != core:  # others look at it far more often than it changes
-        store(shown, core)
-    return core
-
-
-@inner
 def _show(state, peers, members):
     """Fill in this run's slot and show it to the others, and on which core this rank begins it."""
-    _show_core(state, members)
+    store(members[state[RANK], BOARD] + CORE, np.int64(sched_getcpu()) + 1)
     slot = state[OWN_SLOT]
     store(slot + SLOT_SEGMENT, state[OWN_SEGMENT])
     store(slot + SLOT_OFFSET, state[OWN_OFFSET])
@@ -302,7 +292,6 @@ def _show(state, peers, members):
     store(slot + SLOT_NBYTES, state[ELEMENTS] * state[ITEM])
     store(slot + SLOT_PROGRESS, 0)
     store(slot + SLOT_DONE_WITH, 0)
-    state[COUNTED] = 0
     for i in range(SIGN_WORDS):
         store(slot + SLOT_SIGN + 8 * i, state[SIGN + i])
     peers[:] = 0
@@ -320,12 +309,11 @@ def _sleep(state, members, patience_ms):
 
 
 @inner
-def _note_core(state, members, wait):
-    """Count a wait, once, where the rank that is waited for has its core where this one waits; from 0 on elsewhere."""
-    if state[COUNTED] == wait:
-        return
-    state[COUNTED] = wait
-    core, counted, peer = _show_core(state, members), state[BUFFER] + 8 * CROWDED, members[state[WAITS_FOR], BOARD]
+def _note_core(state, members):
+    """Show on which core this rank waits, and whether the one that it waits for has its core there too."""
+    core, counted = np.int64(sched_getcpu()) + 1, state[BUFFER] + 8 * CROWDED
+    store(members[state[RANK], BOARD] + CORE, core)
+    peer = members[state[WAITS_FOR], BOARD]
     if peer != 0 and load(peer + CORE) == core:
         store(counted, load(counted) + 1)
     else:
@@ -340,8 +328,8 @@ def _wait(operation, state, peers, members, maps, operations, operands, lengths,
     while found == BLOCKED and looks > 0:
         looks -= 1
         found = _met(operation, state, peers, members, maps, operations, operands, lengths)
-    if found == BLOCKED and spins > 0:
-        _note_core(state, members, state[SEGMENT] * operations.shape[0] + operation)
+    if found == BLOCKED:
+        _note_core(state, members)
     while found == BLOCKED and spins > 0:
         sched_yield()
         spins -= 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
+from ...errors import MismatchError, UsageError
 from ...session.session import Session
 from ._files import from_bytes, to_bytes
 from ._prepared import prepared
@@ -24,12 +27,25 @@ class MeanMetrics(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002 - Keras' names
         """All workers end as many epochs, and have the same metrics."""
-        session = prepared(self.model).session
-        names = sorted(logs or {})
-        if logs and not session.alone:
+        made = prepared(self.model)
+        made.check_steps()
+        session, names = made.session, sorted(logs or {})
+        if logs is not None and not session.alone:
+            self._compare(session, names)
             values = np.array([float(logs[name]) for name in names])
             session.allreduce(values)
             logs.update(zip(names, map(float, values), strict=True))
+
+    def _compare(self, session: Session, names: Sequence[str]) -> None:
+        """All ranks end with an error that names the first metric that not all have."""
+        for rank, data in enumerate(session.gather(json.dumps(names).encode())):
+            if other := sorted(set(names) ^ set(json.loads(data))):
+                error = MismatchError(
+                    f"{session.name(session.index)} and {session.name(rank)} report other metrics of an epoch, of which"
+                    f" {other[0]!r} is one's alone: compile models with the same metrics, and validate on all or none"
+                )
+                session.fail(error)
+                raise error
 
 
 class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
@@ -43,6 +59,8 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def __init__(self, path: str | os.PathLike[str], epochs: int = 1) -> None:
         super().__init__()
+        if epochs < 1:
+            raise UsageError(f"a checkpoint every {epochs} epochs: give 1 or more")
         self._path, self._epochs = Path(path), epochs
 
     def resume(self, model: Any) -> int:
@@ -52,7 +70,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         data = made.session.gather(data)[0]
         if not data:
             return 0
-        saved = from_bytes(data)
+        saved = from_bytes(data, self._path)
         made.load_state_dict(saved[_STATE])
         return int(saved[_EPOCHS])
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,13 +28,16 @@ def to_bytes(state: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def from_bytes(data: bytes) -> dict[str, Any]:
-    """The other way round; raises UsageError for what is no such archive."""
+def from_bytes(data: bytes, name: object) -> dict[str, Any]:
+    """The other way round, from the file ``name``; raises UsageError for what is no such archive."""
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             found = _given(json.loads(str(file[_TREE])), file)
-    except (ValueError, KeyError, OSError, EOFError) as error:
-        raise UsageError(f"this file is no checkpoint that syncline.tensorflow.Checkpoint wrote: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise UsageError(
+            f"{name} is no whole checkpoint that syncline.tensorflow.Checkpoint wrote ({error}): give another one, or"
+            " remove it to begin anew"
+        ) from error
     return dict(found)
 
 

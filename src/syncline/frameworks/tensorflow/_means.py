@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from ...session.session import Session
+from ._matching import Unused
 from ._prepared import Prepared
 from ._prepared import average as enter
-from ._run import Unused
 
 
 class Means:
@@ -24,12 +24,13 @@ class Means:
 
         All workers call it as often, inside of ``tf.function`` or not.
         """
-        of = self._made.variables if variables is None else list(variables)
-        run = self._made.run
-        if run is None:
-            return [None if one is None else tf.convert_to_tensor(one) for one in gradients]
-        means = run.exchange(run.matched(list(gradients), of))
-        return [means[run.number(one)] for one in of]
+        made = self._made
+        of = made.variables if variables is None else list(variables)
+        if made.run is None:
+            means = made.matching.matched(list(gradients), of)
+        else:
+            means = made.run.exchange(made.run.matched(list(gradients), of))
+        return [means[made.matching.number(one)] for one in of]
 
     def tape(self, persistent: bool = False, watch_accessed_variables: bool = True) -> MeanTape:
         """A ``tf.GradientTape`` whose ``gradient(loss, variables)`` gives the means."""

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from ...errors import UsageError
+from ._matching import Matching
 from ._run import Run
 from ._slots import innermost
 from ._variables import resource
@@ -21,8 +22,8 @@ def check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     """Raise UsageError for what is no optimizer of Keras, or one of other variables; it is built here if it is not."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UsageError(
-            f"the optimizer is {type(optimizer).__name__}: give one of Keras, as keras.optimizers.Adam(1e-3), or take"
-            " gradients from syncline.tensorflow.GradientTape() and keep your own"
+            f"the optimizer is {type(optimizer).__name__}: give one of Keras, as keras.optimizers.Adam(1e-3), or keep"
+            " your own and say syncline.tensorflow.average(model)"
         )
     if not optimizer.built:
         with keras.name_scope(optimizer.name, caller=optimizer):
@@ -49,9 +50,16 @@ def exchange_in(optimizer: Any, run: Run) -> None:
     optimizer.apply = tf.autograph.experimental.do_not_convert(apply)
 
 
-def release(optimizer: Any) -> None:
-    """Give it its own call back."""
-    vars(optimizer).pop("apply", None)
+def match_in(optimizer: Any, matching: Matching) -> None:
+    """Let the ``apply`` of one worker's optimizer ask of gradients what those of several workers do."""
+    original = type(optimizer).apply.__get__(optimizer)
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        if gradients := list(grads):
+            given = innermost(optimizer)._trainable_variables if trainable_variables is None else trainable_variables
+            original(matching.matched(gradients, list(given)), matching.variables)
+
+    optimizer.apply = tf.autograph.experimental.do_not_convert(apply)
 
 
 def _apply(run: Run, optimizer: Any, original: Callable[..., None], gradients: Sequence[Any]) -> None:

@@ -5,21 +5,25 @@ A model is known by the variables of it that are trained, whichever object has t
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from ...errors import ClosedError, UsageError
+from ...errors import ClosedError, MismatchError, UsageError
 from ...session.session import Session
 from ...sync import Agrees
 from .._alone import warn_of_plain_steps
 from .._resumed import checked, load, load_alone, save, save_alone
 from ._buffers import moving
-from ._optimizer import check_optimizer, exchange_in, release
-from ._run import Run, Unused
+from ._matching import Matching, Unused
+from ._optimizer import check_optimizer, exchange_in, match_in
+from ._run import Run
 from ._slices import KerasSlices, probe
 from ._slots import Slots, innermost
 from ._variables import assign, copy_from, names_of, resource, specs_of, trained, untrained, value
@@ -37,6 +41,8 @@ class Prepared:
         self.specs = specs_of(self.variables)
         self.steps = 0
         """Those that one worker has made before the optimizer began to count, or without one."""
+        self._since = self._begun = 0  # what the optimizer and the model had counted when they began to go together
+        self.matching = Matching(self.variables, self.specs, unused)
         slots = None
         if optimizer is not None:
             check_optimizer(optimizer, self.variables)
@@ -47,20 +53,27 @@ class Prepared:
             warn_of_plain_steps(session)
             return
         changing = moving(model) if buffers else []
-        self.run = Run(session, self.variables, self.weights, changing, unused, type(optimizer).__name__)
+        self.run = Run(session, self.matching, self.specs, self.weights, changing, type(optimizer).__name__)
 
     def begin(self) -> bool:
         """Meet all, and have rank 0's values; False on a server, that has served."""
         run = self.run
         if run is None:
+            if self.optimizer is not None:
+                match_in(self.optimizer, self.matching)
+                _trace_anew(self.model)
             return True
         keeps = probe(self.optimizer, self.variables, self.specs) if run.held else True
         if not run.begin(partial(KerasSlices, self.optimizer), self.variables[0], keeps=keeps):
             return False
+        if self.optimizer is not None:
+            self._compare_optimizers()
         kept = [] if self.optimizer is None else self.optimizer.variables
         copy_from(self.session, [*self.untrained, *kept], 0)
         if self.optimizer is not None:
             exchange_in(self.optimizer, run)
+            self._since = self._made()
+            self.session.member.before_end.append(self.check_steps)
             if isinstance(self.model, keras.Model):
                 _guard(self.model, run, self.optimizer)
         return True
@@ -70,14 +83,34 @@ class Prepared:
         if self.run is None:
             found = save_alone(self.session, self.specs, self.weights, self._made())
         else:
+            self.check_steps()
             found = save(self.run.model)
-            copy_from(self.session, self.untrained, 0)
-        names = names_of(self.untrained)
-        return found | {"untrained": {name: value(one) for name, one in zip(names, self.untrained, strict=True)}}
+        names, arrays = names_of(self.untrained), [value(one) for one in self.untrained]
+        if self.run is not None:  # rank 0's, where each has its own
+            for array in arrays:
+                self.session.broadcast(np.atleast_1d(array).reshape(-1).view(np.uint8), 0)
+        return found | {"untrained": dict(zip(names, arrays, strict=True))}
+
+    def check_steps(self) -> None:
+        """Warn, once, where the optimizer counts more steps than the workers have made together."""
+        if self.run is None or self.optimizer is None or self.run.model.gone or self.run.held:
+            return
+        alone = self._made() - self._since - (self.run.model.steps - self._begun)
+        if alone > 0:
+            self._since += alone
+            warnings.warn(
+                f"{self.session.name(self.session.index)}: the optimizer counts {alone} steps that were made without"
+                " the other ranks. A tf.function that was traced before prepare() makes such ones: call prepare()"
+                " before the step is called first, or make the tf.function anew behind it. Where the script has set"
+                " optimizer.iterations by itself all is well",
+                stacklevel=2,
+            )
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """The other way round."""
         names = names_of(self.untrained)
+        if not {"untrained", "weights", "steps", "strategy"} <= set(saved):
+            raise UsageError("this is no state that syncline.tensorflow.state_dict() gave: give that of a run before")
         told = saved["untrained"]
         if sorted(told) != sorted(names):
             raise UsageError(
@@ -93,13 +126,31 @@ class Prepared:
                     innermost(self.optimizer)._iterations.assign(saved["steps"])
         for name, one in zip(names, self.untrained, strict=True):
             assign(one, told[name])
+        if self.run is not None and self.optimizer is not None:
+            self._since, self._begun = self._made(), self.run.model.steps
 
     def let_go(self) -> None:
         """Its variables are another one's from here on."""
         if self.run is not None:
             self.run.model.let_go()
-        if self.optimizer is not None:
-            release(self.optimizer)
+
+    def _compare_optimizers(self) -> None:
+        """All ranks end with an error that names a rank whose optimizer is set otherwise than rank 0's."""
+        session, found = self.session, keras.optimizers.serialize(self.optimizer)
+        copied = {"name", *(["learning_rate"] if isinstance(found["config"].get("learning_rate"), float) else [])}
+        config = {name: one for name, one in found["config"].items() if name not in copied}
+        first, *_ = session.gather(json.dumps([found["class_name"], config], sort_keys=True, default=repr).encode())
+        theirs, mine = json.loads(first), json.loads(json.dumps([found["class_name"], config], default=repr))
+        if theirs != mine:
+            differs = sorted(name for name in {*mine[1], *theirs[1]} if mine[1].get(name) != theirs[1].get(name))
+            here = {name: mine[1].get(name) for name in differs}
+            there = {name: theirs[1].get(name) for name in differs}
+            error = MismatchError(
+                f"{session.name(session.index)} has the optimizer {mine[0]} with {here}, {session.name(0)} has"
+                f" {theirs[0]} with {there}: give all ranks the same"
+            )
+            session.fail(error)
+            raise error
 
     def _made(self) -> int:
         return self.steps if self.optimizer is None else int(innermost(self.optimizer)._iterations.numpy())
@@ -145,6 +196,7 @@ def prepared(model: Any) -> Prepared:
 
 
 def _entered(session: Session, model: Any, optimizer: Any, unused: Unused, buffers: bool) -> Prepared | None:
+    made = Prepared(session, model, optimizer, unused, buffers=buffers)
     mine, rest = _ids(model), []
     for known in _known:
         if _is_over(known.session):
@@ -154,7 +206,6 @@ def _entered(session: Session, model: Any, optimizer: Any, unused: Unused, buffe
         else:
             known.let_go()
     _known[:] = rest
-    made = Prepared(session, model, optimizer, unused, buffers=buffers)
     if not made.begin():
         return None
     _known.append(made)
@@ -195,10 +246,18 @@ def _guard(model: Any, run: Run, optimizer: Any) -> None:
         return made
 
     model.make_train_function = make_train_function
+    _trace_anew(model)
+
+
+def _trace_anew(model: Any) -> None:
+    """Forget the computation of a step that ``fit`` has traced before, with the optimizer's ``apply`` of then."""
+    if isinstance(model, keras.Model):
+        model.train_function = None
 
 
 def _said(function: Callable[..., Any], run: Run) -> Callable[..., Any]:
     def train_function(*arguments: Any) -> Any:
+        run.error = None  # of which a script has heard before
         try:
             return function(*arguments)
         except tf.errors.OpError as error:

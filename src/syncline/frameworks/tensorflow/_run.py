@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -27,35 +27,34 @@ from .._flat import FlatModel, Kind, serve_model
 from .._schedules import check_mode, check_schedule
 from ._buffers import Buffers
 from ._calls import Array, aligned, invoke
-from ._variables import resource, specs_of
+from ._matching import Matching
+from ._variables import resource
 from ._weights import VariableWeights
 
-Unused = Literal["error", "zeros"]
 _KINDS: tuple[Kind, ...] = ("exchanged", "own", "averaged")
 _EXCHANGED, _OWN, _AVERAGED = range(3)
 _KIND, _BEGINS = Spec("kind", (), "int32"), Spec("begins", (), "bool")
 
 
 class Run:
-    """``variables`` are trained with the mean of gradients, here or by owners of the weights.
+    """The variables of ``matching`` are trained with the mean of gradients, here or by owners of the weights.
 
     All processes of the session make it at the same place, workers outside of graphs. ``buffers`` change in steps by
-    themselves, ``unused`` is as for ``syncline.prepare``.
+    themselves.
     """
 
     def __init__(
         self,
         session: Session,
-        variables: Sequence[Any],
+        matching: Matching,
+        specs: Sequence[Spec],
         weights: VariableWeights,
         buffers: Sequence[Any],
-        unused: Unused,
         optimizer: str,
     ) -> None:
-        self.session, self.variables, self.weights, self._unused = session, list(variables), weights, unused
-        self.specs = specs_of(variables)
+        self.session, self.variables, self.weights = session, matching.variables, weights
+        self._matching, self.specs = matching, specs
         self._optimizer = optimizer
-        self._numbers = {id(one): number for number, given in enumerate(variables) for one in (given, resource(given))}
         self._order = _order_of_all()
         mode = session.strategy.sync_mode()
         self.held = session.strategy.server_holds_weights
@@ -84,6 +83,7 @@ class Run:
             serve_model(self.session, self.specs, self.weights, build, owner)
             return False
         self.model = FlatModel(self.session, self.specs, self.weights, build, owner)
+        self._matching.fault = self.model.fault
         self._starts: list[list[int]] = []
         gone: set[int] = set()
         for bucket in self.model.layout.buckets:
@@ -95,46 +95,10 @@ class Run:
 
     # While a graph is made, or in eager mode.
 
-    def number(self, variable: Any) -> int:
-        """Which of the model's a variable is; all ranks end with an error where it is none of them."""
-        found = self._numbers.get(id(variable))
-        if found is None:
-            raise self.model.fault(
-                f"a gradient is of {variable.name!r}, which was not among the variables that were prepared: prepare the"
-                " model when all is built and trainable that shall be"
-            )
-        return found
-
     def matched(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Gradients in the order of the model's variables; all ranks end with an error where they are others."""
         self.session.check_usable()
-        found: dict[int, Any] = {}
-        for gradient, variable in zip(gradients, variables, strict=True):
-            number = self.number(variable)
-            if gradient is not None:
-                found[number] = self._checked(number, gradient)
-        missing = [number for number in range(len(self.specs)) if number not in found]
-        if missing and self._unused == "error":
-            names = ", ".join(repr(self.specs[one].name) for one in missing[:8])
-            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            raise self.model.fault(
-                f"there is no gradient of {names}{more}: the loss does not depend on it, or it was frozen after"
-                " prepare(); set trainable=False before prepare(), or say prepare(..., unused='zeros')"
-            )
-        return [
-            found[number] if number in found else tf.zeros(spec.shape, spec.dtype)
-            for number, spec in enumerate(self.specs)
-        ]
-
-    def _checked(self, number: int, gradient: Any) -> Any:
-        """Of embeddings, whose gradients are rows, the whole; raises GradientError on all ranks for what is none."""
-        spec, dense = self.specs[number], tf.convert_to_tensor(gradient)
-        if not dense.shape.is_compatible_with(spec.shape) or dense.dtype.name != spec.dtype:
-            raise self.model.fault(
-                f"the gradient of {spec.name!r} is of shape {tuple(dense.shape)} and type {dense.dtype.name}, for a"
-                f" variable of shape {spec.shape} and type {spec.dtype}"
-            )
-        return dense
+        return self._matching.matched(gradients, variables)
 
     def exchange(self, gradients: Sequence[Any], rate: Any = None) -> list[Any]:
         """The means of gradients, or, where owners hold them and have been told the learning rate, the new weights."""
@@ -180,13 +144,16 @@ class Run:
         return _nothing()
 
     def _exchanged(self, gradients: Sequence[Any], told: Sequence[Any], *, lent: bool = False) -> list[Any]:
-        gone, (*before, last) = [], self._starts
-        for tensors in before:
-            gone += self._call(partial(self._start, tensors), [gradients[one] for one in tensors], [])
+        gone: list[Any] = []
+        *before, last = self._starts
+        weights = self._now() if self.held else []
+        for tensors in before:  # one behind the other, as TensorFlow orders calls of Python anyway
+            with tf.control_dependencies(gone):
+                gone = self._call(partial(self._start, tensors), [gradients[one] for one in tensors], [])
         with tf.control_dependencies(gone):
             found = self._call(
                 partial(self._finish, last, bool(told), lent and not tf.executing_eagerly()),
-                [*(gradients[one] for one in last), *told, *self._buffers.values()],
+                [*weights, *(gradients[one] for one in last), *told, *self._buffers.values()],
                 [*self.specs, *self._buffers.specs],
             )
         self._buffers.assign(found[len(self.specs) :])
@@ -210,6 +177,7 @@ class Run:
     def _call(self, function: Callable[..., Any], arguments: Sequence[Any], results: Sequence[Spec]) -> list[Any]:
         def within(*arrays: Array) -> Sequence[Array]:
             self.weights.within = True
+            self.error = None
             try:
                 return function(*arrays) or []
             except BaseException as error:
@@ -238,6 +206,9 @@ class Run:
             self.model.produced(tensor, gradient)
 
     def _finish(self, tensors: Sequence[int], told: bool, lent: bool, *given: Array) -> list[Array]:
+        if self.held:
+            self._check_unwritten(given[: len(self.specs)])
+            given = given[len(self.specs) :]
         gradients, rest = given[: len(tensors)], given[len(tensors) :]
         self._start(tensors, *gradients)
         if told:
@@ -245,6 +216,16 @@ class Run:
         self.model.step()
         found = self.weights.now if self.held else self.model.gradients.flat
         return [*self._shaped(found, lent=lent), *self._buffers.of_first(rest[told:])]
+
+    def _check_unwritten(self, weights: Sequence[Array]) -> None:
+        """Owners would not see what a script has written, and what they send would undo it."""
+        assert self.model.held is not None
+        for spec, mine, theirs in zip(self.specs, weights, self.model.held.flat, strict=True):
+            if not np.array_equal(mine.reshape(-1).view(np.uint8), theirs.view(np.uint8)):
+                raise self.model.fault(
+                    f"{spec.name!r} was written to since the last step, which the owners of the weights do not see: set"
+                    " weights before prepare(), load them by load_state_dict(), or use ring or another allreduce"
+                )
 
     def _ask(self) -> list[Array]:
         kind = self.model.kind

@@ -67,7 +67,7 @@ def _lists(optimizer: Any, count: int) -> dict[str, Sequence[Any]]:
     mine = {id(one) for one in optimizer.variables}
     found: dict[str, Sequence[Any]] = {}
     for name, listed in vars(optimizer).items():
-        if isinstance(listed, list) and len(listed) == count:
+        if isinstance(listed, list) and len(listed) == count and name != "_variables":  # which are all that it has
             slots = [one for one in listed if one is not None]
             if slots and all(isinstance(one, keras.Variable) and id(one) in mine for one in slots):
                 found[name.strip("_")] = listed

@@ -125,6 +125,10 @@ def copy_from(session: Session, variables: Sequence[Any], root: int) -> None:
 
 def broadcast(session: Session, given: Any, root: int) -> None:
     """Let the variables of a model, an optimizer or a list be worker ``root``'s; raises MismatchError for others."""
+    if not 0 <= root < session.world_size:
+        raise UsageError(
+            f"broadcast() from rank {root} of {session.world_size}: give one of 0 to {session.world_size - 1}"
+        )
     if session.alone or not session.is_worker:
         return
     variables = _variables(given, "variables")
