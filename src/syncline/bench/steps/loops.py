@@ -10,7 +10,12 @@ from typing import Any, Final, Protocol
 from ...errors import UsageError
 from ...strategy.grammar import nearest
 
-FRAMEWORKS: Final = {"numpy": ("numpy",), "jax": ("jax", "optax"), "torch": ("torch",)}
+FRAMEWORKS: Final = {
+    "numpy": ("numpy",),
+    "jax": ("jax", "optax"),
+    "tensorflow": ("tensorflow", "keras"),
+    "torch": ("torch",),
+}
 """Those that are measured, and the packages that each needs; ``_NAME`` has the class."""
 
 
