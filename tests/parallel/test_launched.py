@@ -126,7 +126,9 @@ def test_the_workers_of_a_killed_torchrun_end() -> None:
             pids += [int(line.rpartition(" ")[2])] if line.startswith("running as") else []
         process.kill()
         assert all(gone(pid) for pid in pids)
-        assert process.stdout.read().count("the launcher is gone") == 2
+        said = process.stdout.read()  # the second may hear of the first before it looks for the launcher
+        assert said.count("the launcher is gone") + said.count("died: its connections closed") >= 2
+        assert "the launcher is gone" in said
 
 
 @pytest.mark.parametrize("launcher", ["syncline", "torchrun"])
