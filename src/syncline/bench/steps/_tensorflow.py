@@ -42,9 +42,9 @@ def _traced(tensors: int, elements: int, prepared: Callable[[Any, Any], Any]) ->
     )
     optimizer.build(variables)
 
-    @tf.function
-    def step(gradients: Any) -> Any:
+    def update(gradients: Any) -> Any:
         optimizer.apply(gradients, variables)
         return variables[-1][0]
 
+    step = tf.function(update)
     return lambda: step(gradients).numpy(), variables
