@@ -144,10 +144,13 @@ def few_threads(place: Place, threads: int) -> list[float]:
     tf.config.threading.set_inter_op_parallelism_threads(threads)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     found = []
-    for strategy in ("ring schedule=fixed(bucket=1MiB)", "ring sync=local(steps=2)"):
+    one_model = "ps(servers=2, on=workers)"
+    for strategy in ("ring schedule=fixed(bucket=1MiB)", "ring sync=local(steps=2)", one_model):
         with joined(place, strategy):
-            models = [[tf.Variable(tf.ones((500, 300))) for _ in range(4)] for _ in range(2)]
-            optimizers = [keras.optimizers.Adam(0.1), keras.optimizers.SGD(0.1)]
+            models = [
+                [tf.Variable(tf.ones((500, 300))) for _ in range(4)] for _ in range(1 if strategy == one_model else 2)
+            ]
+            optimizers = [keras.optimizers.Adam(0.1), keras.optimizers.SGD(0.1)][: len(models)]
             for variables, optimizer in zip(models, optimizers, strict=True):
                 syncline.tensorflow.prepare(variables, optimizer)
 

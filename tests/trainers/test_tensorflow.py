@@ -17,7 +17,7 @@ for package in ("tensorflow", "keras"):
 WORKERS, STEPS = 2, 5
 WAYS = ["fit", "loop", "eager", "several"]
 REDUCED = ["ring", "direct schedule=wait_free", "tree schedule=fifo", "ring schedule=fixed(bucket=64B)"]
-SHARED = ["ps(servers=2, on=workers, update=worker)"]
+SHARED = ["ps(servers=2, on=workers, update=worker)", "ps(servers=2, on=workers)", "ps(servers=1, on=workers)"]
 SERVED = ["ps(servers=1)", "ps(servers=1, update=worker)", "ps(servers=1) schedule=wait_free"]
 
 
@@ -86,7 +86,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_same_bits(tmp_path: Path, strate
             check_near(weights, through[0][strategies.index(text)][1], text)
 
 
-@pytest.mark.parametrize(("strategy", "servers"), [("ring", 0), ("ps(servers=1)", 1)])
+@pytest.mark.parametrize(("strategy", "servers"), [("ring", 0), ("ps(servers=1)", 1), ("ps(servers=1, on=workers)", 0)])
 def test_checkpoints_go_from_two_workers_to_three_and_to_one(tmp_path: Path, strategy: str, servers: int) -> None:
     """And from one to two, with Adam's moments and count."""
     name = "tensorflow_bodies.resumed"
@@ -109,9 +109,10 @@ def test_workers_that_train_by_themselves_meet(tmp_path: Path) -> None:
         assert equal(mine[0], theirs[0]) == ("steps=2" in text and "easgd" not in text), text
 
 
-def test_pushes_are_updates_by_themselves(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("owners", "servers"), [("servers=1", 1), ("servers=2, on=workers", 0)])
+def test_pushes_are_updates_by_themselves(tmp_path: Path, owners: str, servers: int) -> None:
     """With a share of the learning rate, or all of it: nothing that was pushed is lost."""
-    strategies = [f"ps(servers=1) sync={text}" for text in ("asp", "ssp(staleness=2)", "asp(rate=own)")]
-    for found in ranks(tmp_path, "tensorflow_bodies.by_themselves", WORKERS + 1, strategies, 4).found()[:WORKERS]:
+    strategies = [f"ps({owners}) sync={text}" for text in ("asp", "ssp(staleness=2)", "asp(rate=own)")]
+    for found in ranks(tmp_path, "tensorflow_bodies.by_themselves", WORKERS + servers, strategies, 4).found()[:WORKERS]:
         for text, weights in zip(strategies, found, strict=True):
             np.testing.assert_allclose(weights, 1 - 0.25 * 4 * (2 if "own" in text else 1), err_msg=text)

@@ -64,7 +64,6 @@ def test_callbacks_decide_alike_and_resume(tmp_path: Path) -> None:
 
 SLICES = "gives other weights for slices of the variables"
 RING = {
-    ("ps(servers=1, on=workers)", "sgd"): "use ps(servers=1), servers that are processes of their own",
     ("ring sync=local(steps=2)", "average"): "use syncline.tensorflow.prepare(model, optimizer)",
     ("ring sync=gossip", "sgd"): "does not do with TensorFlow yet: use local, diloco or easgd",
     ("ring schedule=priority", "sgd"): "does not do with TensorFlow yet: use schedule=fixed",

@@ -64,7 +64,8 @@ class Prepared:
                 _trace_anew(self.model)
             return True
         keeps = probe(self.optimizer, self.variables, self.specs) if run.held else True
-        if not run.begin(partial(KerasSlices, self.optimizer), self.variables[0], keeps=keeps):
+        build = partial(KerasSlices, self.optimizer, beside=not self.session.group.servers)
+        if not run.begin(build, self.variables[0], keeps=keeps):
             return False
         if self.optimizer is not None:
             self._compare_optimizers()

@@ -18,7 +18,6 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from ...errors import UsageError
 from ...nouns import Spec
 from ...serving.shard import Build
 from ...session.session import Session
@@ -66,12 +65,6 @@ class Run:
         """What a call has raised, of which TensorFlow hands on the text only."""
         self.model: FlatModel
         check_schedule(session.strategy, "TensorFlow")
-        if self.held and not session.group.servers:
-            raise UsageError(
-                f"{session.strategy}: owners of weights run the optimizer by TensorFlow, and beside a worker whose"
-                " computation waits for them TensorFlow may have no thread left to do it: use ps(servers=1), servers"
-                " that are processes of their own, or ps(on=workers, update=worker)"
-            )
 
     def begin(self, build: Build, owner: object, *, keeps: bool) -> bool:
         """Meet all processes; with rank 0's values on workers. False on a server, that has served.

@@ -26,14 +26,18 @@ _REMEDY = "or ps(update=worker), ring or another allreduce"
 
 
 class KerasSlices:
-    """An optimizer on the slices that this process owns."""
+    """An optimizer on the slices that this process owns.
 
-    def __init__(self, optimizer: Any, holdings: Sequence[Holding]) -> None:
+    ``beside`` a worker it updates them without a graph, in the thread that calls: a graph would wait for a thread of
+    TensorFlow's, and the only one may be that of the worker's step, which waits for this.
+    """
+
+    def __init__(self, optimizer: Any, holdings: Sequence[Holding], *, beside: bool) -> None:
         self._holdings = holdings
         self._variables = [_variable(held.weights, number) for number, held in enumerate(holdings)]
         self._optimizer = _fresh(optimizer, self._variables)
         self._slots = Slots(self._optimizer, self._variables)
-        self._update = tf.function(self._updated, autograph=False)
+        self._update = self._updated if beside else tf.function(self._updated, autograph=False)
 
     def squared_norm(self) -> float:
         """In float64."""
