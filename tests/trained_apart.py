@@ -20,7 +20,8 @@ from syncline.bench.frameworks import framework_of
 
 TEST_IMAGES = 360
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "optax"}
-OWN = {"torch": {"torch"}, "tensorflow": {"tensorflow", "keras"}, "jax": {"jax", "optax"}, "numpy": set()}
+OWN = {"torch": {"torch"}, "tensorflow": {"tensorflow", "keras", "jax"}, "jax": {"jax", "optax"}, "numpy": set()}
+"""TensorFlow by itself imports JAX where that is installed."""
 
 SEEN = """
 import atexit, os, sys
