@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,74 @@ def ranks(folder: Path, function: str, processes: int, *arguments: Any, x64: boo
         )
         for index in range(processes)
     ])  # fmt: skip
+
+
+def train_digits_without(folder: Path, others: Sequence[str], example: str, **environ: str) -> None:
+    """Through servers too, where another framework that is imported ends the script; all within one test image."""
+    for name in others:
+        (folder / f"{name}.py").write_text(f"raise ImportError('{name} is not installed')")
+    script = Path(__file__).resolve().parents[2] / "examples" / example
+    path = os.pathsep.join([str(folder), *filter(None, sys.path)])
+    right = []
+    for options in (["-n", "1"], ["-n", "4", "--strategy", "ring"], ["-n", "4", "--strategy", "ps(servers=1)"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "syncline", "run", *options, str(script)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environ,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "replicas equal" in done.stdout
+        right.append(int(done.stdout.partition(": ")[2].split()[0]))
+    assert right[0] > 340
+    assert all(abs(found - right[0]) <= 1 for found in right)
+
+
+def is_told_of(folder: Path, packages: Mapping[str, str], module: str, says: str) -> None:
+    """Importing a module of ours where packages have these sources ends with an error that matches."""
+    for name, source in packages.items():
+        (folder / f"{name}.py").write_text(source)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert re.search(says, done.stderr), done.stderr
+
+
+def resume(
+    folder: Path,
+    function: str,
+    workers: int,
+    strategies: Sequence[str],
+    servers: int,
+    equal: Callable[[Any, Any], bool],
+    near: Callable[[Any, Any, str], None],
+) -> None:
+    """A run of seven steps is one of four and one of three, bit for bit, and near one that goes on with a worker more.
+
+    ``function`` gives for each strategy a state and weights, of which ``equal`` and ``near`` know.
+    """
+    processes = workers + servers
+    through = ranks(folder / "all", function, processes, strategies, [], 0, 7).found()[:workers]
+    begun = ranks(folder / "one", function, processes, strategies, [], 0, 4).found()[0]
+    saved = [state for state, _ in begun]
+    again = ranks(folder / "two", function, processes, strategies, saved, 4, 7).found()[:workers]
+    for rank in range(workers):
+        for text, (_, wanted), (_, found) in zip(strategies, through[rank], again[rank], strict=True):
+            assert equal(wanted, found), text
+    more = ranks(folder / "three", function, processes + 1, strategies, saved, 4, 7).found()[: workers + 1]
+    for text, *found in zip(strategies, *more, strict=True):
+        assert all(state["steps"] == 7 and state["world_size"] == workers + 1 for state, _ in found)
+        for _, weights in found if "codec" not in text and "local" not in text else ():
+            near(weights, through[0][strategies.index(text)][1], text)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from array_bodies import Place, batch, joined, said
 
 import syncline
 import syncline.errors
 import syncline.jax
 from syncline.frameworks.jax import _trees
-
-Place = tuple[int, int, str]
-BATCH = 12
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: optax.sgd(optax.exponential_decay(0.1, 2, 0.7)),
@@ -26,20 +24,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adam": lambda: optax.adam(0.05),
     "adamw": lambda: optax.adamw(0.02, weight_decay=0.1),
 }
-
-
-@contextmanager
-def joined(place: Place, strategy: str) -> Iterator[None]:
-    """A run inside; a server serves until it is over."""
-    index, processes, address = place
-    syncline.init(strategy, rank=index, world_size=processes, address=address)
-    try:
-        yield
-    except SystemExit as end:
-        if end.code:
-            raise
-    finally:
-        syncline.shutdown()
 
 
 def model(seed: int = 0, dtype: Any = None) -> Any:
@@ -50,14 +34,6 @@ def model(seed: int = 0, dtype: Any = None) -> Any:
         for name, of in shapes.items()
     }
     return jax.tree.map(lambda value: jnp.asarray(value, dtype), made)
-
-
-def batch(step: int, rank: int, workers: int) -> tuple[Any, Any]:
-    """A worker's share of the batch of a step, which is the same whatever their number."""
-    draw = np.random.default_rng(step)
-    x = draw.normal(size=(BATCH, 5))
-    mine = slice(rank * BATCH // workers, (rank + 1) * BATCH // workers)
-    return x[mine], np.sin(x.sum(1, keepdims=True))[mine]
 
 
 def loss(params: Any, x: Any, y: Any) -> Any:
@@ -184,16 +160,7 @@ def by_themselves(place: Place, strategies: list[str], steps: int) -> list[Any]:
 
 def refused(place: Place, cases: list[tuple[str, str]]) -> list[str]:
     """What each call says."""
-    found = []
-    for strategy, name in cases:
-        with joined(place, strategy):
-            try:
-                REFUSED[name]()
-                found.append("")
-            except syncline.errors.SynclineError as error:
-                found.append(str(error))
-            syncline.shutdown()
-    return found
+    return said(place, cases, REFUSED)
 
 
 def _init(optimizer: Any, params: Any = None) -> Any:

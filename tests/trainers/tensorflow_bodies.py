@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from array_bodies import BATCH, Place, batch, joined
 
 import syncline
 import syncline.errors
 import syncline.tensorflow
 
-Place = tuple[int, int, str]
-BATCH = 12
 tf.config.threading.set_intra_op_parallelism_threads(1)
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -26,20 +24,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@contextmanager
-def joined(place: Place, strategy: str) -> Iterator[None]:
-    """A run inside; a server serves until it is over."""
-    index, processes, address = place
-    syncline.init(strategy, rank=index, world_size=processes, address=address)
-    try:
-        yield
-    except SystemExit as end:
-        if end.code:
-            raise
-    finally:
-        syncline.shutdown()
-
-
 def model(seed: int = 0, dtype: str = "float64") -> Any:
     """In double precision, Keras' own variables too."""
     keras.config.set_floatx(dtype)
@@ -48,14 +32,6 @@ def model(seed: int = 0, dtype: str = "float64") -> Any:
     made = keras.Sequential([keras.Input((5,)), *layers])
     made.set_weights([draw.normal(size=one.shape) / 2 for one in made.weights])
     return made
-
-
-def batch(step: int, rank: int, workers: int) -> tuple[Any, Any]:
-    """A worker's share of the batch of a step, which is the same whatever their number."""
-    draw = np.random.default_rng(step)
-    x = draw.normal(size=(BATCH, 5))
-    mine = slice(rank * BATCH // workers, (rank + 1) * BATCH // workers)
-    return x[mine], np.sin(x.sum(1, keepdims=True))[mine]
 
 
 def loss_of(made: Any, x: Any, y: Any) -> Any:

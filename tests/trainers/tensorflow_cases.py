@@ -7,11 +7,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow_bodies import BATCH, Place, advance, batch, begin, joined, looped, loss_of, model
+from array_bodies import BATCH, Place, batch, joined, said
+from tensorflow_bodies import advance, begin, looped, loss_of, model
 
 import syncline
 import syncline.errors
@@ -192,16 +194,7 @@ def callbacks(place: Place, path: str, epochs: int, strategy: str) -> Any:
 
 def refused(place: Place, cases: list[tuple[str, str]]) -> list[str]:
     """What each call says."""
-    found = []
-    for strategy, name in cases:
-        with joined(place, strategy):
-            try:
-                REFUSED[name]()
-                found.append("")
-            except syncline.errors.SynclineError as error:
-                found.append(str(error))
-            syncline.shutdown()
-    return found
+    return said(place, cases, REFUSED)
 
 
 def _prepared(optimizer: Any = None) -> Any:
@@ -253,6 +246,13 @@ def _written() -> None:
     advance(made, None, "fit", 1, 2, syncline.rank(), syncline.world_size())
 
 
+def _elsewhere() -> None:
+    variable = tf.Variable(tf.ones(3))
+    place = "/job:localhost/replica:0/task:0/device:GPU:0"
+    with mock.patch.object(type(variable), "device", new_callable=mock.PropertyMock, return_value=place):
+        syncline.tensorflow.prepare([variable], keras.optimizers.SGD(0.1))
+
+
 def _cut_file() -> None:
     made, _ = _prepared()
     with tempfile.TemporaryDirectory() as folder:
@@ -287,6 +287,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "unused": lambda: syncline.prepare(_compiled([Unused(), keras.layers.Dense(1)], "sgd")).fit(
         *batch(0, 0, 1), verbose=0
     ),
+    "many unused": lambda: syncline.prepare(
+        _compiled([Unused() for _ in range(9)] + [keras.layers.Dense(1)], "sgd")
+    ).fit(*batch(0, 0, 1), verbose=0),
+    "device": _elsewhere,
     "half": _half_of_it,
     "shapes": _of_another_shape,
     "not prepared": _of_another_model,

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
-import subprocess
-import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from array_ranks import ranks
+from array_ranks import is_told_of, ranks, resume, train_digits_without
 
 for package in ("jax", "optax"):
     if importlib.util.find_spec(package) is None:
@@ -75,19 +71,7 @@ def test_the_mean_goes_to_an_optimizer_of_the_script_in_one_computation(tmp_path
 )
 def test_a_run_that_is_resumed_goes_on_with_the_same_bits(tmp_path: Path, strategies: list[str], servers: int) -> None:
     """Also what codecs keep back, in the middle of a period; and it resumes under another number of workers."""
-    name, processes = "jax_bodies.resumed", WORKERS + servers
-    through = ranks(tmp_path / "all", name, processes, strategies, [], 0, 7).found()[:WORKERS]
-    begun = ranks(tmp_path / "one", name, processes, strategies, [], 0, 4).found()[0]
-    saved = [state for state, _ in begun]
-    again = ranks(tmp_path / "two", name, processes, strategies, saved, 4, 7).found()[:WORKERS]
-    for rank in range(WORKERS):
-        for text, (_, wanted), (_, found) in zip(strategies, through[rank], again[rank], strict=True):
-            assert equal(wanted, found), text
-    more = ranks(tmp_path / "three", name, processes + 1, strategies, saved, 4, 7).found()[: WORKERS + 1]
-    for text, *found in zip(strategies, *more, strict=True):
-        assert all(state["steps"] == 7 and state["world_size"] == 3 for state, _ in found)
-        for _, params in found if "codec" not in text and "local" not in text else ():
-            check_near(params, through[0][strategies.index(text)][1], text)
+    resume(tmp_path, "jax_bodies.resumed", WORKERS, strategies, servers, equal, check_near)
 
 
 @pytest.mark.parametrize(("strategy", "servers"), [("ring", 0), ("ps(servers=1)", 1), ("ps(servers=1, on=workers)", 0)])
@@ -226,27 +210,7 @@ def test_few_threads_are_enough(tmp_path: Path) -> None:
 
 
 def test_a_run_loads_no_other_framework(tmp_path: Path) -> None:
-    """Digits under JAX, through servers too, where another framework that is imported ends the script."""
-    for name in ("torch", "tensorflow"):
-        (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is not installed')")
-    example = Path(__file__).resolve().parents[2] / "examples" / "jax_digits.py"
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    right = []
-    for options in (["-n", "1"], ["-n", "4", "--strategy", "ring"], ["-n", "4", "--strategy", "ps(servers=1)"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "syncline", "run", *options, str(example)],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"},
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "replicas equal" in done.stdout
-        right.append(int(done.stdout.partition(": ")[2].split()[0]))
-    assert right[0] > 340
-    assert all(abs(found - right[0]) <= 1 for found in right)
+    train_digits_without(tmp_path, ["torch", "tensorflow"], "jax_digits.py", JAX_PLATFORMS="cpu")
 
 
 @pytest.mark.parametrize(
@@ -257,15 +221,4 @@ def test_a_run_loads_no_other_framework(tmp_path: Path) -> None:
     ],
 )
 def test_a_jax_that_is_missing_or_too_old_is_named(tmp_path: Path, module: str, says: str) -> None:
-    (tmp_path / "jax.py").write_text(module)
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", "import syncline.jax"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": path},
-        check=False,
-    )
-    assert done.returncode == 1
-    assert re.search(says, done.stderr), done.stderr
+    is_told_of(tmp_path, {"jax": module}, "syncline.jax", says)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from array_ranks import ranks
+from array_ranks import ranks, resume
 
 for package in ("tensorflow", "keras"):
     if importlib.util.find_spec(package) is None:
@@ -71,19 +71,7 @@ def test_means_go_to_an_optimizer_of_the_script(tmp_path: Path) -> None:
 )
 def test_a_run_that_is_resumed_goes_on_with_the_same_bits(tmp_path: Path, strategies: list[str], servers: int) -> None:
     """Also what codecs keep back, in the middle of a period; and it resumes under another number of workers."""
-    name, processes = "tensorflow_bodies.resumed", WORKERS + servers
-    through = ranks(tmp_path / "all", name, processes, strategies, [], 0, 7).found()[:WORKERS]
-    begun = ranks(tmp_path / "one", name, processes, strategies, [], 0, 4).found()[0]
-    saved = [state for state, _ in begun]
-    again = ranks(tmp_path / "two", name, processes, strategies, saved, 4, 7).found()[:WORKERS]
-    for rank in range(WORKERS):
-        for text, (_, wanted), (_, found) in zip(strategies, through[rank], again[rank], strict=True):
-            assert equal(wanted, found), text
-    more = ranks(tmp_path / "three", name, processes + 1, strategies, saved, 4, 7).found()[: WORKERS + 1]
-    for text, *found in zip(strategies, *more, strict=True):
-        assert all(state["steps"] == 7 and state["world_size"] == 3 for state, _ in found)
-        for _, weights in found if "codec" not in text and "local" not in text else ():
-            check_near(weights, through[0][strategies.index(text)][1], text)
+    resume(tmp_path, "tensorflow_bodies.resumed", WORKERS, strategies, servers, equal, check_near)
 
 
 @pytest.mark.parametrize(("strategy", "servers"), [("ring", 0), ("ps(servers=1)", 1), ("ps(servers=1, on=workers)", 0)])

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
-import subprocess
-import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
 import pytest
-from array_ranks import ranks
+from array_ranks import is_told_of, ranks, train_digits_without
 
 for package in ("tensorflow", "keras"):
     if importlib.util.find_spec(package) is None:
@@ -45,7 +41,8 @@ def test_few_threads_are_enough(tmp_path: Path, threads: int) -> None:
     """On one core: two models in one graph, in a loop whose gradients wait for nothing."""
     one, other = ranks(tmp_path, "tensorflow_cases.few_threads", WORKERS, threads, x64=False).found()
     assert one == other
-    assert np.isfinite(one).all()
+    means = [0.4] * 4 + [0.1] * 4  # of Adam, which moves by its rate, and of SGD by the mean of 1 and 2
+    np.testing.assert_allclose(np.array(one) / (500 * 300), means * 2 + means[:4], rtol=1e-3)
 
 
 def test_callbacks_decide_alike_and_resume(tmp_path: Path) -> None:
@@ -81,6 +78,8 @@ RING = {
     ("ring", "jit loop"): "is compiled by XLA (jit_compile=True)",
     ("ring", "compiled anew"): "give compile() the very optimizer",
     ("ring", "unused"): "there is no gradient of 'unused/",
+    ("ring", "many unused"): " and 1 more: the loss does not depend on it",
+    ("ring", "device"): "lies on a device of kind GPU: syncline.tensorflow serves the CPU",
     ("ring", "half"): "there is no gradient of 'dense/kernel (2)'",
     ("ring", "shapes"): "for a variable of shape (5, 7) and type float64",
     ("ring", "not prepared"): "has not been prepared in this run",
@@ -140,27 +139,7 @@ def test_faults_are_named_on_all_ranks(tmp_path: Path, name: str, says: str) -> 
 
 
 def test_a_run_loads_no_other_framework(tmp_path: Path) -> None:
-    """Digits, through servers too, where another framework that is imported ends the script."""
-    for name in ("torch", "jax", "optax"):
-        (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is not installed')")
-    example = Path(__file__).resolve().parents[2] / "examples" / "tensorflow_digits.py"
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    right = []
-    for options in (["-n", "1"], ["-n", "4", "--strategy", "ring"], ["-n", "4", "--strategy", "ps(servers=1)"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "syncline", "run", *options, str(example)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"},
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "replicas equal" in done.stdout
-        right.append(int(done.stdout.partition(": ")[2].split()[0]))
-    assert right[0] > 340
-    assert all(abs(found - right[0]) <= 1 for found in right)
+    train_digits_without(tmp_path, ["torch", "jax", "optax"], "tensorflow_digits.py", CUDA_VISIBLE_DEVICES="-1")
 
 
 TENSORFLOW, KERAS = "__version__ = '2.21.0'", "__version__ = '3.15.1'"
@@ -183,16 +162,4 @@ TENSORFLOW, KERAS = "__version__ = '2.21.0'", "__version__ = '3.15.1'"
 def test_packages_that_are_missing_old_or_set_otherwise_are_named(
     tmp_path: Path, tensorflow: str, keras: str, says: str
 ) -> None:
-    (tmp_path / "tensorflow.py").write_text(tensorflow)
-    (tmp_path / "keras.py").write_text(keras)
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", "import syncline.tensorflow"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": path},
-        check=False,
-    )
-    assert done.returncode == 1
-    assert re.search(says, done.stderr), done.stderr
+    is_told_of(tmp_path, {"tensorflow": tensorflow, "keras": keras}, "syncline.tensorflow", says)
