@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -108,16 +109,7 @@ def comparison_of(
     each has all rows, the single worker's first; a peer has a row under those that it belongs to.
     """
     counts = _counts([workers] if isinstance(workers, int) else workers)
-    if epochs is not None and iterations is not None:
-        raise UsageError("--epochs and --iterations both set the length of training: give one of them")
-    numbers = {"--epochs": epochs, "--iterations": iterations, "--batch": batch, "--evaluate-every": evaluate_every}
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise UsageError(f"{name} has to be 1 or more, got {value}")
-    if target is not None and not 0 < target <= 1:
-        raise UsageError(f"--target has to be an accuracy above 0 and up to 1, such as 0.97, got {target:g}")
-    if seed < 0:
-        raise UsageError(f"--seed has to be 0 or more, got {seed}")
+    _check_numbers(epochs, iterations, batch, evaluate_every, target, seed)
     timeline = None if timeline_path is None else checked_target(timeline_path)
     json_file, report_file, timeline = result_paths({"--json": json_path, "--report": report_path, "--trace": timeline})
     rate = None if lab is None else _rate(lab)
@@ -135,13 +127,12 @@ def comparison_of(
     for count, found in contenders.items():
         if found:
             loaded.speed.check(count)
-    length = batch, epochs, iterations
-    cases = []
-    for entry in entries:
-        rows = [(1, Contender(BASELINE))]
-        rows += [(count, one) for count, found in contenders.items() for one in found if belongs(one, entry.name)]
-        cases += [_case(loaded, one, count, *length, entry.name) for count, one in rows]
-    cases = [_looked_at(case, loaded, target, evaluate_every) for case in cases]
+    made = partial(_case, loaded, batch=batch, epochs=epochs, iterations=iterations)
+    cases = [
+        _looked_at(made(one, count, framework=entry.name), loaded, target, evaluate_every)
+        for entry in entries
+        for count, one in _rows(contenders, entry.name)
+    ]
     return Comparison(
         loaded.name,
         tuple(cases),
@@ -158,6 +149,32 @@ def comparison_of(
         speed=loaded.speed,
         target=target,
     )
+
+
+def _check_numbers(
+    epochs: int | None,
+    iterations: int | None,
+    batch: int | None,
+    evaluate_every: int | None,
+    target: float | None,
+    seed: int,
+) -> None:
+    if epochs is not None and iterations is not None:
+        raise UsageError("--epochs and --iterations both set the length of training: give one of them")
+    numbers = {"--epochs": epochs, "--iterations": iterations, "--batch": batch, "--evaluate-every": evaluate_every}
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise UsageError(f"{name} has to be 1 or more, got {value}")
+    if target is not None and not 0 < target <= 1:
+        raise UsageError(f"--target has to be an accuracy above 0 and up to 1, such as 0.97, got {target:g}")
+    if seed < 0:
+        raise UsageError(f"--seed has to be 0 or more, got {seed}")
+
+
+def _rows(contenders: Mapping[int, Sequence[Contender]], framework: str) -> list[tuple[int, Contender]]:
+    """What is trained by a framework, with how many workers: the single worker first, and no peers of others."""
+    every = [(count, one) for count, found in contenders.items() for one in found if belongs(one, framework)]
+    return [(1, Contender(BASELINE)), *every]
 
 
 def _check_scored(workload: Workload, target: float | None, evaluate_every: int | None) -> None:

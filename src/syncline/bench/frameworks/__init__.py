@@ -17,13 +17,10 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ...errors import UsageError
 from ...registry import Entry, get, names
 from ...strategy.strategy import Strategy
-from ...workloads import PLAIN, Part, Workload
+from ...workloads import Part, Workload
 from ..batches import Batch
 from ..messages import Job
 from ..sides import Side
@@ -112,20 +109,6 @@ class Training(Protocol):
         ...
 
 
-class Evenly:
-    """What a framework without devices to wait for, modes or threads of its own answers."""
-
-    def moved(self, batch: Batch) -> Batch:
-        """It is there."""
-        return batch
-
-    def pause(self) -> None:
-        """Nothing differs."""
-
-    def resume(self) -> None:
-        """Nothing differs."""
-
-
 def framework_of(name: str) -> Entry:
     """The framework of that name; raises UsageError for an unknown one, and for one that is not installed."""
     entry = get("frameworks", name)
@@ -149,32 +132,6 @@ def check_workload(entries: Sequence[Entry], workload: Workload) -> None:
     for entry in entries:
         if why := entry.target.lacks(workload):  # type: ignore[attr-defined]
             raise UsageError(f"--framework {entry.name} cannot train {workload.name}: {why}; {_others(workload)}")
-
-
-def without_blueprint(workload: Workload) -> str:
-    """Why a framework that builds models from blueprints, on the CPU, cannot train a workload."""
-    if workload.blueprint is None:
-        return "its model is written for PyTorch only"
-    if workload.computing != PLAIN:
-        return "device=, channels_last= and autotune= are PyTorch's"
-    return ""
-
-
-def filled(array: NDArray[Any], length: int) -> NDArray[Any]:
-    """The array with zeros behind it, up to so many."""
-    return np.concatenate([array, np.zeros((length - len(array), *array.shape[1:]), array.dtype)])
-
-
-def scores(found: Sequence[tuple[NDArray[Any], NDArray[np.int64]]]) -> tuple[float, float]:
-    """Accuracy and mean cross entropy of pieces of a test set: what the model says of images, and their labels."""
-    right, loss, count = 0, 0.0, 0
-    for said, labels in found:
-        shifted = said - said.max(1, keepdims=True)
-        logarithms = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
-        right += int((said.argmax(1) == labels).sum())
-        loss -= float(logarithms[np.arange(len(labels)), labels].sum())
-        count += len(labels)
-    return right / count, loss / count
 
 
 def _others(workload: Workload) -> str:

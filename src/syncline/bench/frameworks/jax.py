@@ -7,7 +7,6 @@ are filled up to one length with samples that count nothing, since every other l
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +16,12 @@ from numpy.typing import NDArray
 from ...frameworks._schedules import check_mode, check_schedule
 from ...registry import register
 from ...strategy.strategy import Strategy
-from ...workloads import Part, Workload
+from ...workloads import Workload
 from ...workloads import _blueprint as plain
-from ..batches import Batch, pooled
+from ..batches import pooled
 from ..messages import Job
 from ..sides import Side
-from . import Evenly, filled, scores, without_blueprint
-from .numpy import digest
+from ._from_blueprint import InOneStep, filled, scores
 
 if TYPE_CHECKING:
     import jax
@@ -41,10 +39,8 @@ _ENVIRON = {
 
 
 @register("frameworks", "jax", needs=("jax", "optax"), install="syncline[jax]", environ=_ENVIRON)
-class JaxTraining(Evenly):
+class JaxTraining(InOneStep):
     """``jax.jit`` over value, gradient and update."""
-
-    fused = True
 
     def __init__(self, workload: Workload, job: Job, process: int) -> None:  # noqa: ARG002
         assert workload.blueprint is not None
@@ -58,11 +54,6 @@ class JaxTraining(Evenly):
         import jax
 
         return str(jax.__version__)
-
-    @staticmethod
-    def lacks(workload: Workload) -> str:
-        """It builds models from blueprints."""
-        return without_blueprint(workload)
 
     @staticmethod
     def check(strategy: Strategy) -> None:
@@ -93,19 +84,6 @@ class JaxTraining(Evenly):
         self._step = getattr(side, "compiled", jax.jit)(step)
         self._said = jax.jit(self._network)
 
-    def taken(self, part: Part) -> tuple[Any, Any]:
-        """Channels last."""
-        images, labels = part
-        return np.ascontiguousarray(images.transpose(0, 2, 3, 1)), labels.astype(np.int32)
-
-    def now(self) -> float:
-        """Every step is waited for."""
-        return time.perf_counter()
-
-    def forward(self, batch: Batch) -> None:
-        """All is one computation."""
-        self._batch = batch
-
     def backward(self) -> None:
         """What each sample counts makes the mean over ranks that over the whole batch."""
         images, labels, _, share = self._batch
@@ -113,10 +91,6 @@ class JaxTraining(Evenly):
         batch = (filled(array, self._longest) for array in (images, labels, counts))
         self._params, self._state, loss = self._step(self._params, self._state, *batch)
         self._loss = float(loss)
-
-    def update(self, position: int) -> float:  # noqa: ARG002
-        """It has been made."""
-        return self._loss
 
     def consolidate(self, side: Side) -> None:
         """Parameters that Syncline exchanges are new ones then."""
@@ -136,10 +110,6 @@ class JaxTraining(Evenly):
         params = params_of(self.copied() if weights is None else weights)
         parts = ((self.taken(part)[0], part[1]) for part in self._workload.tests())
         return scores([(np.asarray(self._said(params, images)), labels) for images, labels in parts])
-
-    def digest(self) -> str:
-        """Of all parameters."""
-        return digest(self.copied())
 
     def _solver(self, each: int) -> Any:
         """Of which so many updates are a step of the run."""

@@ -7,8 +7,6 @@ document processing", 2006). Gradients go out one by one while backward goes on,
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,12 +17,12 @@ from numpy.typing import NDArray
 from ...frameworks._schedules import check_mode, check_schedule
 from ...registry import register
 from ...strategy.strategy import Strategy
-from ...workloads import Part, Workload
+from ...workloads import Workload
 from ...workloads import _blueprint as plain
 from ..batches import Batch
 from ..messages import Job
 from ..sides import Side
-from . import Evenly, scores, without_blueprint
+from ._from_blueprint import FromBlueprint, scores
 
 Array = NDArray[Any]
 Told = Callable[[str, Array], None]
@@ -196,7 +194,7 @@ class _Bare:
     install="syncline",
     environ=dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS"), "1"),
 )
-class NumpyTraining(Evenly):
+class NumpyTraining(FromBlueprint):
     """Layers by hand."""
 
     fused = False
@@ -214,11 +212,6 @@ class NumpyTraining(Evenly):
         return np.__version__
 
     @staticmethod
-    def lacks(workload: Workload) -> str:
-        """It builds models from blueprints."""
-        return without_blueprint(workload)
-
-    @staticmethod
     def check(strategy: Strategy) -> None:
         """What arrays in place of modules, and this rule, cannot be trained under."""
         check_schedule(strategy, "NumPy")
@@ -230,15 +223,6 @@ class NumpyTraining(Evenly):
         self.weights, made = side.prepare(self.weights, self._rule, weight=1)
         self._optimizer: Any = _Bare(self.weights, self._rule) if made is self._rule else made
         self._layers = layers(self._blueprint, self.weights)
-
-    def taken(self, part: Part) -> tuple[Any, Any]:
-        """Channels last."""
-        images, labels = part
-        return np.ascontiguousarray(images.transpose(0, 2, 3, 1)), labels
-
-    def now(self) -> float:
-        """There is no device."""
-        return time.perf_counter()
 
     def forward(self, batch: Batch) -> None:
         """Up to the probabilities."""
@@ -276,10 +260,6 @@ class NumpyTraining(Evenly):
         parts = ((self.taken(part)[0], part[1]) for part in self._workload.tests())
         return scores([(through(made, images), labels) for images, labels in parts])
 
-    def digest(self) -> str:
-        """Of all weights."""
-        return digest(self.weights)
-
 
 def layers(blueprint: plain.Blueprint, weights: Mapping[str, Array]) -> list[Layer]:
     """A network of these weights."""
@@ -298,12 +278,3 @@ def through(layers: Sequence[Layer], x: Array) -> Array:
     for layer in layers:
         x = layer.forward(x)
     return x
-
-
-def digest(weights: Mapping[str, Array]) -> str:
-    """The SHA-256 of arrays, names, types and bytes, in the order of their names."""
-    found = hashlib.sha256()
-    for name in sorted(weights):
-        found.update(f"{name} {weights[name].dtype} {weights[name].shape}\n".encode())
-        found.update(np.ascontiguousarray(weights[name]).tobytes())
-    return found.hexdigest()

@@ -7,7 +7,6 @@ lines. All batches are filled up to one length with samples that count nothing, 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -18,13 +17,11 @@ from numpy.typing import NDArray
 from ...frameworks._schedules import check_mode, check_schedule
 from ...registry import register
 from ...strategy.strategy import Strategy
-from ...workloads import Part, Workload
+from ...workloads import Workload
 from ...workloads import _blueprint as plain
-from ..batches import Batch
 from ..messages import Job
 from ..sides import Side
-from . import Evenly, filled, scores, without_blueprint
-from .numpy import digest
+from ._from_blueprint import InOneStep, filled, scores
 
 _ENVIRON = {
     "KERAS_BACKEND": "tensorflow",
@@ -37,10 +34,8 @@ _ENVIRON = {
 
 
 @register("frameworks", "tensorflow", needs=("tensorflow", "keras"), install="syncline[tensorflow]", environ=_ENVIRON)
-class TensorflowTraining(Evenly):
+class TensorflowTraining(InOneStep):
     """``keras.Sequential`` under ``compile`` and the function that ``fit`` trains with."""
-
-    fused = True
 
     def __init__(self, workload: Workload, job: Job, process: int) -> None:  # noqa: ARG002
         assert workload.blueprint is not None
@@ -56,11 +51,6 @@ class TensorflowTraining(Evenly):
         import tensorflow as tf
 
         return f"{tf.__version__}, Keras {keras.__version__}"
-
-    @staticmethod
-    def lacks(workload: Workload) -> str:
-        """It builds models from blueprints."""
-        return without_blueprint(workload)
 
     @staticmethod
     def check(strategy: Strategy) -> None:
@@ -80,19 +70,6 @@ class TensorflowTraining(Evenly):
             model.compile(solver, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         self._model, self._optimizer = side.prepare(model, solver, weight=1)
 
-    def taken(self, part: Part) -> tuple[Any, Any]:
-        """Channels last."""
-        images, labels = part
-        return np.ascontiguousarray(images.transpose(0, 2, 3, 1)), labels.astype(np.int32)
-
-    def now(self) -> float:
-        """Every step is waited for."""
-        return time.perf_counter()
-
-    def forward(self, batch: Batch) -> None:
-        """All is one computation."""
-        self._batch = batch
-
     def backward(self) -> None:
         """What each sample counts makes the mean over ranks that over the whole batch; Keras divides by the length."""
         images, labels, position, share = self._batch
@@ -100,10 +77,6 @@ class TensorflowTraining(Evenly):
         self._optimizer.learning_rate = self._rates[position - 1]
         batch = [filled(array, self._longest) for array in (images, labels, counts)]
         self._loss = float(self._model.train_on_batch(*batch)) / share
-
-    def update(self, position: int) -> float:  # noqa: ARG002
-        """It has been made."""
-        return self._loss
 
     def consolidate(self, side: Side) -> None:
         """In place."""
@@ -119,10 +92,6 @@ class TensorflowTraining(Evenly):
         assign(self._spare, self.copied() if weights is None else weights)
         parts = ((self.taken(part)[0], part[1]) for part in self._workload.tests())
         return scores([(np.asarray(self._spare.predict_on_batch(images)), labels) for images, labels in parts])
-
-    def digest(self) -> str:
-        """Of all weights."""
-        return digest(self.copied())
 
 
 def built(blueprint: plain.Blueprint) -> Any:
