@@ -9,24 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from two_engines import LIMIT_S, ring
 
-from syncline import registry
 from syncline.compression.reducers import Message, Reducer, Round, Sum
 from syncline.engine import trace
 from syncline.engine.engine import Engine
 from syncline.engine.trace import Recorder, Span
 from syncline.engine.work import Lane, Work
 from syncline.errors import PeerTimeout
-from syncline.nouns import Group
-from syncline.plans.messages import Program, compile_program
 from syncline.transports.inproc import Hub
-
-LIMIT_S = 30.0
-_RING = registry.get("algorithms", "ring").target(Group(2))
-
-
-def ring(rank: int) -> Program:
-    return compile_program(_RING, rank)
 
 
 @contextlib.contextmanager
