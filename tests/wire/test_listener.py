@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from strangers import LIMIT_S, RUN, SECRET, Where, drain, knock
 
 from syncline.errors import GroupError, HandshakeError, SecretError, UsageError
 from syncline.wire import handshake
@@ -18,11 +19,7 @@ from syncline.wire.handshake import run_id
 from syncline.wire.listener import Listener, addresses_towards, dial, interface_address
 from syncline.wire.refusals import IN_FULL
 
-LIMIT_S = 20.0
-RUN = run_id("a run")
-SECRET = b"known to all ranks of the run"
 WORLD = 4
-Where = tuple[str, int] | str
 
 
 @pytest.fixture
@@ -35,15 +32,6 @@ def listener() -> Iterator[Listener]:
 @pytest.fixture(params=["tcp", "unix"])
 def where(request: pytest.FixtureRequest, listener: Listener) -> Where:
     return (listener.address, listener.port) if request.param == "tcp" else listener.unix
-
-
-def knock(where: Where) -> socket.socket:
-    if isinstance(where, tuple):
-        return socket.create_connection(where, LIMIT_S)
-    sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(LIMIT_S)
-    sock.connect(f"\0{where}")
-    return sock
 
 
 def good_peer(listener: Listener, where: Where, source: int = 1, purpose: str = "data") -> None:
@@ -109,17 +97,6 @@ def test_strangers_are_refused_and_logged(
         drain(stranger)
     assert "refused a connection from" in caplog.text
     good_peer(listener, where)
-
-
-def drain(sock: socket.socket) -> bytes:
-    """What the other end says until it closes; a reset counts as closing."""
-    found = b""
-    try:
-        while part := sock.recv(4096):
-            found += part
-    except ConnectionError:
-        pass
-    return found
 
 
 def test_strangers_that_say_nothing_keep_nobody_waiting(listener: Listener, where: Where) -> None:

@@ -4,112 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
+from plays import member
+from served import Serve
+from strangers import LIMIT_S, RUN, SECRET, drain
 
-from syncline.errors import GroupError, HandshakeError, RollCallError, SecretError
+from syncline.errors import HandshakeError, RollCallError, SecretError
 from syncline.wire import handshake
-from syncline.wire.doors import open_door
-from syncline.wire.handshake import run_id
-from syncline.wire.listener import dial
-from syncline.wire.meeting import HEARD, NOTE_BYTES, NOTES_BYTES, VALUE_BYTES, Kind, Meeting, fault_frame, frame, note
-from syncline.wire.meeting_client import MeetingClient
-from syncline.wire.meeting_server import PURPOSE, MeetingServer
-from syncline.wire.member import Member
-
-LIMIT_S = 20.0
-RUN = run_id("a run")
-SECRET = b"known to all ranks of the run"
-
-
-def member(rank: int, world: int) -> Member:
-    return Member(rank, world, f"host{rank}", "m", 100 + rank, "p", "127.0.0.1", 1, "u", {"strategy": "ring"})
-
-
-class Served:
-    """A meeting on a port of this machine."""
-
-    def __init__(self, world: int, limit_s: float = 10 * LIMIT_S) -> None:
-        self.world = world
-        self.meeting = Meeting(world)
-        door = open_door("127.0.0.1")
-        self.where: tuple[str, int] = door.getsockname()
-        self.server = MeetingServer([door], RUN, SECRET, self.meeting, limit_s)
-        self.socks: list[socket.socket] = []
-
-    def knock(self, data: bytes = b"") -> socket.socket:
-        sock = socket.create_connection(self.where, LIMIT_S)
-        self.socks.append(sock)
-        with contextlib.suppress(OSError):
-            sock.sendall(data)
-        return sock
-
-    def prove(self, rank: int, secret: bytes = SECRET, purpose: str = PURPOSE) -> socket.socket:
-        sock = dial(self.where, RUN, secret, rank, 0, purpose, LIMIT_S)
-        self.socks.append(sock)
-        return sock
-
-    def client(self, rank: int, timeout: float = LIMIT_S) -> MeetingClient:
-        found = MeetingClient(self.prove(rank), "the meeting", self.world)
-        found.limit(time.monotonic() + timeout, timeout)
-        return found
-
-    def come(self, rank: int, timeout: float = LIMIT_S) -> Any:
-        """One process's whole meeting; the error if it fails."""
-        client = self.client(rank, timeout)
-        try:
-            client.enter()
-            roll = client.call_roll(member(rank, self.world), "a run", SECRET)
-            client.through()
-            return [one.index for one in roll.members]
-        except GroupError as error:
-            return error
-        finally:
-            client.close()
-
-    def all_come(self) -> list[Any]:
-        with ThreadPoolExecutor(self.world) as pool:
-            return list(pool.map(self.come, range(self.world), timeout=2 * LIMIT_S))
-
-    def close(self) -> None:
-        for sock in self.socks:
-            sock.close()
-        self.server.close()
-        self.server.join()
-
-
-Serve = Callable[..., Served]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    served: list[Served] = []
-
-    def start(world: int, **options: Any) -> Served:
-        served.append(Served(world, **options))
-        return served[-1]
-
-    yield start
-    for one in served:
-        one.close()
-
-
-def drain(sock: socket.socket) -> bytes:
-    """What the other end says until it closes; a reset counts as closing."""
-    sock.settimeout(LIMIT_S)
-    found = b""
-    with contextlib.suppress(ConnectionError):
-        while part := sock.recv(1 << 16):
-            found += part
-    return found
+from syncline.wire.meeting import HEARD, NOTE_BYTES, NOTES_BYTES, VALUE_BYTES, Kind, fault_frame, frame, note
+from syncline.wire.meeting_server import PURPOSE
 
 
 def test_all_meet_and_the_port_is_free_before_anybody_goes_on(serve: Serve) -> None:
@@ -118,8 +26,6 @@ def test_all_meet_and_the_port_is_free_before_anybody_goes_on(serve: Serve) -> N
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(served.where, LIMIT_S)
 
-
-# Strangers.
 
 HUGE = struct.pack("<BI", Kind.RECORD, 0xFFFFFFFF)
 HELLO = handshake.hello(RUN, 1, 0, PURPOSE).raw
@@ -182,9 +88,6 @@ def test_a_proof_for_another_purpose_is_refused(serve: Serve) -> None:
     with pytest.raises((HandshakeError, ConnectionError)):
         served.prove(1, purpose="data")
     assert served.all_come() == [[0, 1]] * 2
-
-
-# Processes of the run that are broken.
 
 
 def test_one_that_has_proved_itself_and_says_nothing_is_missed(serve: Serve) -> None:
@@ -271,182 +174,3 @@ def test_one_that_dies_is_named_to_all(serve: Serve) -> None:
         dying._send(frame(Kind.RECORD, member(1, 3).to_text().encode()))
         dying.close()
         assert "rank 1 (host1, pid 101) ended while the processes were meeting" in str(other.result(LIMIT_S))
-
-
-# Ends.
-
-
-def test_after_a_fault_it_goes_on_until_all_have_read_it(serve: Serve) -> None:
-    """A minute would outlast this test: it ends with the last one."""
-    served = serve(3)
-    served.client(0).give_up("no such interface")
-    served.server.close(60.0)
-    for rank in (1, 2):
-        text = str(served.come(rank))
-        assert text.startswith("rank 0 (from 127.0.0.1:")
-        assert text.endswith("): no such interface")
-    served.server.join()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(served.where, LIMIT_S)
-
-
-def test_after_a_fault_it_goes_where_nobody_else_is_coming(serve: Serve) -> None:
-    served = serve(3)
-    served.client(0).give_up("no such interface")
-    served.server.close()
-    served.server.join()
-
-
-def test_one_that_does_not_read_the_fault_is_not_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.wire.meeting_server._READ_S", 0.05)
-    served = serve(3)
-    served.prove(1)
-    served.client(0).give_up("no such interface")
-    served.server.close()
-    served.server.join()
-
-
-def test_one_that_was_let_in_before_all_were_through_is_not_waited_for(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has proved itself, and says nothing and stays."""
-    monkeypatch.setattr("syncline.wire.meeting_server._READ_S", 0.05)
-    served = serve(1)
-    client = served.client(0)
-    client.enter()
-    client.call_roll(member(0, 1), "a run", SECRET)
-    stays, there = socket.socketpair()
-    served.server._new.append((0, there, "a test"))
-    client.through()
-    served.server.close()
-    served.server._thread.join(LIMIT_S)
-    try:
-        assert not served.server._thread.is_alive()
-    finally:
-        stays.close()
-
-
-def test_an_end_that_is_asked_for_again_writes_to_no_other_file(serve: Serve) -> None:
-    """The bell's descriptor is free when the thread has ended."""
-    served = serve(1)
-    served.server.close()
-    served.server.join()
-    other = os.eventfd(0, os.EFD_NONBLOCK)
-    try:
-        served.server._bell = other
-        served.server.close()
-        with pytest.raises(BlockingIOError):
-            os.eventfd_read(other)
-    finally:
-        os.close(other)
-
-
-def test_its_own_time_is_limited_too(serve: Serve) -> None:
-    served = serve(2, limit_s=0.1)
-    assert "the time for this start is over" in str(served.come(0))
-
-
-def test_the_interpreter_waits_for_it() -> None:
-    """Those who come late shall read why."""
-    served = Served(1)
-    thread = next(thread for thread in threading.enumerate() if thread.name == "syncline-meeting")
-    assert not thread.daemon
-    served.close()
-
-
-# The other side: what answers is not to be trusted further.
-
-
-@pytest.fixture
-def line() -> Iterator[tuple[MeetingClient, socket.socket]]:
-    """A client, and the other end of its connection."""
-    here, there = socket.socketpair()
-    client = MeetingClient(here, "10.0.0.1:5", 2)
-    client.limit(time.monotonic() + LIMIT_S, LIMIT_S)
-    yield client, there
-    client.close()
-    there.close()
-
-
-Line = tuple[MeetingClient, socket.socket]
-
-
-@pytest.mark.parametrize(
-    ("said", "text"),
-    [
-        ((), "rank 0, which serves the meeting at 10.0.0.1:5, has ended; see what it printed"),
-        ((frame(Kind.OVER),), "breaks the rules of the meeting: it said over"),
-        ((struct.pack("<BI", Kind.WELCOME, 65),), "announced 65 bytes of welcome, where 64 are the most"),
-        ((struct.pack("<BI", Kind.ROLL, 0xFFFFFFFF),), "announced 4294967295 bytes of roll"),
-        ((b"HTTP/1.1 400 Bad Request",), "said something unknown"),
-        ((fault_frame("rank 1 has burnt down"),), "rank 1 has burnt down"),
-    ],
-    ids=["gone", "order", "one beyond", "huge", "http", "fault"],
-)
-def test_a_client_believes_no_meeting_further_than_the_rules(line: Line, said: tuple[bytes, ...], text: str) -> None:
-    client, meeting = line
-    meeting.sendall(b"".join(said))
-    meeting.shutdown(socket.SHUT_WR)
-    with pytest.raises(GroupError, match=text.replace("(", r"\(")):
-        client.enter()
-
-
-def test_a_fault_that_has_come_is_read_although_the_meeting_has_gone(line: Line) -> None:
-    client, meeting = line
-    meeting.sendall(frame(Kind.WELCOME) + fault_frame("rank 1 has burnt down"))
-    meeting.close()
-    client.enter()
-    with pytest.raises(RollCallError, match="burnt"):
-        client.call_roll(member(1, 2), "a run", b"")
-
-
-def test_a_look_finds_a_fault_and_does_not_wait(line: Line) -> None:
-    client, meeting = line
-    client.check()
-    meeting.sendall(fault_frame("rank 1 has burnt down"))
-    with pytest.raises(RollCallError, match="burnt"):
-        client.check()
-
-
-class Endless:
-    """A connection at which something is always there to be read, of which nothing may be sent."""
-
-    def __init__(self, data: bytes, most: int) -> None:
-        self._data, self._most = data, most
-
-    def recv(self, _size: int) -> bytes:
-        self._most -= 1
-        assert self._most >= 0, "it is read on and on"
-        return self._data
-
-    def sendall(self, _data: bytes) -> None:
-        raise BrokenPipeError
-
-    def setblocking(self, _flag: bool) -> None: ...
-
-    def settimeout(self, _limit_s: float) -> None: ...
-
-
-@pytest.mark.parametrize("look", [MeetingClient.check, MeetingClient.through])
-def test_a_meeting_that_goes_on_talking_holds_nobody(look: Callable[[MeetingClient], None]) -> None:
-    """A look takes the words that have come, one by one, and ends."""
-    client = MeetingClient(Endless(frame(Kind.VALUE, bytes(100)), most=2), "10.0.0.1:5", 2)  # type: ignore[arg-type]
-    client.limit(time.monotonic() + LIMIT_S, LIMIT_S)
-    with pytest.raises(GroupError, match=r"said value|has ended"):
-        look(client)
-
-
-def test_a_fault_behind_an_answer_is_read_although_the_meeting_has_gone() -> None:
-    data = frame(Kind.VALUE) + fault_frame("rank 1 has burnt down \x1b[2J")
-    client = MeetingClient(Endless(data, most=1), "10.0.0.1:5", 2)  # type: ignore[arg-type]
-    with pytest.raises(RollCallError, match="rank 1 has burnt down \ufffd"):
-        client.through()
-
-
-def test_a_meeting_that_has_stopped_holds_nobody(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 is stopped, or its machine is gone: its connections are there and say nothing."""
-    monkeypatch.setattr("syncline.wire.meeting_client._WORD_S", 0.05)
-    client, _ = line
-    client.limit(time.monotonic() + 0.05, 7.0)
-    with pytest.raises(GroupError, match=r"meeting at 10.0.0.1:5, has not answered within 7 s: is it stopped"):
-        client.enter()
