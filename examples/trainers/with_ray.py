@@ -58,7 +58,7 @@ def main(backend: str = "syncline", folder: str = "") -> None:
         TorchTrainer(
             train,
             train_loop_config={"backend": backend, "folder": here},
-            torch_config=TorchConfig(backend=backend),
+            torch_config=TorchConfig(backend=backend, timeout_s=60),  # Ray's own limit is half an hour
             scaling_config=ScalingConfig(num_workers=2),
             run_config=RunConfig(storage_path=own),
         ).fit()

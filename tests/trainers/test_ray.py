@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
+import uuid
 from pathlib import Path
 
 import scripts_of_trainers as scripts
@@ -11,16 +13,30 @@ scripts.need("ray", "pyarrow")
 
 
 def test_the_weights_are_those_of_ddp(tmp_path: Path) -> None:
+    for backend in ("gloo", "syncline"):
+        assert f"2 ranks over {backend}: loss" in with_ray(backend, tmp_path)
+    assert scripts.distance(scripts.weights(tmp_path, "gloo"), scripts.weights(tmp_path, "syncline")) < 1e-6
+
+
+def with_ray(backend: str, folder: Path) -> str:
+    """What the example prints; where it does not end, what Ray's processes have said, which only its own files know."""
     with tempfile.TemporaryDirectory(prefix="ray-") as short:  # a socket's path may not be long
-        for backend in ("gloo", "syncline"):
-            printed = scripts.run(
+        try:
+            return scripts.run(
                 scripts.EXAMPLES / "with_ray.py",
                 backend,
-                tmp_path,
+                folder,
                 RAY_TMPDIR=short,
+                RAY_AUTH_TOKEN=uuid.uuid4().hex,  # none is left in the user's home
                 RAY_USAGE_STATS_ENABLED="0",
                 RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # everything at 127.0.0.1
                 SYNCLINE_STRATEGY="tree",
             )
-            assert f"2 ranks over {backend}: loss" in printed
-    assert scripts.distance(scripts.weights(tmp_path, "gloo"), scripts.weights(tmp_path, "syncline")) < 1e-6
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            raise AssertionError(f"{error}\n{_logs(Path(short))}") from error
+
+
+def _logs(folder: Path) -> str:
+    files = sorted((folder / "ray" / "session_latest" / "logs").rglob("*"), key=lambda file: file.stat().st_mtime)
+    ends = {file.name: file.read_text(errors="replace")[-1000:] for file in files if file.is_file()}
+    return "\n".join(f"--- {name}\n{end}" for name, end in ends.items() if end)
