@@ -135,7 +135,7 @@ def test_buckets_arrive_while_backward_goes_on(group: Any, strategy: str) -> Non
         _, optimizer = handed.result
         optimizer.produced("last", np.full((7, 1), float(session.rank)))
         made = optimizer._model
-        session.engine.wait(made._works[BucketPhase(0, 0, "allreduce")])
+        session.engine.wait(made.exchange._works[BucketPhase(0, 0, "allreduce")])
         assert (made.gradients.flat[2] == 0.5).all()
         optimizer.step({"first": np.zeros((5, 7)), "bias": np.zeros(7)})
 
@@ -362,7 +362,7 @@ def test_a_codec_that_was_chosen_is_taken_up_and_one_without_its_state_warns(gro
         if session.rank == 1:
             with pytest.warns(UserWarning, match="what it had not sent yet is lost"):
                 handed.result[1].load_state_dict(known)
-        return str(session.strategy), str(handed.result[1]._model.compression._codec)
+        return str(session.strategy), str(handed.result[1]._model.exchange.compression._codec)
 
     for strategy, codec in group("ring codec=int8", 2, body):
         assert "codec=feedback(topk(ratio=0.3))" in strategy

@@ -23,7 +23,8 @@ from ..serving.shard import WEIGHTS
 from ..session.session import Session
 from ..strategy.choice import Choice
 from ._agreed import AgreedWeights
-from ._flat import Array, FlatModel, Weights
+from ._flat import FlatModel
+from ._weights import Array, Weights
 
 _STATE = "state/"
 _MODEL = "this state is of another model"
@@ -53,16 +54,16 @@ def save(model: FlatModel) -> dict[str, Any]:
         if worker.keeps:
             found["owners"] = basic(specs, *_of_records(specs, worker.weights()))["weights"]
         session.barrier()  # nobody goes on before all have asked
-    if model.compression is not None and model.compression.keeps:
-        found["codec"] = _gathered(model, model.compression)
+    if model.exchange.compression is not None and model.exchange.compression.keeps:
+        found["codec"] = _gathered(model, model.exchange.compression)
     if model.agreed is not None:
         found["agreed"] = model.agreed.saved() | {"follows": model.follows}
         each = session.gather(pack(_records(weights, kept)))
         name, number = session.name, session.member.number
         own = [_of_records(specs, unpack(one, name(rank), number(rank))) for rank, one in enumerate(each)]
         found["ranks"] = [basic(specs, *one) for one in own]
-        if model.of_differences is not None and model.of_differences is not model.compression:
-            found["differences"] = _gathered(model, model.of_differences)
+        if model.exchange.apart is not None:
+            found["differences"] = _gathered(model, model.exchange.apart)
     return found
 
 
@@ -75,13 +76,13 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
     session, worker = model.session, model.worker
     before = session.as_here(state["strategy"])
     if before != str(session.strategy) and worker is None and session.resume_codec(before):
-        model.compress()
+        model.exchange.compress()
     if before != str(session.strategy):
         raise UsageError(
             f"this state is of a run with {state['strategy']!r}, this run has {str(session.strategy)!r}: give"
             " syncline.init() the former"
         )
-    if model.compression is not None and model.compression.warms_up and session.group.servers:
+    if model.exchange.compression is not None and model.exchange.compression.warms_up and session.group.servers:
         raise UsageError(
             f"servers cannot be told in which step a resumed run under {str(session.strategy)!r} is,"
             " whose first steps travel otherwise: use feedback without warmup=, ps(on=workers) or ring"
@@ -91,13 +92,14 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
         session.resume_with(Choice.read(state["algorithms"]))
     codec = state.get("codec")
     model.resume_at(int(state["steps"]))
-    if model.compression is not None:
-        model.compression.resume_at(model.steps)
+    compression = model.exchange.compression
+    if compression is not None:
+        compression.resume_at(model.steps)
         if codec is None:
-            model.compression.forget()
+            compression.forget()
         else:
-            model.compression.load(codec)
-        model.compression.warn_of_loss(str(session.strategy), codec is None and model.compression.keeps, 3)
+            compression.load(codec)
+        compression.warn_of_loss(str(session.strategy), codec is None and compression.keeps, 3)
     model.take_weights(arrays)
     if worker is None:
         model.weights.keep(states)
@@ -115,12 +117,13 @@ def _load_agreed(model: FlatModel, agreed: AgreedWeights, state: Mapping[str, An
     else:
         agreed.forget()
         model.follows = True
-    if model.of_differences is not None and model.of_differences is not model.compression:
-        model.of_differences.resume_at(0)
+    apart = model.exchange.apart
+    if apart is not None:
+        apart.resume_at(0)
         if "differences" in state:
-            model.of_differences.load(state["differences"])
+            apart.load(state["differences"])
         else:
-            model.of_differences.forget()
+            apart.forget()
 
 
 def _load_owners(model: FlatModel, state: Mapping[str, Any], weights: Sequence[Array], kept: Sequence[State]) -> None:
@@ -139,7 +142,7 @@ def _load_owners(model: FlatModel, state: Mapping[str, Any], weights: Sequence[A
         for flat in weights:
             digest = zlib.crc32(flat.view(np.uint8), digest)
         worker.change(records, digest or 1)
-        if model.compression is not None or worker.keeps:
+        if model.exchange.compression is not None or worker.keeps:
             worker.resume(model.steps, theirs or [])
     else:
         worker.resume(model.steps, theirs or records)

@@ -24,11 +24,14 @@ from ..serving.shard import Groups
 from ..session.session import Session
 from . import Handed
 from ._alone import warn_of_plain_steps
-from ._flat import Array, FlatModel, fits, flat_models, serve_model, unfit
+from ._coming import fits, unfit
+from ._flat import FlatModel, flat_models
 from ._memory import check_writable, floating_array, host_array, overlapping
 from ._resumed import load, load_alone, save, save_alone
 from ._rules import Function, Sliced, States, Update, described, heard, name_of, probe, rule_of, said, values_of
 from ._schedules import check_mode, check_schedule
+from ._served import serve_model
+from ._weights import Array
 
 __all__ = ["Function", "Trainer", "Update", "adapt"]
 

@@ -25,9 +25,10 @@ from ...errors import ClosedError, MismatchError, UsageError
 from ...session.session import Session
 from ...sync import Agrees
 from .._alone import warn_of_plain_steps
-from .._flat import FlatModel, Kind, serve_model
+from .._flat import FlatModel, Kind
 from .._resumed import load, load_alone, save, save_alone
 from .._schedules import check_mode, check_schedule
+from .._served import serve_model
 from ._buckets import PUT, TAKE, TOKEN, Buckets
 from ._calls import Array, Call, calls, invoke, invoke_code
 from ._devices import device_of_owners, shared

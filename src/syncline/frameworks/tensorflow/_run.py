@@ -22,8 +22,9 @@ from ...nouns import Spec
 from ...serving.shard import Build
 from ...session.session import Session
 from ...sync import Agrees, exchanges_gradients
-from .._flat import FlatModel, Kind, serve_model
+from .._flat import FlatModel, Kind
 from .._schedules import check_mode, check_schedule
+from .._served import serve_model
 from ._buffers import Buffers
 from ._calls import Array, aligned, invoke
 from ._matching import Matching
