@@ -1,6 +1,6 @@
 """One model's buckets on their way: tickets, codecs, works, and what is found out before the first one goes.
 
-The state machine of ``engine.step`` says what is handed over and what is waited for, ``Exchange`` does it. Does not
+The state machine of ``engine.step`` says what is handed over and what is waited for, ``BucketExchange`` does it. Does not
 know what lies in the buckets, gradients or how weights differ, nor who has put it there.
 """
 
@@ -22,7 +22,7 @@ from ..sync import Agrees, SyncMode, exchanges_gradients
 from ._weights import Array
 
 
-class Exchange:
+class BucketExchange:
     """The exchange of these buckets, whose first key is ``key``, ``in_flight`` of each priority at a time.
 
     ``rule`` says what the optimizer is, in words that have to be the same on all workers that make a step together.

@@ -30,7 +30,7 @@ from ..sync import Agrees, Averages, alone
 from ._agreed import AgreedWeights
 from ._blocks import Blocks, agree_on_model, copy_from_rank_0
 from ._coming import Coming
-from ._exchange import Exchange
+from ._exchange import BucketExchange
 from ._weights import Array, Weights
 
 Kind = Literal["exchanged", "own", "averaged"]
@@ -65,7 +65,7 @@ class FlatModel:
         together = isinstance(self._mode, Agrees) or session.strategy.server_holds_weights
         arrays, in_flight = self.gradients.arrays, self._schedule.in_flight
         said = str if together else rule
-        self.exchange = Exchange(session, self.key, layout, arrays, self._mode, in_flight, said)
+        self.exchange = BucketExchange(session, self.key, layout, arrays, self._mode, in_flight, said)
         self.held: Blocks | None = None  # the weights as they travel, where they do
         self.agreed: AgreedWeights | None = None
         self.worker: Worker | None = None
