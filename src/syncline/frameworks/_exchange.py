@@ -1,7 +1,7 @@
 """One model's buckets on their way: tickets, codecs, works, and what is found out before the first one goes.
 
-The state machine of ``engine.step`` says what is handed over and what is waited for, ``BucketExchange`` does it. Does not
-know what lies in the buckets, gradients or how weights differ, nor who has put it there.
+The state machine of ``engine.step`` says what is handed over and what is waited for, ``BucketExchange`` does it. Does
+not know what lies in the buckets, gradients or how weights differ, nor who has put it there.
 """
 
 from __future__ import annotations
