@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import WORLD, of, options
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from syncline.errors import MismatchError, PeerError, PeerTimeout, UsageError
+from syncline.errors import UsageError
 from syncline.frameworks.torch.distributed import SynclineGroup
-from syncline.session.session import Session
 
-WORLD = 3
 STRATEGIES = ["direct", "ring", "tree"]
 SIZES = [5, 3000]
 """What comes along to the meeting, and what does not."""
-LIMIT = timedelta(seconds=60)
-
-
-@pytest.fixture
-def groups(group: Any) -> Callable[..., list[Any]]:
-    """Run a body on every rank's process group."""
-
-    def run(body: Callable[[SynclineGroup], Any], strategy: str = "direct", world: int = WORLD) -> list[Any]:
-        return group(strategy, world, lambda session: body(of(session)))
-
-    return run
-
-
-def of(session: Session) -> SynclineGroup:
-    return SynclineGroup(None, session, LIMIT)
 
 
 def values(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -44,14 +26,6 @@ def values(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     if not dtype.is_floating_point and not dtype.is_complex:
         return torch.randint(1, 4, (size,), generator=generator).to(dtype)
     return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def options(kind: Any, wait: bool = True, **given: Any) -> Any:
-    made = kind()
-    made.asyncOp = not wait
-    for name, value in given.items():
-        setattr(made, name, value)
-    return made
 
 
 REDUCED: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -189,47 +163,6 @@ def test_all_to_all_with_parts_of_different_sizes(groups: Any) -> None:
         assert all(torch.equal(one, other) for one, other in zip(parts, wanted, strict=True))
 
 
-def test_messages_are_matched_by_tag_and_from_any_rank(groups: Any) -> None:
-    """Sent in one order, received in another; then from whoever sends."""
-
-    def body(mine: SynclineGroup) -> Any:
-        if mine.rank() > 0:
-            works = [mine.send([torch.full((size,), mine.rank())], 0, tag) for tag, size in enumerate((4, 50_000, 6))]
-            for work in works:
-                work.wait()
-            return None
-        found = []
-        for rank, tag, size in ((2, 1, 50_000), (1, 2, 6), (1, 0, 4), (2, 0, 4)):
-            tensor = torch.zeros(size, dtype=torch.int64)
-            mine.recv([tensor], rank, tag).wait()
-            found.append((tensor == rank).all().item())
-        sources = []
-        for tag, size in ((2, 6), (1, 50_000)):
-            tensor = torch.zeros(size, dtype=torch.int64)
-            work = mine.recv_anysource([tensor], tag)
-            work.wait()
-            sources.append(work._source_rank())
-            found.append((tensor == sources[-1]).all().item())
-        return found, sources
-
-    assert groups(body)[0] == ([True] * 6, [2, 1])
-
-
-def test_a_receive_that_is_refused_takes_no_message(groups: Any) -> None:
-    def body(mine: SynclineGroup) -> list[float]:
-        tensor = torch.full((4,), 7.0)
-        if mine.rank() == 0:
-            mine.send([tensor], 1).wait()
-        elif mine.rank() == 1:
-            with pytest.raises(UsageError, match="recv: give a contiguous tensor"):
-                mine.recv([torch.zeros(4, 4)[:, 0]], 0)
-            tensor = torch.zeros(4)
-            mine.recv([tensor], 0).wait()
-        return tensor.tolist()
-
-    assert groups(body) == [[7.0] * 4] * WORLD
-
-
 def test_tensors_that_are_not_contiguous_are_written_back(groups: Any) -> None:
     def body(mine: SynclineGroup) -> torch.Tensor:
         matrix = torch.ones(40, 60)
@@ -242,26 +175,6 @@ def test_tensors_that_are_not_contiguous_are_written_back(groups: Any) -> None:
     assert all(torch.equal(found, wanted) for found in groups(body))
 
 
-def test_many_calls_are_under_way_and_futures_call_back(groups: Any) -> None:
-    """A callback may itself wait for a collective, as PowerSGD's hook of torch does."""
-
-    def body(mine: SynclineGroup) -> list[float]:
-        def again(future: Any) -> torch.Tensor:
-            tensor = future.value()[0]
-            return mine.allreduce([tensor], options(dist.AllreduceOptions, wait=False)).get_future().wait()[0]
-
-        works = [
-            mine.allreduce([torch.full((size,), 1.0)], options(dist.AllreduceOptions, wait=False))
-            for size in (3, 5000, 3, 5000)
-        ]
-        plain = [work.get_future().wait()[0] for work in works]
-        twice = mine.allreduce([torch.ones(4)], options(dist.AllreduceOptions, wait=False)).get_future().then(again)
-        assert all(work.is_completed() and work.is_success() and work.exception() is None for work in works)
-        return [float(tensor[0]) for tensor in (*plain, twice.wait())]
-
-    assert groups(body) == [[3.0, 3.0, 3.0, 3.0, 9.0]] * WORLD
-
-
 def test_sums_that_are_infinite_are_no_warning(groups: Any) -> None:
     def body(mine: SynclineGroup) -> list[float]:
         tensor = torch.full((2,), 60_000.0, dtype=torch.float16)
@@ -269,89 +182,6 @@ def test_sums_that_are_infinite_are_no_warning(groups: Any) -> None:
         return tensor.tolist()
 
     assert groups(body) == [[float("inf")] * 2] * WORLD
-
-
-def test_a_future_does_not_wait_for_one_that_was_asked_for_before(groups: Any) -> None:
-    def body(mine: SynclineGroup) -> list[float]:
-        tensor, total = torch.zeros(3), torch.ones(3)
-        slow = mine.recv([tensor], 1).get_future() if mine.rank() == 0 else None
-        mine.allreduce([total], options(dist.AllreduceOptions, wait=False)).get_future().wait()
-        mine.barrier().wait()  # rank 1 sends when rank 0 has the sum
-        if mine.rank() == 1:
-            mine.send([total], 0).wait()
-        if slow is not None:
-            slow.wait()
-        return tensor.tolist()
-
-    assert groups(body) == [[3.0] * 3, [0.0] * 3, [0.0] * 3]
-
-
-def test_a_group_ends_though_nothing_comes_that_it_receives(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.engine.driver._FLUSH_S", 1e6)
-    together = threading.Barrier(3)  # one that has gone is gone for those that begin to receive from it
-
-    def body(mine: SynclineGroup) -> None:
-        for rank in {0, 1, 2} - {mine.rank()}:
-            mine.recv([torch.zeros(3)], rank)
-        mine.recv_anysource([torch.zeros(3)], 4)
-        together.wait(30)
-        mine.shutdown()
-        together.wait(30)
-        mine.us.shutdown()
-
-    groups(body)
-
-
-def test_a_group_that_is_aborted_waits_for_nothing(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.engine.driver._FLUSH_S", 1e6)
-
-    def body(mine: SynclineGroup) -> None:
-        if mine.rank() != 1:
-            mine.barrier().wait()
-        mine.send([torch.zeros(100_000)], 0)  # nobody receives it
-        mine.abort()
-
-    with pytest.raises(PeerError, match="rank 1"):
-        groups(body)
-
-
-@pytest.mark.parametrize("keys", [2, 7])
-def test_more_calls_are_made_than_there_are_keys(groups: Any, monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
-    """Those of rank 0 before anybody else comes."""
-    monkeypatch.setattr("syncline.session.communicator._CALLS_IN_FLIGHT", keys)
-    made = threading.Event()
-
-    def body(mine: SynclineGroup) -> list[float]:
-        if mine.rank() > 0:
-            made.wait(60)
-        works, tensors = [], [torch.full((size,), 1.0) for size in (3, 3000) * 20]
-        for number, tensor in enumerate(tensors):
-            if number == keys // 2:
-                made.set()
-            works.append(mine.allreduce([tensor], options(dist.AllreduceOptions, wait=False)))
-        for work in works:
-            work.wait()
-        return [float(tensor[-1]) for tensor in tensors]
-
-    assert groups(body) == [[3.0] * 40] * WORLD
-
-
-def test_a_group_of_some_ranks_is_made_by_them_alone(groups: Any) -> None:
-    def body(mine: SynclineGroup) -> Any:
-        found = []
-        for name, ranks in (("a", [0, 2]), ("b", [1, 2]), ("c", [2])):
-            if mine.rank() in ranks:
-                some = SynclineGroup(None, mine.us.found(ranks, name), LIMIT)
-                tensor = torch.full((3000,), 10.0 ** mine.rank())
-                some.allreduce([tensor], options(dist.AllreduceOptions)).wait()
-                found.append((some.rank(), some.size(), float(tensor[0])))
-        return found
-
-    assert groups(body) == [
-        [(0, 2, 101.0)],
-        [(0, 2, 110.0)],
-        [(1, 2, 101.0), (1, 2, 110.0), (0, 1, 100.0)],
-    ]
 
 
 def test_one_rank_alone_has_every_collective(groups: Any) -> None:
@@ -368,84 +198,6 @@ def test_one_rank_alone_has_every_collective(groups: Any) -> None:
         return [found.tolist() for found in (tensor, output, other, third)]
 
     assert groups(body, world=1) == [[[1.0] * 4] * 4]
-
-
-def scattered(mine: SynclineGroup, *sizes: int) -> Any:
-    outputs, inputs = [torch.empty(size) for size in sizes], [torch.ones(WORLD * size) for size in sizes]
-    return mine.reduce_scatter_tensor_coalesced(outputs, inputs, options(dist.ReduceScatterOptions))
-
-
-def gathered(mine: SynclineGroup, *sizes: int) -> Any:
-    outputs, inputs = [torch.empty(WORLD * size) for size in sizes], [torch.ones(size) for size in sizes]
-    return mine.allgather_into_tensor_coalesced(outputs, inputs, options(AllgatherOptions))
-
-
-Calls = dict[str, Callable[[SynclineGroup], Any]]
-CALLS: Calls = {
-    "allreduce": lambda mine: mine.allreduce([torch.ones(3)], options(dist.AllreduceOptions)),
-    "larger": lambda mine: mine.allreduce([torch.ones(3000)], options(dist.AllreduceOptions)),
-    "double": lambda mine: mine.allreduce([torch.ones(3, dtype=torch.float64)], options(dist.AllreduceOptions)),
-    "maximum": lambda mine: mine.allreduce([torch.ones(3)], options(dist.AllreduceOptions, reduceOp=dist.ReduceOp.MAX)),
-    "broadcast": lambda mine: mine.broadcast([torch.ones(3000)], options(dist.BroadcastOptions, rootRank=0)),
-    "barrier": lambda mine: mine.barrier(),
-    "behind": lambda mine: mine.allreduce([torch.ones(3000)], options(dist.AllreduceOptions, wait=False)),
-    "3 and 5": lambda mine: mine.allreduce_coalesced([torch.ones(3), torch.ones(5)], options(dist.AllreduceOptions)),
-    "5 and 3": lambda mine: mine.allreduce_coalesced([torch.ones(5), torch.ones(3)], options(dist.AllreduceOptions)),
-    "parts 3 and 5": lambda mine: scattered(mine, 3, 5),
-    "parts 5 and 3": lambda mine: scattered(mine, 5, 3),
-    "gathered 3 and 5": lambda mine: gathered(mine, 3, 5),
-    "gathered 5 and 3": lambda mine: gathered(mine, 5, 3),
-}
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "parts"),
-    [
-        ("allreduce", "larger", ["3000 elements of float32", "3 elements of float32"]),
-        ("allreduce", "double", ["of float64", "of float32"]),
-        ("allreduce", "maximum", ["at allreduce"]),
-        ("larger", "broadcast", ["at allreduce", "at broadcast"]),
-        ("barrier", "behind", ["at barrier", "at allreduce"]),
-        ("3 and 5", "5 and 3", ["at allreduce", "8 elements of float32", "types of the tensors one by one"]),
-        ("parts 3 and 5", "parts 5 and 3", ["at reduce-scatter", "types of the tensors one by one"]),
-        ("gathered 3 and 5", "gathered 5 and 3", ["at all-gather", "types of the tensors one by one"]),
-    ],
-)
-def test_calls_that_do_not_match_are_named_on_all(run_on: Any, ours: str, theirs: str, parts: Sequence[str]) -> None:
-    from syncline.launch.connecting import in_process
-
-    said: list[str] = []
-    lock = threading.Lock()
-
-    def body(session: Session) -> None:
-        mine = of(session)
-        try:
-            CALLS[theirs if mine.rank() == 1 else ours](mine).wait()
-        except MismatchError as error:
-            with lock:
-                said.append(str(error))
-            raise
-
-    with pytest.raises(MismatchError, match="rank"):
-        run_on(in_process("direct", WORLD), body)
-    assert said
-    assert all(part in said[0] for part in parts), said[0]
-
-
-def test_a_late_rank_is_named(groups: Any) -> None:
-    ready = threading.Event()
-
-    def body(mine: SynclineGroup) -> None:
-        if mine.rank() == 1:
-            ready.wait(60)
-            return
-        try:
-            mine.monitored_barrier(timedelta(seconds=0.2))
-        finally:
-            ready.set()
-
-    with pytest.raises(PeerTimeout, match=r"barrier: not reached within 0.2 s by rank 1"):
-        groups(body)
 
 
 def test_what_is_not_there_says_what_is() -> None:

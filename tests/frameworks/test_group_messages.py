@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import struct
 import threading
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from process_groups import of
 
 from syncline.errors import PeerError, ProtocolError
-from syncline.frameworks.torch.distributed import SynclineGroup
 from syncline.session.session import Session
-
-LIMIT = timedelta(seconds=60)
 
 
 def header(tag: int, nbytes: int, number: int) -> bytes:
@@ -34,7 +31,7 @@ def header(tag: int, nbytes: int, number: int) -> bytes:
 )
 def test_what_no_rank_sends_is_an_error_that_names_who_has_sent_it(group: Any, message: bytes, what: str) -> None:
     def body(session: Session) -> None:
-        mine = SynclineGroup(None, session, LIMIT)
+        mine = of(session)
         if mine.rank() == 1:
             session.engine.wait(session.engine.send(0, session.topic(0), message, "send"))
         else:
@@ -46,7 +43,7 @@ def test_what_no_rank_sends_is_an_error_that_names_who_has_sent_it(group: Any, m
 
 def test_what_follows_a_header_is_as_much_as_that_says(group: Any) -> None:
     def body(session: Session) -> None:
-        mine = SynclineGroup(None, session, LIMIT)
+        mine = of(session)
         if mine.rank() == 1:
             engine = session.engine
             engine.send(0, session.topic(0), header(0, 80_000, 1), "send")
@@ -64,7 +61,7 @@ def test_a_rank_that_has_left_is_named_behind_a_receive_from_any(group: Any, fir
     asked = threading.Event()
 
     def body(session: Session) -> None:
-        mine = SynclineGroup(None, session, LIMIT)
+        mine = of(session)
         if mine.rank() == 1:
             asked.wait(60)
             return
@@ -73,6 +70,7 @@ def test_a_rank_that_has_left_is_named_behind_a_receive_from_any(group: Any, fir
         works = [mine.recv_anysource([torch.zeros(2)])]
         if first == "before":
             works.append(mine.recv([torch.zeros(2)], 1, 7))
+            session.engine.wait(session.engine.then("what is asked for before this", []))  # nobody has left till then
         asked.set()
         if first == "after":
             works.append(mine.recv([torch.zeros(2)], 1, 7))
