@@ -1,29 +1,19 @@
-"""``syncline accuracy``: what is trained, what a table says of it, and what is left of one that was interrupted."""
+"""``syncline accuracy``: which codecs and strategies it trains, what it refuses, and what stands beside what."""
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
-from rich.console import Console
+from accuracies import CURVE, Trained, command, read
 
 from syncline import registry
 from syncline.bench import accuracy, compare, processes
 from syncline.bench.accuracy import strategy_of
-from syncline.bench.cases import Case, comparison_of
+from syncline.bench.cases import comparison_of
 from syncline.bench.contenders import contender_of
-from syncline.cli import cli
-from syncline.errors import DataError
-from syncline.report import accuracy_table
-from syncline.report.accuracy_rows import AccuracyResult, AccuracyRun
-from syncline.report.rows import Point, Row
 from syncline.strategy.strategy import Strategy
 from syncline.workloads import load
 
@@ -35,61 +25,8 @@ FIELDS = {
     "points_below_dense", "workload", "workers", "seeds", "error", "strategy", "chosen", "scatter_points",
     "within_scatter",
 }  # fmt: skip
-
-
 REAL_IMAGES = Path(__file__).parents[3] / "shared" / "data" / "cifar10-part"
 """The first 761 images of each file of CIFAR-10, where they are at hand."""
-
-CURVE = (Point(1, 0.1, loss=2.0), Point(2, 0.2, loss=1.0), Point(2, 0.2, accuracy=0.5, test_loss=1.5))
-
-
-def command(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli, ["accuracy", *map(str, arguments)])
-
-
-def read(path: Path) -> AccuracyResult:
-    return AccuracyResult.from_json(path.read_text())
-
-
-class Trained:
-    """Stands in for the processes: an accuracy that falls with what is not sent, and a note of what was asked for."""
-
-    def __init__(self, spoil: Callable[[Row, int], Row] = lambda row, _: row) -> None:
-        self.asked: list[tuple[str, int]] = []
-        self.cases: list[Case] = []
-        self._spoil = spoil
-
-    def __call__(self, case: Case, workload: str, seed: int, limit_s: float, progress: Any) -> Row:
-        assert workload == "digits"
-        assert limit_s > 0
-        self.asked.append((case.strategy, seed))
-        self.cases.append(case)
-        progress.begin(case.strategy, case.workers, case.iterations)
-        progress.advance(case.iterations, 0.5, 100.0)
-        accuracy = 0.9 if "codec" in case.strategy else 0.98
-        sent = 0.0 if case.workers == 1 else 200.0 if "codec" in case.strategy else 800.0
-        row = Row(case.strategy, case.workers, accuracy + seed / 1000, 0.1, bytes_sent_per_step=sent)
-        row = replace(row, replicas_equal=True, chosen=f"{case.strategy} sync=bsp", replica_sha256="d", curve=CURVE)
-        row = self._spoil(row, len(self.asked))
-        progress.end("done")
-        return row
-
-
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
-    stand_in = Trained()
-    monkeypatch.setattr(accuracy, "measure", stand_in)
-    return stand_in
-
-
-def result_of(*runs: AccuracyRun) -> AccuracyResult:
-    origin = ("machine", 2, {"python": "3"}, "abc", True, "0", "now")
-    work = {"workload": "digits", "workers": 4, "epochs": 12, "iterations": 276, "batch": 64}
-    return AccuracyResult(*origin, **work, runs=runs)  # type: ignore[arg-type]
-
-
-def run_of(codec: str, seed: int, accuracy: float | None, feedback: bool = False, **more: Any) -> AccuracyRun:
-    return AccuracyRun(codec, feedback, seed, strategy_of((codec, feedback)), accuracy, **more)
 
 
 @pytest.mark.slow
@@ -144,102 +81,6 @@ def test_named_codecs_come_after_dense_and_once() -> None:
     assert accuracy.ways_of(["feedback(int8)", "int8", "none"]) == (accuracy.DENSE, ("int8", True), ("int8", False))
     assert accuracy.ways_of(["topk(ratio=0.9)"])[1:] == (("topk(ratio=0.9)", False), ("topk(ratio=0.9)", True))
     assert accuracy.ways_of(["adaptive(int4)"])[1:] == (("adaptive(int4)", True),)
-
-
-def test_rows_are_medians_over_what_finished_beside_dense() -> None:
-    dense = [run_of("none", seed, value, bytes_sent_per_step=1000.0) for seed, value in enumerate((0.9, 0.99, 0.98))]
-    found = result_of(
-        *dense,
-        run_of("int8", 0, 0.97, True, bytes_sent_per_step=240.0),
-        run_of("int8", 1, None, True, error="rank 1 died"),
-        run_of("int8", 2, 0.99, True, bytes_sent_per_step=260.0),
-        run_of("sign", 0, 0.99, bytes_sent_per_step=30.0),
-        run_of("onebit", 0, 0.5, error="the replicas differ"),
-    )
-    none, int8, sign, onebit = found.rows
-    assert (none.median_accuracy, none.lowest, none.highest) == (0.98, 0.9, 0.99)
-    assert (none.of_dense_bytes, none.points_below_dense, none.error) == (1.0, 0.0, None)
-    assert int8.accuracy == (0.97, None, 0.99)
-    assert int8.seeds == (0, 1, 2)
-    assert int8.median_accuracy == pytest.approx(0.98)
-    assert int8.of_dense_bytes == pytest.approx(0.25)
-    assert int8.error == "seed 1: rank 1 died"
-    assert sign.points_below_dense == pytest.approx(-1.0)
-    assert [row.scatter_points for row in (none, int8, sign)] == [pytest.approx(9), pytest.approx(2), None]
-    assert [row.within_scatter for row in (none, int8, sign, onebit)] == [None, True, True, None]
-    assert onebit.accuracy == (None,)
-    assert onebit.median_accuracy is onebit.points_below_dense is onebit.of_dense_bytes is None
-    alone = result_of(run_of("int8", 0, 0.9, bytes_sent_per_step=1.0)).rows[0]
-    assert alone.points_below_dense is alone.of_dense_bytes is None
-
-
-def test_the_file_can_be_read_back() -> None:
-    found = result_of(run_of("none", 0, 0.9, curve=CURVE), run_of("int8", 0, None, error="no"))
-    assert AccuracyResult.from_json(found.to_json()) == found
-    for text in ("", "[]", "{}", '{"runs": [{"codec": "int8"}]}'):
-        with pytest.raises(DataError, match="not a result file of syncline accuracy"):
-            AccuracyResult.from_json(text)
-
-
-@pytest.mark.parametrize("width", [80, 100])
-def test_tables_of_strategies_fit(width: int) -> None:
-    names = ["single", *map(strategy_of, accuracy.ways_of(()))]
-    runs = [AccuracyRun(None, None, seed, name, 0.98765, 0.1, 1.2e6) for name in names for seed in (0, 1)]
-    found = replace(result_of(*runs), epochs=None, reference="single")
-    out = io.StringIO()
-    Console(file=out, width=width).print(accuracy_table.render(found, width))
-    lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    assert sum("98.77 - 98.77" in line and line.rstrip().endswith("1.14 MiB  100 %") for line in lines) == len(names)
-    assert "…" not in out.getvalue()
-    text = accuracy_table.markdown(found)
-    assert all(f"| `{name}` |" in text for name in names)
-    assert "| strategy | accuracy % | lowest to highest | points below single |" in text
-    assert "; 276 iterations of 64 images" in text
-
-
-@pytest.mark.parametrize("width", [80, 100])
-def test_the_tables_have_every_row_and_fit(width: int) -> None:
-    runs = [
-        run_of(name, seed, 0.98765, feedback, bytes_sent_per_step=1.2e6)
-        for name, feedback in accuracy.ways_of(())
-        for seed in (0, 1)
-    ]
-    failed = run_of("int8(block=64)", 1, None, True, error="rank 1 died\nin a second line")
-    found = replace(result_of(*runs, failed), workload="cifar10:/home/somebody/data")
-    out = io.StringIO()
-    Console(file=out, width=width).print(accuracy_table.render(found, width))
-    lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    assert (
-        sum("98.77 - 98.77" in line and line.rstrip().endswith("1.14 MiB  100 %") for line in lines) == len(runs) // 2
-    )
-    assert any("…" in line for line in lines) is False
-    assert "int8(block=64) with feedback, seed 1: rank 1 died" in out.getvalue()
-    page = accuracy_table.markdown(found)
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
-    assert len(rows) == len(found.rows)
-    assert {line.count("|") for line in page.splitlines() if line.startswith("|")} == {9}
-    assert "| `topk(ratio=0.01)` | yes | 98.77 | 98.77 - 98.77 | 0.00 | yes | 1.14 MiB | 100 % |" in rows
-    assert "Failed: `int8(block=64)` with feedback: seed 1: rank 1 died." in page
-    assert page.startswith("cifar10, 4 workers, seeds 0, 1; 12 epochs, 276 iterations of 64 images.")
-    assert "somebody" not in page
-    assert "no rows" in str(accuracy_table.render(result_of(), 80))
-
-
-@pytest.mark.parametrize("width", [60, 40])
-def test_a_narrow_terminal_loses_columns_and_never_the_name(width: int) -> None:
-    ways = (("none", False), ("int8", True), ("topk(ratio=0.01)", True))
-    runs = [run_of(name, seed, 0.98765, fed, bytes_sent_per_step=1.2e6) for name, fed in ways for seed in (0, 1)]
-    out = io.StringIO()
-    Console(file=out, width=width).print(accuracy_table.render(result_of(*runs), width))
-    lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    assert "…" not in out.getvalue()
-    head = next(line.split() for line in lines if "below" in line)
-    assert head == ["codec", "fb", "acc", "%", "below", "bytes", *(["share"] if width == 60 else [])]
-    assert any(line.split()[:4] == ["int8", "yes", "98.77", "0.00"] for line in lines)
-    assert "No room for range, within" in " ".join(out.getvalue().split())
 
 
 def test_dense_comes_first_and_every_training_is_kept(trained: Trained, tmp_path: Path) -> None:
@@ -304,152 +145,6 @@ def test_real_images_are_trained_on_under_every_strategy_alike() -> None:
     assert set(images.train.labels) == set(range(10))
 
 
-def test_seeds_and_strategies_are_added_to_a_file(trained: Trained, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    assert command("--codecs", "feedback(int8)", "--seeds", "0", "--json", path).exit_code == 0
-    assert read(path).of_codecs
-    more = ("--strategies", "single", "direct", "direct codec=int8", "--resume", path)
-    assert command(*more, "--seeds", "0").exit_code == 0
-    assert command(*more, "--seeds", "1", "0").exit_code == 0
-    texts = ("single", "direct", "direct codec=feedback(int8)")
-    assert trained.asked == [(texts[1], 0), (texts[2], 0), (texts[0], 0), *((text, 1) for text in texts)]
-    found = read(path)
-    assert not found.of_codecs
-    assert found.reference == "single"
-    assert [(row.strategy, row.seeds) for row in found.rows] == [(text, (1, 0)) for text in texts]
-
-
-def test_an_older_file_is_read_and_resumed(trained: Trained, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    asked = ("--codecs", "feedback(int8)", "--seeds", "0")
-    assert command(*asked, "--json", path).exit_code == 0
-    data = json.loads(path.read_text())
-    for name in ("rows", "reference"):
-        del data[name]
-    for run in data["runs"]:
-        del run["curve"], run["replica_sha256"]
-    path.write_text(json.dumps(data))
-    page = tmp_path / "r.html"
-    assert command(*asked[:-1], "0", "1", "--resume", path, "--report", page).exit_code == 0
-    assert [seed for _, seed in trained.asked] == [0, 0, 1, 1]
-    assert [bool(run.curve) for run in read(path).runs] == [False, True] * 2
-    assert [row.within_scatter for row in read(path).rows] == [None, False]
-    assert page.read_text().count("<figure>") == 2
-
-
-def test_an_interrupt_keeps_what_is_there_and_resume_adds_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(row: Row, count: int) -> Row:
-        if count == 4:
-            raise KeyboardInterrupt
-        return row
-
-    path, page = tmp_path / "r.json", tmp_path / "r.md"
-    cut = Trained(interrupt)
-    monkeypatch.setattr(accuracy, "measure", cut)
-    asked = ("--codecs", "int8", "--seeds", "0,1", "--markdown", page)
-    done = command(*asked, "--json", path)
-    assert done.exit_code == 130, done.output
-    assert "interrupted" in done.output
-    assert len(read(path).runs) == 3
-    assert "| `int8` | no |" in page.read_text()
-    rest = Trained()
-    monkeypatch.setattr(accuracy, "measure", rest)
-    done = command(*asked, "--resume", path)
-    assert done.exit_code == 0, done.output
-    assert "3 trainings" in done.output
-    assert rest.asked == [cut.asked[3], *((strategy_of(("int8", True)), seed) for seed in (0, 1))]
-    assert [(run.feedback, run.seed) for run in read(path).runs[2:]] == [(False, 0), (False, 1), (True, 0), (True, 1)]
-    again, other = Trained(), tmp_path / "other.json"
-    monkeypatch.setattr(accuracy, "measure", again)
-    done = command("--codecs", "none", "--seeds", "2", "--resume", path, "--json", other)
-    assert done.exit_code == 0, done.output
-    assert again.asked == [("direct", 2)]
-    assert read(other).rows[0].seeds == (2, 0, 1)
-    assert len(read(path).runs) == 6
-
-
-def interrupted(*_: object) -> Row:
-    raise KeyboardInterrupt
-
-
-def test_rows_stand_beside_the_old_reference_until_the_new_one_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "r.json"
-    monkeypatch.setattr(accuracy, "measure", Trained())
-    assert command("--codecs", "int8", "--seeds", "0,1", "--json", path).exit_code == 0
-    before = path.read_text()
-    assert [row.within_scatter for row in read(path).rows] == [None, False, False]
-    more = ("--strategies", "single", "ring", "--seeds", "0,1", "--resume", path)
-    monkeypatch.setattr(accuracy, "measure", Trained(interrupted))
-    done = command(*more)
-    assert done.exit_code == 130, done.output
-    assert path.read_text() == before
-    assert "points below dense" in " ".join(done.output.split())
-    monkeypatch.setattr(accuracy, "measure", Trained(lambda row, _: replace(row, error="rank 1 died")))
-    assert command(*more).exit_code == 1
-    assert read(path).reference == "direct"
-    monkeypatch.setattr(accuracy, "measure", Trained(lambda row, n: row if n == 1 else interrupted(row, n)))
-    done = command(*more)
-    assert done.exit_code == 130
-    assert read(path).reference == "single"
-    assert "points below single" in " ".join(done.output.split())
-    alone = replace(read(path), runs=tuple(run for run in read(path).runs if run.codec is not None))
-    assert "points below single" in accuracy_table.markdown(alone)
-
-
-def test_nothing_is_said_to_be_kept_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "r.json"
-    for spoil, files in (
-        (interrupted, ("--json", path)),
-        (lambda row, n: row if n == 1 else interrupted(row, n), ()),
-    ):
-        monkeypatch.setattr(accuracy, "measure", Trained(spoil))
-        done = command("--codecs", "none", "--seeds", "0,1", *files)
-        assert done.exit_code == 130, done.output
-        assert "interrupted, and no training is kept" in done.output
-    assert not path.exists()
-
-
-def test_a_file_that_cannot_be_written_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, path, page = tmp_path / "away", tmp_path / "r.json", tmp_path / "r.html"
-    folder.mkdir()
-
-    def remove(row: Row, _: int) -> Row:
-        folder.rmdir()
-        return row
-
-    monkeypatch.setattr(accuracy, "measure", Trained(remove))
-    files = ("--json", path, "--markdown", folder / "r.md", "--report", page)
-    done = command("--codecs", "none", "--seeds", "0", *files)
-    assert done.exit_code == 2, done.output
-    assert "cannot write" in done.output
-    assert "r.md" in "".join(done.output.split())
-    assert "<figure>" in page.read_text()
-
-
-@pytest.mark.parametrize(
-    ("fault", "says"),
-    [({"error": "rank 1 died"}, "rank 1 died"), ({"replicas_equal": False}, "replicas differ")],
-)
-def test_a_training_that_failed_is_listed_and_run_again(
-    fault: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "r.json"
-    monkeypatch.setattr(accuracy, "measure", Trained(lambda row, count: replace(row, **fault) if count == 2 else row))
-    done = command("--codecs", "ternary", "--seeds", "0", "--json", path)
-    assert done.exit_code == 1
-    assert says in done.output
-    assert [row.error is None for row in read(path).rows] == [True, False]
-    again = Trained()
-    monkeypatch.setattr(accuracy, "measure", again)
-    assert command("--codecs", "ternary", "--seeds", "0", "--resume", path).exit_code == 0
-    assert again.asked == [("direct codec=ternary", 0)]
-    assert [row.error for row in read(path).rows] == [None, None]
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -483,20 +178,6 @@ def test_mistakes_are_named_before_anything_is_trained(
     assert says in " ".join(done.output.split())
     assert "Traceback" not in done.output
     assert trained.asked == []
-
-
-def test_only_a_file_of_the_same_work_is_resumed(trained: Trained, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    assert command("--codecs", "none", "--seeds", "0", "--json", path).exit_code == 0
-    kept = path.read_text()
-    for arguments in (["--epochs", "1"], ["--workers", "3"]):
-        done = command("--codecs", "none", "--seeds", "0", "--resume", path, *arguments)
-        assert done.exit_code == 2
-        assert "cannot stand beside new ones" in done.output
-    assert path.read_text() == kept
-    path.write_text("{}")
-    assert "choose another file" in command("--resume", path).output
-    assert len(trained.asked) == 1
 
 
 def test_no_row_of_the_documentation_ends_at_chance() -> None:
