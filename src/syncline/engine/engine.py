@@ -60,7 +60,9 @@ class Engine(Driver):
         self._has_left = has_left
         self.expects: Callable[[], Waits] = dict
         self._messages: dict[Work, int] = {}  # single ones under way -> from or to whom
-        exchange = Exchange(transport, has_left=has_left, observer=observer, handed_over=lambda: bool(self._inbox))
+        exchange = Exchange(
+            transport, has_left=has_left, observer=observer, handed_over=lambda: bool(self._monitor.inbox)
+        )
         super().__init__(exchange, limit_s, explain, on_raise, find_culprit, observer)
 
     def exchange(
@@ -176,7 +178,7 @@ class Engine(Driver):
                 work = self.exchange(program, array, key, label, announce=False, sign=sign)
                 self._drive_here((work,), deadline)  # whoever drove may have stopped before it was handed over
             if not work.done:  # another one drives, or the end came first and with it a fault
-                self._await((work,), deadline)
+                self._monitor.wait((work,), deadline)
         except BaseException as error:
             self._left(error)
             raise
@@ -191,12 +193,12 @@ class Engine(Driver):
 
     def keep(self, program: Program, dtype: np.dtype[Any], size: int) -> Kept | None:
         """Prepare for many runs of a plan over arrays of one size and type, which shows its sign: for ``run_kept``."""
-        if self._observer is not None or not self._claim():
+        if self._observer is not None or not self._monitor.claim(first=True):
             return None
         try:
             return Kept(program, self._exchange.keep(program.plan, dtype, size))
         finally:
-            self._hand_over()
+            self._monitor.hand_over()
 
     def drop(self, kept: Kept, after: Work | None = None) -> None:
         """What was prepared is not needed any more, once the last work of it is done."""
@@ -207,7 +209,7 @@ class Engine(Driver):
 
         That is where another thread drives, or something else is under way.
         """
-        if not self._claim():
+        if not self._monitor.claim(first=True):
             return False
         begun, work = time.perf_counter(), Work(label)
         try:
@@ -217,10 +219,10 @@ class Engine(Driver):
                 self._take_up(kept, work, key, sign, None)
                 deadline = begun + timeout
                 self._drive(lambda: work.done or time.perf_counter() >= deadline, deadline, None, SPINS_HERE)
-            self._moves += 1
-            self._hand_over()
+            self._motion.moved()
+            self._monitor.hand_over()
             if code and not work.done:
-                self._await((work,), deadline)
+                self._monitor.wait((work,), deadline)
         except BaseException as error:
             self._left(error)
             raise
@@ -239,7 +241,7 @@ class Engine(Driver):
 
         Where all others have come this thread does it all; else it goes on behind the script. ``memory`` is kept alive.
         """
-        if not self._claim():
+        if not self._monitor.claim(first=True):
             return None
         work = Work(label)
         work.key = key
@@ -248,8 +250,8 @@ class Engine(Driver):
             work.done = code == 0
             if code:
                 self._take_up(kept, work, key, sign, memory)
-            self._moves += 1
-            self._hand_over()
+            self._motion.moved()
+            self._monitor.hand_over()
         except BaseException as error:
             self._left(error)
             raise
@@ -257,8 +259,7 @@ class Engine(Driver):
 
     def _take_up(self, kept: Kept, work: Work, key: int, sign: Sign, memory: object) -> None:
         """A kept run was begun and is not done: it goes on as any other."""
-        with self._changed:
-            self._under_way += 1
+        self._monitor.expect(tolerant=False)
 
         def done(_: object = memory) -> None:
             self._finish(work, None)
@@ -337,21 +338,12 @@ class Engine(Driver):
     def promise(self, label: str, tolerant: bool = False) -> Work:
         """A work that is done elsewhere, until ``fulfil`` says so."""
         work = self._work(label, tolerant)
-        with self._changed:
-            if tolerant:
-                self._tolerated += 1
-            else:
-                self._under_way += 1
+        self._monitor.expect(tolerant)
         return work
 
     def fulfil(self, work: Work) -> None:
         """A promised work is done; called from any thread. After a fault nobody minds."""
-        with self._changed:
-            self._inbox.append(lambda: self._finish(work, None))
-            if self._driver:
-                self.transport.wake()
-            else:
-                self._wanted.notify()
+        self._monitor.tell_driver(lambda: self._finish(work, None))
 
     def then(
         self, label: str, works: Sequence[Work], call: Callable[[], None] = lambda: None, *, tolerant: bool = False

@@ -1,0 +1,209 @@
+"""What the threads of one process share about what is under way: one lock, and two conditions to wait for.
+
+Owns whose turn it is to drive, what has been handed over and not been taken up, how many works the end waits for, who
+is told when one is over, and the first fault, which is the same exception for all. Does not know what driving is, nor
+what a fault looks like to a user: that is the ``driver``'s. Of the transport it uses two words: whether it has anything
+left to do by itself (``idle``), and to ``wake`` whoever drives it.
+
+A monitor is that of C. A. R. Hoare, "Monitors: an operating system structuring concept", 1974.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
+
+from .work import Work
+
+_UNTIL_S = 0.1
+
+
+class Wakes(Protocol):
+    """What is driven, as far as whoever does not drive has to do with it."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to do for it."""
+        ...
+
+    def wake(self) -> None:
+        """Have the thread that waits in it, if one does, look for what there is to do."""
+        ...
+
+
+class Monitor:
+    """The state that threads share; ``driven`` is what the one among them that drives waits in."""
+
+    def __init__(self, driven: Wakes) -> None:
+        self._driven = driven
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # something is done: for those who wait for it
+        self._wanted = threading.Condition(lock)  # something is to be done: for the progress thread
+        self._told: dict[Work, Callable[[], None]] = {}  # who is told that a work is over
+        self._tolerated = 0  # works that nobody waits for
+        self.inbox: deque[Callable[[], None]] = deque()
+        """What has been handed over, for the thread that drives."""
+        self.under_way = 0
+        """Works that the end waits for."""
+        self.driver = 0
+        """The thread that drives; 0 when none does."""
+        self.error: Exception | None = None
+        """The first fault."""
+        self.ending = False
+        """Whether there was a fault, or the end has come: nobody begins to drive any more."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to drive."""
+        return bool(self.inbox or self.under_way or self._tolerated) or not self._driven.idle
+
+    # Whose turn it is.
+
+    def claim(self, first: bool = False, works: int = 0) -> bool:
+        """Drive from now on, until ``hand_over``; False, at once, where another thread does, or the end has come.
+
+        Whoever begins something ``first`` may not where anything was handed over before. ``works`` is how many it is.
+        """
+        with self._changed:
+            if self.driver or self.ending or (first and self.inbox):
+                return False
+            self.driver = threading.get_ident()
+            self.under_way += works
+            return True
+
+    def take_turn(self) -> bool:
+        """Wait until there is something to drive and nobody does: then do so; False at the end."""
+        with self._changed:
+            self._wanted.wait_for(lambda: not self.driver and (self.ending or self.busy))
+            if self.ending:
+                return False
+            self.driver = threading.get_ident()
+            return True
+
+    def hand_over(self) -> None:
+        """Nobody drives from now on, but for the progress thread if there is anything left."""
+        with self._changed:
+            self.driver = 0
+            if self.ending or self.busy:
+                self._wanted.notify()
+
+    # Works.
+
+    def hand_in(self, task: Callable[[], None], tolerant: bool = False, announce: bool = True) -> None:
+        """One more work, which ``task`` begins in the thread that drives. Who drives soon need not ``announce`` it."""
+        with self._changed:
+            self._count(tolerant, 1)
+            self.inbox.append(task)
+            if self.driver:
+                self._driven.wake()
+            elif announce:
+                self._wanted.notify()
+
+    def expect(self, tolerant: bool) -> None:
+        """One more work, which is done elsewhere."""
+        with self._changed:
+            self._count(tolerant, 1)
+
+    def tell_driver(self, task: Callable[[], None]) -> None:
+        """Call in the thread that drives, for a work that is under way already."""
+        with self._changed:
+            self.inbox.append(task)
+            if self.driver:
+                self._driven.wake()
+            else:
+                self._wanted.notify()
+
+    def take_up(self) -> None:
+        """Do what has been handed over; in the thread that drives."""
+        while self.inbox:
+            self.inbox.popleft()()
+        with self._changed:  # the end waits for this; a tolerant work gives no other sign
+            self._changed.notify_all()
+
+    def finish(self, work: Work) -> None:
+        """A work is done: whoever waits for it goes on, and whoever wanted to be told is."""
+        with self._changed:
+            work.done = True
+            self._count(work.tolerant, -1)
+            told = self._told.pop(work, None)
+            self._changed.notify_all()
+        if told is not None:
+            told()
+
+    def abandon(self, works: Iterable[Work]) -> None:
+        """Nobody needs these any more: the end does not wait for them."""
+        with self._changed:
+            for work in works:
+                if not (work.done or work.tolerant):
+                    self._count(False, -1)
+                    work.tolerant = True
+                    self._count(True, 1)
+            self._changed.notify_all()
+
+    def when_over(self, work: Work, call: Callable[[], None]) -> None:
+        """Call, at once or from whichever thread ends it, when a work is done or never will be; it may not wait."""
+        with self._changed:
+            if not (work.done or self.error):
+                self._told[work] = call
+                return
+        call()
+
+    def _count(self, tolerant: bool, more: int) -> None:
+        if tolerant:
+            self._tolerated += more
+        else:
+            self.under_way += more
+
+    # Waiting.
+
+    def wait(self, works: Collection[Work], deadline: float | None) -> bool:
+        """Wait for other threads to get all works done, or for a fault; False when the time is over first."""
+        left = None if deadline is None else max(0.0, deadline - time.perf_counter())
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self.error or all(work.done for work in works), left))
+
+    def wait_any(self, works: Collection[Work], until: Callable[[], bool]) -> None:
+        """Wait until one of the works is done, ``until()`` holds (looked at often), or there is a fault."""
+        with self._changed:
+            while not (self.error or until() or any(work.done for work in works)):
+                self._changed.wait(_UNTIL_S)
+
+    def flush(self, limit_s: float) -> None:
+        """Have what is left done, unless there is a fault, for no longer than that."""
+        with self._changed:
+            self._wanted.notify()
+            self._changed.wait_for(lambda: self.error or not (self.under_way or self.inbox), limit_s)
+
+    # The end.
+
+    def keep(self, error: Exception) -> bool:
+        """Keep a fault, without a word to anybody yet, unless it is not the first."""
+        with self._changed:
+            if self.error is not None:
+                return False
+            self.error = error
+            self.ending = True
+            return True
+
+    def fail(self, error: Exception) -> None:
+        """A fault: whoever waits here gets the first one."""
+        with self._changed:
+            self.keep(error)
+            told, self._told = self._told, {}
+            self._changed.notify_all()
+            self._wanted.notify()
+        self._driven.wake()  # whoever drives looks at it
+        for call in told.values():
+            with contextlib.suppress(Exception):  # the first fault stays, and the others have to be told
+                call()
+
+    def end(self) -> None:
+        """The end has come, without a fault."""
+        with self._changed:
+            self.ending = True
+            self._wanted.notify()
+        self._driven.wake()

@@ -1,0 +1,102 @@
+"""Whether what is under way moves, as the thread that drives sees it, and what others are told of that.
+
+Counts how often something has moved, and how often it was looked in vain. When nothing moves for as long as the limit
+of progress although something is under way, that is a fault that names who is to blame (``stall``): not always whom
+this process waits for itself. So others that search ask this one too (``wire.culprit``): what it answers is only worth
+something once it has looked again, which it then does without waiting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from ..errors import PeerTimeout
+from ..wire.culprit import ANEW, Answer, Found, Waits
+from .stall import LOOKS, Stall
+
+_POLL_S = 1.0
+
+
+class Motion:
+    """What has moved in one process. Used from the thread that drives, but for ``answer`` and ``allow``.
+
+    ``waits`` says for whom this process waits, ``find_culprit`` searches who is to blame, and ``traffic`` gives the
+    bytes sent and received so far, by process.
+    """
+
+    def __init__(
+        self,
+        limit_s: float,
+        waits: Callable[[], Waits],
+        find_culprit: Callable[[Waits], Found],
+        traffic: Callable[[], tuple[Mapping[int, int], Mapping[int, int]]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limit_s = limit_s
+        self._waits, self._find_culprit, self._traffic = waits, find_culprit, traffic
+        self._clock = clock
+        self._moves = self._looks = 0
+        self._bytes = 0  # sent and received, when nothing had moved last
+        self._shown = -ANEW  # how often it had been looked in vain when that was asked last
+        self._stall: Stall | None = None
+        self._look_s = self.patience_s = _POLL_S
+        """How long the next look may last."""
+
+    def allow(self, limit_s: float) -> None:
+        """Nothing may move for so long from now on, where that is longer than the limit of progress."""
+        self.limit_s = max(self.limit_s, limit_s)
+
+    def begin(self) -> None:
+        """A thread begins to look."""
+        self._stall = None
+        self._look_s = self.patience_s = min(_POLL_S, self.limit_s / LOOKS)
+
+    def moved(self) -> None:
+        """Something has come, gone or begun."""
+        self._moves += 1
+        self._stall = None
+        self.patience_s = self._look_s
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody waits for this process to look again."""
+        return self._looks < self._shown + ANEW
+
+    def crept(self) -> bool:
+        """Whether bytes have moved since this was asked last: of a message that is longer under way than any look."""
+        before, self._bytes = self._bytes, sum(sum(each.values()) for each in self._traffic())
+        return before != self._bytes
+
+    def looked_in_vain(self, needed: bool) -> None:
+        """Nothing has moved. Where something should (``needed``) raises PeerTimeout once it is certain who is to blame.
+
+        Nothing should where nobody waits for what is under way.
+        """
+        self._looks += 1
+        if not needed:
+            self._stall = None
+            self.patience_s = self._look_s
+            return
+        if self._stall is None:
+            self._stall = Stall(self.limit_s, self._look_s, self._clock)
+        elif (found := self._stall.look(lambda: self._find_culprit(self._waits()))) is not None:
+            raise self._fault(self._stall, found)
+        self.patience_s = self._stall.patience_s
+
+    def _fault(self, stall: Stall, found: Found) -> PeerTimeout:
+        peers = ", ".join(f"rank {peer} ({label})" for peer, label in sorted(self._waits().items())) or "a message"
+        text = f"nothing has moved for {stall.lasted_s:.1f} s, waiting for {peers}"
+        if found.culprit is None:
+            return PeerTimeout(text, rank=-1)
+        return PeerTimeout(f"{text}; rank {found.culprit.rank} {found.culprit.why}", rank=found.culprit.rank)
+
+    def answer(self, looking: bool) -> Answer:
+        """What this process says of itself to one that asks for whom it waits; asked from any thread.
+
+        ``looking`` is whether it has anything to look for.
+        """
+        moves, looks = self._moves, self._looks if looking else -1
+        answer = Answer(self._waits(), moves, looks)
+        self._shown = looks
+        return answer

@@ -1,0 +1,141 @@
+"""What threads share: one drives, works are counted, and the first fault is everybody's."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from syncline.engine.monitor import Monitor
+from syncline.engine.work import Work
+from syncline.errors import SynclineError
+
+LIMIT_S = 30.0
+
+
+class Driven:
+    """Has nothing left to do by itself; how often it was woken."""
+
+    idle = True
+    woken = 0
+
+    def wake(self) -> None:
+        self.woken += 1
+
+
+@pytest.fixture
+def driven() -> Driven:
+    return Driven()
+
+
+@pytest.fixture
+def monitor(driven: Driven) -> Monitor:
+    return Monitor(driven)
+
+
+def test_one_thread_drives_until_it_hands_over(monitor: Monitor) -> None:
+    assert monitor.claim()
+    assert monitor.driver == threading.get_ident()
+    assert not monitor.claim()
+    monitor.hand_over()
+    assert monitor.claim()
+
+
+def test_whoever_begins_something_first_stands_behind_what_was_handed_over(monitor: Monitor) -> None:
+    monitor.hand_in(lambda: None)
+    assert not monitor.claim(first=True, works=1)
+    assert monitor.under_way == 1
+    assert monitor.claim()
+
+
+def test_there_is_something_to_drive_until_every_work_is_finished(monitor: Monitor, driven: Driven) -> None:
+    works = [Work("one"), Work("tolerant", tolerant=True), Work("elsewhere")]
+    for work in works[:2]:
+        monitor.hand_in(lambda: None, work.tolerant)
+    monitor.expect(tolerant=False)
+    assert (monitor.under_way, len(monitor.inbox)) == (2, 2)
+    monitor.take_up()
+    for work in works:
+        assert monitor.busy
+        monitor.finish(work)
+    assert not monitor.busy
+    driven.idle = False
+    assert monitor.busy
+
+
+def test_the_end_does_not_wait_for_what_was_abandoned(monitor: Monitor) -> None:
+    done, abandoned = Work("done"), Work("abandoned")
+    for begin in (lambda: None, lambda: monitor.finish(done)):
+        monitor.hand_in(begin)
+    monitor.take_up()
+    monitor.abandon([done, abandoned, abandoned])
+    assert monitor.under_way == 0
+    monitor.flush(LIMIT_S)  # at once
+    assert monitor.busy
+    monitor.finish(abandoned)
+    assert not monitor.busy
+
+
+def test_whoever_drives_is_woken_and_only_then(monitor: Monitor, driven: Driven) -> None:
+    monitor.hand_in(lambda: None)
+    assert driven.woken == 0
+    assert monitor.claim()
+    monitor.hand_in(lambda: None)
+    monitor.tell_driver(lambda: None)
+    assert driven.woken == 2
+
+
+def test_the_progress_thread_drives_what_nobody_else_does(monitor: Monitor) -> None:
+    work = Work("a work")
+
+    def progress() -> None:
+        while monitor.take_turn():
+            monitor.take_up()
+            monitor.hand_over()
+
+    thread = threading.Thread(target=progress)
+    thread.start()
+    monitor.hand_in(lambda: monitor.finish(work))
+    assert monitor.wait([work], deadline=None)
+    monitor.end()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    assert not monitor.claim()
+
+
+def test_a_wait_ends_with_its_time_and_with_a_fault(monitor: Monitor) -> None:
+    work = Work("never")
+    assert not monitor.wait([work], deadline=0.0)
+    monitor.fail(SynclineError("a fault"))
+    assert monitor.wait([work], deadline=None)
+    monitor.wait_any([work], until=lambda: False)
+    assert not work.done
+
+
+def test_the_first_fault_stays_and_all_are_told(monitor: Monitor) -> None:
+    told: list[str] = []
+
+    def stumble() -> None:
+        told.append("stumbles")
+        raise SynclineError("of one that is told")
+
+    first = SynclineError("the first")
+    for call in (stumble, lambda: told.append("next")):
+        monitor.when_over(Work("never"), call)
+    assert monitor.keep(first)
+    assert told == []
+    assert not monitor.keep(SynclineError("another one"))
+    monitor.fail(SynclineError("another one"))
+    assert (monitor.error, told) == (first, ["stumbles", "next"])
+    monitor.when_over(Work("never"), lambda: told.append("late"))
+    assert told[-1] == "late"
+    assert not monitor.claim()
+
+
+def test_who_wants_to_know_is_told_once_when_a_work_is_done(monitor: Monitor) -> None:
+    work, told = Work("a work"), []
+    monitor.hand_in(lambda: monitor.finish(work))
+    monitor.when_over(work, lambda: told.append(work.done))
+    monitor.take_up()
+    monitor.fail(SynclineError("later"))
+    assert told == [True]
