@@ -162,7 +162,7 @@ def test_a_run_that_the_end_cuts_short_does_not_return_as_if_it_were_done(
     monkeypatch.setattr(driver, "_FLUSH_S", 0.05)
     one, two = (Engine(end) for end in ends(kind, 2))
     with thread(lambda: one.run(program(0), np.ones(3), 0, "sum")) as faults:
-        while not one._monitor.under_way:
+        while not one.monitor.under_way:
             pass
         one.close()
     assert [type(fault) for fault in faults] == [ClosedError]
@@ -181,7 +181,7 @@ def test_an_interrupt_ends_the_wait_and_the_engine(of: str) -> None:
             started.wait(LIMIT_S)
             os.kill(os.getpid(), signal.SIGINT)
 
-        while one._monitor.driver or not one.transport.idle:
+        while one.monitor.driver or not one.transport.idle:
             pass  # the first words of a transport: the progress thread says them
         work = one.exchange(program(0), np.ones(3), 0, "sum", before=started.set, announce=False)
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
@@ -211,7 +211,7 @@ def test_an_interrupt_while_another_thread_drives_ends_the_engine_too(
         asleep = threading.Event()
         driving = threading.get_ident()
         work = one.exchange(program(0), np.ones(3), 0, "sum")
-        while one._monitor.driver in (0, driving):
+        while one.monitor.driver in (0, driving):
             pass  # the progress thread takes it
 
         def doze(*_: object) -> None:
@@ -220,8 +220,8 @@ def test_an_interrupt_while_another_thread_drives_ends_the_engine_too(
             for _ in range(int(LIMIT_S / 0.01)):
                 threading.Event().wait(0.01)
 
-        monkeypatch.setattr(one._monitor._changed, "wait_for", doze)
-        monkeypatch.setattr(one._monitor._changed, "wait", doze)
+        monkeypatch.setattr(one.monitor._changed, "wait_for", doze)
+        monkeypatch.setattr(one.monitor._changed, "wait", doze)
 
         def interrupt() -> None:
             asleep.wait(LIMIT_S)
@@ -241,13 +241,13 @@ def test_an_interrupt_while_another_thread_drives_ends_the_engine_too(
 def test_a_run_is_driven_though_the_driver_stops_before_it_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with engines("inproc") as (one, two):
         one.exchange(program(0), np.ones(3), 0, "of the progress thread")
-        while not one._monitor.driver:
+        while not one.monitor.driver:
             pass  # the progress thread takes it
         exchange = one.exchange
 
         def exchange_after_it(*given: Any, **options: Any) -> Any:
             two.run(program(1), np.ones(3), 0, "of the progress thread")
-            while one._monitor.driver:
+            while one.monitor.driver:
                 pass  # it hands over
             return exchange(*given, **options)
 
@@ -266,7 +266,7 @@ def test_an_interrupt_where_a_thread_stops_to_drive_leaves_no_driver(
     monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     with engines("inproc") as (one, two):
-        hand_over, calls = one._monitor.hand_over, iter((KeyboardInterrupt,))
+        hand_over, calls = one.monitor.hand_over, iter((KeyboardInterrupt,))
 
         def interrupted() -> None:
             if threading.current_thread() is threading.main_thread():
@@ -274,12 +274,12 @@ def test_an_interrupt_where_a_thread_stops_to_drive_leaves_no_driver(
                     raise error
             hand_over()
 
-        monkeypatch.setattr(one._monitor, "hand_over", interrupted)
+        monkeypatch.setattr(one.monitor, "hand_over", interrupted)
         two.exchange(program(1), np.ones(3), 0, "sum")
         work = one.exchange(program(0), np.ones(3), 0, "sum", announce=False) if waits else None
         with pytest.raises(KeyboardInterrupt):
             one.run(program(0), np.ones(3), 0, "sum") if work is None else one.wait(work)
-        assert one._monitor.driver != threading.get_ident()
+        assert one.monitor.driver != threading.get_ident()
         with pytest.raises(ClosedError, match="interrupted by KeyboardInterrupt"):
             one.run(program(0), np.ones(3), 1, "next")
 
@@ -307,7 +307,7 @@ def test_a_call_out_of_a_handler_is_refused_while_its_thread_drives(kind: str, w
             else:
                 one.run(program(0), np.ones(3), 1, "checkpoint")
         except UsageError as error:
-            refused.append((str(error), one._monitor.driver == threading.get_ident()))
+            refused.append((str(error), one.monitor.driver == threading.get_ident()))
         handled.set()
 
     before = signal.signal(signal.SIGUSR1, handle)
@@ -315,14 +315,14 @@ def test_a_call_out_of_a_handler_is_refused_while_its_thread_drives(kind: str, w
         main = threading.get_ident()
 
         def interrupt() -> None:
-            while one._monitor.driver != main:
+            while one.monitor.driver != main:
                 pass
             os.kill(os.getpid(), signal.SIGUSR1)
             one.transport.wake()  # a signal that another thread has taken is handled when the main one runs next
             handled.wait(LIMIT_S)
             two.run(program(1), np.ones(3), 0, "sum")
 
-        while one._monitor.driver or not one.transport.idle:
+        while one.monitor.driver or not one.transport.idle:
             pass  # the first words of a transport: the progress thread says them
         array = np.ones(3)
         with thread(interrupt) as faults:

@@ -160,7 +160,7 @@ def test_every_thread_is_counted_by_itself_unless_it_asked_not_to_be() -> None:
             both[0].fulfil(promise)
         for thread in threads:
             thread.join(LIMIT_S)
-        each = both[0]._blocked._seconds
+        each = both[0].blocked._seconds
         assert len(each) <= 2
         assert both[0].blocked_s == sum(each.values())
         idle = both[1].promise("what is done at once")

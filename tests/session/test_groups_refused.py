@@ -22,7 +22,7 @@ def test_what_counts_processes_otherwise_is_not_passed_on(group: Any) -> None:
         here = new_group(session, [1, 2])
         if here.rank < 0:
             return
-        for part, name in ((here.session.engine, "absent"), (here.session.engine, "run_kept"),
+        for part, name in ((here.session.engine, "absent"), (here.session.engine, "keep"),
                            (here.session.engine, "abandon"), (here.session.member, "on_peer_failure"),
                            (here.session.ending, "find_culprit")):  # fmt: skip
             with pytest.raises(AttributeError, match=f"{name} of .* is nothing in a group of workers"):

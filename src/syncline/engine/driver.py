@@ -62,13 +62,13 @@ class Driver(ABC):
         observer: Observer | None,
     ) -> None:
         self.transport: Transport = exchange.transport
-        self._blocked = Blocked()
+        self.blocked = Blocked()
         self._observer = observer
         self._exchange = exchange
         self._reducing: dict[int, Reducing] = {}  # by key
         self._on_raise, self._explain = on_raise, explain
-        self._monitor = Monitor(self.transport)
-        self._motion = Motion(limit_s, self.waits, find_culprit, self.traffic)
+        self.monitor = Monitor(self.transport)
+        self.motion = Motion(limit_s, self.waits, find_culprit, self.traffic)
         self._thread = threading.Thread(target=self._progress, name="syncline-progress", daemon=True)
         self._thread.start()
 
@@ -82,7 +82,7 @@ class Driver(ABC):
     @property
     def error(self) -> Exception | None:
         """The first fault."""
-        return self._monitor.error
+        return self.monitor.error
 
     @property
     def observer(self) -> Observer | None:
@@ -94,7 +94,7 @@ class Driver(ABC):
     @property
     def blocked_s(self) -> float:
         """Seconds for which threads have been blocked here, added up."""
-        return self._blocked.seconds
+        return self.blocked.seconds
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """The bytes sent to each process, and received, with all headers."""
@@ -102,11 +102,11 @@ class Driver(ABC):
 
     def uncounted(self) -> contextlib.AbstractContextManager[None]:
         """What this thread waits for inside is no communication of the training."""
-        return self._blocked.uncounted()
+        return self.blocked.uncounted()
 
     def wait(self, *works: Work, timeout: float | None = None) -> None:
         """Block until all are done; raises the engine's fault, or PeerTimeout after ``timeout`` seconds."""
-        if self._monitor.error is None and all(work.done for work in works):
+        if self.monitor.error is None and all(work.done for work in works):
             return
         self.check_not_driving()
         begun = time.perf_counter()
@@ -116,18 +116,17 @@ class Driver(ABC):
         deadline = None if timeout is None else begun + timeout
         try:
             came = self._drive_here(works, deadline) and all(work.done for work in works)
-            came = came or self._monitor.wait(works, deadline)
+            came = came or self.monitor.wait(works, deadline)
         except BaseException as error:
-            self._left(error)
+            self.left(error)
             raise
         finally:
-            self._blocked.count(begun)
+            self.blocked.count(begun)
             if blocked is not None:
                 blocked.end()
         self.check_error()
         if not came:
-            late = next(work for work in works if not work.done)
-            raise PeerTimeout(f"{late.label}: not done within {timeout:.1f} s", rank=-1)
+            raise self.unfinished(next(work for work in works if not work.done), timeout)
 
     def wait_any(self, works: Collection[Work], until: Callable[[], bool]) -> None:
         """Block until one of the works is done or ``until()`` holds (looked at often); raises the engine's fault."""
@@ -135,9 +134,9 @@ class Driver(ABC):
         if self._observer is not None:
             blocked = begin(self._observer, "wait", _first_of([work.label for work in works]))
         try:
-            self._monitor.wait_any(works, until)
+            self.monitor.wait_any(works, until)
         except BaseException as error:
-            self._left(error)
+            self.left(error)
             raise
         finally:
             if blocked is not None:
@@ -147,14 +146,14 @@ class Driver(ABC):
 
     def when_over(self, work: Work, call: Callable[[], None]) -> None:
         """Call, at once or from whichever thread ends it, when a work is done or never will be; it may not wait."""
-        self._monitor.when_over(work, call)
+        self.monitor.when_over(work, call)
 
     def check_not_driving(self) -> None:
         """Raise UsageError for a call out of the middle of another one of the same thread.
 
         It would wait for what only the call that it interrupts can bring about.
         """
-        if self._monitor.driver == threading.get_ident():
+        if self.monitor.driver == threading.get_ident():
             raise UsageError(
                 "this call comes in the middle of another one of the same thread, as out of a signal handler: let the"
                 " handler set a flag, and look at it between two steps"
@@ -169,11 +168,11 @@ class Driver(ABC):
 
     def allow(self, limit_s: float) -> None:
         """Something may stand still for so long from now on, where that is longer than the limit of progress."""
-        self._motion.allow(limit_s)
+        self.motion.allow(limit_s)
 
     def abandon(self, works: Iterable[Work]) -> None:
         """Nobody needs these any more: the end does not wait for them, and they do not mind peers that leave."""
-        self._monitor.abandon(works)
+        self.monitor.abandon(works)
 
     @property
     def room(self) -> Room:
@@ -182,7 +181,7 @@ class Driver(ABC):
 
     def fail(self, error: Exception) -> None:
         """A fault found elsewhere: whoever waits here gets it. The first one stays."""
-        self._monitor.fail(error)
+        self.monitor.fail(error)
 
     def interrupted(self, error: BaseException) -> None:
         """Something was left in the middle: from now on every call raises that, here, and the others are told.
@@ -191,10 +190,10 @@ class Driver(ABC):
         """
         name = type(error).__name__
         fault: Exception = ClosedError(f"an exchange was interrupted by {name}: this session cannot go on")
-        if not self._monitor.keep(fault):
+        if not self.monitor.keep(fault):
             return
         with contextlib.suppress(Exception):  # an explanation that fails must not hide the interrupt
-            self._monitor.error = self._explain(fault)
+            self.monitor.error = self._explain(fault)
         self.fail(fault)
 
     def close(self, before_end: Callable[[], None] = lambda: None) -> Exception | None:
@@ -203,11 +202,11 @@ class Driver(ABC):
         ``before_end`` is called while the connections still stand.
         """
         if self.error is None:
-            self._monitor.flush(_FLUSH_S)
+            self.monitor.flush(_FLUSH_S)
         try:
             before_end()
         finally:
-            self._monitor.end()
+            self.monitor.end()
         self._thread.join(_FLUSH_S)
         fault = self.error
         self.fail(ClosedError("this session has been shut down"))
@@ -215,8 +214,8 @@ class Driver(ABC):
 
     def answer(self) -> Answer:
         """What this process says of itself to one that asks for whom it waits; asked from any thread."""
-        answer = self._motion.answer(looking=bool(self._monitor.driver) or self._monitor.busy)
-        if self._monitor.driver:
+        answer = self.motion.answer(looking=bool(self.monitor.driver) or self.monitor.busy)
+        if self.monitor.driver:
             self.transport.wake()
         return answer
 
@@ -224,12 +223,13 @@ class Driver(ABC):
 
     def _post(self, task: Callable[[], None], tolerant: bool = False, announce: bool = True) -> None:
         self.check_error()
-        self._monitor.hand_in(task, tolerant, announce)
+        self.monitor.hand_in(task, tolerant, announce)
 
-    def _finish(self, work: Work, lane: Lane | None) -> None:
+    def finish(self, work: Work, lane: Lane | None = None) -> None:
+        """A work is done; in the thread that drives."""
         if work.span is not None:
             work.span.end()
-        self._monitor.finish(work)
+        self.monitor.finish(work)
         work.call_back()
         if lane is not None:
             lane.leave(work.priority)
@@ -239,18 +239,24 @@ class Driver(ABC):
         if self.error is not None:
             raise self._raised(self.error)
 
+    def unfinished(self, work: Work, timeout: float | None) -> Exception:
+        """What is raised in place of a work's end: the engine's fault, or that the time is over."""
+        if self.error is not None:
+            return self._raised(self.error)
+        return PeerTimeout(f"{work.label}: not done within {timeout:.1f} s", rank=-1)
+
     def _raised(self, error: Exception) -> Exception:
         """The fault is about to reach the user's thread."""
         self._on_raise()
         return error
 
-    def _left(self, error: BaseException) -> None:
+    def left(self, error: BaseException) -> None:
         """A call ends in the middle. Its thread drives no longer, wherever that was: another one ends what is left."""
         try:
             self.interrupted(error)
         finally:
-            if self._monitor.driver == threading.get_ident():
-                self._monitor.hand_over()
+            if self.monitor.driver == threading.get_ident():
+                self.monitor.hand_over()
 
     def _drive_here(
         self, works: Collection[Work], deadline: float | None, first: Callable[[], None] | None = None
@@ -263,24 +269,24 @@ class Driver(ABC):
         def enough() -> bool:
             return all(work.done for work in works) or (deadline is not None and time.perf_counter() >= deadline)
 
-        if not self._monitor.claim(first=first is not None, works=0 if first is None else 1):
+        if not self.monitor.claim(first=first is not None, works=0 if first is None else 1):
             return False
-        self._drive(enough, deadline, first, SPINS_HERE)
-        self._monitor.hand_over()
+        self.drive(enough, deadline, first, SPINS_HERE)
+        self.monitor.hand_over()
         return True
 
     # Driving: in the progress thread, or in one that waits.
 
     def _progress(self) -> None:
         """The progress thread: drive whenever there is something to do and nobody does it."""
-        while self._monitor.take_turn():
-            self._drive(lambda: False)
-            self._monitor.hand_over()
+        while self.monitor.take_turn():
+            self.drive(lambda: False)
+            self.monitor.hand_over()
         with contextlib.suppress(Exception):
             self._drain()
         self.transport.close()
 
-    def _drive(
+    def drive(
         self,
         enough: Callable[[], bool],
         deadline: float | None = None,
@@ -288,7 +294,7 @@ class Driver(ABC):
         spins: int = SPINS,
     ) -> None:
         """Turn the exchange until ``enough()``, until there is nothing left to do, or until a fault, which is kept."""
-        monitor, motion = self._monitor, self._motion
+        monitor, motion = self.monitor, self.motion
         motion.begin()
         try:
             if first is not None:

@@ -1,7 +1,8 @@
 """Everything of one process that is under way in the background of training.
 
 The training thread hands over work (a bucket to exchange, a message to send) and later waits for it. Who drives it
-meanwhile is in ``driver``; what a work is, and in which order works start, in ``work``.
+meanwhile is in ``driver``; what a work is, and in which order works start, in ``work``. Single messages are ``mail``;
+what is prepared for a thread that carries it out itself, again and again, is ``kept``.
 """
 
 from __future__ import annotations
@@ -9,32 +10,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..collectives import Collective
 from ..compression.reducers import Reducer
-from ..errors import PeerTimeout, SynclineError
 from ..plans.messages import Program
-from ..transports import Bytes, Handle, Transport
+from ..transports import Bytes, Transport
 from ..wire.culprit import Found, Waits, find_culprit
-from .driver import LIMIT_S, LOOK_ONLY, SPINS_HERE, Driver
-from .loopback import Loopback
-from .messages import Exchange, labelled
+from .driver import LIMIT_S, Driver
+from .kept import Kept
+from .mail import Mail
+from .messages import Exchange
 from .reducing import Reducing
 from .runs import Array, Run, Sign
-from .scripts import ScriptedRun
-from .trace import Observer, Span, begin
+from .trace import Observer, begin
 from .work import Lane, Work
-
-
-class Kept(NamedTuple):
-    """What is prepared for many runs of a plan over arrays of one size and type."""
-
-    program: Program
-    run: ScriptedRun
 
 
 class Engine(Driver):
@@ -56,12 +49,11 @@ class Engine(Driver):
         observer: Observer | None = None,
     ) -> None:
         # The progress thread starts with the driver: what it looks at has to be there before.
-        self._loopback = Loopback()
         self._has_left = has_left
         self.expects: Callable[[], Waits] = dict
-        self._messages: dict[Work, int] = {}  # single ones under way -> from or to whom
+        self._mail = Mail(transport, has_left, observer, self.finish)
         exchange = Exchange(
-            transport, has_left=has_left, observer=observer, handed_over=lambda: bool(self._monitor.inbox)
+            transport, has_left=has_left, observer=observer, handed_over=lambda: bool(self.monitor.inbox)
         )
         super().__init__(exchange, limit_s, explain, on_raise, find_culprit, observer)
 
@@ -121,7 +113,7 @@ class Engine(Driver):
         def finished() -> None:
             self._reducing.pop(key, None)
             after()
-            self._finish(work, lane)
+            self.finish(work, lane)
 
         def start() -> None:
             self._reducing[key] = Reducing(
@@ -178,94 +170,29 @@ class Engine(Driver):
                 work = self.exchange(program, array, key, label, announce=False, sign=sign)
                 self._drive_here((work,), deadline)  # whoever drove may have stopped before it was handed over
             if not work.done:  # another one drives, or the end came first and with it a fault
-                self._monitor.wait((work,), deadline)
+                self.monitor.wait((work,), deadline)
         except BaseException as error:
-            self._left(error)
+            self.left(error)
             raise
         finally:
-            self._blocked.count(begun)
+            self.blocked.count(begun)
             if blocked is not None:
                 blocked.end()
-        if self.error is not None:
-            raise self._raised(self.error)
-        if not work.done:
-            raise PeerTimeout(f"{label}: not done within {timeout:.1f} s", rank=-1)
+        if self.monitor.error is not None or not work.done:
+            raise self.unfinished(work, timeout)
 
     def keep(self, program: Program, dtype: np.dtype[Any], size: int) -> Kept | None:
-        """Prepare for many runs of a plan over arrays of one size and type, which shows its sign: for ``run_kept``."""
-        if self._observer is not None or not self._monitor.claim(first=True):
+        """Prepare for many runs of a plan over arrays of one size and type, which shows its sign; None if not now."""
+        if self._observer is not None or not self.monitor.claim(first=True):
             return None
         try:
-            return Kept(program, self._exchange.keep(program.plan, dtype, size))
+            return Kept(self, self._exchange, program, self._exchange.keep(program.plan, dtype, size))
         finally:
-            self._monitor.hand_over()
+            self.monitor.hand_over()
 
     def drop(self, kept: Kept, after: Work | None = None) -> None:
         """What was prepared is not needed any more, once the last work of it is done."""
-        self.then("drop", [] if after is None else [after], partial(self._exchange.drop, kept.run), tolerant=True)
-
-    def run_kept(self, kept: Kept, address: int, key: int, label: str, sign: Sign, timeout: float) -> bool:
-        """As ``run`` over the array at ``address``, with still less in between; False where that has to be used.
-
-        That is where another thread drives, or something else is under way.
-        """
-        if not self._monitor.claim(first=True):
-            return False
-        begun, work = time.perf_counter(), Work(label)
-        try:
-            code = self._exchange.prompt(kept.run, address, key, sign, SPINS_HERE)
-            work.done = code == 0
-            if code:
-                self._take_up(kept, work, key, sign, None)
-                deadline = begun + timeout
-                self._drive(lambda: work.done or time.perf_counter() >= deadline, deadline, None, SPINS_HERE)
-            self._motion.moved()
-            self._monitor.hand_over()
-            if code and not work.done:
-                self._monitor.wait((work,), deadline)
-        except BaseException as error:
-            self._left(error)
-            raise
-        finally:
-            self._blocked.count(begun)
-        if code is None:
-            return False
-        if self.error is not None:
-            raise self._raised(self.error)
-        if not work.done:
-            raise PeerTimeout(f"{label}: not done within {timeout:.1f} s", rank=-1)
-        return True
-
-    def begin_kept(self, kept: Kept, address: int, key: int, label: str, sign: Sign, memory: object) -> Work | None:
-        """Begin what ``run_kept`` runs; the work, which may be done. None where ``exchange`` has to be used.
-
-        Where all others have come this thread does it all; else it goes on behind the script. ``memory`` is kept alive.
-        """
-        if not self._monitor.claim(first=True):
-            return None
-        work = Work(label)
-        work.key = key
-        try:
-            code = self._exchange.prompt(kept.run, address, key, sign, LOOK_ONLY)
-            work.done = code == 0
-            if code:
-                self._take_up(kept, work, key, sign, memory)
-            self._motion.moved()
-            self._monitor.hand_over()
-        except BaseException as error:
-            self._left(error)
-            raise
-        return None if code is None else work
-
-    def _take_up(self, kept: Kept, work: Work, key: int, sign: Sign, memory: object) -> None:
-        """A kept run was begun and is not done: it goes on as any other."""
-        self._monitor.expect(tolerant=False)
-
-        def done(_: object = memory) -> None:
-            self._finish(work, None)
-
-        run = Run(kept.program, kept.run.array, key, work.label, on_done=done, sign=sign)
-        self._exchange.take_up(kept.run, run)
+        self.then("drop", [] if after is None else [after], partial(self._exchange.drop, kept.scripted), tolerant=True)
 
     def send(self, dst: int, tag: int, data: bytes | Bytes, label: str, tolerant: bool = False) -> Work:
         """Send a message, which may be to this process itself; a ``tolerant`` one to a peer that may leave.
@@ -273,21 +200,7 @@ class Engine(Driver):
         An array stays unchanged until the work is done.
         """
         work = self._work(label, tolerant)
-        body = np.frombuffer(data, np.uint8)
-
-        def start() -> None:
-            if dst == self.transport.rank:
-                self._loopback.send(tag, bytes(data))
-                self._finish(work, None)
-                return
-            if not tolerant:
-                self._messages[work] = dst
-            span = None
-            if self._observer is not None:
-                span = begin(self._observer, "send", label, work.span, peer=dst, nbytes=body.nbytes)
-            self.transport.send(dst, tag, body, owner=lambda handle: self._arrived(work, handle, span))
-
-        self._post(start, tolerant)
+        self._post(partial(self._mail.send, work, dst, tag, np.frombuffer(data, np.uint8)), tolerant)
         return work
 
     def recv(
@@ -305,45 +218,18 @@ class Engine(Driver):
         Where a ``tolerant`` one does not come because its peer has left, ``left`` is told in the thread that drives.
         """
         work = self._work(label, tolerant)
-        into: Bytes = np.empty(nbytes, np.uint8) if place is None else place
-
-        def came(data: bytes) -> None:
-            if len(data) > nbytes:
-                raise SynclineError(f"{label}: a message of {len(data)} bytes does not fit a receive of {nbytes}")
-            work.result = data
-            if place is not None:
-                place[: len(data)] = np.frombuffer(data, np.uint8)
-                work.result = len(data)
-            self._finish(work, None)
-
-        def start() -> None:
-            if src == self.transport.rank:
-                self._loopback.recv(tag, came)
-                return
-            if not tolerant:
-                self._messages[work] = src
-            span = None
-            if self._observer is not None:
-                span = begin(self._observer, "receive", label, work.span, peer=src, nbytes=nbytes)
-
-            def arrived(handle: Handle) -> None:
-                work.result = into[: handle.nbytes].tobytes() if place is None else handle.nbytes
-                self._arrived(work, handle, span, left)
-
-            self.transport.recv(src, tag, into, owner=arrived)
-
-        self._post(start, tolerant)
+        self._post(partial(self._mail.recv, work, src, tag, nbytes, place, left), tolerant)
         return work
 
     def promise(self, label: str, tolerant: bool = False) -> Work:
         """A work that is done elsewhere, until ``fulfil`` says so."""
         work = self._work(label, tolerant)
-        self._monitor.expect(tolerant)
+        self.monitor.expect(tolerant)
         return work
 
     def fulfil(self, work: Work) -> None:
         """A promised work is done; called from any thread. After a fault nobody minds."""
-        self._monitor.tell_driver(lambda: self._finish(work, None))
+        self.monitor.tell_driver(lambda: self.finish(work))
 
     def then(
         self, label: str, works: Sequence[Work], call: Callable[[], None] = lambda: None, *, tolerant: bool = False
@@ -361,7 +247,7 @@ class Engine(Driver):
                     one.when_done(step)
                     return
             call()
-            self._finish(work, None)
+            self.finish(work)
 
         self._post(step, tolerant)
         return work
@@ -372,7 +258,7 @@ class Engine(Driver):
 
         def make() -> None:
             work.result = self.transport.allocate(nbytes)
-            self._finish(work, None)
+            self.finish(work)
 
         self._post(make)
         self.wait(work)
@@ -386,7 +272,7 @@ class Engine(Driver):
 
     def waits(self) -> Waits:
         """Of single messages, of what ``expects`` says, of reducers and of plans."""
-        waits = {peer: work.label for work, peer in list(self._messages.items())} | dict(self.expects())
+        waits = {**self._mail.waiting_for, **self.expects()}
         for one in list(self._reducing.values()):
             waits |= one.waiting_for
         return waits | self._exchange.waiting_for
@@ -442,23 +328,10 @@ class Engine(Driver):
         def done() -> None:
             if after is not None:
                 after()
-            self._finish(work, lane)
+            self.finish(work, lane)
 
         if isinstance(chosen, Collective):
             self._exchange.hand_over(chosen, array, key, work.label, done, work.span)
         else:
             what = (work.label, work.priority, done, work.tolerant, work.span, sign)
             self._exchange.start(Run(chosen, array, key, *what))
-
-    def _arrived(
-        self, work: Work, handle: Handle, span: Span | None, left: Callable[[Exception], None] = lambda _: None
-    ) -> None:
-        self._messages.pop(work, None)
-        if handle.error is not None:
-            if work.tolerant and self._has_left(handle.peer):
-                left(handle.error)
-                return
-            raise labelled(work.label, handle.error)
-        if span is not None:
-            span.end()
-        self._finish(work, None)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from ....engine.engine import Kept
+from ....engine.kept import Kept
 from ....engine.work import Work
 from ....errors import PeerTimeout
 from ....plans.messages import Program
@@ -60,7 +60,7 @@ class Prompt:
             ticket, key = self._come(prepared)
         try:
             sign = us.sign(ticket)
-            if not us.engine.run_kept(prepared.kept, tensor.data_ptr(), key, _LABEL, sign, timeout_s):
+            if not prepared.kept.run(tensor.data_ptr(), key, _LABEL, sign, timeout_s):
                 array = memory_of(tensor).numbers
                 us.engine.run(prepared.kept.program, array, key, _LABEL, sign, timeout_s)
         except PeerTimeout:
@@ -80,7 +80,7 @@ class Prompt:
                 return None
             ticket, key = self._come(prepared)
             sign = us.sign(ticket)
-            work = us.engine.begin_kept(prepared.kept, tensor.data_ptr(), key, _LABEL, sign, tensor)
+            work = prepared.kept.begin(tensor.data_ptr(), key, _LABEL, sign, tensor)
             if work is None:
                 array = memory_of(tensor).numbers
                 work = us.engine.exchange(prepared.kept.program, array, key, _LABEL, sign=sign)
