@@ -104,3 +104,9 @@ class GradientError(SynclineError):
 
 class ClosedError(SynclineError):
     """A session or transport was used before its start, after its end, or in a forked child."""
+
+
+def labelled(label: str, error: Exception) -> Exception:
+    """An error with what it befell."""
+    text = f"{label}: {error}"
+    return type(error)(text, rank=error.rank, host=error.host) if isinstance(error, PeerError) else SynclineError(text)

@@ -9,7 +9,7 @@ import pytest
 
 from syncline.bench.calibration.links import Timed, fit_link, measure
 from syncline.bench.calibration.patterns import SIZES, TINY, Cell, cells_of
-from syncline.engine.messages import SEGMENT_BYTES
+from syncline.engine.exchange import SEGMENT_BYTES
 from syncline.plans.messages import compile_program
 
 WORLD, MEMBERS = 6, (1, 2, 4, 5)

@@ -12,7 +12,7 @@ from ends import KINDS, network
 
 from mpi_launch import LIBRARIES
 from syncline import registry
-from syncline.engine.messages import Exchange
+from syncline.engine.exchange import Exchange
 from syncline.engine.runs import Run, chunk_edges
 from syncline.engine.trace import Recorder, Span
 from syncline.nouns import Group

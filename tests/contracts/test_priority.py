@@ -14,7 +14,7 @@ from ends import KINDS, network
 
 from mpi_launch import LIBRARIES
 from syncline import registry
-from syncline.engine.messages import Exchange
+from syncline.engine.exchange import Exchange
 from syncline.engine.runs import Run
 from syncline.engine.trace import Recorder
 from syncline.nouns import Group

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from syncline import registry
 from syncline.algorithms.ps import ps
-from syncline.engine.messages import Exchange
+from syncline.engine.exchange import Exchange
 from syncline.engine.runs import Run, chunk_edges
 from syncline.nouns import Group, numpy_dtype
 from syncline.plans.messages import compile_program

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from syncline import registry
-from syncline.engine.messages import Exchange
+from syncline.engine.exchange import Exchange
 from syncline.engine.runs import Run
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program

@@ -15,7 +15,7 @@ from mapped import make
 
 from syncline import registry
 from syncline.engine import driver
-from syncline.engine import messages as exchange_module
+from syncline.engine import exchange as exchange_module
 from syncline.engine.engine import Engine
 from syncline.errors import ClosedError, PeerTimeout, SynclineError, UsageError
 from syncline.nouns import Group

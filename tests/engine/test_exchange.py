@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from syncline import registry
 from syncline.algorithms.ps import push_and_pull
 from syncline.collectives import Collective
-from syncline.engine.messages import Exchange
+from syncline.engine.exchange import Exchange
 from syncline.engine.reducing import MOST_PIECES, Reducing
 from syncline.engine.runs import KEYS, MOST_ACTIONS, Run, chunk_edges, tag_of
 from syncline.errors import PeerLost, SynclineError, UsageError

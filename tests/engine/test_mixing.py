@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mapped import anyone, machine, placed, run_of, turn
 
-from syncline.engine.messages import Exchange
+from syncline.engine.exchange import Exchange
 from syncline.sync.gossip import Gossip
 
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mapped import Array, anyone, machine, placed, plan_of, run_of, turn
 
-from syncline.engine import messages as exchange_module
+from syncline.engine import exchange as exchange_module
 from syncline.engine import scripts
-from syncline.engine.messages import Exchange
+from syncline.engine.exchange import Exchange
 from syncline.errors import PeerLost, ProtocolError, SynclineError
 from syncline.kernels import board
 from syncline.kernels.board import SLOTS

@@ -22,11 +22,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ..compression.reducers import Room
-from ..errors import ClosedError, PeerTimeout, ProtocolError, UsageError
+from ..errors import ClosedError, PeerTimeout, ProtocolError, UsageError, labelled
 from ..transports import Transport
 from ..wire.culprit import Answer, Found, Waits
 from .blocked import Blocked
-from .messages import SPINS, Exchange, labelled
+from .exchange import SPINS, Exchange
 from .monitor import Monitor
 from .motion import Motion
 from .reducing import Reducing

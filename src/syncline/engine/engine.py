@@ -21,9 +21,9 @@ from ..plans.messages import Program
 from ..transports import Bytes, Transport
 from ..wire.culprit import Found, Waits, find_culprit
 from .driver import LIMIT_S, Driver
+from .exchange import Exchange
 from .kept import Kept
 from .mail import Mail
-from .messages import Exchange
 from .reducing import Reducing
 from .runs import Array, Run, Sign
 from .trace import Observer, begin

@@ -12,7 +12,7 @@ import time
 
 from ..plans.messages import Program
 from .driver import LOOK_ONLY, SPINS_HERE, Driver
-from .messages import Exchange
+from .exchange import Exchange
 from .runs import Run, Sign
 from .scripts import ScriptedRun
 from .work import Work

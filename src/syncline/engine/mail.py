@@ -10,11 +10,10 @@ from functools import partial
 
 import numpy as np
 
-from ..errors import SynclineError
+from ..errors import SynclineError, labelled
 from ..transports import Bytes, Handle, Transport
 from ..wire.culprit import Waits
 from .loopback import Loopback
-from .messages import labelled
 from .trace import Kind, Observer, Span, begin
 from .work import Work
 

@@ -2,7 +2,7 @@
 
 Owns the runs under way: where their arrays lie, which goes on next, and what they wait for. Their tables are made in
 ``scripts``, where others find them is for ``slots`` to say. Does not know how memory is shared (``window``) nor how
-waiting is done (``messages`` and the transport's poll).
+waiting is done (``exchange`` and the transport's poll).
 
 An array that lies in the transport's memory is read and written where it is. Any other is *staged*: copied segment by
 segment to shared memory and back. Ranks need not agree on that: a slot says where a rank's segments lie.

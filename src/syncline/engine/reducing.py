@@ -4,7 +4,7 @@ What others send to be added is looked at in the transport's memory, over shm in
 of it is there: in the order that the reducer says, whatever came first.
 
 A few of a bucket's reducers are open at the same time, so that one computes while another's messages travel. Used from
-the thread that drives the engine, like ``messages``, through which the transport's events come.
+the thread that drives the engine, like the ``exchange``, through which the transport's events come.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 
 from ..collectives import Collective
 from ..compression.reducers import Bytes, Lengths, Message, Reducer, Round, Sum, Total
-from ..errors import ProtocolError, SynclineError, UsageError
+from ..errors import ProtocolError, SynclineError, UsageError, labelled
 from ..kernels.cpu import add_in_order
 from ..plans.messages import Program
 from ..transports import Handle
-from .messages import Exchange, labelled
+from .exchange import Exchange
 from .runs import KEYS, Array, Run
 from .trace import Kind, Observer, Span, begin
 

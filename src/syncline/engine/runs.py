@@ -71,7 +71,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Copied:
     """A received part in scratch memory of the exchange."""
 
     buffer: NDArray[np.uint8]
@@ -108,7 +108,7 @@ class Segment:
         self.waits = list(run.program.waits)
         self.left = len(run.program.actions)
         self.posted: set[int] = set()  # actions handed to the transport and not done
-        self.arrived: dict[int, Handle | Kept] = {}
+        self.arrived: dict[int, Handle | Copied] = {}
         self.span: Span | None = None
         self.spans: dict[int, Span]  # of what is posted; where somebody observes it
 

@@ -3,7 +3,7 @@
 Owns when a work may start: once its gate is done, and in a lane when those of its priority that were handed over before
 it have started and there is room for one more of them, ``in_flight`` at a time. Works of different priorities do not
 wait for each other; those that may start at the same moment do so in the order of urgency. What goes first among works
-that have started is decided wherever a rank chooses what to send or to do next: in ``messages``, ``memory`` and the
+that have started is decided wherever a rank chooses what to send or to do next: in ``exchange``, ``memory`` and the
 transports, operation by operation. Knows no thread, clock or transport: what a work does, and when it is done, is the
 engine's affair, which calls all of this from the thread that drives.
 

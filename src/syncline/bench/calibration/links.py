@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.messages import SEGMENT_BYTES, SHARED_SEGMENT_BYTES
+from ...engine.exchange import SEGMENT_BYTES, SHARED_SEGMENT_BYTES
 from ...plans.messages import Program, compile_program
 from ...report import units
 from ...session.session import Session

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.messages import labelled
 from ....engine.work import Work
-from ....errors import MismatchError, ProtocolError
+from ....errors import MismatchError, ProtocolError, labelled
 from ....session.communicator import Communicator
 
 Array = NDArray[Any]
