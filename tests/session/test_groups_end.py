@@ -85,7 +85,7 @@ def test_a_group_does_not_end_while_another_thread_is_in_it(group: Any) -> None:
         with ThreadPoolExecutor(1) as threads:
             if session.rank == 0:
                 call = threads.submit(one.session.gather, b"0")
-                while not one.session.is_busy:
+                while not one.session.callers.is_busy:
                     assert not wait([call], timeout=0.01).done
                 with pytest.raises(UsageError, match="another thread of this process is in a call of the <group of"):
                     one.end()

@@ -10,7 +10,7 @@ import pytest
 from syncline.errors import ClosedError, MismatchError, PeerTimeout, ProtocolError, UsageError
 from syncline.launch.connecting import in_process
 from syncline.nouns import numpy_dtype
-from syncline.session.communicator import BUCKET_KEYS
+from syncline.session.keys import BUCKET_KEYS
 from syncline.session.session import Session
 from syncline.session.tickets import BARRIER, JOINED, NORM, STEP
 

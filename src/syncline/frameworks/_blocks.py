@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..errors import MismatchError
 from ..nouns import Layer, Spec, numpy_dtype
-from ..session.communicator import BUCKET_KEYS
+from ..session.keys import BUCKET_KEYS
 from ..session.layout import Layout, decide_layout, place_bucket, place_tensors
 from ..session.session import MODEL_KEYS, Session
 

@@ -22,7 +22,8 @@ from ..compression.versions import Hearing, Telling
 from ..engine.runs import chunk_edges
 from ..engine.work import Work
 from ..errors import UsageError
-from ..session.communicator import WEIGHT_KEYS, compiled
+from ..session.keys import WEIGHT_KEYS
+from ..session.programs import compiled
 from ..session.session import MODEL_KEYS, Session
 from .records import Array
 from .traffic import Model

@@ -14,8 +14,9 @@ from ..compression.compression import Compression
 from ..compression.updates import Updates
 from ..engine.work import Work
 from ..plans.messages import Program
-from ..session.communicator import WEIGHT_KEYS, compiled
+from ..session.keys import WEIGHT_KEYS
 from ..session.layout import Layout
+from ..session.programs import compiled
 from ..session.session import Session
 from .records import Array, Record, write_into
 from .shard import Holding, coded, placed, planned

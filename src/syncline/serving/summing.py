@@ -9,9 +9,9 @@ from ..engine.work import Work
 from ..errors import ProtocolError
 from ..nouns import Bucket
 from ..plans.messages import Program
-from ..session.communicator import compiled
 from ..session.everyone import Heard
 from ..session.layout import LABEL, Layout, hear_layout
+from ..session.programs import compiled
 from ..session.replacing import LABEL as REPLACING
 from ..session.replacing import Recompressing
 from ..session.session import Session

@@ -10,58 +10,43 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import registry
 from ..collectives import Collective
 from ..engine.engine import Engine
 from ..engine.runs import Sign
 from ..engine.work import Work
-from ..errors import MismatchError, PeerTimeout, PlanError, UsageError
+from ..errors import MismatchError, PeerTimeout, UsageError
 from ..nouns import Group
-from ..plans.check import phases
-from ..plans.messages import Program, compile_program
+from ..plans.messages import Program
 from ..plans.plan import Plan
+from .callers import Callers
+from .keys import CallKeys
 from .member import Member
-from .numbers import COMMUNICATORS, Numbers
+from .numbers import Numbers
+from .programs import among, broadcast_plan, compiled, has_phases, phases_of, planned
 from .tickets import (
     ALLREDUCE,
-    AVERAGE,
     BARRIER,
     BROADCAST,
     CALLS,
-    CONSOLIDATE,
-    ELEMENT_TYPES,
     GATHER,
-    LAYOUT,
-    SPLIT,
-    STEP,
     TICKET_BYTES,
-    WITH_TENSORS,
     Meeting,
     Ticket,
-    sized,
+    fingerprint,
+    remedy,
+    size_of,
     ticket_table,
 )
 
 Array = NDArray[Any]
 NOTHING: Array = np.empty(0, np.uint8)
 Planner = Callable[[Group, int], Plan | Collective]
-
-# Keys tell the messages of exchanges in flight apart. The lowest are those of a model's buckets.
-BUCKET_KEYS = 1 << 20
-WEIGHT_KEYS = 2 * BUCKET_KEYS
-CALL_KEYS = 4 * BUCKET_KEYS
-"""Of the calls of all workers; those of further communicators come after them."""
-_CALLS_IN_FLIGHT = 1 << 12
-assert CALL_KEYS + COMMUNICATORS * _CALLS_IN_FLIGHT <= 8 * BUCKET_KEYS
 
 _GROUP_MESSAGES = 5 << 61
 """Of the highest three bits of tags, those of single messages in a communicator; rounds of reducers have other ones."""
@@ -77,26 +62,20 @@ class Communicator:
 
     def __init__(self, member: Member, ranks: Sequence[int], plan: Planner, number: int = 0) -> None:
         self.member, self.ranks, self.number = member, tuple(ranks), number
+        self.is_worker = member.index in self.ranks
+        """Whether this process is one of the ranks; a server is not."""
         nodes = member.group.nodes
         self._group = Group(len(self.ranks), nodes=tuple(nodes[place] for place in self.ranks) if nodes else ())
         self._plan = plan
         self.numbers = Numbers(member, self.ranks, self.agree, self.late)
+        self.callers = Callers(self.titled)
         self._calls = 0
-        self._next_key = 0
-        self._holders: dict[int, Work] = {}
-        self._inside: list[int] = []  # the threads that are in a call
-        self._closing = threading.Lock()
-        self._closed_by: int | None = None  # the thread that ends it
+        self._keys = CallKeys(number)
 
     @property
     def index(self) -> int:
         """The number of this process in the run."""
         return self.member.index
-
-    @property
-    def is_worker(self) -> bool:
-        """Whether this process is one of the ranks; a server is not."""
-        return self.index in self.ranks
 
     @property
     def rank(self) -> int:
@@ -249,50 +228,13 @@ class Communicator:
         Servers, for which nobody waits, pass.
         """
         if self.is_worker:
-            with self._marked():
+            with self.callers.inside():
                 self.agree(BARRIER, timeout=timeout)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether another thread of this process is in a call."""
-        return any(thread != threading.get_ident() for thread in list(self._inside))
-
-    def close(self) -> bool:
-        """Let no other thread begin a call from now on; False, and nothing changes, where one is in a call or so does.
-
-        Who begins one says so before it looks whether it may, and who closes the other way round: one sees the other.
-        """
-        with self._closing:
-            if self._closed_by is None:
-                self._closed_by = threading.get_ident()
-                if not self.is_busy:
-                    return True
-                self._closed_by = None
-            return False
-
-    def reopen(self) -> None:
-        """The other way round."""
-        self._closed_by = None
-
-    @contextlib.contextmanager
-    def _marked(self) -> Iterator[None]:
-        """Inside this thread is in a call; UsageError where another one ends the group."""
-        thread = threading.get_ident()
-        begins = thread not in self._inside
-        self._inside.append(thread)
-        try:
-            if begins and self._closed_by not in (None, thread):
-                raise UsageError(
-                    self.titled("another thread ends this group, or has: make another one, and call in it")
-                )
-            yield
-        finally:
-            self._inside.remove(thread)
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
         """Inside there are several exchanges, between which a signal's exception leaves the others without us."""
-        with self._marked():
+        with self.callers.inside():
             try:
                 yield
             except BaseException as error:
@@ -306,7 +248,7 @@ class Communicator:
         if average and array.dtype.kind in "iu":
             raise UsageError(f"the mean of {array.dtype} is not one: use op='sum'")
         with self._call():
-            self.agree(ALLREDUCE, _fingerprint(array, average), flags=_sized(array))
+            self.agree(ALLREDUCE, fingerprint(array, average), flags=size_of(array))
             if self.world_size > 1:
                 self.run(self.allreduce_program(array.nbytes), array, "allreduce")
             if average:
@@ -317,7 +259,7 @@ class Communicator:
         if not 0 <= root < self.world_size:
             raise UsageError(f"there is no rank {root} in a world of {self.world_size}")
         with self._call():
-            self.agree(BROADCAST, _fingerprint(array, root), flags=_sized(array))
+            self.agree(BROADCAST, fingerprint(array, root), flags=size_of(array))
             if self.world_size > 1:
                 self.run(self.broadcast_program(root), array, "broadcast")
 
@@ -380,19 +322,8 @@ class Communicator:
 
     def mismatch(self, rank: int, theirs: Ticket, ours: Ticket) -> MismatchError:
         """The error for workers that came for different calls."""
-        hint = "check that every rank makes the same calls in the same order with the same sizes"
-        kinds = {theirs.kind, ours.kind}
-        if kinds == {CONSOLIDATE} or (len(kinds) == 2 and kinds & {STEP, AVERAGE}):
-            hint = "do all ranks have the same number of batches? if not, wrap the loop in `with syncline.join():`"
-        elif kinds <= WITH_TENSORS and theirs.text == ours.text:
-            hint += ": they differ in the root, the reduction, or the sizes and types of the tensors one by one"
-        elif kinds == {SPLIT}:
-            hint = "let every rank make the same groups in the same order, also those that it is not in"
-        elif LAYOUT in kinds:
-            hint = "do all ranks load a checkpoint at the same place, and the same one?"
-        error = MismatchError(
-            self.titled(f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}; {hint}")
-        )
+        text = f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}"
+        error = MismatchError(self.titled(f"{text}; {remedy(theirs, ours)}"))
         self.member.fail(error)
         return error
 
@@ -405,7 +336,7 @@ class Communicator:
 
     def give_back(self) -> None:
         """Nothing more is done here among these ranks, which may use the number again; unless something goes on."""
-        if self.number and all(work.done for work in self._holders.values()):
+        if self.number and not self._keys.held:
             self.numbers.give_back(self.ranks, self.number, self._calls)
 
     def call_key(self) -> int:
@@ -413,66 +344,11 @@ class Communicator:
 
         There are so many, and then the first again: waits for what holds it, which needs nothing of this script.
         """
-        self._next_key = (self._next_key + 1) % _CALLS_IN_FLIGHT
-        key = CALL_KEYS + self.number * _CALLS_IN_FLIGHT + self._next_key
-        holder = self._holders.pop(key, None)
+        key, holder = self._keys.take()
         if holder is not None and not holder.done:
             self.engine.wait(holder)
         return key
 
     def hold(self, key: int, work: Work) -> None:
         """Keep a key until a work that goes on behind the script is done."""
-        self._holders[key] = work
-
-
-@lru_cache(maxsize=256)
-def compiled(plan: Plan, index: int) -> Program:
-    """A process's part in a plan."""
-    return compile_program(plan, index)
-
-
-@lru_cache(maxsize=256)
-def planned(algorithm: str, group: Group) -> Plan:
-    """The plan of an algorithm that needs no arguments."""
-    plan: Plan = registry.get("algorithms", algorithm).target(group)
-    return plan
-
-
-@lru_cache(maxsize=64)
-def phases_of(plan: Plan) -> tuple[Plan, Plan]:
-    """The reduce-scatter and the all-gather of an allreduce; raises PlanError where it has none."""
-    return phases(plan)
-
-
-@lru_cache(maxsize=64)
-def has_phases(plan: Plan) -> bool:
-    """Whether it has."""
-    try:
-        phases_of(plan)
-    except PlanError:
-        return False
-    return True
-
-
-@lru_cache(maxsize=64)
-def broadcast_plan(world: int, root: int) -> Plan:
-    """The plan of a broadcast to the first ``world`` processes."""
-    plan: Plan = registry.get("algorithms", "broadcast").target(Group(world), root=root)
-    return plan
-
-
-@lru_cache(maxsize=256)
-def among(plan: Plan, ranks: tuple[int, ...]) -> Plan:
-    """A plan between the processes ``ranks``."""
-    return plan if ranks == tuple(range(plan.world)) else plan.among(ranks)
-
-
-def _sized(array: Array) -> int:
-    """What a ticket says of an array, for messages."""
-    name = array.dtype.name
-    return sized(array.size, name if name in ELEMENT_TYPES else ELEMENT_TYPES[-1])
-
-
-def _fingerprint(array: Array, extra: int) -> int:
-    """A number that differs when arrays of different size or type meet."""
-    return zlib.crc32(f"{array.size} {array.dtype} {int(extra)}".encode())
+        self._keys.hold(key, work)

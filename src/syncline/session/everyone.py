@@ -10,8 +10,10 @@ import numpy as np
 from ..engine.work import Work
 from ..errors import ProtocolError
 from ..nouns import Group
-from .communicator import BUCKET_KEYS, Array, among, broadcast_plan, compiled, planned
+from .communicator import Array
+from .keys import BUCKET_KEYS
 from .member import Member
+from .programs import among, broadcast_plan, compiled, planned
 
 _TOLD_KEY, _SHARE_KEY = BUCKET_KEYS, BUCKET_KEYS + 1
 _MOST_TOLD_BYTES, _MOST_SHARED_BYTES = 1 << 32, 1 << 44

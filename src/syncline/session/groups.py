@@ -74,12 +74,12 @@ class WorkerGroup:
             raise UsageError(
                 f"models, or samplers, were made with the {self!r}, which therefore ends with syncline.shutdown()"
             )
-        if not here.close():
+        if not here.callers.close():
             raise UsageError(f"another thread of this process is in a call of the {self!r}: end it when all are over")
         try:
             here.barrier()
         except BaseException:
-            here.reopen()
+            here.callers.reopen()
             raise
         self._ended = True
         here.family.remove(here)

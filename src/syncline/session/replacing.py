@@ -30,7 +30,8 @@ from ..errors import ProtocolError
 from ..nouns import Bucket, Layer, numpy_dtype
 from ..plans.messages import Program
 from ..schedules import Cost
-from .communicator import BUCKET_KEYS, Array
+from .communicator import Array
+from .keys import BUCKET_KEYS
 from .layout import Lay, Layout, Passed, decide_layout
 from .session import Session
 from .tickets import CALLS, LAYOUT

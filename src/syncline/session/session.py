@@ -30,19 +30,13 @@ from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
 from ..transports import Transport
 from ..wire.member import Roll
-from .communicator import (
-    BUCKET_KEYS,
-    Array,
-    Communicator,
-    compiled,
-    has_phases,
-    phases_of,
-    planned,
-)
+from .communicator import Array, Communicator
 from .coordination import Coordination
 from .ending import Ending
 from .everyone import Everyone
+from .keys import BUCKET_KEYS
 from .member import Member
+from .programs import compiled, has_phases, phases_of, planned
 from .stats import Stats
 from .tickets import TABLE
 from .within import member_within

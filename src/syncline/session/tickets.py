@@ -9,8 +9,9 @@ brings along; this file knows nothing of how.
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +66,7 @@ ELEMENT_TYPES = (
 
 _OF_STEPS = {STEP, NORM, COMMIT, AVERAGE}
 """What a worker without batches takes part in."""
-WITH_TENSORS = {ALLREDUCE, BROADCAST, GATHER, *range(ALL_GATHER, REDUCE + 1)}
+_WITH_TENSORS = {ALLREDUCE, BROADCAST, GATHER, *range(ALL_GATHER, REDUCE + 1)}
 """Those whose flags say what they are for, where they say anything."""
 
 
@@ -90,7 +91,7 @@ class Ticket(NamedTuple):
         if self.kind == SPLIT and self.flags >> _RANKS_AT:
             ranks = [rank for rank in range(_NAMED_RANKS) if self.flags >> _RANKS_AT + rank & 1]
             return f"at {CALLS[SPLIT]} of ranks {', '.join(map(str, ranks))} (call {self.call})"
-        return f"at {described(self.kind, self.call, self.flags if self.kind in WITH_TENSORS else 0)}"
+        return f"at {described(self.kind, self.call, self.flags if self.kind in _WITH_TENSORS else 0)}"
 
 
 def described(kind: int, call: int, flags: int) -> str:
@@ -100,9 +101,35 @@ def described(kind: int, call: int, flags: int) -> str:
     return f"{CALLS.get(kind, 'nothing known')} (call {call}{what})"
 
 
+def remedy(theirs: Ticket, ours: Ticket) -> str:
+    """What to do about workers that came with these to the same call."""
+    kinds = {theirs.kind, ours.kind}
+    if kinds == {CONSOLIDATE} or (len(kinds) == 2 and kinds & {STEP, AVERAGE}):
+        return "do all ranks have the same number of batches? if not, wrap the loop in `with syncline.join():`"
+    if kinds == {SPLIT}:
+        return "let every rank make the same groups in the same order, also those that it is not in"
+    if LAYOUT in kinds:
+        return "do all ranks load a checkpoint at the same place, and the same one?"
+    same = "check that every rank makes the same calls in the same order with the same sizes"
+    if kinds <= _WITH_TENSORS and theirs.text == ours.text:
+        same += ": they differ in the root, the reduction, or the sizes and types of the tensors one by one"
+    return same
+
+
 def sized(elements: int, dtype: str) -> int:
     """The flags of a ticket that say how many elements of which type a call is for."""
     return elements * (len(ELEMENT_TYPES) + 1) + ELEMENT_TYPES.index(dtype) + 1
+
+
+def size_of(array: NDArray[Any]) -> int:
+    """These flags for a call of one array."""
+    name = array.dtype.name
+    return sized(array.size, name if name in ELEMENT_TYPES else ELEMENT_TYPES[-1])
+
+
+def fingerprint(array: NDArray[Any], extra: int) -> int:
+    """An argument that differs when arrays of different size or type meet."""
+    return zlib.crc32(f"{array.size} {array.dtype} {int(extra)}".encode())
 
 
 def making(ranks: Sequence[int], number: int, free: int) -> int:

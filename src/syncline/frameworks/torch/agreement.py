@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...errors import MismatchError
-from ...session.communicator import BUCKET_KEYS
+from ...session.keys import BUCKET_KEYS
 from ...session.session import Session
 from .storage import as_bytes, distinct
 
