@@ -139,7 +139,8 @@ def test_accumulated_passes_and_those_of_one_closure_are_one_step(group: Any) ->
     def counted(here: Here) -> float:
         several(here)
         here.optimizer.step(lambda: several_batches(here))
-        return 0.0 if here.replica is None else here.replica.left_weight
+        averaging = None if here.replica is None else here.replica.averaging
+        return 0.0 if averaging is None else averaging.weight
 
     def several_batches(here: Here) -> torch.Tensor:
         here.optimizer.zero_grad()

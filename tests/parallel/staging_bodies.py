@@ -10,7 +10,7 @@ import rank_bodies as bodies
 import torch
 
 from syncline.engine.engine import Engine
-from syncline.frameworks.torch import replica
+from syncline.frameworks.torch import gradients
 from syncline.frameworks.torch.staging import HostCopier, Staging, staging_for
 
 
@@ -22,7 +22,7 @@ def train(line: Connection, place: bodies.Place, nodes: list[int], strategy: str
         return partial(staging_for, copier=HostCopier())(device, engine, fail)  # type: ignore[arg-type]
 
     host_bodies.pretend(nodes[place[0]])
-    replica.staging_for = stage
+    gradients.staging_for = stage
     bodies.train(line, place, strategy, cases)
 
 

@@ -28,7 +28,7 @@ from ...compression.saved import as_bytes as saved_as_bytes
 from ...engine.step import Action, Agree, BucketPhase, Submit, Wait
 from ...engine.work import Work
 from ...errors import UsageError
-from ...session.tickets import CONSOLIDATE, JOINED, Meeting, step_of
+from ...session.tickets import AVERAGE, CONSOLIDATE, JOINED, Meeting, step_argument, step_of
 from .agreed import Exchanged, Tensors
 from .buffers import MeanBuffers
 from .eager import eager
@@ -144,11 +144,23 @@ class Averaging:
 
     # Exchange.
 
+    @property
+    def weight(self) -> float:
+        """What this rank counts in an exchange of weights: nothing where it has made no step since the last one."""
+        return 1.0 if self.alike else self._replica.passes.weight() if self.since else 0.0
+
+    def _meet(self, kind: int, step: int) -> Meeting:
+        """An exchange of weights begins, behind that step."""
+        replica = self._replica
+        replica.check_start()
+        argument = step_argument(replica.first_key, step)
+        return replica.session.meet(kind, argument, weight=self.weight, flags=self._weights.fingerprint)
+
     def _do(self, actions: Sequence[Action]) -> None:
         try:
             for action in actions:
                 if isinstance(action, Agree):
-                    meeting = self._replica.meet_to_average(action.step, self._weights.fingerprint)
+                    meeting = self._meet(AVERAGE, action.step)
                     self._begin(meeting, action.step)
                 elif isinstance(action, Submit):
                     self._submit(action)
@@ -176,7 +188,8 @@ class Averaging:
         self._check_alike(self._meeting)
         self._weights.take(step)
         self._buffers.finish()
-        self._replica.averaged(self._meeting)
+        self._replica.passes.counting.reset()
+        self._replica.gradients.exchanged(self._meeting)
         self._meeting, self.since = None, 0
 
     def _check_alike(self, meeting: Meeting) -> None:
@@ -202,7 +215,7 @@ class Averaging:
         """
         self._rest()
         replica = self._replica
-        mine: Saved = {"counted": np.array([replica.left_weight])}
+        mine: Saved = {"counted": np.array([self.weight])}
         if self.since or not self._weights.all_agree:
             mine |= {f"own/{name}": as_bytes(tensor.contiguous()).cpu().numpy() for name, tensor in self._tensors()}
         ranks = [from_bytes(data) for data in replica.session.gather(saved_as_bytes(mine))]
@@ -243,20 +256,20 @@ class Averaging:
             raise UsageError(f"the agreed weights in this state are of another model: {error}") from error
         self.since, self._follows_exchange = int(saved["since"]), bool(saved["synchronous"])
         if len(ranks) == session.world_size and self.since:
-            self._replica.resume_weight(float(saved["counted"][session.rank]))
+            self._replica.passes.counting.resume(float(saved["counted"][session.rank]))
 
     def forget(self) -> None:
         """A state that has nothing of this was loaded: go on from the weights that there are, as in the beginning."""
         self._weights.forget()
         self.since, self._follows_exchange = 0, False
-        self._replica.resume_weight(0.0)
+        self._replica.passes.counting.resume(0.0)
 
     def consolidate(self) -> None:
         """Give all workers the same weights, which all of them call together, between two steps."""
         self._rest()
         replica, session = self._replica, self._replica.session
         try:
-            meeting = replica.meet_to_average(replica.steps, self._weights.fingerprint, CONSOLIDATE)
+            meeting = self._meet(CONSOLIDATE, replica.steps)
             self._buffers.start(meeting)
             session.engine.wait(*([] if meeting.work is None else [meeting.work]))
             self._check_alike(meeting)

@@ -336,7 +336,7 @@ class Crossing:
         if self._failed is not None:
             raise self._failed
         try:
-            self._replica.do(actions)
+            self._replica.exchanging.do(actions)
         except BaseException as error:
             self._failed = error if isinstance(error, Exception) else self._replica.fault(f"interrupted ({error!r})")
             raise

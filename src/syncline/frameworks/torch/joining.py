@@ -38,7 +38,8 @@ def shadow_until_all_joined(replica: Replica, client: Client | None = None) -> N
             replica.replace_layout()
         over = False
         while not over:
-            meeting = session.meet(JOINED, weight=replica.left_weight, flags=replica.steps)
+            weight = 0.0 if replica.averaging is None else replica.averaging.weight
+            meeting = session.meet(JOINED, weight=weight, flags=replica.steps)
             if meeting.work is None:
                 return
             session.engine.wait(meeting.work)

@@ -1,6 +1,7 @@
-"""Which gradients of a backward pass have come, and what none of them may be, have or do.
+"""Which gradients of a backward pass have come, where they are put, and what none of them may be, have or do.
 
-Owns what is remembered of them during one pass, and the errors that name them. Does not know when they are sent.
+Owns what is remembered of them during one pass, how they get into their places in buckets, and the errors that name
+them. Does not know when they are sent.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 
 from ...errors import GradientError
 from .gradients import Gradients
+from .local import LocalSteps
 
 _NAMED = 8
 """So many names of parameters are in an error."""
@@ -38,6 +40,31 @@ class Produced:
     def any(self) -> bool:
         """Whether one has come."""
         return True in self._came
+
+    def place(self, index: int, parameter: torch.Tensor, share: float, local: LocalSteps | None) -> None:
+        """Put ``share`` of a gradient where it belongs in its bucket; ``local`` keeps it as it was."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse or gradient.requires_grad:
+            self._refuse(index, gradient)
+        storage = self._gradients.storage
+        moves = gradient.data_ptr() != storage.places[index]
+        if local is not None:
+            local.keep(index, gradient, copy=not moves)
+        if moves:
+            view = storage.fresh(index)
+            torch.mul(gradient, share, out=view)
+            parameter.grad = view
+        elif share != 1.0:
+            gradient.mul_(share)
+
+    def fill(self, index: int, share: float, local: LocalSteps | None) -> None:
+        """Take a gradient that has not come for zeros, or for what was accumulated before, which still counts."""
+        parameter = self._named[index][1]
+        if parameter.grad is None:
+            parameter.grad = self._gradients.storage.fresh(index).zero_()
+        else:
+            self.place(index, parameter, share, local)
 
     def came(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         """A gradient lies in its bucket; whether it is the first of that parameter in the pass."""
@@ -78,7 +105,7 @@ class Produced:
                     " (Tensor.register_hook is called in time)"
                 )
 
-    def refuse(self, index: int, gradient: torch.Tensor) -> NoReturn:
+    def _refuse(self, index: int, gradient: torch.Tensor) -> NoReturn:
         """Raise GradientError for one that is sparse, or that can itself be differentiated."""
         name = self._named[index][0]
         if gradient.is_sparse:

@@ -72,7 +72,7 @@ class Client:
         """The first gradient of a step has come: tell the owners the values that it is to be made with."""
         self._pulled.remember_mirror()  # all that was pulled is in the parameters
         self._tell_changed()
-        self.worker.begin(groups, weight=self.replica.weight)
+        self.worker.begin(groups, weight=self.replica.exchanging.weight)
         self._begun = groups
         self._remember_weights()
 
@@ -150,7 +150,7 @@ class Client:
             self.replica.exchanged = False
             return
         self._tell_changed()
-        self.worker.step(groups, skip=skip, weight=self.replica.weight)
+        self.worker.step(groups, skip=skip, weight=self.replica.exchanging.weight)
         self._take_up(self._start_pulls(), self.replica.machine.stepped)
         self.replica.exchanged = False
         if self.replica.gradients.replaces:
@@ -183,7 +183,7 @@ class Client:
         if self.crossing is not None:
             for number in numbers:
                 self._weights.bring_up(number)
-        self.replica.do(stepped())
+        self.replica.exchanging.do(stepped())
         self._staging.join()
         self._remember_weights()
 

@@ -1,0 +1,243 @@
+"""The forward and backward passes of a model: where its gradients come from, and what is done at each.
+
+A hook on each parameter fires when its gradient is complete. It goes into its place (``produced``), and the state
+machine of the step is told, whose answers are carried out (``exchanging``); what it wants to be waited for at the end
+has arrived when ``backward()`` returns. The step's ticket, which says how much this rank counts (``samples``), goes
+with the first gradient, unless the pass may still add to the weight.
+
+A re-entrant checkpoint may produce a gradient several times in one backward pass (``backward``). Whether a model has
+some shows in its first pass, which is therefore *held*: gradients are moved, but nothing is scaled or sent before the
+pass ends. So is every later one if there were some.
+
+A backward pass that makes no gradients of parameters (``torch.autograd.grad``) is none of ours.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .backward import Backward
+from .local import LocalSteps
+from .options import Options
+from .produced import Produced
+from .samples import Counting, Fixed, Samples
+
+if TYPE_CHECKING:
+    from .replica import Replica
+
+
+class Passes:
+    """Those of one replica, which hooks tell of; each rank's gradients count ``share`` in their sum."""
+
+    def __init__(self, replica: Replica, options: Options, share: float) -> None:
+        self._replica, self._share = replica, share
+        self._fills_missing = options.unused == "zeros"
+        self._backward = Backward(self._end_backward, self._given_up)
+        self._samples: Samples | None = None
+        self.counting: Counting
+        """How much the gradients since the last exchange count."""
+        if isinstance(options.weight, (int, float)):
+            self.counting = Fixed(options.weight)
+        else:
+            self.counting = self._samples = Samples(options.weight, self._came_through_output)
+        self.synchronising = True
+        """False while the script has said that gradients are only to be added up here."""
+        self._synchronises = self._alone = False  # the present backward pass is exchanged, or a step of the rank's own
+        self._held = True  # nothing of a backward pass is sent before it ends
+        self._touched = False  # the present backward pass has made a gradient
+        self._produced = Produced(replica.named, replica.gradients, replica.fault)
+        self._untold: list[int] = []  # of those that have come, what the state machine does not know yet
+
+    @property
+    def looks_at_outputs(self) -> bool:
+        """Whether it has to know what forward passes give."""
+        return self._samples is not None
+
+    def before_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """A forward pass begins."""
+        replica = self._replica
+        replica.guard.check_only_ours()
+        if replica.crossing is not None:
+            replica.crossing.before_forward()
+        if replica.averaging is not None:
+            replica.averaging.before_forward()
+        if torch.is_grad_enabled():
+            replica.guard.check_first()
+            if self._backward.running and torch._C._current_graph_task_id() == -1:
+                self._backward.give_up()
+            if self._samples is not None:
+                self._samples.before_forward(arguments, keywords)
+
+    def on_state_loaded(self, module: torch.nn.Module) -> None:
+        """The script has loaded a state."""
+        if module is self._replica.model:  # and no copy of it
+            self._replica.on_state_loaded()
+
+    def after_forward(self, output: Any) -> None:
+        """When backward comes through this output, its samples count."""
+        if torch.is_grad_enabled() and self._samples is not None and not self._samples.after_forward(output):
+            raise self._replica.fault(
+                f"the model gives a {type(output).__name__} in which no tensor was found, so that nothing says which"
+                " batches a gradient is of: give tensors in tuples, lists, dictionaries or dataclasses, or give"
+                " syncline.prepare() a number as weight="
+            )
+
+    def on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is complete, or, in a pass that is held, some of it."""
+        self._enter()
+        if not self._touched:
+            self._touched = True
+            if self._synchronises and (local := self._local) is not None:
+                local.forget()
+        if not self._synchronises or parameter.grad is None:  # an autograd function may give None
+            return
+        gradients = self._replica.gradients
+        if gradients.replaces and gradients.on_replacing is None:  # with owners, behind the optimizer's step
+            self._replica.replace_layout()
+        if gradients.times is not None:
+            gradients.times.produced(index)
+        if not self._held:
+            self._produced.check_first(index)
+        share = 1.0 if self._held or not self._replica.machine.due else self._share
+        self._produced.place(index, parameter, share, self._local)
+        if not self._produced.came(index, parameter, parameter.grad):
+            return
+        self._untold.append(index)
+        if not self._held and self.counting.complete:
+            self._tell()
+
+    @property
+    def _local(self) -> LocalSteps | None:
+        """What takes weights ahead by this worker's own gradients, where anything does."""
+        crossing = self._replica.crossing
+        return None if crossing is None else crossing.local
+
+    # One backward pass.
+
+    def _tell(self) -> None:
+        """Let the state machine know which gradients have come, and do what it says."""
+        replica = self._replica
+        for index in self._untold:
+            replica.exchanging.do(replica.machine.produced(index))
+        self._untold.clear()
+
+    def _came_through_output(self) -> None:
+        """The first sign of a backward pass, before any gradient."""
+        if self._replica.hooks.attached:
+            self._enter()
+
+    def _enter(self) -> None:
+        replica = self._replica
+        if not self._backward.running:
+            replica.session.check_usable()
+            replica.guard.check_forms()
+            replica.gradients.turn(replica.machine.begun)
+            # Set by scripts on the model, where they would set it on DistributedDataParallel's wrapper.
+            synchronises = self.synchronising and getattr(replica.model, "require_backward_grad_sync", True)
+            self._alone = synchronises and replica.averaging is not None and not replica.machine.due
+            self._synchronises = synchronises and not self._alone
+        self._backward.enter()
+
+    def _given_up(self) -> None:
+        """The last backward pass ended with an exception that the script has caught."""
+        replica = self._replica
+        if replica.session.engine.error is not None:
+            raise replica.session.engine.error
+        if replica.exchanging.meeting is not None or (replica.machine.due and self._produced.any and not self._held):
+            raise replica.fault(
+                "the last backward pass ended with an exception after its exchange had begun; the other ranks wait for"
+                " the rest of it: end the script instead of catching the exception"
+            )
+        replica.machine.abandon()
+        self.counting.drop()
+        if replica.gradients.times is not None:
+            replica.gradients.times.forget()
+        self._forget()
+
+    def reset(self) -> None:
+        """The exchange is over."""
+        self._backward.leave()
+        self.counting.reset()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._touched = False
+        self._replica.exchanging.forget()
+        self._produced.forget()
+        self._untold = []
+
+    def weight(self) -> float:
+        """How much this rank counts in an exchange."""
+        weight = self.counting.weight
+        if weight is None:
+            raise self._replica.fault(
+                "nothing says how much this rank counts: backward came through no output of the model's forward()"
+                " (another method was called?). Give syncline.prepare() a number as weight="
+            )
+        return weight
+
+    def _end_backward(self) -> None:
+        """At the end of backward: nothing may be missing, everything has to arrive."""
+        held, self._held = self._held, self._backward.nested
+        if self._touched and self._synchronises:
+            self._end_step(held)
+        else:
+            self._end_own()
+
+    def _end_own(self) -> None:
+        """The pass is not exchanged: it accumulates, is a step of the rank's own, or is none of ours."""
+        replica = self._replica
+        averaging = replica.averaging
+        if replica.gradients.times is not None:
+            replica.gradients.times.forget()
+        if self._touched and not (averaging is not None and averaging.repeats):
+            self.counting.keep()
+        else:
+            self.counting.drop()
+        self._backward.leave()
+        if self._touched and self._alone and averaging is not None and averaging.begin_step():
+            replica.made_alone()
+        self._touched = False
+        if replica.crossing is not None:
+            replica.crossing.backward_over()
+
+    def _end_step(self, held: bool) -> None:
+        """The pass makes a step; where it was ``held`` nothing of it has been sent so far."""
+        replica = self._replica
+        due = replica.machine.due
+        try:
+            if not due:
+                replica.listeners.local_step()
+            self._send_rest(held and due)
+        except BaseException as error:
+            if replica.exchanging.begun:  # the others wait for the rest of this step
+                replica.session.member.interrupted(error)
+            replica.begin_anew()
+            self.reset()
+            raise
+        meeting = replica.exchanging.meeting
+        replica.made_step(meeting, due)
+        self.reset()
+        if replica.crossing is not None:
+            replica.crossing.backward_over()
+        replica.listeners.exchanged(meeting)
+
+    def _send_rest(self, unshared: bool) -> None:
+        """Send what has not gone yet, divided where it is ``unshared`` so far, and wait as the state machine says."""
+        replica = self._replica
+        self._produced.check_untouched()
+        if unshared:
+            self._produced.share_out(self._share)
+        self._tell()
+        if missing := replica.machine.missing:
+            if not self._fills_missing:
+                self._produced.refuse_missing(missing)
+            share = self._share if replica.machine.due else 1.0
+            for index in missing:
+                self._produced.fill(index, share, self._local)
+            self._untold += missing
+            self._tell()
+        replica.exchanging.do(replica.machine.backward_ended())
+        replica.exchanging.finish_buffers()
