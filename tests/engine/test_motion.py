@@ -18,14 +18,14 @@ class Here:
         self.now_s, self.sent = 0.0, 0
         self.searches: list[Waits] = []
         self._culprit = culprit
-        self.motion = Motion(LIMIT_S, lambda: {1: "sum"}, self._search, self._traffic, lambda: self.now_s)
+        self.motion = Motion(LIMIT_S, lambda: {1: "sum"}, self._search, self, lambda: self.now_s)
         self.motion.begin()
 
     def _search(self, waits: Waits) -> Found:
         self.searches.append(waits)
         return Found(self._culprit, {})
 
-    def _traffic(self) -> tuple[dict[int, int], dict[int, int]]:
+    def traffic(self) -> tuple[dict[int, int], dict[int, int]]:
         return {1: self.sent}, {}
 
     def look(self, needed: bool = True) -> None:

@@ -68,7 +68,7 @@ class Driver(ABC):
         self._reducing: dict[int, Reducing] = {}  # by key
         self._on_raise, self._explain = on_raise, explain
         self.monitor = Monitor(self.transport)
-        self.motion = Motion(limit_s, self.waits, find_culprit, self.traffic)
+        self.motion = Motion(limit_s, self.waits, find_culprit, self.transport)
         self._thread = threading.Thread(target=self._progress, name="syncline-progress", daemon=True)
         self._thread.start()
 
@@ -269,7 +269,7 @@ class Driver(ABC):
         def enough() -> bool:
             return all(work.done for work in works) or (deadline is not None and time.perf_counter() >= deadline)
 
-        if not self.monitor.claim(first=first is not None, works=0 if first is None else 1):
+        if not self.monitor.claim(first is not None, 0 if first is None else 1):
             return False
         self.drive(enough, deadline, first, SPINS_HERE)
         self.monitor.hand_over()

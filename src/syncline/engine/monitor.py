@@ -96,7 +96,10 @@ class Monitor:
     def hand_in(self, task: Callable[[], None], tolerant: bool = False, announce: bool = True) -> None:
         """One more work, which ``task`` begins in the thread that drives. Who drives soon need not ``announce`` it."""
         with self._changed:
-            self._count(tolerant, 1)
+            if tolerant:
+                self._tolerated += 1
+            else:
+                self.under_way += 1
             self.inbox.append(task)
             if self.driver:
                 self._driven.wake()
@@ -106,7 +109,10 @@ class Monitor:
     def expect(self, tolerant: bool) -> None:
         """One more work, which is done elsewhere."""
         with self._changed:
-            self._count(tolerant, 1)
+            if tolerant:
+                self._tolerated += 1
+            else:
+                self.under_way += 1
 
     def tell_driver(self, task: Callable[[], None]) -> None:
         """Call in the thread that drives, for a work that is under way already."""
@@ -128,7 +134,10 @@ class Monitor:
         """A work is done: whoever waits for it goes on, and whoever wanted to be told is."""
         with self._changed:
             work.done = True
-            self._count(work.tolerant, -1)
+            if work.tolerant:
+                self._tolerated -= 1
+            else:
+                self.under_way -= 1
             told = self._told.pop(work, None)
             self._changed.notify_all()
         if told is not None:
@@ -139,9 +148,9 @@ class Monitor:
         with self._changed:
             for work in works:
                 if not (work.done or work.tolerant):
-                    self._count(False, -1)
                     work.tolerant = True
-                    self._count(True, 1)
+                    self.under_way -= 1
+                    self._tolerated += 1
             self._changed.notify_all()
 
     def when_over(self, work: Work, call: Callable[[], None]) -> None:
@@ -151,12 +160,6 @@ class Monitor:
                 self._told[work] = call
                 return
         call()
-
-    def _count(self, tolerant: bool, more: int) -> None:
-        if tolerant:
-            self._tolerated += more
-        else:
-            self.under_way += more
 
     # Waiting.
 

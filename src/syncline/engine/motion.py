@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from ..errors import PeerTimeout
 from ..wire.culprit import ANEW, Answer, Found, Waits
@@ -18,11 +19,18 @@ from .stall import LOOKS, Stall
 _POLL_S = 1.0
 
 
+class Carries(Protocol):
+    """What bytes go and come through."""
+
+    def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """The bytes sent to each process so far, and received."""
+        ...
+
+
 class Motion:
     """What has moved in one process. Used from the thread that drives, but for ``answer`` and ``allow``.
 
-    ``waits`` says for whom this process waits, ``find_culprit`` searches who is to blame, and ``traffic`` gives the
-    bytes sent and received so far, by process.
+    ``waits`` says for whom this process waits, ``find_culprit`` searches who is to blame.
     """
 
     def __init__(
@@ -30,15 +38,17 @@ class Motion:
         limit_s: float,
         waits: Callable[[], Waits],
         find_culprit: Callable[[Waits], Found],
-        traffic: Callable[[], tuple[Mapping[int, int], Mapping[int, int]]],
+        carrier: Carries,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limit_s = limit_s
-        self._waits, self._find_culprit, self._traffic = waits, find_culprit, traffic
+        self._waits, self._find_culprit, self._carrier = waits, find_culprit, carrier
         self._clock = clock
         self._moves = self._looks = 0
         self._bytes = 0  # sent and received, when nothing had moved last
         self._shown = -ANEW  # how often it had been looked in vain when that was asked last
+        self.is_asked = False
+        """Whether somebody waits for this process to look again."""
         self._stall: Stall | None = None
         self._look_s = self.patience_s = _POLL_S
         """How long the next look may last."""
@@ -58,14 +68,9 @@ class Motion:
         self._stall = None
         self.patience_s = self._look_s
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether somebody waits for this process to look again."""
-        return self._looks < self._shown + ANEW
-
     def crept(self) -> bool:
         """Whether bytes have moved since this was asked last: of a message that is longer under way than any look."""
-        before, self._bytes = self._bytes, sum(sum(each.values()) for each in self._traffic())
+        before, self._bytes = self._bytes, sum(sum(each.values()) for each in self._carrier.traffic())
         return before != self._bytes
 
     def looked_in_vain(self, needed: bool) -> None:
@@ -74,6 +79,7 @@ class Motion:
         Nothing should where nobody waits for what is under way.
         """
         self._looks += 1
+        self.is_asked = self._looks < self._shown + ANEW
         if not needed:
             self._stall = None
             self.patience_s = self._look_s
@@ -99,4 +105,5 @@ class Motion:
         moves, looks = self._moves, self._looks if looking else -1
         answer = Answer(self._waits(), moves, looks)
         self._shown = looks
+        self.is_asked = self._looks < self._shown + ANEW  # while another thread looks: then once too often, at worst
         return answer
