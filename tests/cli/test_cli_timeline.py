@@ -83,11 +83,17 @@ def test_a_run_that_is_killed_has_its_timeline(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import os, signal, threading, time, numpy as np, syncline\n"
+        "from syncline.process import process\n"
         "syncline.init('ring transport=tcp')\n"
         "for step in range(3):\n"
         "    syncline.allreduce(np.ones(1000))\n"
+        "def end():\n"
+        "    limit = time.monotonic() + 30\n"
+        "    while process.joined.engine.doing == 'no exchange' and time.monotonic() < limit:\n"
+        "        time.sleep(0.001)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "if syncline.rank() == 1:\n"
-        "    threading.Timer(1, os.kill, [os.getpid(), signal.SIGKILL]).start()\n"
+        "    threading.Thread(target=end).start()\n"
         "    syncline.allreduce(np.ones(1000))  # the other one never comes to it\n"
         "time.sleep(60)\n"
     )

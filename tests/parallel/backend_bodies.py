@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -287,11 +286,13 @@ def sums(line: Connection, place: Place) -> None:
 def unattended(line: Connection, place: Place) -> None:
     """Sums of one kind that go on behind the script, whose tensors nobody else keeps, among others of that kind."""
     with grouped(place, "syncline") as rank:
-        found = []
+        found, store = [], dist.distributed_c10d._get_default_store()
         for turn in range(30):
-            if rank == turn % place[1]:
-                time.sleep(0.001)  # so that all but one begin before
+            late = turn % place[1]  # all but this one begin before
+            if rank == late:
+                store.wait([f"begun {turn} {other}" for other in range(place[1]) if other != late])
             works = [dist.all_reduce(torch.full((4000,), float(rank + number)), async_op=True) for number in range(4)]
+            store.set(f"begun {turn} {rank}", "")
             dist.all_reduce(torch.zeros(4000), async_op=True)
             torch.full((4000,), -1.0)  # where memory that was given back would be used again
             last = torch.full((4000,), float(rank))
