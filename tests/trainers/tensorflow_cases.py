@@ -81,16 +81,21 @@ def like_one(place: Place, names: list[str]) -> list[Any]:
     return found
 
 
+def _normed(**options: Any) -> Any:
+    """A prepared model with moving means, after some steps."""
+    layers = [keras.layers.Dense(7), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    made = _compiled(layers, keras.optimizers.SGD(0.1))
+    syncline.prepare(made, **options)
+    advance(made, None, "fit", 0, STEPS, syncline.rank(), syncline.world_size())
+    return made
+
+
 def alike(place: Place) -> dict[str, Any]:
     """What all workers have alike at the end: moving means, scales of losses, models that are prepared again."""
     found: dict[str, Any] = {}
     rank, workers = syncline_place(place)
     with joined(place, "ring"):
-        layers = [keras.layers.Dense(7), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
-        made = _compiled(layers, keras.optimizers.SGD(0.1))
-        syncline.prepare(made)
-        advance(made, None, "fit", 0, STEPS, rank, workers)
-        found["moving means"] = made.get_weights()
+        found["moving means"] = _normed().get_weights()
         for name in ("mixed_float16", "mixed_bfloat16"):
             keras.config.set_floatx("float32")
             keras.config.set_dtype_policy(name)
@@ -116,10 +121,7 @@ def alike(place: Place) -> dict[str, Any]:
             syncline.prepare(made)
             advance(made, used, "fit", count, count + 1, rank, workers)
         found["fitted before"] = made.get_weights()
-        layers = [keras.layers.Dense(7), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
-        made = _compiled(layers, keras.optimizers.SGD(0.1))
-        syncline.prepare(made, broadcast_buffers=False)
-        advance(made, None, "fit", 0, STEPS, rank, workers)
+        made = _normed(broadcast_buffers=False)
         before = [one.numpy() for one in made.layers[1].non_trainable_variables]
         saved = syncline.tensorflow.state_dict(made)
         assert all(map(np.array_equal, before, [one.numpy() for one in made.layers[1].non_trainable_variables]))
@@ -129,11 +131,7 @@ def alike(place: Place) -> dict[str, Any]:
         advance(made, used, "loop", 0, 2, rank, workers)
         found["group"] = made.get_weights()
     with joined(place, "ring sync=local(steps=2)"):
-        layers = [keras.layers.Dense(7), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
-        made = _compiled(layers, keras.optimizers.SGD(0.1))
-        syncline.prepare(made)
-        advance(made, None, "fit", 0, STEPS, rank, workers)
-        found["mean of moving means"] = made.get_weights()
+        found["mean of moving means"] = _normed().get_weights()
     return found
 
 

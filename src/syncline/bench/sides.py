@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..launch.environment import recognise
 from ..report.rows import BASELINE
 
 
@@ -58,6 +59,21 @@ class Side(Protocol):
     def barrier(self) -> None: ...  # noqa: D102
     def consolidate(self) -> None: ...  # noqa: D102
     def shutdown(self) -> None: ...  # noqa: D102
+
+
+class Placed:
+    """A side whose rank and number of workers are what its process was started with."""
+
+    def __init__(self) -> None:
+        self.environment = recognise()
+
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self.environment.rank
+
+    def world_size(self) -> int:
+        """The number of workers."""
+        return self.environment.world
 
 
 class Alone:

@@ -83,6 +83,14 @@ def _pass_on(arguments, results):
 
 
 @inner
+def _table(extension, stage, arguments, results):
+    """The address of a call's table; 0 where a frame is no execution."""
+    if not _is_execution(extension, stage):
+        return np.int64(0)
+    return _pass_on(arguments, results)
+
+
+@inner
 def _multiply(code, into, source, n, share):
     if code == 0:
         single, factor = view(source, np.float32(0), n), np.float32(share)
@@ -107,10 +115,10 @@ def put(
     _15, _16, _17, _18, _19, attributes,
 ):  # fmt: skip
     """Put gradients into their places, multiplied by the share; the attribute says which call this is."""
-    if not _is_execution(extension, stage):
+    at = _table(extension, stage, arguments, results)
+    if at == 0:
         return 0
     number = _word(_word(_word(attributes) + 8))
-    at = _pass_on(arguments, results)
     share = view(at + 8 * SHARE, np.float64(0), 1)[0]
     row = at + 8 * _word(at + 8 * (ROWS + number))
     for k in range(_word(row)):
@@ -132,9 +140,9 @@ def take(
     _15, _16, _17, _18, _19, _attributes,
 ):  # fmt: skip
     """Give the computation what has come."""
-    if not _is_execution(extension, stage):
+    at = _table(extension, stage, arguments, results)
+    if at == 0:
         return 0
-    at = _pass_on(arguments, results)
     row = at + 8 * _word(at + 8 * TAKES)
     for k in range(_word(row)):
         one = view(row + 8 + 8 * COLUMNS * k, np.int64(0), COLUMNS)

@@ -13,10 +13,9 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ...launch.environment import recognise
 from ...registry import register
 from ..addresses import all_addresses
-from ..sides import NoCounts
+from ..sides import NoCounts, Placed
 
 _TIMEOUT_S = 120.0
 
@@ -30,28 +29,19 @@ class MultiWorker:
         return Member()
 
 
-class Member:
+class Member(Placed):
     """One worker of the strategy, behind the calls that the training loop makes."""
 
     def __init__(self) -> None:
         import tensorflow as tf
 
-        environment = recognise()
-        workers = all_addresses(environment, int(os.environ["MASTER_PORT"]), _TIMEOUT_S)
-        task = {"type": "worker", "index": environment.rank}
+        super().__init__()
+        workers = all_addresses(self.environment, int(os.environ["MASTER_PORT"]), _TIMEOUT_S)
+        task = {"type": "worker", "index": self.rank()}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
         ring = tf.distribute.experimental.CommunicationImplementation.RING
         options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
         self._strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-        self._rank, self._world = environment.rank, environment.world
-
-    def rank(self) -> int:
-        """This worker's rank."""
-        return self._rank
-
-    def world_size(self) -> int:
-        """The number of workers."""
-        return self._world
 
     def scope(self) -> AbstractContextManager[Any]:
         """Where the model's variables are made."""

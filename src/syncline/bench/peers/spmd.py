@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...launch.environment import recognise
 from ...registry import register
-from ..sides import NoCounts
+from ..sides import NoCounts, Placed
 
 _TIMEOUT_S = 120
 _AXIS = "workers"
@@ -31,30 +30,21 @@ class Spmd:
         return Member()
 
 
-class Member:
+class Member(Placed):
     """One process of a program over several, behind the calls that the training loop makes."""
 
     def __init__(self) -> None:
         import jax
 
-        environment = recognise()
+        super().__init__()
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
-            f"{environment.address}:{os.environ['MASTER_PORT']}",
-            environment.world,
-            environment.rank,
+            f"{self.environment.address}:{os.environ['MASTER_PORT']}",
+            self.world_size(),
+            self.rank(),
             initialization_timeout=_TIMEOUT_S,
         )
-        self._rank, self._world = environment.rank, environment.world
         self._mesh = jax.sharding.Mesh(np.array(jax.devices()), (_AXIS,))
-
-    def rank(self) -> int:
-        """This worker's rank."""
-        return self._rank
-
-    def world_size(self) -> int:
-        """The number of workers."""
-        return self._world
 
     def prepare(self, model: Any, optimizer: Any, *, weight: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Parameters as replicated arrays, and an optimizer of the mean of all gradients."""
