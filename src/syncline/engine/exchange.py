@@ -92,8 +92,10 @@ class Exchange:
             run.span = begin(self._observer, "run", run.label, run.span, priority=run.priority, **what)
         if shared is not None:
             run.left = 1
-            what_for = (run.label, partial(self._finish, run), run.tolerant, run.priority, run.span, run.sign)
-            shared.start(run.program.plan, run.array, run.key, *what_for)
+            on_done = partial(self._finish, run)
+            shared.start(
+                run.program.plan, run.array, run.key, run.label, on_done, run.tolerant, run.priority, run.span, run.sign
+            )
         elif run.left == 0:
             self._finish(run)
         else:

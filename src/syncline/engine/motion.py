@@ -41,7 +41,7 @@ class Motion:
         carrier: Carries,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.limit_s = limit_s
+        self.limit(limit_s)
         self._waits, self._find_culprit, self._carrier = waits, find_culprit, carrier
         self._clock = clock
         self._moves = self._looks = 0
@@ -50,17 +50,22 @@ class Motion:
         self.is_asked = False
         """Whether somebody waits for this process to look again."""
         self._stall: Stall | None = None
-        self._look_s = self.patience_s = _POLL_S
+        self.patience_s = self._look_s
         """How long the next look may last."""
 
     def allow(self, limit_s: float) -> None:
         """Nothing may move for so long from now on, where that is longer than the limit of progress."""
-        self.limit_s = max(self.limit_s, limit_s)
+        self.limit(max(self.limit_s, limit_s))
+
+    def limit(self, limit_s: float) -> None:
+        """Nothing may move for so long and no longer, for threads that begin to look from now on."""
+        self.limit_s = limit_s
+        self._look_s = min(_POLL_S, limit_s / LOOKS)
 
     def begin(self) -> None:
         """A thread begins to look."""
         self._stall = None
-        self._look_s = self.patience_s = min(_POLL_S, self.limit_s / LOOKS)
+        self.patience_s = self._look_s
 
     def moved(self) -> None:
         """Something has come, gone or begun."""
