@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ class Ranks:
         """What each has given, all of them having ended well."""
         assert not any(self.statuses), "\n".join(self.printed)
         return self.results
+
+    def all_named(self, says: str, dead: Sequence[int] = ()) -> None:
+        """All have failed, and each but the dead has said so in a line that has ``says`` in it; ``*`` is anything."""
+        assert all(self.statuses)
+        for index, printed in enumerate(self.printed):
+            lines, pattern = printed.splitlines(), f"*{says.replace('[', '[[]')}*"
+            assert index in dead or any(fnmatchcase(line, pattern) for line in lines), printed
 
 
 def ranks(folder: Path, function: str, processes: int, *arguments: Any, x64: bool = True, **environ: str) -> Ranks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +164,7 @@ def test_what_servers_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_faults_are_named_on_all_ranks(tmp_path: Path, name: str, says: str) -> None:
-    found = ranks(tmp_path, f"jax_bodies.{name}", WORKERS)
-    assert all(found.statuses)
-    for printed in found.printed if name != "dies" else found.printed[:1]:
-        assert any(fnmatchcase(line, f"*{says.replace('[', '[[]')}*") for line in printed.splitlines()), printed
+    ranks(tmp_path, f"jax_bodies.{name}", WORKERS).all_named(says, dead=[1] if name == "dies" else [])
 
 
 @pytest.mark.parametrize(
