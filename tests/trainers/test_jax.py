@@ -55,6 +55,14 @@ def test_workers_train_as_one_on_the_union_of_their_batches(
         assert all(equal(one[0], mine[0]) for one, mine in zip(other, first, strict=True))
 
 
+def test_steps_that_no_rank_waits_for_are_made_before_the_end(tmp_path: Path) -> None:
+    made = ranks(tmp_path, "jax_bodies.unwaited", WORKERS, STEPS)
+    assert any(under_way for under_way, _, _ in made.found())
+    for _, params, wanted in made.results:
+        check_near(params, wanted, "after the end")
+    assert not "".join(made.printed)
+
+
 def test_the_mean_goes_to_an_optimizer_of_the_script_in_one_computation(tmp_path: Path) -> None:
     for params, wanted in ranks(tmp_path, "jax_bodies.chained", WORKERS, STEPS).found():
         check_near(params, wanted, "chained")

@@ -11,6 +11,7 @@ told when the function is registered.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from ...errors import UsageError
 from ...kernels.calls import MAJOR, MINOR
+from ._ending import wait_for_computations
 
 Array = NDArray[Any]
 Function = Callable[[list[Array], list[Array]], None]
@@ -73,6 +75,7 @@ class Calls:
         with self._lock:
             if self._handler is None:
                 self._handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(_handle)
+                atexit.register(wait_for_computations)
                 _register(_NAME, self._handler)
             made = Call(next(self._numbers), function, _described(arguments), _described(results))
             self._known[made.number] = made
@@ -93,17 +96,19 @@ class Calls:
 calls = Calls()
 
 
-def invoke(call: Call, arguments: Sequence[Any], *, pure: bool) -> list[Any]:
-    """Have a computation that is being traced call; ``pure`` is for those that several devices run."""
+def invoke(call: Call, *arguments: Any) -> list[Any]:
+    """Have a computation that is being traced call."""
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in call.results]
-    return invoke_code(_NAME, call.number, arguments, results, pure=pure)
+    return invoke_code(_NAME, call.number, arguments, results)
 
 
-def invoke_code(
-    name: str, number: int, arguments: Sequence[Any], results: Sequence[Any], *, pure: bool = False
-) -> list[Any]:
-    """The same of what was registered by a name, which is told the number."""
-    made = jax.ffi.ffi_call(name, list(results), has_side_effect=not pure)
+def invoke_code(name: str, number: int, arguments: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The same of what was registered by a name, which is told the number.
+
+    Calls stay in the computation, in their order, as far as each is given what the one before it gives, and a result of
+    the computation needs the last one. To JAX they have no effects (``_ending``).
+    """
+    made = jax.ffi.ffi_call(name, list(results), has_side_effect=False)
     return list(made(*arguments, call=np.int64(number)))
 
 

@@ -32,6 +32,7 @@ from .._served import serve_model
 from ._buckets import PUT, TAKE, TOKEN, Buckets
 from ._calls import Array, Call, calls, invoke, invoke_code
 from ._devices import device_of_owners, shared
+from ._ending import wait_for_computations
 from ._slices import OptaxSlices, outline, probe
 from ._trees import devices_of, host, is_traced, named, placed, specs_of, told_to_all
 from ._weights import SynclineState, TreeWeights, fresh, given, state_of
@@ -99,6 +100,7 @@ class Run:
         session.barrier()  # nobody goes on from parameters that are not everyone's
         self._forget()
         self._lay_out(model)
+        session.member.before_end.append(wait_for_computations)
         return fresh(self.number, self._inner(params))
 
     def _look_at(self, params: Any) -> None:
@@ -209,24 +211,24 @@ class Run:
         if self._buckets is not None:
             return self._exchange_compiled(step, gradients)
         for tensors, call in self._starts:
-            (step,) = self._invoke(call, step, *(gradients[one] for one in tensors))
-        step, *found = self._invoke(self._finish, step)
+            (step,) = invoke(call, step, *(gradients[one] for one in tensors))
+        step, *found = invoke(self._finish, step)
         return step, found
 
     def _exchange_compiled(self, step: Any, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Where one device computes, which is the rule: only the first call and the last but one are Python."""
         shape = jax.ShapeDtypeStruct(TOKEN.shape, TOKEN.dtype)
-        (token,) = self._invoke(self._begin, step)
+        (token,) = invoke(self._begin, step)
         for number, (tensors, _) in enumerate(self._starts):
             (token,) = invoke_code(PUT, number, [token, *(gradients[one] for one in tensors)], [shape])
-        (token,) = self._invoke(self._end, token)
+        (token,) = invoke(self._end, token)
         every = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in self._specs]
         token, *found = invoke_code(TAKE, 0, [token], [shape, *every])
         return token[0], found
 
     def _by_kind(self, gradients: list[Any], state: SynclineState, params: Any, extra: Any) -> tuple[Any, Any]:
         """What kind of step it is says the engine when the computation runs."""
-        asked, kind = self._invoke(self._ask, state.step)
+        asked, kind = invoke(self._ask, state.step)
 
         def exchanged() -> Any:
             step, found = self._exchange(asked, gradients)
@@ -234,20 +236,17 @@ class Run:
 
         def own() -> Any:
             changes, inner = self._optimized(gradients, state.inner, params, extra)
-            (step,) = self._invoke(self._own, asked, *jax.tree.leaves(params))
+            (step,) = invoke(self._own, asked, *jax.tree.leaves(params))
             return step, changes, inner
 
         def averaged() -> Any:
             changes, inner = self._optimized(gradients, state.inner, params, extra)
             after = jax.tree.leaves(optax.apply_updates(params, changes))
-            step, *found = self._invoke(self._meet, asked, *jax.tree.leaves(params), *after)
+            step, *found = invoke(self._meet, asked, *jax.tree.leaves(params), *after)
             return step, jax.tree.map(jnp.subtract, self._tree(found), params), inner
 
         step, changes, inner = jax.lax.switch(kind, [exchanged, own, averaged])
         return changes, SynclineState(step + 1, state.run, inner)
-
-    def _invoke(self, call: Call, *arguments: Any) -> list[Any]:
-        return invoke(call, arguments, pure=self._devices > 1)
 
     def _tree(self, leaves: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self._structure, leaves)
