@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..nouns import Spec
+from ._places import Place
 from ._weights import Array
 
 
@@ -16,8 +17,8 @@ class Coming:
 
     def __init__(self, specs: Sequence[Spec], flat: Sequence[Array]) -> None:
         self.names = [spec.name for spec in specs]
-        self.places = [array.reshape(spec.shape) for array, spec in zip(flat, specs, strict=True)]
-        """Where they go, in their shapes; they stay where they are."""
+        self.places = [Place(array.reshape(spec.shape)) for array, spec in zip(flat, specs, strict=True)]
+        """Where they go, which stays where it is."""
         self._left: dict[int, None] | None = None  # tensors that the present step waits for, once it has begun
 
     @property
@@ -44,7 +45,7 @@ class Coming:
 
     def fits(self, tensor: int, gradient: Array) -> bool:
         """Whether this is a gradient of that tensor, and one that is waited for."""
-        place, left = self.places[tensor], self._left
+        place, left = self.places[tensor].array, self._left
         return gradient.shape == place.shape and fits(gradient, place) and left is not None and tensor in left
 
     def wrong(self, tensor: int, gradient: Array, step: int) -> str:
@@ -56,7 +57,7 @@ class Coming:
                 " was given up, say drop() before the next one, if no bucket has gone, or begin the run again from a"
                 " checkpoint"
             )
-        return unfit(name, gradient, self.places[tensor])
+        return unfit(name, gradient, self.places[tensor].array)
 
     @property
     def missing(self) -> list[int]:

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-import numpy as np
-
 from ..engine.step import Action, Agree, Apply, Steps, Submit, Wait
 from ..engine.trace import Span, begin
 from ..errors import GradientError, UsageError
@@ -139,7 +137,7 @@ class FlatModel:
         self.coming.came(tensor)
         try:
             if gradient is not None:
-                np.multiply(gradient, self._share, out=self.coming.places[tensor])
+                self.coming.places[tensor].put(gradient, self._share)
             if not self._alone:
                 self._do(self._steps.produced(tensor))
         except BaseException as error:

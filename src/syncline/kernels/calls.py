@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 
 from .compiled import compiled, inner
-from .halves import narrow_float16, widen_float16
 from .native import load, memcpy, store, view, write
+from .shares import multiply
 
 # The words of a table.
 DONE: Final = 0
@@ -90,25 +90,6 @@ def _table(extension, stage, arguments, results):
     return _pass_on(arguments, results)
 
 
-@inner
-def _multiply(code, into, source, n, share):
-    if code == 0:
-        single, factor = view(source, np.float32(0), n), np.float32(share)
-        places = view(into, np.float32(0), n)
-        for i in range(n):
-            places[i] = single[i] * factor
-    elif code == 1:
-        double = view(source, np.float64(0), n)
-        wide = view(into, np.float64(0), n)
-        for i in range(n):
-            wide[i] = double[i] * share
-    else:
-        half, factor = view(source, np.uint16(0), n), widen_float16(narrow_float16(np.float32(share)))
-        halves = view(into, np.uint16(0), n)
-        for i in range(n):
-            halves[i] = narrow_float16(widen_float16(half[i]) * factor)
-
-
 @compiled(_FRAME)
 def put(
     _size, extension, _api, _context, stage, _5, _6, _7, _8, arguments, _10, _11, _12, _13, results,
@@ -127,7 +108,7 @@ def put(
         if share == 1.0:
             memcpy(one[PLACE], source, one[BYTES])
         else:
-            _multiply(one[TYPE], one[PLACE], source, one[ELEMENTS], share)
+            multiply(one[TYPE], one[PLACE], source, one[ELEMENTS], share)
     store(at + 8 * DONE, number + 1)
     if load(at + 8 * ASLEEP) != 0:
         write(np.int32(_word(at + 8 * BELL)), at + 8 * ONE, 8)

@@ -142,8 +142,11 @@ class Compiled:
     def __init__(self, function: Callable[..., Any], signature: Signature) -> None:
         self.__name__, self.__doc__ = function.__name__, function.__doc__
         result = _C_TYPES.get(signature.results[0], ctypes.c_int64) if signature.results else None
-        self.code = ctypes.CFUNCTYPE(result, ctypes.c_void_p)(objects.address(function.__module__, function.__name__))
+        address = objects.address(function.__module__, function.__name__)
+        self.code = ctypes.CFUNCTYPE(result, ctypes.c_void_p)(address)
         """Takes the address of the parameters, without a check."""
+        self.held = ctypes.PYFUNCTYPE(result, ctypes.c_void_p)(address)
+        """The same, and keeps the interpreter lock: for what ends sooner than the lock would be had again."""
         self._signature = signature
         self._run = _caller(self.code, signature)
 

@@ -43,7 +43,7 @@ class Buckets:
         for name, function in ((PUT, kernel.put), (TAKE, kernel.take)):
             calls.make_code(name, function.code)
         self._model, self._starts, self._keep = model, starts, list(after)
-        self._table = _table([[model.coming.places[tensor] for tensor in tensors] for tensors in starts], after)
+        self._table = _table([[model.coming.places[tensor].array for tensor in tensors] for tensors in starts], after)
         self._told = len(starts)  # calls of the present step whose tensors the model has been told of
         self._telling = threading.Lock()
         self._error: BaseException | None = None

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from ...errors import UsageError
 from ...kernels.calls import MAJOR, MINOR
+from .._threads import keep_state
 from ._ending import wait_for_computations
 
 Array = NDArray[Any]
@@ -127,6 +128,7 @@ def _handle(frame: int) -> int | None:
         if extension := _word(frame + 8):
             _say_version(extension)
         elif _integer(frame + _STAGE) == _EXECUTE:
+            keep_state()
             number = _word(_word(_word(_word(frame + _ATTRIBUTES)) + 8))
             call = calls.find(number)
             arguments = _arrays(call.arguments, _word(frame + _ARGUMENTS), _word(frame + _ARGUMENT_COUNT))

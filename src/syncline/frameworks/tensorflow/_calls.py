@@ -1,7 +1,8 @@
 """Python functions as operations of a graph of TensorFlow, on arrays of its memory; in eager mode they are called.
 
 A function reads what it is given for as long as the call lasts, without a copy. What it gives is TensorFlow's from then
-on, which keeps the very memory where it can: give what nobody writes to until all that read it have been made.
+on, which keeps the very memory where it can: give what nobody writes to until all that read it have been made. In eager
+mode it is copied.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def aligned(array: Array) -> Array:
 def invoke(function: Function, arguments: Sequence[Any], results: Sequence[Spec]) -> list[Any]:
     """Have the graph that is being made call a function of arrays; with what it gives, or what waits for it."""
     if tf.executing_eagerly():
-        return [tf.constant(np.array(one)) for one in function(*map(np.asarray, arguments))]
+        return [tf.constant(one) for one in function(*map(np.asarray, arguments))]
     types = [tf.as_dtype(spec.dtype) for spec in results]
     made = tf.numpy_function(function, list(arguments), types)
     if not results:

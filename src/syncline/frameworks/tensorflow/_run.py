@@ -25,6 +25,7 @@ from ...sync import Agrees, exchanges_gradients
 from .._flat import FlatModel, Kind
 from .._schedules import check_mode, check_schedule
 from .._served import serve_model
+from .._threads import keep_state
 from ._buffers import Buffers
 from ._calls import Array, aligned, invoke
 from ._matching import Matching
@@ -131,7 +132,8 @@ class Run:
             self._pass_on([tf.switch_case(kind, branches)])
 
     def _average(self) -> Any:
-        found = self._call(self._averaged, [*self._now(), *self._buffers.values()], [*self.specs, *self._buffers.specs])
+        averaged = partial(self._averaged, tf.executing_eagerly())
+        found = self._call(averaged, [*self._now(), *self._buffers.values()], [*self.specs, *self._buffers.specs])
         for variable, one in zip(self.variables, found, strict=False):
             resource(variable).assign(one)
         self._buffers.assign(found[len(self.specs) :])
@@ -146,7 +148,7 @@ class Run:
                 gone = self._call(partial(self._start, tensors), [gradients[one] for one in tensors], [])
         with tf.control_dependencies(gone):
             found = self._call(
-                partial(self._finish, last, bool(told), lent and not tf.executing_eagerly()),
+                partial(self._finish, last, bool(told), lent or tf.executing_eagerly()),
                 [*weights, *(gradients[one] for one in last), *told, *self._buffers.values()],
                 [*self.specs, *self._buffers.specs],
             )
@@ -170,6 +172,7 @@ class Run:
 
     def _call(self, function: Callable[..., Any], arguments: Sequence[Any], results: Sequence[Spec]) -> list[Any]:
         def within(*arrays: Array) -> Sequence[Array]:
+            keep_state()
             self.weights.within = True
             self.error = None
             try:
@@ -209,7 +212,7 @@ class Run:
             self.weights.rate = float(rest[0])
         self.model.step()
         found = self.weights.now if self.held else self.model.gradients.flat
-        return [*self._shaped(found, lent=lent), *self._buffers.of_first(rest[told:])]
+        return [*self._shaped(found, lent), *self._buffers.of_first(rest[told:])]
 
     def _check_unwritten(self, weights: Sequence[Array]) -> None:
         """Owners would not see what a script has written, and what they send would undo it."""
@@ -233,13 +236,13 @@ class Run:
         self.weights.now, self._before = self._before, []
         self.model.step_alone()
 
-    def _averaged(self, *given: Array) -> list[Array]:
+    def _averaged(self, lent: bool, *given: Array) -> list[Array]:
         after, self._before, before = given[: len(self.specs)], [], self._before
         self.weights.now, self.weights.after = before or after, after
         self.model.step_alone()
-        return [*self._shaped(self.weights.now), *self._buffers.mean(given[len(self.specs) :])]
+        return [*self._shaped(self.weights.now, lent), *self._buffers.mean(given[len(self.specs) :])]
 
-    def _shaped(self, flat: Sequence[Array], *, lent: bool = False) -> list[Array]:
+    def _shaped(self, flat: Sequence[Array], lent: bool) -> list[Array]:
         return [(one if lent else aligned(one)).reshape(spec.shape) for one, spec in zip(flat, self.specs, strict=True)]
 
 
