@@ -77,6 +77,26 @@ def test_a_work_starts_when_its_gate_is_done_and_its_program_may_depend_on_it() 
     assert order.index("in a lane") < order.index("behind it")
 
 
+def test_what_is_handed_over_behind_something_else_wakes_nobody_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    came, go, rung = threading.Event(), threading.Event(), list[int]()
+
+    def hold_up() -> None:
+        came.set()
+        assert go.wait(LIMIT_S)
+
+    with engines() as (engine, other):
+        wake = engine.transport.wake
+        works = [engine.exchange(ring(0), np.ones(3), 0, "held up", before=hold_up)]
+        assert came.wait(LIMIT_S)
+        monkeypatch.setattr(engine.transport, "wake", lambda: (rung.append(1), wake()))
+        works += [engine.exchange(ring(0), np.ones(3), key, "behind it") for key in range(1, 5)]
+        assert len(rung) == 1
+        go.set()
+        theirs = [other.exchange(ring(1), np.ones(3), key, "other") for key in range(5)]
+        engine.wait(*works, timeout=LIMIT_S)
+        other.wait(*theirs, timeout=LIMIT_S)
+
+
 def test_a_gate_that_is_done_does_not_hold_up() -> None:
     with engines() as both:
         gates = [engine.exchange(ring(rank), np.ones(1), 0, "gate") for rank, engine in enumerate(both)]

@@ -102,7 +102,8 @@ class Monitor:
                 self.under_way += 1
             self.inbox.append(task)
             if self.driver:
-                self._driven.wake()
+                if len(self.inbox) == 1:  # else it has been woken, and looks again before it sleeps
+                    self._driven.wake()
             elif announce:
                 self._wanted.notify()
 
