@@ -110,6 +110,17 @@ def averaged(place: Place, steps: int) -> list[Any]:
     return found
 
 
+def eager_means(place: Place, steps: int) -> list[list[Any]]:
+    """Of gradients that are the rank and ten times the step, all asked for before any is looked at."""
+    with joined(place, "ring"):
+        variables = [tf.Variable(tf.zeros(size)) for size in (3, 4096)]
+        means = syncline.tensorflow.average(variables)
+        found = [
+            means([tf.fill(one.shape, 10.0 * step + syncline.rank()) for one in variables]) for step in range(steps)
+        ]
+        return [[one.numpy() for one in each] for each in found]
+
+
 def _clipped(made: Any, means: Any, way: str) -> Callable[[Any, Any], Any]:
     @tf.function
     def step(x: Any, y: Any) -> None:

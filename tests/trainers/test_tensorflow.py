@@ -53,6 +53,13 @@ def equal(one: list[Any], other: list[Any]) -> bool:
     return all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
+def test_means_in_eager_mode_stay_as_they_were(tmp_path: Path) -> None:
+    for found in ranks(tmp_path, "tensorflow_bodies.eager_means", WORKERS, STEPS).found():
+        for step, means in enumerate(found):
+            assert [one.size for one in means] == [3, 4096]
+            assert all((one == 10.0 * step + (WORKERS - 1) / 2).all() for one in means)
+
+
 def test_means_go_to_an_optimizer_of_the_script(tmp_path: Path) -> None:
     """That couples them: it sees what one worker would."""
     one, other = ranks(tmp_path, "tensorflow_bodies.averaged", WORKERS, STEPS).found()

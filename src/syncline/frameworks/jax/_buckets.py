@@ -1,7 +1,7 @@
 """Gradients that compiled code puts into their buckets, without the interpreter; a thread tells the model of them.
 
-Each call of a computation comes on a thread of XLA's, which would first have to become one of Python's, and wait for
-the interpreter, which the engine wants too. So only the beginning and the end of a step are calls of Python. In between
+Each call of a computation comes on a thread of XLA's, which would have to wait for the interpreter, which the engine
+wants too. So only the beginning and the end of a step are calls of Python. In between
 ``kernels.calls`` copies, counts, and rings a bell, at which a thread hands over whatever buckets have come: several at
 once where they come faster than they can go. The end hands over what is left, so that nothing depends on that thread
 but how early buckets go. What has come at the end compiled code gives to the computation.
