@@ -80,9 +80,16 @@ def test_whoever_drives_is_woken_and_only_then(monitor: Monitor, driven: Driven)
     monitor.hand_in(lambda: None)
     assert driven.woken == 0
     assert monitor.claim()
+    monitor.take_up()
     monitor.hand_in(lambda: None)
+    assert driven.woken == 1
+    monitor.hand_in(lambda: None)  # which is seen when the one before it has been taken up
+    assert driven.woken == 1
     monitor.tell_driver(lambda: None)
     assert driven.woken == 2
+    monitor.take_up()
+    monitor.hand_in(lambda: None)
+    assert driven.woken == 3
 
 
 def test_the_progress_thread_drives_what_nobody_else_does(monitor: Monitor) -> None:
