@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..nouns import Spec
-from ._places import Place
+from ._gradient_places import GradientPlace
 from ._weights import Array
 
 
@@ -17,7 +17,7 @@ class Coming:
 
     def __init__(self, specs: Sequence[Spec], flat: Sequence[Array]) -> None:
         self.names = [spec.name for spec in specs]
-        self.places = [Place(array.reshape(spec.shape)) for array, spec in zip(flat, specs, strict=True)]
+        self.places = [GradientPlace(array.reshape(spec.shape)) for array, spec in zip(flat, specs, strict=True)]
         """Where they go, which stays where it is."""
         self._left: dict[int, None] | None = None  # tensors that the present step waits for, once it has begun
 

@@ -21,7 +21,7 @@ _HELD_BYTES = 64 * 1024
 _TYPES = ("float16", "float32", "float64")
 
 
-class Place:
+class GradientPlace:
     """The place of one tensor's gradient, in its shape."""
 
     def __init__(self, array: Array) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.frameworks._places import Place
+from syncline.frameworks._gradient_places import GradientPlace
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -17,7 +17,7 @@ def test_gradients_are_multiplied_as_numpy_does(dtype: str, share: float, shape:
     gradient = np.asarray(np.random.default_rng(0).standard_normal(shape) * 50, dtype)
     gradient.flags.writeable = False
     found = np.empty(shape, dtype)
-    place = Place(found)
+    place = GradientPlace(found)
     for _ in range(2):
         place.put(gradient, share)
         assert np.array_equal(found, np.multiply(gradient, share))
@@ -37,5 +37,5 @@ def test_gradients_are_multiplied_as_numpy_does(dtype: str, share: float, shape:
 )
 def test_gradients_may_lie_in_any_way(gradient: Any) -> None:
     found = np.full((3, 4), np.nan, np.float32)
-    Place(found).put(gradient, 0.5)
+    GradientPlace(found).put(gradient, 0.5)
     assert np.array_equal(found, np.multiply(gradient, 0.5, dtype=np.float32, casting="same_kind"))
