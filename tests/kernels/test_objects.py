@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -298,6 +299,19 @@ def test_a_linker_that_fails_is_said_and_not_tried_again(
     assert "no such emulation" in said
     manifest = json.loads((tmp_path / "cache" / "kernels" / f"{NAME}.json").read_text())
     assert (manifest["library"], manifest["linker"]) == (None, str(failing))
+
+
+@pytest.mark.skipif(shutil.which("ld") is None, reason="there is no linker")
+def test_a_library_copies_memory_as_this_process_does() -> None:
+    """Not linked with the C library, it would get the oldest function of that name, which is half as fast."""
+    name = "syncline.kernels.onesided"
+    objects.address(name, "advance")
+    kept = places.place_for(f"kernels-{objects.digest(objects.__name__)[:16]}-{objects.processor()[:16]}")
+    if kept is None:
+        pytest.skip("nothing is kept here")
+    library = ctypes.CDLL(str(kept.path / json.loads((kept.path / f"{name}.json").read_text())["library"][0]))
+    addresses = [ctypes.cast(found.memcpy, ctypes.c_void_p).value for found in (library, ctypes.CDLL(None))]
+    assert addresses[0] == addresses[1]
 
 
 def test_a_compiler_obeys_neither_its_folder_nor_settings_of_numba(made: Path, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ one needs a compiler. What is kept in the folder for this text and processor (``
 
 * the object;
 * a shared library, linked once by ``ld`` where there is one, which the system maps into every process that needs it;
+  it is linked with the C library, whose functions have versions: a name without one means the oldest, and glibc's
+  oldest ``memcpy`` knows no instructions of later processors;
 * a manifest: of which text, for which processor's features, with which hashes they are, and what functions are in them.
 
 Without ``ld``, or where nothing may be run from files, llvmlite loads the object. What does not have the hash that the
@@ -197,10 +199,21 @@ def _linked(linker: str, code: bytes) -> tuple[bytes, str]:
         given, made = Path(own, "code.o"), Path(own, "code.so")
         given.write_bytes(code)
         try:
-            said = _run([linker, "-shared", "-z", "noexecstack", "-o", str(made), str(given)])
+            said = _run([linker, "-shared", "-z", "noexecstack", "-o", str(made), str(given), *_c_library()])
             return made.read_bytes() if made.exists() else b"", said
         except (OSError, subprocess.SubprocessError) as error:
             return b"", str(error)
+
+
+@cache
+def _c_library() -> list[str]:
+    """The file of the C library of this process; none where it is part of the interpreter's own."""
+    place = ctypes.cast(ctypes.CDLL(None).memcpy, ctypes.c_void_p).value or 0
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        (first, last), file = (int(end, 16) for end in line.split()[0].split("-")), line.partition("/")
+        if first <= place < last and ".so" in file[2]:
+            return ["".join(file[1:])]
+    return []
 
 
 def _manifest(folder: int, module: str) -> dict[str, Any] | None:
