@@ -1,6 +1,6 @@
 """Which gradients of the present step have come, as arrays of the host, and what none of them may be.
 
-Owns the places that they are copied to, in the buckets, and the errors that name them. Does not know when they go.
+Owns which tensors the present step waits for, and the errors that name them. Does not know when buckets go.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Coming:
         del self._left[tensor]
 
     def all_came(self) -> None:
-        """They stay with the framework."""
+        """Nothing is waited for in this step any more, whose gradients stay with the framework."""
         self._left = {}
 
     def fits(self, tensor: int, gradient: Array) -> bool:

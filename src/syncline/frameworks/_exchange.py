@@ -1,7 +1,8 @@
 """One model's buckets on their way: tickets, codecs, works, and what is found out before the first one goes.
 
 The state machine of ``engine.step`` says what is handed over and what is waited for, ``BucketExchange`` does it. Does
-not know what lies in the buckets, gradients or how weights differ, nor who has put it there.
+not know who has put what into the buckets; whether these are gradients or differences of weights says ``agree``, since
+what codecs have left of the one is not to be added to the other.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class BucketExchange:
         self._programs = [self._session.bucket_program(array.nbytes) for array in plain]
 
     def agree(self, kind: int, step: int) -> None:
-        """Find out whether all workers come for the same, a step or what follows it, as what is handed over next."""
+        """Find out whether all workers come for the same: buckets handed over from now on are of this kind and step."""
         rule = zlib.crc32(self._rule().encode())
         self._kind = kind
         argument = step_argument(self._key, step)
@@ -75,7 +76,7 @@ class BucketExchange:
         """Hand a bucket over."""
         number, meeting = submit.operation.bucket, self._meeting
         options: dict[str, Any] = {"lane": self._lane, "priority": submit.priority}
-        if meeting is not None:  # where pushes are not merged, there is nothing to agree on
+        if meeting is not None:  # there is none, ever, where pushes are not merged, which is refused for weights
             options["gate"], options["before"] = meeting.work, self._check
         self._works[submit.operation] = self._handed_over(number, self._labels[number], options)
 

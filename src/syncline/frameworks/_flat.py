@@ -39,7 +39,8 @@ class FlatModel:
     """One worker's part in the training of a model; ``owner`` is for ``Session.enter_model``.
 
     All processes make one at the same place, or call ``serve_model``. They begin with rank 0's weights. ``rule`` says
-    what the optimizer is, in words that have to be the same on all, in every step that all make together.
+    what the optimizer is, in words that have to be the same on all: at first, and in every step whose gradients all
+    exchange where each updates its own weights.
     """
 
     def __init__(
@@ -60,14 +61,14 @@ class FlatModel:
         copy_from_rank_0(session, self.gradients.arrays)
         weights.write(self.gradients.flat)
         self._schedule, self._mode = session.strategy.schedule_object(), session.strategy.sync_mode()
-        together = isinstance(self._mode, Agrees) or session.strategy.server_holds_weights
+        held_or_agreed = isinstance(self._mode, Agrees) or session.strategy.server_holds_weights
         arrays, in_flight = self.gradients.arrays, self._schedule.in_flight
-        said = str if together else rule
+        said = str if held_or_agreed else rule
         self.exchange = BucketExchange(session, self.key, layout, arrays, self._mode, in_flight, said)
         self.held: Blocks | None = None  # the weights as they travel, where they do
         self.agreed: AgreedWeights | None = None
         self.worker: Worker | None = None
-        if together:
+        if held_or_agreed:
             self.held = Blocks(session, layout)
             self.held.take(self.gradients)
         if self.held is not None and isinstance(self._mode, Agrees):

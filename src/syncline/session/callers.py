@@ -43,7 +43,10 @@ class Callers:
             self._inside.remove(thread)
 
     def close(self) -> bool:
-        """Let no other thread begin a call from now on; False, and nothing changes, where one is in one or so does."""
+        """Let no other thread begin a call from now on.
+
+        False, and nothing changes, where another thread is in a call, or has closed the group before.
+        """
         with self._closing:
             if self._closed_by is None:
                 self._closed_by = threading.get_ident()

@@ -1,4 +1,4 @@
-"""What frameworks share that build the workload's network from its blueprint, on the CPU, and weigh ranks by shares."""
+"""What frameworks share that build the workload's network from its blueprint, on the CPU."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ Array = NDArray[Any]
 class FromBlueprint(ABC):
     """There is no device to wait for, and nothing differs while the model is looked at."""
 
+    label_type: type[np.signedinteger[Any]] = np.int64
+
     @staticmethod
     def lacks(workload: Workload) -> str:
         """A network that only PyTorch has, and options that are PyTorch's."""
@@ -32,7 +34,7 @@ class FromBlueprint(ABC):
     def taken(self, part: Part) -> tuple[Any, Any]:
         """Channels last."""
         images, labels = part
-        return np.ascontiguousarray(images.transpose(0, 2, 3, 1)), labels
+        return np.ascontiguousarray(images.transpose(0, 2, 3, 1)), labels.astype(self.label_type, copy=False)
 
     def moved(self, batch: Batch) -> Batch:
         """It is there."""
@@ -57,16 +59,12 @@ class FromBlueprint(ABC):
         return digest_of(self.copied())
 
 
-class InOneStep(FromBlueprint):
+class InOneStep:
     """A step is one computation, which ``backward`` makes of the ``_batch`` and which leaves its ``_loss``."""
 
     fused = True
+    _batch: Batch
     _loss: float
-
-    def taken(self, part: Part) -> tuple[Any, Any]:
-        """Labels in 32 bits."""
-        images, labels = super().taken(part)
-        return images, labels.astype(np.int32)
 
     def forward(self, batch: Batch) -> None:
         """Later."""

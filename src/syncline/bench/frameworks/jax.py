@@ -21,7 +21,7 @@ from ...workloads import _blueprint as plain
 from ..batches import pooled
 from ..messages import Job
 from ..sides import Side
-from ._from_blueprint import InOneStep, filled, scores
+from ._from_blueprint import FromBlueprint, InOneStep, filled, scores
 
 if TYPE_CHECKING:
     import jax
@@ -39,8 +39,10 @@ _ENVIRON = {
 
 
 @register("frameworks", "jax", needs=("jax", "optax"), install="syncline[jax]", environ=_ENVIRON)
-class JaxTraining(InOneStep):
+class JaxTraining(InOneStep, FromBlueprint):
     """``jax.jit`` over value, gradient and update."""
+
+    label_type = np.int32
 
     def __init__(self, workload: Workload, job: Job, process: int) -> None:  # noqa: ARG002
         assert workload.blueprint is not None

@@ -21,7 +21,7 @@ from ...workloads import Workload
 from ...workloads import _blueprint as plain
 from ..messages import Job
 from ..sides import Side
-from ._from_blueprint import InOneStep, filled, scores
+from ._from_blueprint import FromBlueprint, InOneStep, filled, scores
 
 _ENVIRON = {
     "KERAS_BACKEND": "tensorflow",
@@ -34,8 +34,10 @@ _ENVIRON = {
 
 
 @register("frameworks", "tensorflow", needs=("tensorflow", "keras"), install="syncline[tensorflow]", environ=_ENVIRON)
-class TensorflowTraining(InOneStep):
+class TensorflowTraining(InOneStep, FromBlueprint):
     """``keras.Sequential`` under ``compile`` and the function that ``fit`` trains with."""
+
+    label_type = np.int32
 
     def __init__(self, workload: Workload, job: Job, process: int) -> None:  # noqa: ARG002
         assert workload.blueprint is not None

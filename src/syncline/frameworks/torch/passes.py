@@ -10,6 +10,9 @@ some shows in its first pass, which is therefore *held*: gradients are moved, bu
 pass ends. So is every later one if there were some.
 
 A backward pass that makes no gradients of parameters (``torch.autograd.grad``) is none of ours.
+
+``Passes`` are the half of a ``Replica`` that knows what a pass is; the other half knows which step it is, and is told
+of the end of each.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 Owns what is remembered of them during one pass, how they get into their places in buckets, and the errors that name
 them. Does not know when they are sent.
+
+A gradient is moved into its place in a contiguous bucket, divided on the way by the number of ranks unless each rank's
+is an update by itself, and ``param.grad`` becomes a view of it: after ``zero_grad(set_to_none=True)`` that is the only
+copy.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """One worker's copy of the model: gradients go into buckets during backward and come back averaged when it ends.
 
-A gradient is moved (scaled) into its place in a contiguous bucket and ``param.grad`` becomes a view of it; after
-``zero_grad(set_to_none=True)`` that is the only copy. What goes when, and what is waited for, is decided by the state
-machine of ``engine.step``: ``passes`` tell it what backward does, ``exchanging`` does what it says. Schedules whose
-results are applied by the optimizer's step have all arrived when backward ends, so that what follows ``backward()``
-(clipping, GradScaler, the step) sees averaged gradients.
-
-Gradients are divided by the number of ranks on their way into the bucket, unless each rank's are an update by
-themselves.
+What goes when, and what is waited for, is decided by the state machine of ``engine.step``: ``passes`` tell it what
+backward does, ``exchanging`` does what it says. Schedules whose results are applied by the optimizer's step have all
+arrived when backward ends, so that what follows ``backward()`` (clipping, GradScaler, the step) sees averaged
+gradients.
 
 Owns which step it is, and what belongs to the model. How gradients lie in buckets and how these travel is
 ``gradients``' affair, that of batch statistics ``buffers``'.
