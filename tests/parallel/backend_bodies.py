@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncline
 from syncline.compression.reducers import owners
+from syncline.frameworks.torch.distributed.compressed import CompressedBucket
 
 BATCH = 12
 
@@ -429,3 +431,46 @@ def hooked(line: Connection, place: Place, backend: str, codec: str) -> None:
             train(model, rank, place[1], 3, first=5)
             found.append(digest(model))
         line.send([*found, sum(one.numel() for one in kept["ranks"])])
+
+
+def hooked_out_of_step(line: Connection, place: Place) -> None:
+    """The weights under the hook where rank 1's first bucket only begins when its second one is done."""
+    with grouped(place, "gloo") as rank:
+        second, reduce = threading.Event(), CompressedBucket.reduce
+        begun: list[int] = []
+
+        def held(bucket: Any, buffer: torch.Tensor, carrier: Any) -> None:
+            if bucket.index == 0 and not second.wait(60):
+                raise AssertionError("the second bucket waits for the first")
+            begun.append(bucket.index)
+            reduce(bucket, buffer, carrier)
+            if bucket.index == 1:
+                second.set()
+
+        model = DistributedDataParallel(build(0), bucket_cap_mb=0.003)
+        model.register_comm_hook(syncline.hook_state("codec=int8"), syncline.comm_hook)
+        with mock.patch.object(CompressedBucket, "reduce", held if rank == 1 else reduce):
+            train(model, rank, place[1], 2)  # the first step is sent as it is
+        line.send([begun, [tensor.numpy() for tensor in weights(model.module)]])
+
+
+def hook_fails(line: Connection, place: Place) -> None:
+    """What each rank is told where rank 1 cannot reduce its second bucket."""
+    with grouped(place, "gloo", timeout=timedelta(seconds=4)) as rank:
+        reduce = CompressedBucket.reduce
+
+        def fails(bucket: Any, buffer: torch.Tensor, carrier: Any) -> None:
+            if bucket.index == 1:
+                raise RuntimeError("no memory left")
+            reduce(bucket, buffer, carrier)
+
+        model = DistributedDataParallel(build(0), bucket_cap_mb=0.003)
+        state = syncline.hook_state("codec=int8")
+        model.register_comm_hook(state, syncline.comm_hook)
+        said = ""
+        with mock.patch.object(CompressedBucket, "reduce", fails if rank == 1 else reduce):
+            try:
+                train(model, rank, place[1], 2)
+            except RuntimeError as error:
+                said = str(error)
+        line.send([said, repr(state._failed)])

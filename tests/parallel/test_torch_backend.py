@@ -211,6 +211,24 @@ def test_a_hook_compresses_and_resumes(pool: Pool, address: str, backend: str, c
     assert one[3] > 0
 
 
+def test_a_bucket_of_the_hook_waits_for_no_other(pool: Pool, address: str) -> None:
+    with pool.start(bodies.hooked_out_of_step, everyone(2, address)) as group:
+        (_, one), (begun, other) = group.results()
+    assert begun.index(1) < begun.index(0)
+    for mine, theirs in zip(one, other, strict=True):
+        if mine.ndim != 1:
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_bucket_that_fails_is_named_on_all_ranks(pool: Pool, address: str) -> None:
+    """Also on those that wait for its messages, by the limit of DDP's group, which the hook's groups have too."""
+    with pool.start(bodies.hook_fails, everyone(2, address)) as group:
+        (waiting, _), (failing, kept) = group.results()
+    assert "rank 1: bucket 1 of DistributedDataParallel: no memory left" in failing
+    assert "no memory left" in kept
+    assert "rank 0: bucket 1 of DistributedDataParallel: receiving from rank 1: " in waiting
+
+
 SCRIPT = """
 import torch, torch.distributed as dist
 

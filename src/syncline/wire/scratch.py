@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,8 @@ class Scratch:
     def take(self, nbytes: int) -> NDArray[np.uint8]:
         """A buffer of at least that size; raises SynclineError where there is no memory for it."""
         size = 1 << max(nbytes - 1, 4095).bit_length()
-        free = self._free.setdefault(size, [])
-        if free:
-            return free.pop()
+        with suppress(IndexError):  # not asked beforehand: several threads may take
+            return self._free.setdefault(size, []).pop()
         try:
             buffer = np.empty(size, np.uint8)
         except (MemoryError, ValueError) as error:  # ValueError: more than any address

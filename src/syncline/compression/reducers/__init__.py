@@ -141,7 +141,8 @@ class Participant:
 
     ``report`` is told the name of a tensor whose gradient here is not finite. ``hosts`` are the workers of each host,
     where these sum before anything is encoded (``levels``). ``called`` gives those that reduce their numbers in
-    messages for people, where they are some of all.
+    messages for people, where they are some of all. With
+    ``means`` owners divide sums by the number of workers before they encode them, and who has gradients divides none.
     """
 
     index: int
@@ -151,6 +152,7 @@ class Participant:
     report: Callable[[str], None] = lambda _: None
     hosts: tuple[tuple[int, ...], ...] = ()
     called: tuple[int, ...] = ()
+    means: bool = False
 
     @property
     def works(self) -> bool:

@@ -181,6 +181,8 @@ def reduce(piece: OwnedPiece, me: Participant) -> Reducer:
     owned = shares[me.owner] if me.owner >= 0 else ()
     for part in owned:
         part.again.step = part.state.step
+        if me.means:
+            part.array /= np.float32(me.workers)
     sums = [part.array for part in owned]
     wanted = {owner: [part.array for part in share] for owner, share in enumerate(shares) if me.works}
     yield from answer(piece, me, sums, wanted, add=False)

@@ -15,18 +15,21 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ....compression.reducers import Bytes, Message, Round
+from ....errors import PeerError
 from ..storage import as_torch
 
 
 class Carrier:
-    """A group of the same ranks and backend as ``group``, for the messages of reducers alone; all ranks make it."""
+    """A group with the ranks, backend and time limit of ``group``, for reducers alone; all ranks make it."""
 
     def __init__(self, group: Any) -> None:
         ranks = dist.get_process_group_ranks(group)
-        self._group = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
         self._ranks = ranks
         self.rank, self.world = dist.get_rank(group), len(ranks)
         self._device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        self._group = dist.new_group(
+            ranks, _limit(group, self._device), dist.get_backend(group), use_local_synchronization=True
+        )
 
     def begin(self, asked: Round, piece: int) -> Callable[[], list[int]]:
         """Begin to send and receive the messages of a round; what waits for them, and says how long each is that came.
@@ -44,11 +47,13 @@ class Carrier:
             if not message.exact
         }
         works = [
-            self._send(np.array([message.data.size]).view(np.uint8), message.peer, sizes)
+            (self._send(np.array([message.data.size]).view(np.uint8), message.peer, sizes), message)
             for message in asked.sends
             if not message.exact
         ]
-        works += [self._send(message.data, message.peer, bodies) for message in asked.sends if message.data.size]
+        works += [
+            (self._send(message.data, message.peer, bodies), message) for message in asked.sends if message.data.size
+        ]
         coming = [
             self._receive(message.data, message.peer, bodies)
             for message in asked.receives
@@ -63,8 +68,8 @@ class Carrier:
                     coming.append(self._receive(message.data[:length], message.peer, bodies))
             for end in coming:
                 end()
-            for work in works:
-                work.wait()
+            for work, message in works:
+                _wait(work, "sending to", message.peer)
             return lengths
 
         return finish
@@ -77,7 +82,7 @@ class Carrier:
         work: Any = dist.irecv(torch.from_numpy(place), self._ranks[peer], group=self._group, tag=tag)
 
         def end() -> Bytes:
-            work.wait()
+            _wait(work, "receiving from", peer)
             return place
 
         return end
@@ -140,3 +145,17 @@ def _checked(length: int, message: Message) -> int:
     if not 0 <= length <= message.data.size:
         raise RuntimeError(f"rank {message.peer} sends {length} bytes where {message.data.size} fit")
     return length
+
+
+def _wait(work: Any, verb: str, peer: int) -> None:
+    """Wait for a message; raises PeerError, which names the other end, where it is gone or the limit is over."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerError(f"{verb} rank {peer}: {error}", rank=peer) from error
+
+
+def _limit(group: Any, device: torch.device) -> Any:
+    """The time limit of a group, which torch only tells of the backend within; None where it does not."""
+    backend = group._get_backend(device)
+    return getattr(backend, "timeout", None) or getattr(getattr(backend, "options", None), "_timeout", None)
