@@ -239,6 +239,36 @@ print(f"rank {dist.get_rank()} of {dist.get_world_size()} with {dist.get_backend
 """
 
 
+HOOKED = """
+import torch, torch.distributed as dist
+import syncline
+
+def main():
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(*(torch.nn.Linear(100, 100) for _ in range(4))), bucket_cap_mb=0.04
+    )
+    model.register_comm_hook(syncline.hook_state("codec=int8"), syncline.comm_hook)
+    for _ in range(3):
+        model(torch.randn(5, 100)).sum().backward()
+    dist.barrier()
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+def test_a_script_with_the_hook_ends_well(tmp_path: Path) -> None:
+    """With nothing said, though the hook's threads and groups are still there."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(HOOKED))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "terminate" not in done.stderr
+
+
 def test_torchrun_starts_a_script_that_knows_torch_only(tmp_path: Path) -> None:
     """As where the package is installed: by its entry point, which is what ``register`` is."""
     package = tmp_path / "installed.dist-info"

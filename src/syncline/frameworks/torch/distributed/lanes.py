@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,6 +21,9 @@ from .carrier import Carrier
 
 LANES = 2
 """A bucket is encoded while the messages of the one before travel; each lane costs a process group of its own."""
+
+_END_S = 2.0
+"""How long a lane may take to end; one that waits for a rank that is gone takes longer, and is left alone."""
 
 Task = Callable[[Carrier], None]
 
@@ -32,17 +35,17 @@ class Lanes:
         self._carriers = [Carrier(group) for _ in range(LANES)]
         self.rank, self.world = self._carriers[0].rank, self._carriers[0].world
         self._queues: list[SimpleQueue[Task | None]] = [SimpleQueue() for _ in self._carriers]
-        self._begun: set[int] = set()
-        weakref.finalize(self, _end, self._queues)
+        self._threads: dict[int, threading.Thread] = {}
+        weakref.finalize(self, _end, self._queues, self._threads)
 
     def add(self, number: int, task: Task) -> None:
         """Do something in lane ``number`` (of any size) behind what that has; a task deals with its own errors."""
         lane = number % len(self._queues)
         self._queues[lane].put(task)
-        if lane not in self._begun:
-            self._begun.add(lane)
+        if lane not in self._threads:
             what = self._queues[lane], self._carriers[lane]
-            threading.Thread(target=_run, args=what, name=f"syncline-hook-{lane}", daemon=True).start()
+            self._threads[lane] = threading.Thread(target=_run, args=what, name=f"syncline-hook-{lane}", daemon=True)
+            self._threads[lane].start()
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, on all; while no lane has anything to do."""
@@ -55,9 +58,13 @@ def _run(queue: SimpleQueue[Task | None], carrier: Carrier) -> None:
         del task  # it may hold what holds these lanes
 
 
-def _end(queues: Sequence[SimpleQueue[Task | None]]) -> None:
+def _end(queues: Sequence[SimpleQueue[Task | None]], threads: Mapping[int, threading.Thread]) -> None:
+    """End the threads, and see them end: one that let go of its group while the interpreter ends would abort it."""
     for queue in queues:
         queue.put(None)
+    for thread in threads.values():
+        if thread is not threading.current_thread():
+            thread.join(_END_S)
 
 
 def drive(pieces: Sequence[Callable[[], Reducer]], carrier: Carrier) -> None:
