@@ -284,6 +284,47 @@ def test_an_interrupt_where_a_thread_stops_to_drive_leaves_no_driver(
             one.run(program(0), np.ones(3), 1, "next")
 
 
+def test_a_fault_that_comes_while_an_interrupt_is_explained_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engines("inproc") as (one, _):
+        explained, asked = ClosedError("explained"), list[Exception | None]()
+
+        def explain(_: Exception) -> Exception:
+            with thread(lambda: one.fail(SynclineError("of another thread"))):
+                pass
+            asked.append(one.error)
+            return explained
+
+        monkeypatch.setattr(one, "_explain", explain)
+        one.interrupted(KeyboardInterrupt())
+        assert (one.error, asked) == (explained, [None])
+
+
+def test_an_interrupt_of_the_explanation_leaves_the_fault_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explain(_: Exception) -> Exception:
+        raise KeyboardInterrupt
+
+    with engines("inproc") as (one, _):
+        monkeypatch.setattr(one, "_explain", explain)
+        with pytest.raises(KeyboardInterrupt):
+            one.interrupted(TimeoutError())
+        with pytest.raises(ClosedError, match="interrupted by TimeoutError"):
+            one.wait()
+
+
+def test_a_work_that_ends_as_the_time_of_its_wait_does_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engines("inproc") as (one, _):
+        work = one.promise("late")
+
+        def expire(*_: object) -> bool:
+            one.monitor.finish(work)
+            return False
+
+        monkeypatch.setattr(one, "_drive_here", lambda *_: False)
+        monkeypatch.setattr(one.monitor, "wait", expire)
+        one.wait(work, timeout=0.0)
+        assert work.done
+
+
 def test_an_interrupt_after_a_fault_blames_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     with engines("inproc") as (one, _):
         told: list[Exception] = []

@@ -144,6 +144,17 @@ def test_a_message_too_long_is_a_fault_with_its_label() -> None:
             both[1].wait(work, timeout=LIMIT_S)
 
 
+def test_a_message_for_which_there_can_be_no_memory_is_an_error_of_the_caller_alone() -> None:
+    with engines() as both:
+        for nbytes, error in ((-1, ValueError), (1 << 62, MemoryError)):
+            with pytest.raises(error):
+                both[0].recv(1, 7, nbytes, "a message")
+        work = both[0].recv(1, 7, 5, "a message")
+        both[1].send(0, 7, b"hello", "a message")
+        both[0].wait(work, timeout=LIMIT_S)
+        assert work.result == b"hello"
+
+
 def test_allocate_gives_zeroed_memory_of_the_type() -> None:
     with engines() as both:
         memory = both[0].allocate(24, np.dtype(np.float64))

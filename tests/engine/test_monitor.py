@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from syncline.engine import monitor as monitor_module
 from syncline.engine.monitor import Monitor
 from syncline.engine.work import Work
 from syncline.errors import SynclineError
@@ -21,6 +25,31 @@ class Driven:
 
     def wake(self) -> None:
         self.woken += 1
+
+
+def soon() -> float:
+    return time.perf_counter() + LIMIT_S
+
+
+@contextlib.contextmanager
+def beside(target: Callable[[], object]) -> Iterator[None]:
+    """A thread beside this one, which has ended at the end."""
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    yield
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def asleep(condition: threading.Condition) -> None:
+    """Wait until a thread sleeps there, which gives up the lock only once it stands among those to be notified."""
+    deadline = soon()
+    while time.perf_counter() < deadline:
+        with condition:
+            if condition._waiters:  # type: ignore[attr-defined]
+                return
+        time.sleep(0.001)
+    raise AssertionError("no thread waits")
 
 
 @pytest.fixture
@@ -100,21 +129,73 @@ def test_the_progress_thread_drives_what_nobody_else_does(monitor: Monitor) -> N
             monitor.take_up()
             monitor.hand_over()
 
-    thread = threading.Thread(target=progress)
-    thread.start()
-    monitor.hand_in(lambda: monitor.finish(work))
-    assert monitor.wait([work], deadline=None)
-    monitor.end()
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
+    with beside(progress):
+        monitor.hand_in(lambda: monitor.finish(work))
+        assert monitor.wait([work], soon())
+        assert work.done
+        monitor.end()
     assert not monitor.claim()
+
+
+def test_the_progress_thread_wakes_for_what_is_left_where_another_one_hands_over(monitor: Monitor) -> None:
+    work = Work("left")
+
+    def progress() -> None:
+        if monitor.take_turn():
+            monitor.take_up()
+            monitor.hand_over()
+
+    assert monitor.claim()
+    with beside(progress):
+        asleep(monitor._wanted)
+        monitor.hand_in(lambda: monitor.finish(work))  # which wakes whoever drives, and nobody else
+        monitor.hand_over()
+        assert monitor.wait([work], soon())
+        assert work.done
+        monitor.end()
+
+
+@pytest.mark.parametrize("any_of", [False, True], ids=["all", "any"])
+def test_a_fault_wakes_whoever_waits(monitor: Monitor, monkeypatch: pytest.MonkeyPatch, any_of: bool) -> None:
+    monkeypatch.setattr(monitor_module, "_UNTIL_S", 2 * LIMIT_S)  # it is not to look by itself
+    came: list[bool] = []
+
+    def wait() -> None:
+        if any_of:
+            monitor.wait_any([Work("never")], until=lambda: False)
+        else:
+            assert monitor.wait([Work("never")], deadline=None)
+        came.append(monitor.error is fault)
+
+    fault = SynclineError("a fault")
+    with beside(wait):
+        asleep(monitor._changed)
+        monitor.fail(fault)
+    assert came == [True]
+
+
+def test_nobody_gets_a_fault_before_it_is_explained_nor_another_one_meanwhile(monitor: Monitor, driven: Driven) -> None:
+    work, told = Work("never"), list[Exception | None]()
+    monitor.when_over(work, lambda: told.append(monitor.error))
+    explained = SynclineError("explained")
+    assert monitor.fail_first()
+    assert not monitor.fail_first()
+    with beside(lambda: monitor.fail(SynclineError("of another thread"))):
+        pass
+    assert not monitor.claim()
+    assert not monitor.wait([work], deadline=0.0)
+    assert (monitor.error, told, driven.woken) == (None, [], 0)
+    monitor.explain(explained)
+    monitor.explain(SynclineError("explained again"))
+    assert monitor.wait([work], deadline=0.0)
+    assert (monitor.error, told, driven.woken) == (explained, [explained], 1)
 
 
 def test_a_wait_ends_with_its_time_and_with_a_fault(monitor: Monitor) -> None:
     work = Work("never")
     assert not monitor.wait([work], deadline=0.0)
     monitor.fail(SynclineError("a fault"))
-    assert monitor.wait([work], deadline=None)
+    assert monitor.wait([work], deadline=0.0)
     monitor.wait_any([work], until=lambda: False)
     assert not work.done
 
@@ -129,9 +210,7 @@ def test_the_first_fault_stays_and_all_are_told(monitor: Monitor) -> None:
     first = SynclineError("the first")
     for call in (stumble, lambda: told.append("next")):
         monitor.when_over(Work("never"), call)
-    assert monitor.keep(first)
-    assert told == []
-    assert not monitor.keep(SynclineError("another one"))
+    monitor.fail(first)
     monitor.fail(SynclineError("another one"))
     assert (monitor.error, told) == (first, ["stumbles", "next"])
     monitor.when_over(Work("never"), lambda: told.append("late"))

@@ -70,12 +70,13 @@ def test_time_is_counted_anew(how: str) -> None:
     assert here.searches == []
 
 
-def test_a_longer_limit_holds_from_the_next_thread_that_looks_on() -> None:
+def test_a_longer_limit_holds_from_the_next_stall_on() -> None:
     here = Here(Culprit(2, "has not come"))
     here.motion.allow(LIMIT_S / 2)
     assert here.motion.limit_s == LIMIT_S
+    here.look()
     here.motion.allow(10 * LIMIT_S)
-    here.motion.begin()
+    here.motion.moved()
     while here.now_s < 9 * LIMIT_S:
         here.look()
     assert here.searches == []

@@ -354,32 +354,3 @@ def test_gathered_tables_of_any_size_leave_little_memory_behind(monkeypatch: pyt
             assert all((table == [[size], [size + 1]]).all() for table in tables)
         for end in ends:
             assert sum(512 * os.fstat(fd).st_blocks for fd in end._segments.fds) < 2 << 20
-
-
-def test_threads_that_sleep_while_they_wait_are_always_rung() -> None:
-    """Each rank in a thread of its own, in which it sleeps for as long as it likes."""
-    plan, count, world = plan_of("direct", 3), 300, 3
-    faults: list[BaseException] = []
-    with machine(world) as ends:
-
-        def work(end: Shm) -> None:
-            exchange = Exchange(end)
-            try:
-                for key in range(count):
-                    run = run_of(plan, end.rank, np.full(key % 7 + 1, end.rank + 1.0), key % 5)
-                    exchange.start(run)
-                    while not run.done:
-                        exchange.progress(4 * LIMIT_S)
-                    assert (run.array == 6).all()
-            except BaseException as error:
-                faults.append(error)
-            finish.wait(LIMIT_S)
-
-        finish = threading.Barrier(world)
-        threads = [threading.Thread(target=work, args=(end,), daemon=True) for end in ends]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT_S)
-        assert not any(thread.is_alive() for thread in threads)
-    assert faults == []

@@ -38,8 +38,6 @@ LIMIT_S = 30 * 60.0
 
 SPINS_HERE = 200
 """How often a thread that waits anyway looks again before it sleeps; its core is offered to others in between."""
-LOOK_ONLY = -1
-"""For a thread that does not wait: looking again for a moment, without offering its core."""
 _FLUSH_S = 10.0
 _DRAIN_S = 2.0
 _DRAIN_POLL_S = 0.01
@@ -125,8 +123,8 @@ class Driver(ABC):
             if blocked is not None:
                 blocked.end()
         self.check_error()
-        if not came:
-            raise self.unfinished(next(work for work in works if not work.done), timeout)
+        if not came and (late := next((work for work in works if not work.done), None)) is not None:
+            raise self.unfinished(late, timeout)
 
     def wait_any(self, works: Collection[Work], until: Callable[[], bool]) -> None:
         """Block until one of the works is done or ``until()`` holds (looked at often); raises the engine's fault."""
@@ -190,11 +188,12 @@ class Driver(ABC):
         """
         name = type(error).__name__
         fault: Exception = ClosedError(f"an exchange was interrupted by {name}: this session cannot go on")
-        if not self.monitor.keep(fault):
-            return
-        with contextlib.suppress(Exception):  # an explanation that fails must not hide the interrupt
-            self.monitor.error = self._explain(fault)
-        self.fail(fault)
+        try:
+            if self.monitor.fail_first():
+                with contextlib.suppress(Exception):  # an explanation that fails must not hide the interrupt
+                    fault = self._explain(fault)
+        finally:  # nor may another interrupt
+            self.monitor.explain(fault)
 
     def close(self, before_end: Callable[[], None] = lambda: None) -> Exception | None:
         """Finish what is under way unless there was a fault, end the thread and close the transport; the fault.
@@ -215,7 +214,7 @@ class Driver(ABC):
     def answer(self) -> Answer:
         """What this process says of itself to one that asks for whom it waits; asked from any thread."""
         answer = self.motion.answer(looking=bool(self.monitor.driver) or self.monitor.busy)
-        if self.monitor.driver:
+        if self.monitor.driver:  # after the answer: it may have seen just before that nobody asked, and sleep
             self.transport.wake()
         return answer
 
@@ -332,7 +331,7 @@ class Driver(ABC):
     def _drain(self) -> None:
         """The last acknowledgements have to reach the kernel, or a peer would wait for them."""
         deadline = time.monotonic() + _DRAIN_S
-        while self.error is None and time.monotonic() < deadline:
+        while not self.monitor.failed and time.monotonic() < deadline:
             self._exchange.progress(0.0 if self.transport.idle else _DRAIN_POLL_S)
             if self.transport.idle:
                 return

@@ -52,10 +52,12 @@ class Engine(Driver):
         self._has_left = has_left
         self.expects: Callable[[], Waits] = dict
         self._mail = Mail(transport, has_left, observer, self.finish)
-        exchange = Exchange(
-            transport, has_left=has_left, observer=observer, handed_over=lambda: bool(self.monitor.inbox)
-        )
+        exchange = Exchange(transport, has_left=has_left, observer=observer, handed_over=self._handed_over)
         super().__init__(exchange, limit_s, explain, on_raise, find_culprit, observer)
+
+    def _handed_over(self) -> bool:
+        """Whether the thread that drives has something to look at besides what is under way."""
+        return bool(self.monitor.inbox) or self.monitor.ending
 
     def exchange(
         self,
@@ -217,8 +219,9 @@ class Engine(Driver):
 
         Where a ``tolerant`` one does not come because its peer has left, ``left`` is told in the thread that drives.
         """
+        into = np.empty(nbytes, np.uint8) if place is None else place  # here: what cannot be made is the caller's error
         work = self._work(label, tolerant)
-        self._post(partial(self._mail.recv, work, src, tag, nbytes, place, left), tolerant)
+        self._post(partial(self._mail.recv, work, src, tag, into, place is not None, left), tolerant)
         return work
 
     def promise(self, label: str, tolerant: bool = False) -> Work:

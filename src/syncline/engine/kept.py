@@ -1,9 +1,10 @@
 """A plan that is prepared for many runs over arrays of one size and type, each carried out by the thread that calls.
 
-What a small collective takes is mostly what is done around it. So nothing is handed over here, and of a run that all
-others have come to nothing is kept either: the calling thread carries it out in one go. Where it cannot be done at
-once it goes on as any other run. Where another thread drives, or something else is under way, nothing is begun, and
-``Engine.run`` or ``Engine.exchange`` has to be used, which other ranks do not see.
+Most of the time of a small collective goes into what is done around it. So the calling thread carries the run out
+itself, without handing it over; where all other ranks have come it does so in one go, and nothing has to be remembered
+of the run. Where it cannot finish at once, the run goes on as any other does. Where another thread drives, or anything
+is under way already, an earlier run of the same plan included, nothing is begun: the caller then uses ``Engine.run`` or
+``Engine.exchange`` instead. To the other ranks that makes no difference.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from __future__ import annotations
 import time
 
 from ..plans.messages import Program
-from .driver import LOOK_ONLY, SPINS_HERE, Driver
+from .driver import SPINS_HERE, Driver
 from .exchange import Exchange
 from .runs import Run, Sign
 from .scripts import ScriptedRun
 from .work import Work
 
+LOOK_ONLY = -1
+"""For a thread that does not wait: looking again for a moment, without offering its core."""
+
 
 class Kept:
-    """What is prepared, until it is dropped; one run of it is under way at a time."""
+    """What is prepared, until it is dropped. While a run of it is under way, ``run`` and ``begin`` begin no other."""
 
     def __init__(self, driver: Driver, exchange: Exchange, program: Program, scripted: ScriptedRun) -> None:
         self.program, self.scripted = program, scripted
@@ -36,7 +40,7 @@ class Kept:
         begun, work = time.perf_counter(), Work(label)
         try:
             code = self._exchange.prompt(self.scripted, address, key, sign, SPINS_HERE)
-            work.done = code == 0
+            work.done = code == 0  # nobody else knows the work yet: no lock
             if code:
                 self._take_up(work, key, sign, None)
                 deadline = begun + timeout
@@ -67,7 +71,7 @@ class Kept:
         work.key = key
         try:
             code = self._exchange.prompt(self.scripted, address, key, sign, LOOK_ONLY)
-            work.done = code == 0
+            work.done = code == 0  # nobody else knows the work yet: no lock
             if code:
                 self._take_up(work, key, sign, memory)
             self._motion.moved()

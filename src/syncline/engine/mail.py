@@ -50,31 +50,30 @@ class Mail:
         self._transport.send(dst, tag, body, owner=lambda handle: self._ended(work, handle, span))
 
     def recv(
-        self, work: Work, src: int, tag: int, nbytes: int, place: Bytes | None, left: Callable[[Exception], None]
+        self, work: Work, src: int, tag: int, into: Bytes, placed: bool, left: Callable[[Exception], None]
     ) -> None:
-        """Receive a message; the work's result is its bytes, or how many lie in ``place`` then.
+        """Receive a message that fits ``into``; the work's result is its bytes, or, where it is ``placed``, how many.
 
         Where a tolerant one does not come because its peer has left, ``left`` is told.
         """
         if src == self._transport.rank:
-            self._loopback.recv(tag, partial(self._came_back, work, nbytes, place))
+            self._loopback.recv(tag, partial(self._came_back, work, into, placed))
             return
-        into = np.empty(nbytes, np.uint8) if place is None else place
-        span = self._begun("receive", work, src, nbytes)
+        span = self._begun("receive", work, src, into.nbytes)
 
         def arrived(handle: Handle) -> None:
-            work.result = into[: handle.nbytes].tobytes() if place is None else handle.nbytes
+            work.result = handle.nbytes if placed else into[: handle.nbytes].tobytes()
             self._ended(work, handle, span, left)
 
         self._transport.recv(src, tag, into, owner=arrived)
 
-    def _came_back(self, work: Work, nbytes: int, place: Bytes | None, data: bytes) -> None:
+    def _came_back(self, work: Work, into: Bytes, placed: bool, data: bytes) -> None:
         """A message to this process itself."""
-        if len(data) > nbytes:
-            raise SynclineError(f"{work.label}: a message of {len(data)} bytes does not fit a receive of {nbytes}")
+        if len(data) > into.nbytes:
+            raise SynclineError(f"{work.label}: a message of {len(data)} bytes does not fit a receive of {into.nbytes}")
         work.result = data
-        if place is not None:
-            place[: len(data)] = np.frombuffer(data, np.uint8)
+        if placed:
+            into[: len(data)] = np.frombuffer(data, np.uint8)
             work.result = len(data)
         self._finish(work)
 

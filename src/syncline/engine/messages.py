@@ -32,8 +32,8 @@ from .trace import Kind, Observer, Span, begin
 class TwoSided:
     """The runs of one process that send and receive; used from one thread.
 
-    Segments are of ``segment_bytes``, of which each run has up to ``window`` open; ``finish`` is called with a run when
-    all of its have finished.
+    An array is cut into segments of ``segment_bytes``, and each run has at most ``window`` of them open at a time.
+    ``finish`` is called with a run when all of its segments have finished.
     """
 
     def __init__(

@@ -5,7 +5,9 @@ is told when one is over, and the first fault, which is the same exception for a
 what a fault looks like to a user: that is the ``driver``'s. Of the transport it uses two words: whether it has anything
 left to do by itself (``idle``), and to ``wake`` whoever drives it.
 
-A monitor is that of C. A. R. Hoare, "Monitors: an operating system structuring concept", 1974.
+Its conditions are those of Python, and so of Mesa (B. W. Lampson and D. D. Redell, "Experience with processes and
+monitors in Mesa", 1980): a thread that is notified does not go on at once. What it waited for may have changed again by
+then, so it always looks at the condition once more.
 """
 
 from __future__ import annotations
@@ -36,7 +38,13 @@ class Wakes(Protocol):
 
 
 class Monitor:
-    """The state that threads share; ``driven`` is what the one among them that drives waits in."""
+    """The state that threads share; ``driven`` is what the one among them that drives waits in.
+
+    Every public field is written with the lock held, but for what the thread that drives takes out of ``inbox``. Each
+    may be read without it, as one value: ``error`` and ``ending`` never change back, whether ``driver`` is the thread
+    that asks is known to that thread alone, and what is put into ``inbox`` while it drives is followed by a ``wake``.
+    ``under_way`` may be another number a moment later. What depends on several of them is decided here.
+    """
 
     def __init__(self, driven: Wakes) -> None:
         self._driven = driven
@@ -45,6 +53,7 @@ class Monitor:
         self._wanted = threading.Condition(lock)  # something is to be done: for the progress thread
         self._told: dict[Work, Callable[[], None]] = {}  # who is told that a work is over
         self._tolerated = 0  # works that nobody waits for
+        self._explains = 0  # the thread that is to say what the first fault is; 0 when none is
         self.inbox: deque[Callable[[], None]] = deque()
         """What has been handed over, for the thread that drives."""
         self.under_way = 0
@@ -52,7 +61,9 @@ class Monitor:
         self.driver = 0
         """The thread that drives; 0 when none does."""
         self.error: Exception | None = None
-        """The first fault."""
+        """The first fault, as everybody gets it."""
+        self.failed = False
+        """Whether there is a fault, of which ``error`` may not be known yet."""
         self.ending = False
         """Whether there was a fault, or the end has come: nobody begins to drive any more."""
 
@@ -102,7 +113,7 @@ class Monitor:
                 self.under_way += 1
             self.inbox.append(task)
             if self.driver:
-                if len(self.inbox) == 1:  # else it has been woken, and looks again before it sleeps
+                if len(self.inbox) == 1:  # else it has been woken, and looks at all of it before it sleeps again
                     self._driven.wake()
             elif announce:
                 self._wanted.notify()
@@ -184,19 +195,29 @@ class Monitor:
 
     # The end.
 
-    def keep(self, error: Exception) -> bool:
-        """Keep a fault, without a word to anybody yet, unless it is not the first."""
-        with self._changed:
-            if self.error is not None:
-                return False
-            self.error = error
-            self.ending = True
-            return True
-
     def fail(self, error: Exception) -> None:
         """A fault: whoever waits here gets the first one."""
+        self.fail_first()
+        self.explain(error)
+
+    def fail_first(self) -> bool:
+        """A fault: nobody begins to drive any more. False where it is not the first.
+
+        The same thread has to ``explain`` it. Until then whoever waits goes on waiting: nobody gets anything else.
+        """
         with self._changed:
-            self.keep(error)
+            if self.failed:
+                return False
+            self.failed = self.ending = True
+            self._explains = threading.get_ident()
+            return True
+
+    def explain(self, error: Exception) -> None:
+        """What the fault is with which this thread was the first: whoever waits here gets it. Any other is dropped."""
+        with self._changed:
+            if self._explains != threading.get_ident():
+                return
+            self._explains, self.error = 0, error
             told, self._told = self._told, {}
             self._changed.notify_all()
             self._wanted.notify()

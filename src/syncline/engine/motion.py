@@ -28,7 +28,7 @@ class Carries(Protocol):
 
 
 class Motion:
-    """What has moved in one process. Used from the thread that drives, but for ``answer`` and ``allow``.
+    """What has moved in one process. Used from the thread that drives; ``answer``, ``allow`` and ``limit`` from any.
 
     ``waits`` says for whom this process waits, ``find_culprit`` searches who is to blame.
     """
@@ -47,20 +47,27 @@ class Motion:
         self._moves = self._looks = 0
         self._bytes = 0  # sent and received, when nothing had moved last
         self._shown = -ANEW  # how often it had been looked in vain when that was asked last
-        self.is_asked = False
-        """Whether somebody waits for this process to look again."""
         self._stall: Stall | None = None
         self.patience_s = self._look_s
         """How long the next look may last."""
 
     def allow(self, limit_s: float) -> None:
-        """Nothing may move for so long from now on, where that is longer than the limit of progress."""
+        """Let the limit of progress be at least that, from the next time on that nothing moves."""
         self.limit(max(self.limit_s, limit_s))
 
     def limit(self, limit_s: float) -> None:
-        """Nothing may move for so long and no longer, for threads that begin to look from now on."""
+        """The limit of progress, from the next stall on."""
         self.limit_s = limit_s
         self._look_s = min(_POLL_S, limit_s / LOOKS)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody waits for this process to look again.
+
+        It follows from what the thread that drives has counted and what ``answer`` has shown last. That thread may have
+        looked at it just before an answer, and sleep: so whoever answers wakes it afterwards (``Driver.answer``).
+        """
+        return self._looks < self._shown + ANEW
 
     def begin(self) -> None:
         """A thread begins to look."""
@@ -84,7 +91,6 @@ class Motion:
         Nothing should where nobody waits for what is under way.
         """
         self._looks += 1
-        self.is_asked = self._looks < self._shown + ANEW
         if not needed:
             self._stall = None
             self.patience_s = self._look_s
@@ -110,5 +116,4 @@ class Motion:
         moves, looks = self._moves, self._looks if looking else -1
         answer = Answer(self._waits(), moves, looks)
         self._shown = looks
-        self.is_asked = self._looks < self._shown + ANEW  # while another thread looks: then once too often, at worst
         return answer

@@ -1,6 +1,8 @@
-"""A plan under way over one array, and the segments that it is cut into: what ``messages`` carries out.
+"""A plan under way over one array, and the segments that ``messages`` cuts it into.
 
-A large array is cut into segments, each of which executes the whole plan on its own elements.
+A ``Run`` is what the exchange is given, whether it then goes by ``messages`` or in mapped memory (``memory``,
+``kept``), where compiled code counts the segments by itself. By messages a large array is cut into segments, each of
+which executes the whole plan on its own elements.
 """
 
 from __future__ import annotations

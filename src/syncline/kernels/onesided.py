@@ -343,7 +343,7 @@ def _wait(operation, state, peers, members, maps, operations, operands, lengths,
     if found == BLOCKED:
         _sleep(state, members, patience_ms)
         found = _met(operation, state, peers, members, maps, operations, operands, lengths)
-        if found == DONE:
+        if found == DONE:  # else the loop of the transport reads it
             read(np.int32(members[state[RANK], BELL]), state[BUFFER] + 8 * RUNG, 8)
     store(board, AWAKE)
     return found
@@ -364,9 +364,10 @@ def advance(
     A condition that does not hold is looked at for a moment, then ``spins`` times more, the core being offered to
     others in between, and is then slept for, each time for at most ``patience_ms``: 0 when there is something else to
     do. With ``spins`` of 0 it is not looked at again at all, with -1 for that moment only. It pauses after ``most``
-    operations.
+    operations, and after one that it was rung for: its own process rings, too, to have other things looked at.
     """
     count = operations.shape[0]
+    store(state[BUFFER] + 8 * RUNG, 0)
     while state[SEGMENT] < state[SEGMENTS]:
         if most <= 0:
             return PAUSED
@@ -383,6 +384,8 @@ def advance(
             )  # fmt: skip
             if found != DONE:
                 return found
+            if load(state[BUFFER] + 8 * RUNG) != 0:
+                most = 0
             for i in range(operations[operation, SOURCES], operations[operation, TARGETS + 1]):
                 if operands[i] >= 0:
                     state[WAITS_FOR] = operands[i]
