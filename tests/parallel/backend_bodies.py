@@ -42,11 +42,12 @@ def grouped(place: Place, backend: str, **options: Any) -> Iterator[int]:
 
 def leave_together(store: dist.Store, rank: int, world: int) -> None:
     """Gloo may wait for ever for what it was sending when the other end closed: no rank goes before all have done."""
+    limit = timedelta(seconds=60)  # however long one has waited for what the other could not send
     store.set(f"done {rank}", "")
-    store.wait([f"done {other}" for other in range(world)])
+    store.wait([f"done {other}" for other in range(world)], limit)
     store.set(f"left {rank}", "")
     if rank == 0:  # the store is its
-        store.wait([f"left {other}" for other in range(world)])
+        store.wait([f"left {other}" for other in range(world)], limit)
 
 
 def build(seed: int) -> torch.nn.Module:
