@@ -37,7 +37,13 @@ def grouped(place: Place, backend: str, **options: Any) -> Iterator[int]:
     yield rank
     if backend == "gloo":
         leave_together(options["store"], rank, world)
+        _kept.append(dist.group.WORLD)
     dist.destroy_process_group()
+
+
+_kept: list[Any] = []
+"""Groups over Gloo, as long as the process lasts: what ends one holds the interpreter lock and waits for its threads,
+one of which may need the lock to let go of a work of DistributedDataParallel's."""
 
 
 def leave_together(store: dist.Store, rank: int, world: int) -> None:
