@@ -27,14 +27,14 @@ def need(*packages: str) -> None:
             pytest.skip(f"{package} is not installed: make test-all installs it", allow_module_level=True)
 
 
-def run(*arguments: Any, status: int = 0, **environment: str) -> str:
+def run(*arguments: Any, status: int = 0, limit_s: float = LIMIT_S, **environment: str) -> str:
     """Run Python with ``arguments`` in a process of its own; what it has printed, when it has ended as expected."""
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("SYNCLINE_STRATEGY", "HF_"))}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=limit_s,
         env=alone
         | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", "SYNCLINE_SECRET": "a secret"}
         | environment,
