@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import atexit
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,6 +21,7 @@ from array_bodies import Place, batch, joined, said
 import syncline
 import syncline.errors
 import syncline.jax
+from syncline.frameworks._flat import FlatModel
 from syncline.frameworks.jax import _trees
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -102,10 +108,62 @@ def unwaited(place: Place, steps: int) -> Any:
     with joined(place, "ring"):
         params = begun()
         under_way = not all(leaf.is_ready() for leaf in jax.tree.leaves(params))
-    index, processes, address = place
-    syncline.init("ring", rank=index, world_size=processes, address=address)
+    _begin_at_exit(place)
     begun()
     return under_way, plain(params), alone("adam", steps)
+
+
+def _begin_at_exit(place: Place) -> None:
+    """Join a run that ends with the process, which says then how many steps were made."""
+    models: list[Any] = []
+    atexit.register(lambda: print("steps", *(one.steps for one in models)))
+    index, processes, address = place
+    syncline.init("ring", rank=index, world_size=processes, address=address)
+    enter = FlatModel.__init__
+
+    def noted(model: Any, *arguments: Any, **keywords: Any) -> None:
+        models.append(model)
+        enter(model, *arguments, **keywords)
+
+    FlatModel.__init__ = noted  # type: ignore[method-assign]
+
+
+def unread(place: Place, steps: Sequence[int], where: str) -> None:
+    """So many steps of each rank, whose results nobody has, on the first of its devices, the last, or all of them."""
+    _begin_at_exit(place)
+    devices = jax.devices()
+    mesh = jax.sharding.Mesh(np.array(devices), "all")
+    places = {
+        "first": devices[0],
+        "last": devices[-1],
+        "all": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()),
+    }
+    params = jax.device_put(syncline.jax.broadcast(model()), places[where])
+    made = syncline.jax.distributed(optax.sgd(0.1))
+    state = jax.device_put(made.init(params), places[where])
+    step = jax.jit(lambda params, state, x, y: step_of(made)(params, state, x + _later(x), y))
+    for number in range(steps[place[0]]):
+        x, y = jax.device_put(batch(number, syncline.rank(), syncline.world_size()), places[where])
+        params, state = step(params, state, x, y)
+
+
+def forked(place: Place, steps: int) -> int:
+    """The status of a child that is forked in a run and ends as processes do."""
+    with joined(place, "ring"):
+        params, made, state = begin("sgd")
+        for number in range(steps):
+            params, state = step_of(made)(params, state, *batch(number, syncline.rank(), syncline.world_size()))
+        jax.block_until_ready(params)
+        child = os.fork()
+        if not child:
+            sys.exit(0)
+        deadline = time.monotonic() + 30
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not ended[0]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        return ended[0]
 
 
 def _later(x: Any) -> Any:

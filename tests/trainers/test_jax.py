@@ -60,7 +60,26 @@ def test_steps_that_no_rank_waits_for_are_made_before_the_end(tmp_path: Path) ->
     assert any(under_way for under_way, _, _ in made.found())
     for _, params, wanted in made.results:
         check_near(params, wanted, "after the end")
-    assert not "".join(made.printed)
+    assert made.printed == [f"steps {STEPS}\n"] * WORKERS
+
+
+@pytest.mark.parametrize("where", ["first", "last", "all"])
+def test_steps_whose_results_nobody_has_are_made_on_any_device(tmp_path: Path, where: str) -> None:
+    made = ranks(tmp_path, "jax_bodies.unread", 2, [4, 4], where, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    made.found()
+    assert made.printed == ["steps 4\n"] * 2
+
+
+def test_a_step_that_fails_and_that_nobody_reads_is_told_at_the_end(tmp_path: Path) -> None:
+    """One rank makes a step more than the other."""
+    made = ranks(tmp_path, "jax_bodies.unread", 2, [3, 2], "first")
+    assert made.statuses[0] != 0
+    assert "syncline: ended: " in made.printed[0]
+    assert "rank 1" in made.printed[0]
+
+
+def test_a_child_that_is_forked_ends(tmp_path: Path) -> None:
+    assert all(ranks(tmp_path, "jax_bodies.forked", 2, 2).found())
 
 
 def test_the_mean_goes_to_an_optimizer_of_the_script_in_one_computation(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ log = logging.getLogger("syncline")
 COMPILE_S = 600.0
 """How long the compiler, or the linker, may take."""
 
-TOGETHER: Final = ("arrays", "beats", "onesided", "passes", "streams")
+TOGETHER: Final = ("arrays", "beats", "onesided", "passes", "shares", "streams")
 """The modules of this folder that nearly every run needs: whoever needs one has all of them compiled at once."""
 
 COMPILING: Final = "SYNCLINE_COMPILING"

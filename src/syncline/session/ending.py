@@ -127,6 +127,10 @@ class Ending:
         if self.watcher is not None and self.watcher.failure is not None:
             self.watcher.came_back()
 
+    def reached_nobody(self) -> None:
+        """An error has reached a thread that is no user's, and is raised at the end if not before."""
+        self.known = False
+
     @property
     def verdict(self) -> Exception | None:
         """Who failed first, as far as is known here."""

@@ -11,7 +11,6 @@ told when the function is registered.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from ...errors import UsageError
 from ...kernels.calls import MAJOR, MINOR
 from .._threads import keep_state
-from ._ending import wait_for_computations
+from ._ending import wait_at_exit
 
 Array = NDArray[Any]
 Function = Callable[[list[Array], list[Array]], None]
@@ -76,7 +75,7 @@ class Calls:
         with self._lock:
             if self._handler is None:
                 self._handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(_handle)
-                atexit.register(wait_for_computations)
+                wait_at_exit()
                 _register(_NAME, self._handler)
             made = Call(next(self._numbers), function, _described(arguments), _described(results))
             self._known[made.number] = made

@@ -32,7 +32,7 @@ from .._served import serve_model
 from ._buckets import PUT, TAKE, TOKEN, Buckets
 from ._calls import Array, Call, calls, invoke, invoke_code
 from ._devices import device_of_owners, shared
-from ._ending import wait_for_computations
+from ._ending import unseen, wait_for_steps
 from ._slices import OptaxSlices, outline, probe
 from ._trees import devices_of, host, is_traced, named, placed, specs_of, told_to_all
 from ._weights import SynclineState, TreeWeights, fresh, given, state_of
@@ -100,7 +100,7 @@ class Run:
         session.barrier()  # nobody goes on from parameters that are not everyone's
         self._forget()
         self._lay_out(model)
-        session.member.before_end.append(wait_for_computations)
+        session.member.before_end.append(partial(wait_for_steps, session))
         return fresh(self.number, self._inner(params))
 
     def _look_at(self, params: Any) -> None:
@@ -162,15 +162,17 @@ class Run:
         if self._devices == 1:
             after = model.gradients.flat if model.held is None or not self._held else model.held.flat
             self._buckets = Buckets(model, [tensors for tensors, _ in self._starts], after)
-            self._begin = calls.make(self._begun, [_STEP], [TOKEN])
-            self._end = calls.make(self._ended, [TOKEN], [TOKEN])
+            self._begin = calls.make(unseen(self._session, self._begun), [_STEP], [TOKEN])
+            self._end = calls.make(unseen(self._session, self._ended), [TOKEN], [TOKEN])
         if self._periodic:
             self._ask = self._call(self._asked, [], [_STEP])
             self._own = self._call(self._made_alone, every, [])
             self._meet = self._call(self._averaged, [*every, *every], every)
 
     def _call(self, function: Callable[..., None], arguments: Sequence[Any], results: Sequence[Any]) -> Call:
-        return calls.make(shared(function, self._devices), [_STEP, *arguments], [_STEP, *results])
+        return calls.make(
+            unseen(self._session, shared(function, self._devices)), [_STEP, *arguments], [_STEP, *results]
+        )
 
     # Under jit.
 
