@@ -148,7 +148,7 @@ def unread(place: Place, steps: Sequence[int], where: str) -> None:
 
 
 def forked(place: Place, steps: int) -> int:
-    """The status of a child that is forked in a run and ends as processes do."""
+    """The number of a child that is forked in a run and ends; 0 where it has not within half a minute."""
     with joined(place, "ring"):
         params, made, state = begin("sgd")
         for number in range(steps):

@@ -11,7 +11,7 @@ from .native import view
 
 @inner
 def multiply(code, into, source, n, share):
-    """``n`` elements of ``passes.CODES`` at an address, times ``share`` in their type, to another; as NumPy rounds."""
+    """``n`` elements of ``passes.CODES`` at an address, times ``share`` in their type, to another."""
     if code == 0:
         single, factor = view(source, np.float32(0), n), np.float32(share)
         places = view(into, np.float32(0), n)
