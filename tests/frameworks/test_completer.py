@@ -10,7 +10,7 @@ import pytest
 from torch.futures import Future
 
 from syncline.frameworks.torch.distributed import works
-from syncline.frameworks.torch.distributed.works import Completer
+from syncline.frameworks.torch.distributed.works import Completer, Promise
 
 LIMIT_S = 20.0
 
@@ -40,10 +40,10 @@ class Stub:
 
 def added(to: Completer, work: Stub) -> tuple[Future[Any], threading.Event]:
     """A future of the work, and what is set when it is completed."""
-    future, completed = Future[Any](), threading.Event()
-    future.add_done_callback(lambda _: completed.set())
-    to.add(work, future)  # type: ignore[arg-type]
-    return future, completed
+    promise, completed = Promise(), threading.Event()
+    promise.future.add_done_callback(lambda _: completed.set())
+    to.add(work, promise)  # type: ignore[arg-type]
+    return promise.future, completed
 
 
 class Watched(threading.Condition):
@@ -82,25 +82,25 @@ def test_a_work_that_ends_while_a_thread_is_about_to_leave_is_completed(complete
 def test_a_time_limit_is_kept_while_all_threads_call_back(completer: tuple[Completer, Watched]) -> None:
     ours, watched = completer
     first, late = Stub(), Stub(timeout_s=0.3)
-    future, failed, seen = Future[Any](), threading.Event(), list[bool]()
+    promise, failed, seen = Promise(), threading.Event(), list[bool]()
     called = threading.Event()
 
     def waits_for_the_other(_: object) -> None:
         seen.append(failed.wait(LIMIT_S))
         called.set()
 
-    future.add_done_callback(waits_for_the_other)
-    ours.add(first, future)  # type: ignore[arg-type]
+    promise.future.add_done_callback(waits_for_the_other)
+    ours.add(first, promise)  # type: ignore[arg-type]
     assert watched.waits.acquire(timeout=LIMIT_S)  # the only thread has nothing to do
-    other = Future[Any]()
-    other.add_done_callback(lambda _: failed.set())
+    other = Promise()
+    other.future.add_done_callback(lambda _: failed.set())
     ours.add(late, other)  # type: ignore[arg-type]
     assert watched.waits.acquire(timeout=LIMIT_S)
     first.end()
     assert called.wait(LIMIT_S + 10)
     assert seen == [True]
-    with pytest.raises(TimeoutError, match="its time is over"):
-        other.value()
+    with pytest.raises(RuntimeError, match="TimeoutError: its time is over"):
+        other.future.value()
 
 
 def test_many_futures_at_once_start_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +127,9 @@ def test_where_no_thread_can_be_started_futures_are_completed_all_the_same(
 
     ours, watched = completer
     work, later, last = Stub(), Stub(), Stub()
-    future, calling, enough = Future[Any](), threading.Event(), threading.Event()
-    future.add_done_callback(lambda _: (calling.set(), enough.wait(LIMIT_S)))
-    ours.add(work, future)  # type: ignore[arg-type]
+    promise, calling, enough = Promise(), threading.Event(), threading.Event()
+    promise.future.add_done_callback(lambda _: (calling.set(), enough.wait(LIMIT_S)))
+    ours.add(work, promise)  # type: ignore[arg-type]
     assert watched.waits.acquire(timeout=LIMIT_S)
     _, completed = added(ours, later)
     with monkeypatch.context() as patched:

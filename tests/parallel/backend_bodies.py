@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -312,14 +313,110 @@ def unattended(line: Connection, place: Place) -> None:
         line.send(found)
 
 
-def dies(_: Connection, place: Place) -> None:
-    """Rank 1 is gone in the middle of the others' collectives."""
+def loses_one(_: Connection, place: Place, use: str, fault: str, strategy: str) -> None:
+    """Rank 1 is lost in the fourth step of what the others go on with for ever."""
+    os.environ["SYNCLINE_STRATEGY"] = strategy
     with grouped(place, "syncline") as rank:
-        dist.barrier()
-        if rank == 1:
-            os._exit(3)
-        while True:
-            dist.all_reduce(torch.zeros(1000))
+        step = USES[use](rank)
+        for number in range(1_000_000):
+            if rank == 1 and number == 3:
+                lose(fault)
+            step()
+
+
+def lose(fault: str) -> None:
+    if fault == "raises":
+        raise ValueError("the data of this rank are spoilt")
+    if fault == "exits":
+        os._exit(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trained(model: torch.nn.Module) -> Callable[[], None]:
+    update = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        update.zero_grad()
+        model(torch.ones(4, 7)).square().mean().backward()
+        update.step()
+
+    return step
+
+
+def replicated(hook: bool = False, **options: Any) -> Callable[[], None]:
+    layers = (torch.nn.Linear(7, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.01, **options)
+    if hook:
+        model.register_comm_hook(syncline.hook_state("codec=int8"), syncline.comm_hook)
+    return trained(model)
+
+
+def fully_sharded() -> Callable[[], None]:
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")  # torch's own, of its own names
+    return trained(fully_shard(torch.nn.Linear(7, 33), mesh=init_device_mesh("cpu", (dist.get_world_size(),))))
+
+
+def distributed_tensor() -> Callable[[], None]:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def step() -> None:
+        whole = distribute_tensor(torch.ones(9, 5), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+        assert float(whole.to_local().sum()) == 45
+
+    return step
+
+
+def begun(then: Callable[[dist.Work], Any]) -> Callable[[int], Callable[[], None]]:
+    """Every collective that goes on behind the script, and how its end is waited for."""
+
+    def prepare(rank: int) -> Callable[[], None]:
+        world = dist.get_world_size()
+
+        def step() -> None:
+            table, row = torch.zeros(world, 5000), torch.ones(5000)
+            rows = list(table.unbind())
+            for work in (
+                dist.all_reduce(torch.ones(500_000), async_op=True),
+                dist.broadcast(row, 0, async_op=True),
+                dist.all_gather(rows, row, async_op=True),
+                dist.all_gather_into_tensor(table, row, async_op=True),
+                dist.reduce(row, 0, async_op=True),
+                dist.reduce_scatter_tensor(row, table, async_op=True),
+                dist.all_to_all_single(table, torch.ones_like(table), async_op=True),
+                dist.gather(row, rows if rank == 0 else None, 0, async_op=True),
+                dist.scatter(row, rows if rank == 0 else None, 0, async_op=True),
+                dist.barrier(async_op=True),
+            ):
+                then(work)
+
+        return step
+
+    return prepare
+
+
+def called_back(work: dist.Work) -> None:
+    """A callback that takes the value, as hooks of DistributedDataParallel do."""
+    work.get_future().then(lambda future: future.value()).wait()
+
+
+USES: dict[str, Callable[[int], Callable[[], None]]] = {
+    "all_reduce": lambda _: lambda: dist.all_reduce(torch.zeros(1000)),
+    "DDP": lambda _: replicated(),
+    "DDP static graph": lambda _: replicated(static_graph=True, gradient_as_bucket_view=True),
+    "DDP unused": lambda _: replicated(find_unused_parameters=True),
+    "DDP hook": lambda _: replicated(hook=True),
+    "FSDP2": lambda _: fully_sharded(),
+    "DTensor": lambda _: distributed_tensor(),
+    "works": begun(lambda work: work.wait()),
+    "futures": begun(lambda work: work.get_future().wait()),
+    "callbacks": begun(called_back),
+}
+"""What a step is, by what of torch is used in it; each is called with the rank and gives one step."""
 
 
 def makes_groups_again(line: Connection, place: Place, strategy: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -151,12 +152,21 @@ def test_sums_that_nobody_attends_to_are_right(pool: Pool, address: str) -> None
         assert group.results() == [[[3.0, 9.0, 3.0]] * 30] * 3
 
 
-def test_a_process_that_dies_is_named(pool: Pool, address: str) -> None:
-    with pool.start(bodies.dies, everyone(3, address)) as group:
-        assert group.end() == [1, 3, 1]
+@pytest.mark.parametrize(
+    ("use", "fault", "strategy"),
+    [(use, "is killed", f"ring transport={transport}") for use in bodies.USES for transport in ("shm", "tcp")]
+    + [(use, fault, "") for use in ("all_reduce", "DDP", "DDP hook") for fault in ("raises", "exits")],
+)
+def test_a_rank_that_is_lost_is_named_by_all_others(
+    pool: Pool, address: str, use: str, fault: str, strategy: str
+) -> None:
+    """Nobody dies of it: C++ of torch that waits for a future gets an error, and no value that is none."""
+    with pool.start(bodies.loses_one, everyone(3, address, use, fault, strategy)) as group:
+        lost = {"is killed": -signal.SIGKILL, "raises": 1, "exits": 3}[fault]
+        assert group.end() == [1, lost, 1], "\n".join(map(str, group.ranks))
         for rank in (group.ranks[0], group.ranks[2]):
             assert "rank 1 (" in rank.printed()
-            assert "died" in rank.printed()
+            assert ("the data of this rank are spoilt" if fault == "raises" else "died") in rank.printed()
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

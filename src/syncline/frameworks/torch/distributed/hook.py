@@ -33,6 +33,7 @@ from ....strategy.words import AUTO, NONE
 from .carrier import Carrier
 from .compressed import CompressedBucket
 from .lanes import Lanes
+from .works import Promise
 
 
 class HookState:
@@ -75,9 +76,9 @@ class HookState:
         if self._lanes is None:
             self._lanes = Lanes(group)
         known = self._known(self._lanes, bucket.index(), parameters, buffer, step)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        self._lanes.add(bucket.index(), partial(self._reduce, known, buffer, future))
-        return future
+        promise = Promise()
+        self._lanes.add(bucket.index(), partial(self._reduce, known, buffer, promise))
+        return promise.future
 
     def _known(
         self, lanes: Lanes, index: int, parameters: Sequence[torch.Tensor], buffer: torch.Tensor, step: int
@@ -101,7 +102,7 @@ class HookState:
         self,
         bucket: CompressedBucket,
         buffer: torch.Tensor,
-        future: torch.futures.Future[torch.Tensor],
+        promise: Promise,
         carrier: Carrier,
     ) -> None:
         """Reduce a bucket, in its lane; what goes wrong goes to the future, and to those of all later buckets."""
@@ -111,10 +112,9 @@ class HookState:
             bucket.reduce(buffer, carrier)
         except Exception as error:
             self._failed = self._failed or error
-            named = bucket.named(error)
-            future.set_exception(named)  # type: ignore[arg-type]
+            promise.set_exception(bucket.named(error))
         else:
-            future.set_result(buffer)
+            promise.set_result(buffer)
 
     # Checkpoints.
 

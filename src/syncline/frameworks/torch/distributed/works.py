@@ -92,12 +92,13 @@ class GroupWork(TorchWork):
         """A future of the tensors."""
         with self._lock:
             if self._future is None:
-                future = Future[Any]()
                 if self.is_success():
-                    future.set_result(self._outputs)
+                    self._future = Future[Any]()
+                    self._future.set_result(self._outputs)
                 else:
-                    self._completer.add(self, future)
-                self._future = future
+                    promise = Promise()
+                    self._completer.add(self, promise)
+                    self._future = promise.future
             return self._future
 
     @property
@@ -112,6 +113,34 @@ class GroupWork(TorchWork):
         return self._outputs
 
 
+class Promise:
+    """A ``future`` that is completed later, with a result or with an error.
+
+    torch's ``set_exception`` keeps the error as the value and raises it in Python alone. The C++ of
+    DistributedDataParallel takes the value for a list of tensors, and the process dies. Only an error that a callback
+    raises becomes an error of the future in C++ too, so ``future`` is what a callback makes of what is told.
+    """
+
+    def __init__(self) -> None:
+        self._told: Future[Any] = Future()
+        self.future: Future[Any] = self._told.then(_raise_or_return)
+
+    def set_result(self, result: Any) -> None:
+        """Complete the future."""
+        self._told.set_result((result, None))
+
+    def set_exception(self, error: Exception) -> None:
+        """Fail the future: waiting for it raises a RuntimeError with the text of ``error``."""
+        self._told.set_result((None, error))
+
+
+def _raise_or_return(told: Future[Any]) -> Any:
+    result, error = told.value()
+    if error is not None:
+        raise error
+    return result
+
+
 class Completer:
     """Completes futures, each once its work is done or its time is over, whatever others wait for.
 
@@ -121,32 +150,32 @@ class Completer:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._open: dict[Future[Any], tuple[GroupWork, float]] = {}  # futures of works under way: until when
-        self._over: deque[tuple[GroupWork, Future[Any]]] = deque()
+        self._open: dict[Promise, tuple[GroupWork, float]] = {}  # of works under way: until when
+        self._over: deque[tuple[GroupWork, Promise]] = deque()
         self._looks: dict[threading.Thread, float] = {}  # when each thread with nothing to do looks at the time next
 
-    def add(self, work: GroupWork, future: Future[Any]) -> None:
-        """Complete ``future`` when ``work`` is done, or fail it when the run has ended or the work's time is over."""
+    def add(self, work: GroupWork, promise: Promise) -> None:
+        """Complete ``promise`` when ``work`` is done, or fail it when the run has ended or the work's time is over."""
         assert work.work is not None
         deadline = time.monotonic() + work.timeout_s
         with self._changed:
             if not self._looks or deadline < min(self._looks.values()):
                 self._call()
-            self._open[future] = work, deadline
-        work.engine.when_over(work.work, partial(self._ended, future))
+            self._open[promise] = work, deadline
+        work.engine.when_over(work.work, partial(self._ended, promise))
 
-    def _ended(self, future: Future[Any]) -> None:
-        """The work of a future is done, or never will be; called by the thread that drives."""
+    def _ended(self, promise: Promise) -> None:
+        """The work of a promise is done, or never will be; called by the thread that drives."""
         with self._changed:
-            if (found := self._open.pop(future, None)) is None:
+            if (found := self._open.pop(promise, None)) is None:
                 return
-            self._over.append((found[0], future))
+            self._over.append((found[0], promise))
             try:
                 self._call()
                 return
             except RuntimeError:  # no thread can be started any more: then here, rather than never
                 self._over.pop()
-        _settle(found[0], future)
+        _settle(found[0], promise)
 
     def _call(self) -> None:
         """Let a thread look, one more where all are calling back."""
@@ -161,15 +190,15 @@ class Completer:
         while (found := self._next()) is not None:
             _settle(*found)
 
-    def _next(self) -> tuple[GroupWork, Future[Any]] | None:
+    def _next(self) -> tuple[GroupWork, Promise] | None:
         """Wait for a work that has ended, or whose time has; None when there has been nothing to do for long."""
         here = threading.current_thread()
         with self._changed:
             try:
                 while not self._over:
                     now = time.monotonic()
-                    late = [future for future, (_, deadline) in self._open.items() if now >= deadline]
-                    self._over.extend((self._open.pop(future)[0], future) for future in late)
+                    late = [promise for promise, (_, deadline) in self._open.items() if now >= deadline]
+                    self._over.extend((self._open.pop(promise)[0], promise) for promise in late)
                     if late:
                         break
                     self._looks[here] = look = self._due(now + _STAYS_S)
@@ -189,11 +218,11 @@ class Completer:
         return min((deadline for _, deadline in self._open.values()), default=otherwise)
 
 
-def _settle(work: GroupWork, future: Future[Any]) -> None:
+def _settle(work: GroupWork, promise: Promise) -> None:
     """Complete the future of a work that has ended, or whose time is over."""
     try:
         outputs = work.outcome()
     except Exception as error:
-        future.set_exception(error)
+        promise.set_exception(error)
     else:
-        future.set_result(outputs)
+        promise.set_result(outputs)
