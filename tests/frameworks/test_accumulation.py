@@ -400,3 +400,58 @@ def test_a_pass_that_began_before_the_end_of_the_run_goes_on_alone(group: Any) -
     loss_of(model(batch(0))).backward()
     for found in on_group(group, "ring", 2, sgd, body):
         close(found, gradients(model))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_gradients_that_are_not_zeroed_are_added_to_as_on_one_worker(group: Any, strategy: str, workers: int) -> None:
+    """Also under ``no_sync``, after a halving by the script, and where a later step begins with zeros."""
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(6):
+            if step in (3, 5):
+                here.optimizer.zero_grad(set_to_none=step == 3)
+            mine = here.share(batch(step, 12))
+            if step == 1:
+                with torch.no_grad():
+                    for parameter in here.model.parameters():
+                        parameter.grad *= 0.5
+            if step == 2:
+                with here.no_sync():
+                    loss_of(here.model(mine)).backward()
+            loss_of(here.model(mine)).backward()
+            here.optimizer.step()
+        return weights(here.model)
+
+    same_as_alone(group, strategy, workers, sgd, body)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("ps(servers=1) codec=int8", "do not have them"),
+        ("ps(servers=1) schedule=priority", "do not have them"),
+        ("ps(servers=1)", "do not count as much"),
+        ("ps(servers=2, on=workers)", "do not count as much"),
+    ],
+)
+def test_gradients_that_are_not_zeroed_are_refused_where_the_share_of_them_is_not_known(
+    group: Any, strategy: str, why: str
+) -> None:
+    def body(here: Here) -> None:
+        for step in range(2):
+            loss_of(here.model(batch(step, 5 + here.rank * step))).backward()
+            here.optimizer.step()
+
+    with pytest.raises(GradientError, match=f"was not zeroed after the last step, .*{why}"):
+        on_group(group, strategy, 2, sgd, body)
+
+
+def test_without_a_forward_pass_gradients_have_to_be_zeroed_under_servers(group: Any) -> None:
+    def body(here: Here) -> None:
+        for step in range(2):
+            loss_of(torch.nn.Sequential.forward(here.model, here.share(batch(step)))).backward()
+            here.optimizer.step()
+
+    with pytest.raises(GradientError, match="no forward pass of the model came before"):
+        on_group(group, "ps(servers=1)", 2, sgd, body, weight=1.0)

@@ -37,6 +37,7 @@ def test_the_optimizers_state_is_that_of_one_worker(group: Any, strategy: str, o
     wanted = alone(making(optimizer), body)
     for found in on_group(group, strategy, 2, making(optimizer), body):
         same_state(found, wanted)
+        assert list(found["state"]) == list(wanted["state"])
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
@@ -191,3 +192,54 @@ def test_one_rank_may_save_alone_from_servers(group: Any, strategy: str) -> None
         return copy.deepcopy(here.optimizer.state_dict())
 
     same_state(on_group(group, strategy, 2, making("adam"), body)[1], alone(making("adam"), first))
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """As schedule-free SGD: weights are another mean of the same two sequences in training than in evaluation."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "beta": 0.9, "training": True, "step": 0})
+
+    def train(self) -> None:
+        self._turn(True, lambda beta: 1 - beta)
+
+    def eval(self) -> None:
+        self._turn(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def _turn(self, training: bool, weight: Any) -> None:
+        for group in self.param_groups:
+            for tensor in group["params"] if group["training"] is not training else ():
+                if "z" in self.state[tensor]:
+                    tensor.lerp_(self.state[tensor]["z"], weight(group["beta"]))
+            group["training"] = training
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            assert group["training"]
+            group["step"] += 1
+            for tensor in group["params"]:
+                z = self.state[tensor].setdefault("z", tensor.clone())
+                tensor.lerp_(z, 1 / group["step"])
+                tensor.sub_(group["lr"] * (1 - group["beta"]) * tensor.grad)
+                z.sub_(group["lr"] * tensor.grad)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_that_has_other_weights_in_evaluation_trains_as_alone(group: Any, strategy: str) -> None:
+    def make(index: int) -> Any:
+        model = mlp(index)
+        return model, ScheduleFree(model.parameters())
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        optimizer: Any = here.optimizer
+        evaluated = {}
+        for epoch in range(3):
+            optimizer.train()
+            train(here, range(2 * epoch, 2 * epoch + 2))
+            optimizer.eval()
+            evaluated |= {f"{epoch}.{name}": value.clone() for name, value in weights(here.model).items()}
+        return evaluated
+
+    same_as_alone(group, strategy, 2, make, body)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from toy import STRATEGIES, close, fill, mlp, on_group, same_as_alone, weights
 
-from syncline.errors import MismatchError, UsageError
+from syncline.errors import MismatchError, SynclineError, UsageError
 from syncline.frameworks.torch import Options, prepare
 from syncline.frameworks.torch.shard import probe
+from syncline.strategy.strategy import Strategy
 
 
 def normalised(seed: int) -> torch.nn.Module:
@@ -234,3 +235,122 @@ def test_the_users_step_hooks_run_once_per_step_and_never_in_the_probe(group: An
 
     on_group(group, "ps(servers=2, on=workers)", 2, make, body)
     assert calls == [1, 1]
+
+
+class Counting(torch.optim.Optimizer):
+    """Moves by the rate times a count of steps that it keeps in its groups, and lets the rate decay there."""
+
+    def __init__(self, params: Any, lr: float = 0.1, decay: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            group["step"] += 1
+            for tensor in group["params"]:
+                tensor.sub_(group["lr"] * group["step"] * tensor.grad)
+            group["lr"] *= group["decay"]
+
+
+class Normalised(Counting):
+    """By the norm of all gradients of all groups."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        norm = sum(tensor.grad.square().sum() for tensor in tensors) ** 0.5
+        for tensor in tensors:
+            tensor.sub_(self.param_groups[0]["lr"] * tensor.grad / norm)
+
+
+class Estimating(Counting):
+    """Keeps in its groups what it has learnt of all gradients, as Prodigy does."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            group["seen"] = group.get("seen", 0.0) + float(sum(one.grad.abs().sum() for one in group["params"]))
+            for tensor in group["params"]:
+                tensor.sub_(group["lr"] / (1 + group["seen"]) * tensor.grad)
+
+
+def two_groups(model: torch.nn.Module, made: type[Counting]) -> torch.optim.Optimizer:
+    return made([{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": 0.05}])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("made", [Counting, Estimating])
+@pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=2)", "ps(on=workers)", "ps(servers=2, on=workers)"])
+def test_what_an_optimizer_counts_in_its_groups_advances_and_is_told(
+    group: Any, strategy: str, made: type[Counting]
+) -> None:
+    """Between steps the script changes one of the values, and a scheduler the rate."""
+
+    def make(index: int) -> Any:  # noqa: ARG001
+        model = mlp()
+        return model, two_groups(model, made)
+
+    def body(here: Any) -> dict[str, torch.Tensor]:
+        told = []
+        for step in range(6):
+            here.optimizer.zero_grad()
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            here.model(here.share(x)).square().sum(1).mean().backward()
+            here.optimizer.step()
+            if step == 2:
+                here.optimizer.param_groups[1]["lr"] = 0.04
+            if step == 3:
+                here.optimizer.load_state_dict(here.optimizer.state_dict())
+            told += [value for one in here.optimizer.param_groups for key, value in one.items() if key != "params"]
+        said = [float(value) for value in told]
+        return weights(here.model) | {"told": torch.tensor(said, dtype=torch.float64)}
+
+    owners = Strategy.parse(strategy).roles
+    assert owners is not None
+    if made is Estimating and owners.owners > 1:
+        assert "Estimating" in refused(group, lambda: make(0), strategy=strategy)
+    else:
+        same_as_alone(group, strategy, 2, make, body)
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=2)", "ps(servers=2, on=workers)"])
+def test_an_optimizer_that_couples_tensors_is_refused_where_owners_are_several(group: Any, strategy: str) -> None:
+    def make() -> Any:
+        model = mlp()
+        return model, two_groups(model, Normalised)
+
+    assert "Normalised cannot run" in refused(group, make, strategy=strategy)
+
+
+@pytest.mark.parametrize("word", ["sync=asp", "sync=ssp(staleness=1)", "schedule=priority"])
+def test_where_workers_cannot_all_be_told_a_value_that_advances_is_refused(group: Any, word: str) -> None:
+    def make() -> Any:
+        model = mlp()
+        return model, two_groups(model, Counting)
+
+    text = refused(group, make, strategy=f"ps(servers=1) {word}")
+    assert "changes 'lr' of its parameter group 0 itself" in text
+
+
+def test_a_value_that_first_changes_later_is_an_error(group: Any) -> None:
+    class Late(Counting):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # noqa: ARG002
+            for one in self.param_groups:
+                for tensor in one["params"]:
+                    state = self.state[tensor]
+                    state["count"] = state.get("count", 0) + 1
+                    if state["count"] == 5:
+                        one["lr"] = 0.01
+
+    def make(index: int) -> Any:  # noqa: ARG001
+        model = mlp()
+        return model, two_groups(model, Late)
+
+    def body(here: Any) -> None:
+        for _ in range(7):
+            here.optimizer.zero_grad()
+            here.model(torch.ones(3, 4, dtype=torch.float64)).sum().backward()
+            here.optimizer.step()
+
+    with pytest.raises(SynclineError, match="changed 'lr' of a parameter group itself, from 0.1 to 0.01"):
+        on_group(group, "ps(servers=1)", 2, make, body)

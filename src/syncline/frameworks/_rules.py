@@ -161,6 +161,10 @@ class Sliced:
             gradient = held.gradient if scale == 1.0 else held.gradient * held.gradient.dtype.type(scale)
             self._optimizer.update(held.weights, gradient, state)
 
+    def advanced(self) -> Groups:
+        """Nothing: such an optimizer is refused before."""
+        return []
+
     def state(self) -> list[State]:
         """What it keeps."""
         return [said(state) for state in self._states]

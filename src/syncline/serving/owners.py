@@ -22,7 +22,7 @@ from .protocol import Kind, Release, Request
 from .records import Record, pack, unpack
 from .relaying import Leaving
 from .server import REPLY_BYTES, REQUEST_BYTES, check_values
-from .shard import Shard, Values
+from .shard import Holding, Shard, Values
 from .traffic import Traffic
 from .updating import Update, Updating
 
@@ -75,12 +75,20 @@ class Owners(Protocol):
         """What is done when this process has updated what it owns of a bucket, behind its push."""
         ...
 
+    def advanced(self) -> list[Record]:
+        """The group values that the optimizer itself has changed, from all owners (``Shard.advanced``)."""
+        ...
+
     def state(self) -> list[Record]:
         """The optimizer's state from all owners."""
         ...
 
     def kept(self) -> list[Record] | None:
         """The state of what this process owns itself, None when that is nothing; asks nobody."""
+        ...
+
+    def held(self) -> Sequence[Holding]:
+        """What this process owns itself, where the gradients of all are summed in its own."""
         ...
 
     def load(self, records: list[Record]) -> None:
@@ -212,9 +220,17 @@ class LocalOwners:
         """They go in step."""
         return clock, call
 
+    def advanced(self) -> list[Record]:
+        """Collective."""
+        return self._gathered([] if self._shard is None else self._shard.advanced())
+
     def state(self) -> list[Record]:
         """Collective."""
         return self._gathered([] if self._shard is None else self._shard.state())
+
+    def held(self) -> Sequence[Holding]:
+        """This rank's shard's."""
+        return () if self._shard is None else self._shard.holdings
 
     def kept(self) -> list[Record] | None:
         """This rank's shard's."""
@@ -329,9 +345,17 @@ class RemoteOwners:
     def _each(self) -> list[dict[str, int]]:
         return [{"version": version} for version in self._versions]
 
+    def advanced(self) -> list[Record]:
+        """Any worker may ask, alone."""
+        return self._fetch("advanced")
+
     def state(self) -> list[Record]:
         """Any worker may ask, alone."""
         return self._fetch("state")
+
+    def held(self) -> Sequence[Holding]:
+        """Nothing: what others push does not lie in the gradients of this worker."""
+        return ()
 
     def kept(self) -> None:
         """Nothing."""

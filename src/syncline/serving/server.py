@@ -37,6 +37,7 @@ REPLY_BYTES = 1 << 10
 """The longest answer of a server."""
 
 _FIELDS: dict[str, dict[str, type]] = {
+    "advanced": {},
     "state": {},
     "weights": {},
     "load": {"size": int},
@@ -227,8 +228,9 @@ class Server:
             return
         if kind != "load":  # which alone does not touch the weights
             self._exchanges.rest()
-        if kind in ("state", "weights"):
-            body = pack(self._shard.state() if kind == "state" else self._shard.weights())
+        if kind in ("advanced", "state", "weights"):
+            told = {"advanced": self._shard.advanced, "state": self._shard.state, "weights": self._shard.weights}
+            body = pack(told[kind]())
             self._reply(worker, {"size": len(body)})
             send_body(self._session, worker, body, f"the owner's {kind}", ANSWERS)
             return

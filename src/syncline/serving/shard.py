@@ -70,6 +70,10 @@ class Optimizer(Protocol):
         """One update with these values of the user's parameter groups; gradients are multiplied by ``scale`` first."""
         ...
 
+    def advanced(self) -> Groups:
+        """The values of the groups that the optimizer itself changes in an update, as they are now; nothing for most."""
+        ...
+
     def state(self) -> list[State]:
         """What it has learnt of every slice; elements are flat and may be its own memory."""
         ...
@@ -122,6 +126,14 @@ class Shard:
             if part is not None:
                 optimizers = part[1]
                 optimizers[worker if len(optimizers) > 1 else 0].apply(groups, scale)
+
+    def advanced(self) -> list[Record]:
+        """The values of the groups that the optimizer itself changes: records of no elements of tensor ``group``."""
+        return [
+            Record(Slice(number, 0, 0), key, value)
+            for number, group in enumerate(self._whole.advanced())
+            for key, value in group.items()
+        ]
 
     def state(self) -> list[Record]:
         """The optimizer's state, slice by slice."""

@@ -46,6 +46,10 @@ class OptaxSlices:
         for held, one in zip(self._holdings, found, strict=True):
             np.copyto(held.weights, np.asarray(one))
 
+    def advanced(self) -> Groups:
+        """Nothing: such an optimizer is refused before."""
+        return []
+
     def state(self) -> list[State]:
         """By the paths of optax's own state."""
         return [{key: elements(leaf) for key, leaf in named(state)} for state in self._states]

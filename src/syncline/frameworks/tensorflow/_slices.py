@@ -57,6 +57,10 @@ class KerasSlices:
         scaled = [one * tf.cast(scale, one.dtype) for one in gradients]
         self._optimizer.apply(scaled, self._variables)
 
+    def advanced(self) -> Groups:
+        """Nothing: such an optimizer is refused before."""
+        return []
+
     def state(self) -> list[State]:
         """By the names that ``Slots`` has."""
         return [{key: Elements.of(array) for key, array in state.items()} for state in self._slots.read()]

@@ -94,6 +94,12 @@ class Listeners:
     first_exchange: Callable[[], None] = nothing
     """Called before the first exchange, when all models have been prepared."""
 
+    forward: Callable[[], None] = nothing
+    """Called when a forward pass begins that a backward pass may follow."""
+
+    backward: Callable[[], None] = nothing
+    """Called with the first gradient of a backward pass."""
+
     begin: Callable[[], None] = nothing
     """Called when a step that is exchanged begins, with its first gradient."""
 

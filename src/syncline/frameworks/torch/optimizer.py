@@ -18,14 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
-from ...errors import NotBuiltError, SynclineError, UsageError
+from ...errors import SynclineError, UsageError
 from ...serving.records import Record, pack, unpack
 from ...session.session import Session
 from .served import Client
-from .shard import records_of, whole_state
+from .shard import group_values, records_of, whole_state
 
 Groups = list[dict[str, Any]]
 
@@ -109,7 +108,8 @@ class Served:
         """A plain optimizer of the user's class over the same parameters, with the owners' state."""
         whole = _plain_like(self)
         if fetch:
-            whole.state.update(whole_state(self._client.worker.owners.state(), self._client.parameters))
+            state = whole_state(self._client.worker.owners.state(), self._client.parameters)
+            whole.state.update(_in_order(state, self.param_groups))
         return whole
 
 
@@ -193,7 +193,7 @@ def put_together(session: Session, optimizer: Any) -> None:
         raise _parted()
     number = session.member.number
     records = [record for rank, part in found for record in unpack(part, session.name(rank), number(rank))]
-    _restore(optimizer, whole_state(records, optimizer._parameters))
+    _restore(optimizer, _in_order(whole_state(records, optimizer._parameters), optimizer.param_groups))
 
 
 def hide_step(optimizer: torch.optim.Optimizer) -> Any:
@@ -213,7 +213,40 @@ def hide_step(optimizer: torch.optim.Optimizer) -> Any:
 def mix_in(optimizer: torch.optim.Optimizer, mixin: type) -> None:
     """Let the optimizer's class be one of its own with a mixin before it."""
     plain = type(optimizer)
-    optimizer.__class__ = type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {})
+    modes = {name: _with_state(name) for name in ("train", "eval") if mixin is Served and hasattr(plain, name)}
+    optimizer.__class__ = type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), modes)
+
+
+def _with_state(name: str) -> Callable[..., Any]:
+    """A method of the user's optimizer that changes weights by its state, as those of schedule-free ones.
+
+    The owners are told the weights with the next step, like others that the script has changed.
+    """
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._client.settle(f"optimizer.{name}()")
+        whole = self._whole()
+        before = _versions(whole)
+        found = getattr(whole, name)(*args, **kwargs)
+        if _versions(whole) != before:
+            raise UsageError(
+                f"{type(whole).__name__}.{name}() changes the optimizer's state, which the owners of the weights hold:"
+                " use ps(update=worker)"
+            )
+        _take_values(self.param_groups, whole)
+        return found
+
+    return call
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, str, int, int]]:
+    """Which tensors its state has, and how often each was changed."""
+    return [
+        (number, key, id(value), value._version)
+        for number, state in enumerate(optimizer.state.values())
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 _OURS = ("_client", "_hidden", "_pieces", "_owners", "_parameters")
@@ -244,6 +277,11 @@ def _plain_like(optimizer: Any) -> torch.optim.Optimizer:
     return whole
 
 
+def _in_order(state: Mapping[Any, Any], groups: Groups) -> dict[Any, Any]:
+    """The state in the order in which an optimizer makes it, whichever owner it came from first."""
+    return {one: state[one] for group in groups for one in group["params"] if one in state}
+
+
 def _take_values(groups: Groups, loaded: torch.optim.Optimizer) -> None:
     for mine, other in zip(groups, loaded.param_groups, strict=True):
         mine.update({key: value for key, value in other.items() if key != "params"})
@@ -261,20 +299,3 @@ def looks_at_gradients(optimizer: Any, set_to_none: bool = True) -> bool:
     """Whether ``zero_grad`` with these arguments does: not torch's own, where it sets them to None."""
     plain: Any = own_class(optimizer)
     return not (set_to_none and plain.zero_grad is torch.optim.Optimizer.zero_grad)
-
-
-def group_values(groups: Sequence[Mapping[str, Any]]) -> Groups:
-    """The values of an optimizer's groups without their tensors, as JSON can say them."""
-    return [{key: _plain(key, value) for key, value in group.items() if key != "params"} for group in groups]
-
-
-def _plain(key: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, (tuple, list)):
-        return [_plain(key, item) for item in value]
-    if isinstance(value, np.generic):
-        return value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise NotBuiltError(f"the optimizer's group value {key!r} is a {type(value).__name__}, which cannot be sent")

@@ -67,6 +67,7 @@ class Passes:
         if replica.averaging is not None:
             replica.averaging.before_forward()
         if torch.is_grad_enabled():
+            replica.listeners.forward()
             replica.guard.check_first()
             if self._backward.running and torch._C._current_graph_task_id() == -1:
                 self._backward.give_up()
@@ -136,6 +137,7 @@ class Passes:
         if not self._backward.running:
             replica.session.check_usable()
             replica.guard.check_forms()
+            replica.listeners.backward()
             replica.gradients.turn(replica.machine.begun)
             # Set by scripts on the model, where they would set it on DistributedDataParallel's wrapper.
             synchronises = self.synchronising and getattr(replica.model, "require_backward_grad_sync", True)

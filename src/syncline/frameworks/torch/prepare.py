@@ -27,13 +27,13 @@ from .averaging import Averaging
 from .choosing import Choosing
 from .computing import steps_of
 from .intact import Forms
-from .optimizer import give_back, group_values, put_together, take_over
+from .optimizer import give_back, put_together, take_over
 from .options import Named, Options, Selection
 from .parts import updates_alone
 from .pulling import pull_by_layer
 from .replica import Replica
 from .served import Client, model_of
-from .shard import SlicedOptimizer, probe, records_of, whole_state
+from .shard import OwnValues, Probed, SlicedOptimizer, group_values, probe, records_of, whole_state
 from .staging import Copier
 from .stepping import defer_steps, end_deferred_steps
 from .storage import Array, Storage, layers_of
@@ -46,6 +46,7 @@ from .supported import (
     check_normalisation,
     check_only_ours,
     check_optimizer,
+    check_own_values,
     check_parameters,
     check_served,
     foreign_to,
@@ -122,21 +123,25 @@ def prepare(
         before.release()
     if session.is_worker:
         put_together(session, optimizer)
-    keeps_state = optimizer is not None and session.strategy.server_holds_weights and probe(optimizer)
+    probed = Probed(False, ())
+    if optimizer is not None and session.strategy.server_holds_weights:
+        roles = session.strategy.roles
+        probed = probe(optimizer, 1 if roles is None else roles.owners)
+        check_own_values(session.strategy, optimizer, probed.own)
     if optimizer is not None:
-        check_momentum(session.strategy, optimizer, keeps_state)
+        check_momentum(session.strategy, optimizer, probed.keeps_state)
     check_same_model(session, selection.tensors(), [*options.agreed, f"the run's model {first_key // MODEL_KEYS}"])
     check_parameters(model, selection.trained())
     copy_from_worker(session, [tensor.detach() for _, tensor in selection.tensors()])
     if not session.is_worker:
-        _serve(session, selection.trained(), optimizer)
+        _serve(session, selection.trained(), optimizer, probed)
         return None
     tell_of_slow_start(session, selection.trained(), optimizer)
     replica = Replica(session, model, options, first_key=first_key, copier=copier)
     if optimizer is None or not session.strategy.server_holds_weights:
         made = _attach_all_reduced(session, optimizer, replica)
     else:
-        made = _attach_served(session, optimizer, keeps_state, replica)
+        made = _attach_served(session, optimizer, probed, replica)
     if session.chooses_schedule:
         replica.gradients.choosing = Choosing(replica, optimizer)
     if before is not None:
@@ -189,7 +194,7 @@ def _check_all_prepared(replica: Replica, optimizer: torch.optim.Optimizer) -> N
             )
 
 
-def _attach_served(session: Session, optimizer: torch.optim.Optimizer, keeps_state: bool, replica: Replica) -> Prepared:
+def _attach_served(session: Session, optimizer: torch.optim.Optimizer, probed: Probed, replica: Replica) -> Prepared:
     """Others update the weights: the parameters move into storage that is pulled into, the optimizer asks for it."""
     staging, by_layer = replica.gradients.staging, session.strategy.schedule_object().apply == "layer"
     device = torch.device("cpu") if by_layer and staging.device is None else staging.device
@@ -201,12 +206,13 @@ def _attach_served(session: Session, optimizer: torch.optim.Optimizer, keeps_sta
     plain = copy.copy(optimizer)  # of the user's class also when that is another
     vars(plain).update(vars(optimizer))
     learnt = records_of(optimizer, parameters) if session.rank == 0 or not session.group.servers else []
-    build = partial(SlicedOptimizer, plain, parameters)
+    build = partial(SlicedOptimizer, plain, parameters, probed.own)
     worker = attach_to_owners(
         session, model_of(replica.gradients, weights), build, learnt, apart=updates_alone(optimizer)
     )
     replica.gradients.push = worker.push
-    client = Client(replica, weights, worker, keeps_state=keeps_state)
+    own = OwnValues(optimizer, probed.own) if any(probed.own) else None
+    client = Client(replica, weights, worker, keeps_state=probed.keeps_state, own=own)
     if by_layer:
         pull_by_layer(replica, optimizer, client, weights)
     take_over(optimizer, client)
@@ -220,7 +226,7 @@ def _refuse_local_step(replica: Replica) -> None:
     )
 
 
-def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer | None) -> None:
+def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer | None, probed: Probed) -> None:
     layout = decide_layout(session, layers_of(named))
     gradients = Storage(named, layout.buckets, session.engine.allocate)
     compression = session.compression(layout.layers, layout.buckets, gradients.arrays)
@@ -231,7 +237,7 @@ def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer | No
     parameters = [parameter for _, parameter in named]
     _move_into(weights, parameters)
     arrays = Model(layout, gradients.arrays, weights.arrays, compression)
-    build, learnt = partial(SlicedOptimizer, optimizer, parameters), records_of(optimizer, parameters)
+    build, learnt = partial(SlicedOptimizer, optimizer, parameters, probed.own), records_of(optimizer, parameters)
 
     def lay(buckets: Sequence[Bucket]) -> tuple[Sequence[Array], Sequence[Array]]:
         return _lay_out(gradients, buckets), _lay_out(weights, buckets)

@@ -20,9 +20,9 @@ import torch
 
 from ...engine.step import Apply
 from .crossing import Crossing
-from .optimizer import group_values
 from .owed import Owed
 from .served import Client
+from .shard import group_values
 from .stepping import watch_zero_grad
 from .storage import Storage
 

@@ -33,7 +33,7 @@ from ...sync import backup_of
 from .gradients import Gradients
 from .intact import Contents
 from .replica import Replica
-from .shard import as_elements, in_memory_order, whole_state
+from .shard import OwnValues, as_elements, in_memory_order, whole_state
 from .storage import Storage
 
 if TYPE_CHECKING:
@@ -43,8 +43,17 @@ if TYPE_CHECKING:
 class Client:
     """A worker's model, its gradients pushed by ``replica`` and its weights pulled into ``weights``."""
 
-    def __init__(self, replica: Replica, weights: Storage, worker: Worker, *, keeps_state: bool = True) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        weights: Storage,
+        worker: Worker,
+        *,
+        keeps_state: bool = True,
+        own: OwnValues | None = None,
+    ) -> None:
         self.replica, self.worker = replica, worker
+        self._own = own
         self.keeps_state = keeps_state  # whether the optimizer has any
         self.parameters = [parameter for _, parameter in replica.named]
         self._weights = weights
@@ -60,6 +69,11 @@ class Client:
         self.together = replica.session.strategy.sync_mode().merges
         """Whether workers come to every step together."""
         self._remember_weights()
+        self._left = False  # what the last exchange has left in the gradients may still be there
+        self._meeting: Meeting | None = None  # of the last exchange
+        self._counted: float | None = None  # this rank's share in the gradients that others are being added to
+        replica.listeners.forward = self._count_left_again
+        replica.listeners.backward = self._check_left
         replica.listeners.second_backward = self._refuse_second_backward
         replica.listeners.exchanged = self._remember
         replica.listeners.loaded = self._note_loaded
@@ -147,11 +161,15 @@ class Client:
         if self.crossing is not None:
             self._check_same(self.crossing.name, groups)
             self.crossing.take_step()
+            self._left = True
             self.replica.exchanged = False
             return
         self._tell_changed()
-        self.worker.step(groups, skip=skip, weight=self.replica.exchanging.weight)
+        told = groups if self._own is None else self._own.to_send(groups)
+        self.worker.step(told, skip=skip, weight=self.replica.exchanging.weight)
         self._take_up(self._start_pulls(), self.replica.machine.stepped)
+        self._learn_own()
+        self._left = True
         self.replica.exchanged = False
         if self.replica.gradients.replaces:
             self.replica.replace_layout()
@@ -161,10 +179,19 @@ class Client:
 
         Whether the step is over.
         """
+        if self._left and self.together and (left := self._left_over()):
+            raise self._not_zeroed(left[0], "this rank has no batches any more")
+        self._left = False
         if not self.worker.shadow(kind, teller):
             return False
         self._take_up(self._start_pulls())
+        self._learn_own()
         return True
+
+    def _learn_own(self) -> None:
+        """Have the values of groups that the optimizer has changed itself, which owners of the weights know."""
+        if self._own is not None:
+            self._own.take(self.worker.owners.advanced())
 
     def _start_pulls(self) -> list[Work]:
         return [
@@ -283,7 +310,10 @@ class Client:
 
     def _remember(self, meeting: Meeting | None) -> None:
         self._versions = [view._version for view in self.replica.storage.views]
-        self._looked = self.crossing is None
+        self._looked, self._meeting = self.crossing is None, meeting
+        counted, self._counted = self._counted, None
+        if counted is not None and counted != self._share(meeting):
+            raise self._not_zeroed(0, "this rank's batches do not count as much as they did in that step")
         if self.crossing is not None:
             return  # who looks waits first
         if self._changes_gradients(meeting):
@@ -304,10 +334,68 @@ class Client:
         session = self.replica.session
         if not session.group.servers:
             return True  # the parts that this worker owns
+        return self._share(meeting) != 1.0
+
+    def _left_over(self) -> list[int]:
+        """The gradients that the script has not zeroed since the last step."""
+        storage = self.replica.storage
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                index
+                for index, (_, parameter) in enumerate(self.replica.named)
+                if parameter.grad is not None
+                and parameter.grad.data_ptr() == storage.places[index]
+                and bool(parameter.grad.any())
+            ]
+
+    def _count_left_again(self) -> None:
+        """Let gradients that were not zeroed be part of the next ones, as torch adds them up.
+
+        What is left of a step is this worker's share, and it is divided by the number of workers once more. Where
+        workers own the weights, owners have the sums of their parts, and others must not count them again.
+        """
+        if not self._left:
+            return
+        self._left = False
+        if not self.together and self.replica.gradients.compression is None:  # each adds up its own
+            return
+        if not (left := self._left_over()):
+            return
+        replica = self.replica
+        if self.crossing is not None or replica.gradients.compression is not None:
+            raise self._not_zeroed(left[0], "the owners of the weights do not have them as they are here")
+        self._counted = self._share(self._meeting)
+        factor = replica.session.world_size / self._counted
+        if self._staging.device is not None or replica.session.group.servers:
+            for index in left:
+                replica.storage.views[index].mul_(factor)
+            return
+        mine = [(held.gradient, held.gradient * held.gradient.dtype.type(factor)) for held in self.worker.owners.held()]
+        for index in left:
+            replica.storage.views[index].zero_()
+        for gradient, kept in mine:
+            gradient[...] = kept
+
+    def _share(self, meeting: Meeting | None) -> float:
+        """How much this rank's gradients count in an exchange, on the average 1."""
         if meeting is None:
-            return False
-        session.engine.wait(*([] if meeting.work is None else [meeting.work]))
-        return self.replica.gradients.share_of(meeting) != 1.0
+            return 1.0
+        self.replica.session.engine.wait(*([] if meeting.work is None else [meeting.work]))
+        return self.replica.gradients.share_of(meeting)
+
+    def _check_left(self) -> None:
+        """Raise GradientError where gradients are added to what nobody has made ready for that."""
+        if self._left and (self.together or self.replica.gradients.compression is not None):
+            self._left = False
+            if len(left := self._left_over()) > 1 or (len(self.parameters) == 1 and left):
+                raise self._not_zeroed(left[0], "no forward pass of the model came before this backward pass")
+
+    def _not_zeroed(self, index: int, why: str) -> GradientError:
+        return self.replica.fault(
+            f"the gradient of {self.replica.named[index][0]!r} was not zeroed after the last step, so that the next one"
+            f" would be added to it, and {why}: call zero_grad() after each step, accumulate within a step by"
+            " `with syncline.no_sync():`, or use ps(update=worker)"
+        )
 
     def _check_pushed(self) -> None:
         """The owners must have seen what the worker sees."""

@@ -10,13 +10,16 @@ again, put together as if one process had trained.
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from ...errors import UsageError
+from ...errors import NotBuiltError, UsageError
 from ...nouns import Slice
 from ...serving.records import Elements, Record, State
 from ...serving.shard import Groups, Holding
@@ -24,13 +27,21 @@ from .storage import as_torch, dtype_name, memory, view_like
 
 
 class SlicedOptimizer:
-    """A user's optimizer on what a process owns; it updates the holdings' weights in place."""
+    """A user's optimizer on what a process owns; it updates the holdings' weights in place.
+
+    ``own`` are the keys of each group that the optimizer itself changes, as ``probe`` has found them.
+    """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], holdings: Sequence[Holding]
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.Tensor],
+        own: Sequence[frozenset[str]],
+        holdings: Sequence[Holding],
     ) -> None:
         self._parts = [as_torch(held.weights, _dtype(held)).requires_grad_() for held in holdings]
         self._gradients = [as_torch(held.gradient, _dtype(held)) for held in holdings]
+        self._own = own
         for part, gradient in zip(self._parts, self._gradients, strict=True):
             part.grad = gradient
         self._optimizer = on_slices(optimizer, parameters, [held.slice for held in holdings], self._parts)
@@ -48,6 +59,21 @@ class SlicedOptimizer:
             group.update(values)
         with torch.inference_mode(mode=False), torch.autocast("cpu", enabled=False):
             self._optimizer.step()
+        for group, values, own in zip(self._optimizer.param_groups, groups, self._own, strict=True):
+            for key, value in values.items():
+                if key not in own and not _same(_plain(key, group[key]), value):
+                    raise _refusal(
+                        type(self._optimizer).__name__,
+                        f"it has changed {key!r} of a parameter group itself, from {value} to {group[key]}, which it"
+                        f" did not in the {_TRIED_STEPS} steps that were tried, so that workers would not be told",
+                    )
+
+    def advanced(self) -> Groups:
+        """As plain values."""
+        return [
+            {key: _plain(key, group[key]) for key in sorted(own & group.keys())}
+            for group, own in zip(self._optimizer.param_groups, self._own, strict=True)
+        ]
 
     def state(self) -> list[State]:
         """Tensors as elements, which are their memory, all else as it is."""
@@ -115,56 +141,101 @@ def on_slices(
     return clone
 
 
-def probe(optimizer: torch.optim.Optimizer) -> bool:
-    """Raise UsageError unless the optimizer gives the same result on slices as on whole tensors; whether it has state.
+@dataclass(frozen=True)
+class Probed:
+    """What an optimizer does: whether it keeps a state, and which values of each group it changes itself."""
 
-    Three steps with the values of each parameter group, on a matrix and a vector of random numbers, once whole and
-    once cut into flat slices.
-    """
-    tried, keeps_state = [], False
-    for group in optimizer.param_groups:
-        values = {key: value for key, value in group.items() if key not in ("params", "lr", "initial_lr", "names")}
-        if values not in tried:
-            tried.append(values)
-            # The learning rate may be 0 now, under a warm-up, when every optimizer would look the same.
-            keeps_state |= _probe_group(optimizer, {**group, "lr": 0.1} if "lr" in group else group)
-    return keeps_state
+    keeps_state: bool
+    own: tuple[frozenset[str], ...]
 
 
 _SHAPES = ((6, 4), (9,))
 _CUT = (Slice(0, 0, 5), Slice(0, 5, 24), Slice(1, 0, 4), Slice(1, 4, 9))
+_SCALES = (1.0, 1e4, 1e-4)
+"""Of the gradients of the steps that are tried: what limits a norm shows itself at one of them."""
+_TRIED_STEPS = len(_SCALES)
 
 
-def _probe_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+def probe(optimizer: torch.optim.Optimizer, owners: int = 1) -> Probed:
+    """Raise UsageError unless the optimizer gives the same result on the slices of so many owners as on whole tensors.
+
+    Some steps with the values of its groups, on a matrix and a vector of random numbers for each: once whole, and once
+    cut into flat slices, which are those of two owners where there are several.
+    """
     name = type(optimizer).__name__
     generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
-    whole = [tensor.clone().requires_grad_() for tensor in start]
-    flat = [start[cut.tensor].reshape(-1)[cut.start : cut.stop].clone().requires_grad_() for cut in _CUT]
-    template = copy.copy(optimizer)
-    vars(template).update({key: value for key, value in vars(optimizer).items() if key not in ("state", "step")})
-    template.param_groups = [{**group, "params": whole}]
-    everything = [Slice(index, 0, tensor.numel()) for index, tensor in enumerate(whole)]
+    groups = [
+        # The learning rate may be 0 now, under a warm-up, when every optimizer would look the same.
+        {key: 0.1 if key == "lr" else copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    shapes = _SHAPES * len(groups)
+    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    cuts = [
+        Slice(part.tensor + len(_SHAPES) * number, part.start, part.stop)
+        for number in range(len(groups))
+        for part in _CUT
+    ]
+    shares = [cuts] if owners == 1 else [cuts[::3] + cuts[1::3], cuts[2::3]]
     try:
-        a, b = on_slices(template, whole, everything, whole), on_slices(template, whole, _CUT, flat)
-        for tensors, of in ((whole, a), (flat, b)):
-            for tensor in tensors:
-                of.state[tensor] = state_like(optimizer, group, tensor)
-        for _ in range(3):
-            gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
-            for tensor, gradient in zip(whole, gradients, strict=True):
-                tensor.grad = gradient.clone()
-            for cut, part in zip(_CUT, flat, strict=True):
-                part.grad = gradients[cut.tensor].reshape(-1)[cut.start : cut.stop].clone()
-            a.step()
-            b.step()
+        whole, (a,) = _tried(optimizer, groups, start, [[Slice(i, 0, one.numel()) for i, one in enumerate(start)]])
+        parts, several = _tried(optimizer, groups, start, shares)
+        for scale in _SCALES:
+            gradients = [scale * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+            for one, tensor in [*whole, *parts]:
+                tensor.grad = gradients[one.tensor].reshape(-1)[one.start : one.stop].reshape(tensor.shape).clone()
+            for made in (a, *several):
+                made.step()
     except Exception as error:
         raise _refusal(name, f"it does not work on flat slices ({type(error).__name__}: {error})") from error
-    for cut, part in zip(_CUT, flat, strict=True):
-        expected = whole[cut.tensor].detach().reshape(-1)[cut.start : cut.stop]
+    for one, part in parts:
+        expected = whole[one.tensor][1].detach().reshape(-1)[one.start : one.stop]
         if not torch.allclose(part.detach(), expected, rtol=1e-9, atol=1e-12):
-            raise _refusal(name, "its update of an element depends on the rest of the tensor")
-    return any(a.state.values())
+            raise _refusal(name, "its update of an element depends on other elements")
+    before, after = group_values(groups), group_values(a.param_groups)
+    own = tuple(
+        frozenset(key for key in after[number] if key not in old or not _same(old[key], after[number][key]))
+        for number, old in enumerate(before)
+    )
+    for made in several:
+        for number, (keys, mine, theirs) in enumerate(zip(own, a.param_groups, made.param_groups, strict=True)):
+            for key in keys:
+                if not _near(_plain(key, mine[key]), _plain(key, theirs[key])):
+                    raise _refusal(
+                        name, f"it computes {key!r} of parameter group {number} from all tensors of the group"
+                    )
+    return Probed(any(a.state.values()), own)
+
+
+def _tried(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    start: Sequence[torch.Tensor],
+    shares: Sequence[Sequence[Slice]],
+) -> tuple[list[tuple[Slice, torch.Tensor]], list[torch.optim.Optimizer]]:
+    """Copies of an optimizer, one for each share of these tensors, and the parts that they update."""
+    template = copy.copy(optimizer)
+    vars(template).update({key: value for key, value in vars(optimizer).items() if key not in ("state", "step")})
+    each = len(_SHAPES)
+    template.param_groups = [
+        {**copy.deepcopy(group), "params": start[each * number : each * (number + 1)]}
+        for number, group in enumerate(groups)
+    ]
+    pairs, made = [], []
+    for share in shares:
+        parts = [start[one.tensor].reshape(-1)[one.start : one.stop].clone() for one in share]
+        parts = [
+            part.reshape(start[one.tensor].shape if part.numel() == start[one.tensor].numel() else part.shape)
+            for one, part in zip(share, parts, strict=True)
+        ]
+        for part in parts:
+            part.requires_grad_()
+        of = on_slices(template, start, share, parts)
+        for one, part in zip(share, parts, strict=True):
+            of.state[part] = state_like(optimizer, optimizer.param_groups[one.tensor // each], part)
+        pairs += zip(share, parts, strict=True)
+        made.append(of)
+    return pairs, made
 
 
 def state_like(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> dict[str, Any]:
@@ -224,3 +295,68 @@ def in_memory_order(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     flat = torch.empty(value.numel(), dtype=value.dtype)
     view_like(flat, like).copy_(value)
     return flat
+
+
+class OwnValues:
+    """The values of an optimizer's groups that it changes itself, on a worker: owners' optimizers do, and tell.
+
+    A worker sends the owners such a value only where the script has changed it since it was told.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, own: Sequence[frozenset[str]]) -> None:
+        self._optimizer, self._own = optimizer, own
+        self._told: list[dict[str, Any]] = [{} for _ in own]  # nothing: at first all is sent
+
+    def to_send(self, groups: Groups) -> list[dict[str, Any]]:
+        """The values of the groups without what owners have from themselves."""
+        return [
+            {key: value for key, value in group.items() if key not in told or not _same(told[key], value)}
+            for group, told in zip(groups, self._told, strict=True)
+        ]
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Give the optimizer what its owners have told; raises UsageError where they tell different things."""
+        found: dict[tuple[int, str], Any] = {}
+        for record in records:
+            at = record.slice.tensor, record.key
+            if at not in found:
+                found[at] = record.value
+            elif not _same(found[at], record.value):
+                raise _refusal(
+                    type(self._optimizer).__mro__[2].__name__,
+                    f"owners of different slices have come to {found[at]} and {record.value} as {at[1]!r} of parameter"
+                    f" group {at[0]}",
+                )
+        for number, (group, own) in enumerate(zip(self._optimizer.param_groups, self._own, strict=True)):
+            self._told[number] = {key: found[number, key] for key in own if (number, key) in found}
+            group.update(self._told[number])
+
+
+def group_values(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The values of an optimizer's groups without their tensors, as JSON can say them."""
+    return [{key: _plain(key, value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return [_plain(key, item) for item in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise NotBuiltError(f"the optimizer's group value {key!r} is a {type(value).__name__}, which cannot be sent")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two plain values, or a plain one and a tensor of one element, are the same; NaN is itself."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    return bool(one == other) or (one != one and other != other)
+
+
+def _near(one: Any, other: Any) -> bool:
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12) or _same(one, other)
+    return _same(one, other)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -210,6 +210,24 @@ def check_by_itself(strategy: Strategy, groups: Groups, selection: Selection) ->
 def check_momentum(strategy: Strategy, optimizer: torch.optim.Optimizer, keeps_state: bool) -> None:
     """Raise UsageError where each worker shall have a state of its own of an optimizer that keeps none."""
     check_kept(momentum_of(strategy.sync_mode()), strategy.sync.name, type(optimizer).__name__, keeps_state)
+
+
+def check_own_values(strategy: Strategy, optimizer: torch.optim.Optimizer, own: Sequence[frozenset[str]]) -> None:
+    """Raise UsageError for values of groups that the optimizer changes itself, where workers would not all know them."""
+    changed = next(((number, sorted(keys)[0]) for number, keys in enumerate(own) if keys), None)
+    if changed is None:
+        return
+    why = ""
+    if not strategy.sync_mode().merges:
+        why = f"under sync={strategy.sync.name} owners of the weights change it at every worker's push"
+    elif strategy.schedule_object().apply != "step":
+        why = f"under schedule={strategy.schedule.name} its update is made bucket by bucket"
+    if why:
+        raise UsageError(
+            f"{type(optimizer).__name__} changes {changed[1]!r} of its parameter group {changed[0]} itself in every"
+            f" step, and {why}: use sync=bsp with schedule=fixed, ps(update=worker), or an optimizer that keeps what it"
+            " counts in its state"
+        )
 
 
 class Prepared(Protocol):
