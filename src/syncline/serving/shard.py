@@ -71,7 +71,7 @@ class Optimizer(Protocol):
         ...
 
     def advanced(self) -> Groups:
-        """The values of the groups that the optimizer itself changes in an update, as they are now; nothing for most."""
+        """The values of the groups that the optimizer itself changes in an update, as they are now."""
         ...
 
     def state(self) -> list[State]:

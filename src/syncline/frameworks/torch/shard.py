@@ -29,7 +29,8 @@ from .storage import as_torch, dtype_name, memory, view_like
 class SlicedOptimizer:
     """A user's optimizer on what a process owns; it updates the holdings' weights in place.
 
-    ``own`` are the keys of each group that the optimizer itself changes, as ``probe`` has found them.
+    ``own`` are the keys of each group that the optimizer itself changes, as ``probe`` has found them; ``optimizer`` is
+    told their values, since the next one on other slices is made of it.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class SlicedOptimizer:
     ) -> None:
         self._parts = [as_torch(held.weights, _dtype(held)).requires_grad_() for held in holdings]
         self._gradients = [as_torch(held.gradient, _dtype(held)) for held in holdings]
-        self._own = own
+        self._own, self._model = own, optimizer
         for part, gradient in zip(self._parts, self._gradients, strict=True):
             part.grad = gradient
         self._optimizer = on_slices(optimizer, parameters, [held.slice for held in holdings], self._parts)
@@ -59,7 +60,10 @@ class SlicedOptimizer:
             group.update(values)
         with torch.inference_mode(mode=False), torch.autocast("cpu", enabled=False):
             self._optimizer.step()
-        for group, values, own in zip(self._optimizer.param_groups, groups, self._own, strict=True):
+        for group, values, own, kept in zip(
+            self._optimizer.param_groups, groups, self._own, self._model.param_groups, strict=True
+        ):
+            kept.update({key: group[key] for key in own})
             for key, value in values.items():
                 if key not in own and not _same(_plain(key, group[key]), value):
                     raise _refusal(
@@ -143,7 +147,11 @@ def on_slices(
 
 @dataclass(frozen=True)
 class Probed:
-    """What an optimizer does: whether it keeps a state, and which values of each group it changes itself."""
+    """What an optimizer does: whether it keeps a state, and which values of each group it may change itself.
+
+    One that was seen to change a value may change every number and word of the group: Prodigy's estimate first changes
+    after some steps.
+    """
 
     keeps_state: bool
     own: tuple[frozenset[str], ...]
@@ -193,9 +201,9 @@ def probe(optimizer: torch.optim.Optimizer, owners: int = 1) -> Probed:
         if not torch.allclose(part.detach(), expected, rtol=1e-9, atol=1e-12):
             raise _refusal(name, "its update of an element depends on other elements")
     before, after = group_values(groups), group_values(a.param_groups)
+    changes = before != after
     own = tuple(
-        frozenset(key for key in after[number] if key not in old or not _same(old[key], after[number][key]))
-        for number, old in enumerate(before)
+        frozenset(key for key, value in group.items() if changes and not isinstance(value, list)) for group in after
     )
     for made in several:
         for number, (keys, mine, theirs) in enumerate(zip(own, a.param_groups, made.param_groups, strict=True)):

@@ -213,20 +213,18 @@ def check_momentum(strategy: Strategy, optimizer: torch.optim.Optimizer, keeps_s
 
 
 def check_own_values(strategy: Strategy, optimizer: torch.optim.Optimizer, own: Sequence[frozenset[str]]) -> None:
-    """Raise UsageError for values of groups that the optimizer changes itself, where workers would not all know them."""
-    changed = next(((number, sorted(keys)[0]) for number, keys in enumerate(own) if keys), None)
-    if changed is None:
+    """Raise UsageError for values of groups that the optimizer changes itself, where workers cannot be told them."""
+    if not any(own):
         return
     why = ""
     if not strategy.sync_mode().merges:
-        why = f"under sync={strategy.sync.name} owners of the weights change it at every worker's push"
+        why = f"under sync={strategy.sync.name} owners of the weights change them at every worker's push"
     elif strategy.schedule_object().apply != "step":
         why = f"under schedule={strategy.schedule.name} its update is made bucket by bucket"
     if why:
         raise UsageError(
-            f"{type(optimizer).__name__} changes {changed[1]!r} of its parameter group {changed[0]} itself in every"
-            f" step, and {why}: use sync=bsp with schedule=fixed, ps(update=worker), or an optimizer that keeps what it"
-            " counts in its state"
+            f"{type(optimizer).__name__} changes values of its parameter groups itself in step(), and {why}: use"
+            " sync=bsp with schedule=fixed, ps(update=worker), or an optimizer that keeps what it counts in its state"
         )
 
 
