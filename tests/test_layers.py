@@ -172,3 +172,14 @@ def test_the_reader_of_imports_sees_all_forms(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     found = [target for _, target in sorted(imports(folder / "modes.py"))]
     assert found == ["bench.train", "errors", "errors", "sync", "errors", "nouns", ""]
+
+
+def test_threads_of_our_own_are_known_by_their_names() -> None:
+    """``session.ending`` tells the user's threads from them."""
+    for path in sorted(ROOT.rglob("*.py")):
+        if "testing" in path.parts or "bench" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("threading.Thread"):
+                names = [ast.unparse(word.value) for word in node.keywords if word.arg == "name"]
+                assert names and names[0].lstrip("f").strip("'").startswith("syncline-"), f"{path}:{node.lineno}"

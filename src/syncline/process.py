@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import sys
 import threading
@@ -24,12 +23,10 @@ from .launch.guard import end_with_launcher
 from .launch.meeting import MeetingPoint, secret_bytes
 from .launch.places import Variables
 from .session.groups import WorkerGroup, found_group
-from .session.printing import watch_exceptions
+from .session.printing import end_failed, watch_exceptions
 from .session.session import Session
 from .strategy.strategy import Strategy
 from .timeline.recording import SessionSpans, begin_recording
-from .wire.saying import say
-from .wire.watch import FAILED_STATUS
 
 if TYPE_CHECKING:
     from .frameworks.torch import Prepared
@@ -156,6 +153,7 @@ class Process:
         if self.joined is None:
             return
         ending, passing = self.joined, sys.exc_info()[1]
+        ending.ending.begin()
         try:
             for made in self.prepared:
                 made.release(fetch and passing is None, settle=passing is None)
@@ -172,12 +170,7 @@ class Process:
         try:
             self.end(fetch=False)
         except SynclineError as error:
-            say(f"syncline: ended: {error}\n")
-            logging.shutdown()
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
-                    stream.flush()
-            os._exit(FAILED_STATUS)
+            end_failed(error)
 
     def _watch_the_end(self, environment: Environment) -> None:
         """Say goodbye at exit, let go in forked children, and end with the launcher."""

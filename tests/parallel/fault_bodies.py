@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from rank_bodies import SECRET, Place, joined
+from torch.nn.parallel import DistributedDataParallel
 
 import syncline
 from syncline.errors import PeerError, UsageError
+from syncline.frameworks.torch.distributed import sessions
+from syncline.session.session import Session
 
 
 def train_until(line: Connection, place: Place, strategy: str, victim: int, number: int, liveness: float) -> None:
@@ -156,17 +161,89 @@ def survives(line: Connection, place: Place) -> None:
             line.send((error.rank, error.host))
 
 
-def loses_one_at_the_end(line: Connection, place: Place, how: str, explicit: bool) -> None:
-    """Rank 1 is gone after the last step; the others end as soon as they have heard of it, with and without a call."""
-    syncline.init("ring", rank=place[0], world_size=place[1], address=place[2], secret=SECRET)
-    syncline.barrier()
+def loses_one_at_the_end(line: Connection, place: Place, kind: str, fault: str, end: str) -> None:
+    """Rank 1 is gone after the last step, or in it; the others end when they have heard of it, in every way there is."""
+    begin, step = KINDS[kind](place)
+    for number in range(4):
+        if number == 3 and fault == "is stopped" and place[0] == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        step()
     if place[0] == 1:
-        if how == "exit":
+        if fault == "raises":
+            raise ValueError("the data of this rank are spoilt")
+        if fault == "exits":
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
-    watcher = syncline.api.session().ending.watcher
+    watcher = begin().ending.watcher
     assert watcher is not None
     assert watcher.failed.wait(30)
-    if explicit:
-        syncline.shutdown()
+    if end == "call":
+        dist.destroy_process_group() if kind == "DDP" else syncline.shutdown()
+    if end == "exception":
+        raise KeyError("of the script's own")
     line.send("ended well")
+
+
+def under(strategy: str) -> Callable[[Place], tuple[Callable[[], Session], Callable[[], None]]]:
+    """A training step of a model of PyTorch."""
+
+    def begin(place: Place) -> tuple[Callable[[], Session], Callable[[], None]]:
+        syncline.init(strategy, rank=place[0], world_size=place[1], address=place[2], secret=SECRET, liveness=2.0)
+        model = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3))
+        model, optimizer = syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+        return syncline.api.session, trained(model, optimizer)
+
+    return begin
+
+
+def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 30)).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def under_ddp(place: Place) -> tuple[Callable[[], Session], Callable[[], None]]:
+    host, _, port = place[2].rpartition(":")
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, SYNCLINE_SECRET=SECRET)
+    dist.init_process_group("syncline", rank=place[0], world_size=place[1])
+    model = DistributedDataParallel(torch.nn.Linear(30, 3))
+    step = trained(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    return lambda: sessions._live[0], step
+
+
+class Descent:
+    lr = 0.1
+
+    def update(self, weights: np.ndarray, gradient: np.ndarray, state: dict[str, np.ndarray]) -> None:
+        weights -= self.lr * gradient
+
+
+def of_arrays(place: Place) -> tuple[Callable[[], Session], Callable[[], None]]:
+    syncline.init("ps(servers=1, on=workers)", rank=place[0], world_size=place[1], address=place[2], secret=SECRET)
+    _, optimizer = syncline.prepare({"w": np.ones(50, np.float32)}, Descent())
+    return syncline.api.session, lambda: optimizer.step({"w": np.ones(50, np.float32)})
+
+
+KINDS: dict[str, Callable[[Place], tuple[Callable[[], Session], Callable[[], None]]]] = {
+    "DDP": under_ddp,
+    "NumPy": of_arrays,
+    **{
+        strategy: under(strategy)
+        for strategy in (
+            "ring",
+            "ring transport=tcp",
+            "ring schedule=split",
+            "ring schedule=priority",
+            "ring schedule=delayed",
+            "ring sync=local(steps=2)",
+            "ps(servers=1)",
+            "ps(servers=1) schedule=priority",
+            "ps(servers=1) sync=asp",
+            "ps(servers=1, on=workers) sync=ssp(staleness=1)",
+        )
+    },
+}
+"""What trains, and who knows the session."""

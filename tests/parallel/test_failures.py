@@ -126,15 +126,22 @@ def test_an_interrupted_rank_ends_the_others(pool: Pool, address: str) -> None:
             assert "Traceback" not in rank.printed()
 
 
-@pytest.mark.parametrize("explicit", [True, False], ids=["shutdown", "end of the script"])
-@pytest.mark.parametrize("how", ["killed", "exit"])
-def test_a_rank_that_is_lost_after_the_last_step_fails_the_others(
-    pool: Pool, address: str, how: str, explicit: bool
+ENDINGS = [(kind, "is killed", end) for kind in fault_bodies.KINDS for end in ("call", "exit", "exception")]
+ENDINGS += [(kind, fault, "call") for kind in fault_bodies.KINDS for fault in ("raises", "exits")]
+ENDINGS += [(f"ring schedule={word}", "is stopped", end) for word in ("split", "delayed") for end in ("call", "exit")]
+
+
+@pytest.mark.parametrize(("kind", "fault", "end"), ENDINGS)
+def test_a_rank_that_is_lost_at_the_end_fails_the_others(
+    pool: Pool, address: str, kind: str, fault: str, end: str
 ) -> None:
-    with pool.start(fault_bodies.loses_one_at_the_end, group_of(3, address, how, explicit)) as group:
-        group.end(LIMIT_S)
-        for rank in (group.ranks[0], group.ranks[2]):
+    """However these end, and whatever parts of their end have heard of it and passed it over."""
+    processes = 4 if "(servers=1)" in kind else 3
+    with pool.start(fault_bodies.loses_one_at_the_end, group_of(processes, address, kind, fault, end)) as group:
+        others = [index for index in range(processes) if index != 1]
+        group.end(2 * LIMIT_S, among=others)
+        for rank in (group.ranks[index] for index in others):
             assert rank.status == 1, rank
-            assert "syncline: ended: rank" in rank.printed(), rank
-            assert f"rank 1 ({socket.gethostname()}, pid {group.ranks[1].pid}) died" in rank.printed(), rank
-            assert "Traceback" not in rank.printed(), rank
+            said = {"is stopped": "is stopped", "raises": "the data of this rank are spoilt"}.get(fault, "died")
+            assert "rank 1 (" in rank.printed() or "Error: 'of the script" in rank.printed(), rank
+            assert said in rank.printed(), rank

@@ -21,6 +21,10 @@ VERDICT_S = 2.0
 """How long a broken connection waits for the news of who really failed."""
 
 
+OWN_THREADS = "syncline-"
+"""How the names of threads begin that Syncline has started."""
+
+
 class Ending:
     """The end of process ``index`` and of its peers; ``name`` is how messages call a process.
 
@@ -34,9 +38,17 @@ class Ending:
         """For whom this process waits; asked from any thread."""
         self._group, self._index, self._name = group, index, name
         self.known = False
-        """Whether the user's thread has seen what went wrong."""
+        """Whether the user's thread has seen what went wrong, before its end began."""
+        self._begun = False
         self._left: set[int] = set()
         self._all_left = threading.Event()
+
+    def begin(self) -> None:
+        """The user's thread has come to the end: what is raised from here on is for the end to tell.
+
+        Parts of the end may fail and be passed over, as nobody is left to raise to; the run has failed all the same.
+        """
+        self._begun = True
 
     # News of peers.
 
@@ -122,8 +134,10 @@ class Ending:
             peer.left(self._index)
 
     def came_back(self) -> None:
-        """An error is about to reach the user's thread: the process need not be ended for it."""
-        self.known = True
+        """An error is about to be raised: where that reaches the user's thread the process need not be ended for it."""
+        if threading.current_thread().name.startswith(OWN_THREADS):
+            return  # whoever serves or completes futures there tells nobody
+        self.known |= not self._begun
         if self.watcher is not None and self.watcher.failure is not None:
             self.watcher.came_back()
 

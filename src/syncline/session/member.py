@@ -149,6 +149,7 @@ class Member:
         """
         if self._closed or self.forked:
             return None
+        self.ending.begin()
         try:
             unseen = self._take_leave()
         finally:

@@ -5,15 +5,18 @@ What one rank has said no other repeats (``wire.saying``).
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import sys
 import traceback
 import types
 from collections.abc import Callable
+from typing import NoReturn
 
 from ..errors import PeerError, SynclineError
 from ..wire.saying import first_time, say
-from ..wire.watch import FAILED
+from ..wire.watch import FAILED, FAILED_STATUS
 from .session import Session
 
 
@@ -30,6 +33,16 @@ def watch_exceptions(current: Callable[[], Session | None]) -> None:
                 session.fail(error if isinstance(error, Exception) else RuntimeError(kind.__name__))
 
     sys.excepthook = on_exception
+
+
+def end_failed(error: Exception) -> NoReturn:
+    """End the process at the end of its interpreter, where an exception would change no status."""
+    say(f"syncline: ended: {error}\n")
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+            stream.flush()
+    os._exit(FAILED_STATUS)
 
 
 def _print(

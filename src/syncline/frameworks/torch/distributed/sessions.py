@@ -11,7 +11,6 @@ ends with an exception says that.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import multiprocessing.util
 import os
 from collections.abc import Callable, Sequence
@@ -21,12 +20,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ....errors import PeerError, UsageError
+from ....errors import SynclineError, UsageError
 from ....launch.connecting import alone, connect_session
 from ....launch.environment import of_store
 from ....launch.meeting import MeetingPoint
 from ....session.communicator import Communicator
-from ....session.printing import watch_exceptions
+from ....session.printing import end_failed, watch_exceptions
 from ....session.session import Session
 from ....strategy.strategy import Strategy
 from ....strategy.words import NONE
@@ -101,10 +100,12 @@ def _end(session: Session) -> None:
 
 
 def _end_all() -> None:
-    """The end of this process: nobody is left to raise to."""
+    """The end of this process: nobody is left to raise to, but a run that has failed gives another status."""
     while _live:
-        with contextlib.suppress(PeerError):
+        try:
             _end(_live[-1])
+        except SynclineError as error:
+            end_failed(error)
 
 
 def _current() -> Session | None:
