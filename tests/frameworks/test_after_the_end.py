@@ -46,9 +46,12 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ring", "ps(servers=1)", *(f"ring schedule={word}" for word in ("auto", "merged", "split", "priority", "delayed"))],
+)
 def test_a_copy_of_a_prepared_model_is_plain(group: Any, strategy: str, how: str) -> None:
-    """It has the user's own hooks and none of ours, and its passes are no passes of the original."""
+    """In every step; it has the user's own hooks and none of ours, and its passes are no passes of the original."""
     seen: list[object] = []
 
     def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -58,25 +61,33 @@ def test_a_copy_of_a_prepared_model_is_plain(group: Any, strategy: str, how: str
         return model, optimizer
 
     def body(here: Here) -> None:
-        before = mlp()
         assert here.replica is not None
-        train(here, range(1))
-        twin = COPIES[how](here.model)
-        assert type(twin) is type(before)
-        assert vars(twin).keys() == vars(before).keys()
-        assert len(twin._forward_hooks) == (how == "deepcopy")
-        assert not twin._forward_pre_hooks
-        close(weights(twin), weights(here.model), 0)
-        steps = here.replica.steps
-        loss_of(twin(batch(7, 5 + here.rank))).backward()
-        loss_of(mlp().train()(batch(7))).backward()
-        assert here.replica.steps == steps
-        assert twin[0].weight.grad.data_ptr() != here.replica.storage.views[0].data_ptr()
-        outer = COPIES[how](torch.nn.ModuleDict({"inner": here.model}))
-        assert vars(outer["inner"]).keys() == vars(before).keys()
-        train(here, range(1, 2))
+        for step in range(8):
+            twin = COPIES[how](here.model)
+            check_plain(twin, how)
+            close(weights(twin), weights(here.model), 0)
+            steps = here.replica.steps
+            loss_of(twin(batch(7, 5 + here.rank))).backward()
+            loss_of(mlp().train()(batch(7))).backward()
+            assert here.replica.steps == steps
+            assert twin[0].weight.grad.data_ptr() != here.replica.storage.views[0].data_ptr()
+            check_plain(COPIES[how](torch.nn.ModuleDict({"inner": here.model}))["inner"], how)
+            train(here, range(step, step + 1))
 
     on_group(group, strategy, 2, make, body)
+
+
+def check_plain(twin: Any, how: str) -> None:
+    assert len(twin._forward_hooks) == (how == "deepcopy")
+    twin._forward_hooks.clear()
+    for module, plain in zip(twin.modules(), mlp().modules(), strict=True):
+        assert type(module) is type(plain)
+        assert vars(module).keys() == vars(plain).keys()
+        assert not any(value for key, value in vars(module).items() if key.endswith("_hooks"))
+    for parameter in twin.parameters():
+        assert type(parameter) is torch.nn.Parameter
+        assert not parameter._post_accumulate_grad_hooks
+        assert not parameter._backward_hooks
 
 
 def test_an_average_of_the_weights_follows_the_model(group: Any) -> None:

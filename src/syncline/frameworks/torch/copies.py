@@ -19,24 +19,40 @@ _OURS = (_ANSWER, "zero_grad")
 
 
 class PlainCopies:
-    """As long as it is not removed, copies and pickles of ``model`` have none of the hooks with these handles."""
+    """As long as it is not removed, copies and pickles of ``module`` have none of the hooks with these handles.
 
-    def __init__(self, model: torch.nn.Module, handles: Iterable[Any]) -> None:
-        self._model = model
-        self._ours: set[int] = set()
+    Several may be on one module.
+    """
+
+    def __init__(self, module: torch.nn.Module, handles: Iterable[Any]) -> None:
+        self._module = module
+        answer = vars(module).get(_ANSWER)
+        self._answer = _Answer(module) if answer is None else answer.__self__
+        self._answer.asked += 1
+        vars(module)[_ANSWER] = self._answer.reduce
         self.leave_out(handles)
-        vars(model)[_ANSWER] = self._reduce
 
     def leave_out(self, handles: Iterable[Any]) -> None:
         """Nor those with these."""
-        self._ours.update(handle.id for handle in handles)
+        self._answer.ours.update(handle.id for handle in handles)
 
     def remove(self) -> None:
         """End it; named as the handle of a hook has it."""
-        vars(self._model).pop(_ANSWER, None)
+        self._answer.asked -= 1
+        if not self._answer.asked:
+            vars(self._module).pop(_ANSWER, None)
 
-    def _reduce(self, protocol: int) -> Any:
-        found = type(self._model).__reduce_ex__(self._model, protocol)
+
+class _Answer:
+    """What a module answers when it is copied; ``ours`` are the numbers of the hooks that copies do not have."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self.ours: set[int] = set()
+        self.asked = 0
+
+    def reduce(self, protocol: int) -> Any:
+        found = type(self._module).__reduce_ex__(self._module, protocol)
         if len(found) > 2 and isinstance(found[2], dict):
             return (*found[:2], self._without(found[2]), *found[3:])
         return found  # of a class that says by itself what makes it up
@@ -45,5 +61,5 @@ class PlainCopies:
         left = {key: value for key, value in state.items() if key not in _OURS}
         for key, value in left.items():
             if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
-                left[key] = OrderedDict((number, hook) for number, hook in value.items() if number not in self._ours)
+                left[key] = OrderedDict((number, hook) for number, hook in value.items() if number not in self.ours)
         return left

@@ -27,6 +27,7 @@ import torch
 
 from ...costs.network import LinearCost, fit_line
 from ...nouns import Bucket, Layer
+from .copies import PlainCopies
 from .eager import eager
 from .options import Named
 from .samples import tensors_in
@@ -97,13 +98,18 @@ class LayerTimes:
         self._came: _Marks = []  # gradients, or _BEGIN of a backward pass
         self._task = -1  # the backward pass that has begun
         number = {id(parameter): index for index, (_, parameter) in enumerate(named)}
-        self._handles: list[Any] = [model.register_forward_pre_hook(eager(lambda _, __: self._call(_BEGIN)))]
+        self._handles: list[Any] = []
+        self._hook(model, model.register_forward_pre_hook(eager(lambda _, __: self._call(_BEGIN))))
         for module in model.modules() if forward else ():
             mine = [number[id(one)] for one in module.parameters(recurse=False) if id(one) in number]
             if mine:
                 call = partial(self._call, min(mine))
-                self._handles.append(module.register_forward_pre_hook(eager(lambda _, __, call=call: call())))
-        self._handles.append(model.register_forward_hook(eager(lambda _, __, output: self._end_forward(output))))
+                self._hook(module, module.register_forward_pre_hook(eager(lambda _, __, call=call: call())))
+        self._hook(model, model.register_forward_hook(eager(lambda _, __, output: self._end_forward(output))))
+
+    def _hook(self, module: torch.nn.Module, handle: Any) -> None:
+        """Keep a hook of a module, which copies of the module do not have."""
+        self._handles += [handle, PlainCopies(module, [handle])]
 
     # What happens to the model.
 
