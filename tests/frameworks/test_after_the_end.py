@@ -48,7 +48,11 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize(
     "strategy",
-    ["ring", "ps(servers=1)", *(f"ring schedule={word}" for word in ("auto", "merged", "split", "priority", "delayed"))],
+    [
+        "ring",
+        "ps(servers=1)",
+        *(f"ring schedule={word}" for word in ("auto", "merged", "split", "priority", "delayed")),
+    ],
 )
 def test_a_copy_of_a_prepared_model_is_plain(group: Any, strategy: str, how: str) -> None:
     """In every step; it has the user's own hooks and none of ours, and its passes are no passes of the original."""

@@ -179,3 +179,66 @@ def test_a_whole_model_under_a_reentrant_checkpoint(group: Any) -> None:
         return weights(here.model)
 
     same_as_alone(group, "ring", 2, sgd, body)
+
+
+CALLED = ["ring", "ps(servers=1)", "ps(servers=2, on=workers)", "ring sync=local(steps=2)"]
+CALLED += [f"ring schedule={word}" for word in ("auto", "merged", "split", "priority", "delayed")]
+
+
+def of_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.nn.Parameter(one.detach().clone()) for name, one in model.named_parameters()}
+
+
+def of_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: one.detach().clone().requires_grad_() for name, one in model.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", CALLED)
+@pytest.mark.parametrize("made", [of_parameters, of_tensors])
+def test_calls_with_other_weights_are_the_scripts_own(group: Any, strategy: str, made: Any) -> None:
+    """Their gradients too, by backward(), by torch.func.grad and for each sample; some may be the model's own."""
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        call = torch.func.functional_call
+        for step in range(4):
+            here.optimizer.zero_grad()
+            x = here.share(batch(step))
+            other = made(here.model)
+            before = {name: one.grad for name, one in here.model.named_parameters()}
+            loss_of(call(here.model, other, (x,))).backward()
+            assert all(one.grad is not None for one in other.values())
+            assert all(one.grad is before[name] for name, one in here.model.named_parameters())
+            plain = {name: one.detach() for name, one in other.items()}
+            each = torch.func.vmap(
+                torch.func.grad(lambda weights, one: loss_of(call(here.model, weights, (one[None],)))),
+                in_dims=(None, 0),
+            )(plain, x)
+            assert each["0.weight"].shape[0] == len(x)
+            torch.testing.assert_close(each["0.weight"].mean(0), other["0.weight"].grad)
+            loss_of(here.model(x)).backward()
+            here.optimizer.step()
+        return weights(here.model)
+
+    if strategy.endswith(("delayed", "local(steps=2)")):
+        on_group(group, strategy, 2, sgd, body)
+    else:
+        same_as_alone(group, strategy, 2, sgd, body)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)", "ring schedule=priority"])
+def test_an_outer_loss_reaches_the_weights_through_an_inner_step(group: Any, strategy: str) -> None:
+    """As in MAML: the model runs with weights made of its own, and their gradients are exchanged."""
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        call = torch.func.functional_call
+        for step in range(4):
+            here.optimizer.zero_grad()
+            x = here.share(batch(step))
+            own = dict(here.model.named_parameters())
+            inner = torch.autograd.grad(loss_of(here.model(batch(9, 3))), list(own.values()), create_graph=True)
+            fast = {name: one - 0.1 * grad for (name, one), grad in zip(own.items(), inner, strict=True)}
+            loss_of(call(here.model, fast, (x,))).backward()
+            here.optimizer.step()
+        return weights(here.model)
+
+    same_as_alone(group, strategy, 2, sgd, body)

@@ -6,11 +6,13 @@ these another form: each is refused by name, with the remedy. None of it takes p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import stateless
 
 from ...errors import GradientError, UsageError
 from .batch_norm import unsynchronised
@@ -71,7 +73,9 @@ class Guard:
             module = module._modules.get(name)
             if module is None:
                 break
-        if module is None or module._parameters.get(self._first) is not self._named[0][1]:
+        if module is None:
+            self.check_same_parameters()
+        elif (present := module._parameters.get(self._first)) is not self._named[0][1] and not _for_one_call(present):
             self.check_same_parameters()
 
     def check_same_parameters(self) -> None:
@@ -104,3 +108,20 @@ class Guard:
                 "the gradients have been moved to other memory (model.share_memory()?), which is not the one that is"
                 " exchanged: call it before syncline.prepare()"
             )
+
+
+def _for_one_call(weight: Any) -> bool:
+    """Whether a weight is another one's place only during a call, by ``torch.func.functional_call``.
+
+    Gradients of such weights are the script's own. Only that puts tensors in place of parameters; for parameters the
+    calls that this one is made in tell.
+    """
+    if isinstance(weight, torch.Tensor) and not isinstance(weight, torch.nn.Parameter):
+        return True
+    call = getattr(stateless, "_functional_call", None)
+    frame: Any = sys._getframe(1)
+    while call is not None and frame is not None:
+        if frame.f_code is call.__code__:
+            return True
+        frame = frame.f_back
+    return False
