@@ -73,9 +73,8 @@ class Guard:
             module = module._modules.get(name)
             if module is None:
                 break
-        if module is None:
-            self.check_same_parameters()
-        elif (present := module._parameters.get(self._first)) is not self._named[0][1] and not _for_one_call(present):
+        present = None if module is None else module._parameters.get(self._first)
+        if present is not self._named[0][1] and not _for_one_call(present):
             self.check_same_parameters()
 
     def check_same_parameters(self) -> None:
