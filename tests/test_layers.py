@@ -182,4 +182,4 @@ def test_threads_of_our_own_are_known_by_their_names() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("threading.Thread"):
                 names = [ast.unparse(word.value) for word in node.keywords if word.arg == "name"]
-                assert names and names[0].lstrip("f").strip("'").startswith("syncline-"), f"{path}:{node.lineno}"
+                assert "".join(names).lstrip("f").strip("'").startswith("syncline-"), f"{path}:{node.lineno}"

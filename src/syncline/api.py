@@ -200,6 +200,22 @@ def prepare(
     return handed.result
 
 
+def release(model: Model) -> None:
+    """Make a prepared model of PyTorch, and its optimizer, the script's own again, and free what they took of the run.
+
+    All ranks call it, between two steps, with the same model; the run goes on. A run has up to 16 prepared models at a
+    time, so scripts that train many one after the other (cross-validation, sweeps) call it behind each. Raises
+    UsageError for a model that is not prepared, and under servers, which serve one model until the run ends.
+    """
+    here = _session_of_torch("release()")
+    from .frameworks.torch import release as released
+
+    if here.alone:  # nothing was done to it
+        return
+    made = released(here, model)
+    process.prepared[:] = [known for known in process.prepared if known is not made]
+
+
 def no_sync() -> contextlib.AbstractContextManager[None]:
     """Backward passes inside only accumulate local gradients (gradient accumulation); the next one exchanges them."""
     _session_of_torch("no_sync()")

@@ -9,7 +9,8 @@ import torch
 from toy import Here, alone, batch, close, fill, loss_of, mlp, sgd, weights
 
 from syncline.errors import GradientError, MismatchError, UsageError
-from syncline.frameworks.torch import prepare
+from syncline.frameworks.torch import prepare, release
+from syncline.session.keys import BUCKET_KEYS
 from syncline.session.session import MODEL_KEYS, Session
 
 KEPT = ["ring", "direct schedule=wait_free", "ps(servers=2, on=workers)", "ps(servers=1, on=workers, update=worker)"]
@@ -209,3 +210,60 @@ def test_a_second_model_is_refused_where_servers_serve_one(group: Any, strategy:
 
     with pytest.raises(UsageError, match=r"serve one model.*ModuleList"):
         group(strategy, 2, body)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ring schedule=priority", "ring codec=int8", "ps(servers=2, on=workers)"])
+def test_a_run_trains_as_many_models_as_it_releases(group: Any, strategy: str) -> None:
+    """One past what a run can have at a time; one is kept all the time, and the numbers of others are used again."""
+    most = BUCKET_KEYS // MODEL_KEYS
+
+    def train(session: Session | None) -> list[dict[str, torch.Tensor]]:
+        kept, found = sgd(), []
+        here = Here(*kept)
+        if session is not None:
+            here.rank, here.world = session.rank, session.world_size
+            prepare(session, *kept)
+        for number in range(2 * most + 1):
+            model, optimizer = sgd()
+            if session is not None:
+                prepare(session, model, optimizer)
+            for one, its in (kept, (model, optimizer)):
+                its.zero_grad()
+                loss_of(one(here.share(batch(number)))).backward()
+                its.step()
+            if session is not None:
+                release(session, model)
+                assert len(session.prepared) == 1
+            loss_of(model(batch(1))).backward()  # its own
+            found.append(weights(model))
+        return [*found, weights(kept[0])]
+
+    wanted = train(None)
+    for one in group(strategy, 2, train):
+        for a, b in zip(one, wanted, strict=True):
+            close(a, b, 0.05 if "int8" in strategy else 1e-12)
+
+
+def test_a_model_too_many_is_refused_with_the_remedy(group: Any) -> None:
+    def body(session: Session) -> None:
+        made = [sgd() for _ in range(BUCKET_KEYS // MODEL_KEYS + 1)]
+        for model, optimizer in made[:-1]:
+            prepare(session, model, optimizer)
+        with pytest.raises(UsageError, match=r"up to 16 prepared models at a time: .*syncline.release\(model\)"):
+            prepare(session, *made[-1])
+        release(session, made[3][0])
+        with pytest.raises(UsageError, match="not released yet"):
+            release(session, made[3][0])
+        prepare(session, *made[-1])
+
+    group("ring", 2, body)
+
+
+def test_servers_keep_their_model_until_the_end(group: Any) -> None:
+    def body(session: Session) -> None:
+        model, optimizer = sgd()
+        if prepare(session, model, optimizer) is not None:
+            with pytest.raises(UsageError, match="until the run ends"):
+                release(session, model)
+
+    group("ps(servers=1)", 2, body)

@@ -162,7 +162,7 @@ def survives(line: Connection, place: Place) -> None:
 
 
 def loses_one_at_the_end(line: Connection, place: Place, kind: str, fault: str, end: str) -> None:
-    """Rank 1 is gone after the last step, or in it; the others end when they have heard of it, in every way there is."""
+    """Rank 1 is gone in the last step or after it; the others end when they have heard of it, in every way."""
     begin, step = KINDS[kind](place)
     for number in range(4):
         if number == 3 and fault == "is stopped" and place[0] == 1:
@@ -217,7 +217,7 @@ def under_ddp(place: Place) -> tuple[Callable[[], Session], Callable[[], None]]:
 class Descent:
     lr = 0.1
 
-    def update(self, weights: np.ndarray, gradient: np.ndarray, state: dict[str, np.ndarray]) -> None:
+    def update(self, weights: np.ndarray, gradient: np.ndarray, state: dict[str, np.ndarray]) -> None:  # noqa: ARG002
         weights -= self.lr * gradient
 
 

@@ -88,7 +88,7 @@ class Session(Communicator):
         """How this worker's steps went beside those of the others."""
         self.consolidates: dict[int, Callable[[], None]] = {}
         """What lets each model have, on all workers that call it, its newest weights; by first keys."""
-        self._models: list[weakref.ref[Any]] = []
+        self._models: list[weakref.ref[Any] | None] = []  # by number; None in place of one that has been left
         self.prepared: dict[int, Any] = {}  # what a framework has made of each, by its first key
         self.family: list[Session] = [self]
         """The session of all workers, and those of groups of them that this process is in."""
@@ -330,36 +330,50 @@ class Session(Communicator):
         others = "ps(on=workers), ring or another allreduce" if merges else "sync=bsp"
         served = bool(self.group.servers) or not merges
         for number, known in enumerate(self._models):
-            if known() is model:
+            if known is not None and known() is model:
                 if served:
                     raise UsageError(
                         f"{who} serve a model as it was prepared first: prepare it once, when all is frozen and built"
                         f" that shall be, or use {others}"
                     )
                 return number * MODEL_KEYS
-        number = len(self._models)
-        if number > 0 and served:
+        number = self._models.index(None) if None in self._models else len(self._models)
+        if self._models and served:
             raise UsageError(
                 f"{who} serve one model: put all models into one torch.nn.ModuleList with one optimizer, or use"
                 f" {others}"
             )
         if number == BUCKET_KEYS // MODEL_KEYS:
             raise UsageError(
-                f"a run can have up to {number} prepared models: put several into one torch.nn.ModuleList,"
-                " or one dictionary of arrays"
+                f"a run can have up to {number} prepared models at a time: let go of those that are trained by"
+                " syncline.release(model), put several into one torch.nn.ModuleList, or one dictionary of arrays"
             )
-        self._models.append(weakref.ref(model))
+        self._models[number : number + 1] = [weakref.ref(model)]
         return number * MODEL_KEYS
+
+    def leave_model(self, first_key: int) -> None:
+        """A model is trained: the next one that is entered has its keys; all processes leave the same one.
+
+        Raises UsageError where others serve it.
+        """
+        if self.group.servers or not self.strategy.sync_mode().merges:
+            raise UsageError(
+                "the owners of the weights serve this model until the run ends: call syncline.shutdown(), and"
+                " syncline.init() for the next one"
+            )
+        self._models[first_key // MODEL_KEYS] = None
+        del self.prepared[first_key], self.consolidates[first_key]
 
     @property
     def models(self) -> list[Any]:
         """The models that were entered and still exist, in groups of workers too."""
-        return [model for one in self.family for known in one._models if (model := known()) is not None]
+        known = [known for one in self.family for known in one._models if known is not None]
+        return [model for one in known if (model := one()) is not None]
 
     @property
     def is_held(self) -> bool:
         """Whether models, or samplers, go on using it."""
-        return bool(self._models) or self.pools is not None
+        return any(self._models) or self.pools is not None
 
     # Messages between workers and servers.
 

@@ -12,9 +12,9 @@ from ...session.session import Session
 from .. import Handed
 from .._alone import warn_of_plain_steps
 from .options import Options
-from .prepare import Prepared, let_go, prepare
+from .prepare import Prepared, let_go, prepare, release
 
-__all__ = ["Options", "Prepared", "adapt", "prepare"]
+__all__ = ["Options", "Prepared", "adapt", "prepare", "release"]
 
 
 def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:

@@ -154,6 +154,18 @@ def prepare(
     return made
 
 
+def release(session: Session, model: torch.nn.Module) -> Prepared:
+    """End a model's part in a run that goes on; all workers call it. Raises UsageError for one that has none."""
+    for one in session.family:
+        for key, made in list(one.prepared.items()):
+            if made.model is model:
+                made.replica.flush()
+                one.leave_model(key)
+                made.release(fetch=True)
+                return made  # type: ignore[no-any-return]
+    raise UsageError("syncline.release() takes a model that syncline.prepare() was given and that is not released yet")
+
+
 def let_go(session: Session, model: torch.nn.Module) -> None:
     """Release a model that was prepared in another group of workers, or in that of all."""
     for other in session.family:
