@@ -429,8 +429,8 @@ def test_gradients_that_are_not_zeroed_are_added_to_as_on_one_worker(group: Any,
 @pytest.mark.parametrize(
     ("strategy", "why"),
     [
-        ("ps(servers=1) codec=int8", "do not have them"),
-        ("ps(servers=1) schedule=priority", "do not have them"),
+        ("ps(servers=1) codec=int8", "do not have it"),
+        ("ps(servers=1) schedule=priority", "do not have it"),
         ("ps(servers=1)", "do not count as much"),
         ("ps(servers=2, on=workers)", "do not count as much"),
     ],

@@ -242,3 +242,30 @@ def test_an_outer_loss_reaches_the_weights_through_an_inner_step(group: Any, str
         return weights(here.model)
 
     same_as_alone(group, strategy, 2, sgd, body)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit.trace is deprecated, and used
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)", "ps(servers=1) schedule=priority", *CALLED[4:]])
+def test_a_model_may_be_traced_in_every_step(group: Any, strategy: str) -> None:
+    """torch traces twice and compares; what an update computes is no part of the model."""
+
+    def body(here: Here) -> None:
+        for step in range(6):
+            with _COMPILING:
+                traced = torch.jit.trace(here.model, batch(step))  # type: ignore[no-untyped-call]
+            assert "sub" not in str(traced.graph)
+            torch.testing.assert_close(traced(batch(7)), here.model(batch(7)))
+            train(here, 1)
+
+    on_group(group, strategy, 2, sgd, body)
+
+
+@pytest.mark.parametrize("schedule", ["fixed", "auto", "merged", "priority", "split", "delayed"])
+def test_freezing_after_prepare_is_told_with_the_remedy(group: Any, schedule: str) -> None:
+    def body(here: Here) -> None:
+        train(here, 1)
+        here.model[0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+        train(here, 12)
+
+    with pytest.raises(GradientError, match=r"'0.weight' was frozen, unfrozen or added after"):
+        on_group(group, f"ring schedule={schedule}", 2, sgd, body)

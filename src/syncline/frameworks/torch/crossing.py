@@ -60,6 +60,7 @@ class Crossing:
     def __init__(
         self, replica: Replica, optimizer: torch.optim.Optimizer, plain: type, *, later: bool, local: bool
     ) -> None:
+        replica.guard.check_trained(replica.steps)  # no hook can be put on what was frozen since
         self._replica, self._optimizer, self._plain, self._later = replica, optimizer, plain, later
         self._parameters = [parameter for _, parameter in replica.named]
         self._deferral = Deferral(self._parameters, self._read, self.flush)
@@ -259,6 +260,12 @@ class Crossing:
             self.flush()  # gradients will be added to these
         elif is_compiled(self._replica.model):
             self.flush()
+        elif (tracing := torch._C._get_tracing_state()) is not None:
+            torch._C._set_tracing_state(None)  # or the trace would have the updates, as what the model computes
+            try:
+                self.flush()
+            finally:
+                torch._C._set_tracing_state(tracing)
         elif self._first:
             if torch.is_grad_enabled():
                 self._looked = self._looked or set()

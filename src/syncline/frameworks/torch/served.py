@@ -354,16 +354,12 @@ class Client:
         What is left of a step is this worker's share, and it is divided by the number of workers once more. Where
         workers own the weights, owners have the sums of their parts, and others must not count them again.
         """
-        if not self._left:
+        replica = self.replica
+        if not self._left or self.crossing is not None or replica.gradients.compression is not None:
             return
         self._left = False
-        if not self.together and self.replica.gradients.compression is None:  # each adds up its own
+        if not self.together or not (left := self._left_over()):  # each adds up its own, or there are none
             return
-        if not (left := self._left_over()):
-            return
-        replica = self.replica
-        if self.crossing is not None or replica.gradients.compression is not None:
-            raise self._not_zeroed(left[0], "the owners of the weights do not have them as they are here")
         self._counted = self._share(self._meeting)
         factor = replica.session.world_size / self._counted
         if self._staging.device is not None or replica.session.group.servers:
@@ -388,7 +384,9 @@ class Client:
         if self._left and (self.together or self.replica.gradients.compression is not None):
             self._left = False
             if len(left := self._left_over()) > 1 or (len(self.parameters) == 1 and left):
-                raise self._not_zeroed(left[0], "no forward pass of the model came before this backward pass")
+                plain = self.crossing is None and self.replica.gradients.compression is None
+                why = "no forward pass of the model came before" if plain else "owners do not have it as it is here"
+                raise self._not_zeroed(left[0], why)
 
     def _not_zeroed(self, index: int, why: str) -> GradientError:
         return self.replica.fault(
