@@ -34,7 +34,7 @@ from ._calls import Array, Call, calls, invoke, invoke_code
 from ._devices import device_of_owners, shared
 from ._ending import unseen, wait_for_steps
 from ._slices import OptaxSlices, outline, probe
-from ._trees import devices_of, host, is_traced, named, placed, specs_of, told_to_all
+from ._trees import bare, devices_of, host, is_traced, named, placed, specs_of, told_to_all
 from ._weights import SynclineState, TreeWeights, fresh, given, state_of
 
 _STEP = np.zeros((), np.int32)
@@ -192,6 +192,7 @@ class Run:
                 " where all ranks meet"
             )
         gradients = self._checked(self._model, updates)
+        self._structure = jax.tree.structure(updates)  # of arrays, where init() may have had Variables of flax around
         if params is None and (self._held or self._periodic):
             raise self._model.fault(f"{self._session.strategy} exchanges weights: say update(gradients, state, params)")
         if self._held and extra:
@@ -258,12 +259,10 @@ class Run:
         found = named(updates)
         for number in range(max(len(found), len(self._specs))):
             here = "nothing" if number >= len(found) else _described(*found[number])
-            spec = None if number >= len(self._specs) else self._specs[number]
-            there = (
-                "nothing"
-                if spec is None
-                else f"{self._names[number] or 'params'} of shape {spec.shape} and type {spec.dtype}"
-            )
+            there = "nothing"
+            if number < len(self._specs):
+                spec = self._specs[number]
+                there = f"{bare(self._names[number])} of shape {spec.shape} and type {spec.dtype}"
             if here != there:
                 raise model.fault(f"update() is traced with gradients that have {here}, where init() had {there}")
         return [leaf for _, leaf in found]
@@ -380,14 +379,14 @@ class Run:
         if not self._ready:
             raise ClosedError("init() of this transformation has not been called here: call it first, outside of jit")
         leaves = named(params)
-        if [name for name, _ in leaves] != self._names:
+        if [bare(name) for name, _ in leaves] != [bare(name) for name in self._names]:
             raise UsageError(f"these are parameters of another model: {', '.join(name for name, _ in leaves)}")
         self._weights.now = [host(name, leaf) for name, leaf in leaves]
 
     def _given(self, params: Any) -> Any:
         leaves = [placed(value, leaf) for value, leaf in zip(self._weights.now, jax.tree.leaves(params), strict=True)]
         self._forget()
-        return self._tree(leaves)
+        return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
 def run_of(state: Any) -> Run:
@@ -408,4 +407,4 @@ def _bits(array: Array) -> Array:
 
 
 def _described(name: str, leaf: Any) -> str:
-    return f"{name or 'params'} of shape {tuple(np.shape(leaf))} and type {getattr(leaf, 'dtype', type(leaf).__name__)}"
+    return f"{bare(name)} of shape {tuple(np.shape(leaf))} and type {getattr(leaf, 'dtype', type(leaf).__name__)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,11 @@ _TYPES = ("float16", "float32", "float64")
 def named(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a tree with their paths, as JAX writes them; a tree that is an array has one without a name."""
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def bare(name: str) -> str:
+    """A path as messages have it and trees are compared by, without the Variable of flax around an array."""
+    return re.sub(r"(\.value|\.raw_value|\.get_value\(\))$", "", name) or "params"
 
 
 def is_traced(tree: Any) -> bool:
