@@ -424,3 +424,78 @@ def prepared(place: Place) -> Any:
         assert jax.tree.all(jax.tree.map(np.array_equal, plain(params), plain({"layer": model()})))
         updates, _ = made.update(jax.tree.map(lambda leaf: leaf * 0 + syncline.rank(), params), made.init(params))
         return plain(updates)
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "apply_if_finite": lambda made: optax.apply_if_finite(made, 5),
+    "MultiSteps": lambda made: optax.MultiSteps(made, 2).gradient_transformation(),
+    "conditionally_transform": lambda made: optax.conditionally_transform(made, lambda step: step != 1),
+}
+"""What skips steps."""
+
+
+def wrapped_around(place: Place, name: str) -> list[str]:
+    """What is said of a wrapper around ``average()``, inside of jit and outside."""
+    found = []
+    for jit in (True, False):
+        with joined(place, "ring"):
+            params = syncline.jax.broadcast(model(0))
+            made = WRAPPERS[name](syncline.jax.average())
+            state = made.init(params)
+            try:
+                (jax.jit(made.update) if jit else made.update)(params, state)
+            except syncline.errors.GradientError as error:
+                found.append(str(error))
+            else:
+                found.append("")
+    return found
+
+
+def wrapped_inside(place: Place, name: str) -> tuple[Any, Any]:
+    """The same inside of ``distributed()``, with a batch on rank 1 of which nothing can be learnt, and one worker's."""
+
+    def train(made: Any, rank: int, world: int) -> Any:
+        params = model(0)
+        state, step = made.init(params), step_of(made)
+        for number in range(6):
+            x, y = batch(number, rank, world)
+            if number == 2 and rank == world - 1:
+                x = x * (np.nan if name == "apply_if_finite" else 1.0)
+            params, state = step(params, state, x, y)
+        return plain(params)
+
+    wanted = train(WRAPPERS[name](OPTIMIZERS["adam"]()), 0, 1)
+    with joined(place, "ring"):
+        made = syncline.jax.distributed(WRAPPERS[name](OPTIMIZERS["adam"]()))
+        return train(made, syncline.rank(), syncline.world_size()), wanted
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Variable:
+    """An array in a box, as modules of flax have it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def tree_flatten_with_keys(self) -> Any:
+        return [(jax.tree_util.GetAttrKey("value"), self.value)], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> Variable:
+        return cls(*children)
+
+
+def boxed(place: Place, strategy: str) -> tuple[Any, Any]:
+    """init() is given parameters in boxes, update() plain ones."""
+    with joined(place, strategy):
+        params = syncline.jax.broadcast(model(syncline.rank()))
+        made = syncline.jax.distributed(optax.sgd(0.1))
+        state, step = made.init(jax.tree.map(Variable, params)), step_of(made)
+        for number in range(4):
+            params, state = step(params, state, *batch(number, syncline.rank(), syncline.world_size()))
+        found = plain(params)
+    params, alone = model(0), optax.sgd(0.1)
+    state, step = alone.init(params), step_of(alone)
+    for number in range(4):
+        params, state = step(params, state, *batch(number, 0, 1))
+    return found, plain(params)

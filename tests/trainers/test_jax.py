@@ -191,7 +191,13 @@ def test_what_servers_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_faults_are_named_on_all_ranks(tmp_path: Path, name: str, says: str) -> None:
-    ranks(tmp_path, f"jax_bodies.{name}", WORKERS).all_named(says, dead=[1] if name == "dies" else [])
+    found = ranks(tmp_path, f"jax_bodies.{name}", WORKERS)
+    found.all_named(says, dead=[1] if name == "dies" else [])
+    if name == "dies":
+        assert not any("Traceback" in printed for printed in found.printed)
+    if name == "forgets":  # before the stack of JAX's error that has it in its text
+        first = [printed for printed in found.printed if "Traceback" in printed]
+        assert any("syncline: GradientError: rank" in printed.partition("Traceback")[0] for printed in first)
 
 
 @pytest.mark.parametrize(
@@ -245,3 +251,21 @@ def test_a_run_loads_no_other_framework(tmp_path: Path) -> None:
 )
 def test_a_jax_that_is_missing_or_too_old_is_named(tmp_path: Path, module: str, says: str) -> None:
     is_told_of(tmp_path, {"jax": module}, "syncline.jax", says)
+
+
+@pytest.mark.parametrize("name", ["apply_if_finite", "MultiSteps", "conditionally_transform"])
+def test_what_skips_steps_belongs_inside(tmp_path: Path, name: str) -> None:
+    """Around an exchange, a rank that skips would pair its gradients with others' of another step."""
+    for said in ranks(tmp_path, "jax_bodies.wrapped_around", WORKERS, name).found():
+        for text in said:
+            assert "is traced inside of a branch" in text
+            assert f"{name}" in text
+            assert "belong inside" in text
+    for params, wanted in ranks(tmp_path, "jax_bodies.wrapped_inside", WORKERS, name).found():
+        check_near(params, wanted, name)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1, on=workers)"])
+def test_parameters_may_be_in_boxes_where_gradients_are_not(tmp_path: Path, strategy: str) -> None:
+    for params, wanted in ranks(tmp_path, "jax_bodies.boxed", WORKERS, strategy).found():
+        check_near(params, wanted, strategy)

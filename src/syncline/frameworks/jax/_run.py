@@ -34,11 +34,16 @@ from ._calls import Array, Call, calls, invoke, invoke_code
 from ._devices import device_of_owners, shared
 from ._ending import unseen, wait_for_steps
 from ._slices import OptaxSlices, outline, probe
-from ._trees import bare, devices_of, host, is_traced, named, placed, specs_of, told_to_all
+from ._trees import bare, devices_of, host, in_branch, is_traced, named, placed, specs_of, told_to_all
 from ._weights import SynclineState, TreeWeights, fresh, given, state_of
 
 _STEP = np.zeros((), np.int32)
 _KINDS: tuple[Kind, ...] = ("exchanged", "own", "averaged")
+_ORDER = (
+    "transformations that skip or repeat steps (optax.apply_if_finite, MultiSteps, conditionally_transform,"
+    " contrib.sam) belong inside, as in syncline.jax.distributed(optax.apply_if_finite(optimizer, 5)) or"
+    " optax.chain(syncline.jax.average(), optax.apply_if_finite(optimizer, 5)), where all ranks decide by the mean"
+)
 _numbers = count(1)
 _runs: WeakValueDictionary[int, Run] = WeakValueDictionary()
 
@@ -191,6 +196,11 @@ class Run:
                 "init() of this transformation was traced only, or not called: call it with parameters, outside of jit,"
                 " where all ranks meet"
             )
+        if in_branch():
+            raise self._model.fault(
+                "update() is traced inside of a branch (jax.lax.cond), and ranks that take different ones would pair the"
+                f" gradients of different steps: {_ORDER}"
+            )
         gradients = self._checked(self._model, updates)
         self._structure = jax.tree.structure(updates)  # of arrays, where init() may have had Variables of flax around
         if params is None and (self._held or self._periodic):
@@ -282,8 +292,9 @@ class Run:
         if step != model.present:
             raise model.fault(
                 f"a computation makes step {step} where the run is at step {model.present}: every step goes on"
-                " from the optimizer state of the one before; resume by syncline.jax.load_state_dict(), and put the"
-                " parameters on all devices that compute before init(params)"
+                " from the optimizer state of the one before. Resume by syncline.jax.load_state_dict(), put the"
+                " parameters on all devices that compute before init(params), and let nothing around this transformation"
+                f" call it more than once in a step or drop its state: {_ORDER}"
             )
         return model
 
