@@ -198,7 +198,7 @@ class Run:
             )
         if in_branch():
             raise self._model.fault(
-                "update() is traced inside of a branch (jax.lax.cond), and ranks that take different ones would pair the"
+                "update() is traced inside of a branch (jax.lax.cond), and ranks that take different ones would pair"
                 f" gradients of different steps: {_ORDER}"
             )
         gradients = self._checked(self._model, updates)
@@ -293,8 +293,8 @@ class Run:
             raise model.fault(
                 f"a computation makes step {step} where the run is at step {model.present}: every step goes on"
                 " from the optimizer state of the one before. Resume by syncline.jax.load_state_dict(), put the"
-                " parameters on all devices that compute before init(params), and let nothing around this transformation"
-                f" call it more than once in a step or drop its state: {_ORDER}"
+                " parameters on all devices that compute before init(params), and let nothing around this"
+                f" transformation call it more than once in a step or drop its state: {_ORDER}"
             )
         return model
 
