@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .compression.compression import Compression
-from .compression.saved import Saved, as_bytes, from_bytes
+from .compression.saved import Saved
 from .errors import UsageError
 from .plans.plan import ranks_text
 from .session.layout import read_layout
+from .session.replacing import gather_saved, reading_state
 from .session.session import Session
 from .strategy.choice import Choice
 from .strategy.words import NONE
@@ -85,29 +86,30 @@ def _saved(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
 def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any]) -> None:
     """Take up what ``save`` gave; all workers call it.
 
-    Raises UsageError for the state of another strategy or other models. Warns of what it lacks, as if the caller's
-    caller did.
+    Raises UsageError for the state of another strategy or other models, and for what is no such state. Warns of what it
+    lacks, as if the caller's caller did.
     """
-    _rest(prepared, "syncline.load_state_dict()")
-    all_workers, *groups = _by_session(session, prepared)
-    if session.alone:
-        _go_on_alone(session, state)
-        return
-    others: list[Mapping[str, Any]]
-    if state["world_size"] == 1 and not state["steps"]:  # those of a worker beside servers are there
-        _warn_of_steps(session)
-        others = [_of_one(state, models) for _, models in groups]
-        state = _of_one(state, all_workers[1])
-    elif len(states := state.get("groups") or []) != len(groups):
-        raise UsageError(
-            f"this state has models of {len(states)} groups, and this rank has prepared some in {len(groups)}: prepare"
-            " them as in the run that is resumed, and load the state that this group's ranks have saved"
-        )
-    else:
-        as_many = state["world_size"] == session.world_size
-        others = [_of_group(_place(*group, prepared), states, as_many) for group in groups]
-    for group, found in zip((all_workers, *groups), (state, *others), strict=True):
-        _load(*group, found)
+    with reading_state():
+        _rest(prepared, "syncline.load_state_dict()")
+        all_workers, *groups = _by_session(session, prepared)
+        if session.alone:
+            _go_on_alone(session, state)
+            return
+        others: list[Mapping[str, Any]]
+        if state["world_size"] == 1 and not state["steps"]:  # those of a worker beside servers are there
+            _warn_of_steps(session)
+            others = [_of_one(state, models) for _, models in groups]
+            state = _of_one(state, all_workers[1])
+        elif len(states := state.get("groups") or []) != len(groups):
+            raise UsageError(
+                f"this state has models of {len(states)} groups, and this rank has prepared some in {len(groups)}:"
+                " prepare them as in the run that is resumed, and load the state that this group's ranks have saved"
+            )
+        else:
+            as_many = state["world_size"] == session.world_size
+            others = [_of_group(_place(*group, prepared), states, as_many) for group in groups]
+        for group, found in zip((all_workers, *groups), (state, *others), strict=True):
+            _load(*group, found)
 
 
 def _of_group(here: Mapping[str, Any], states: Sequence[Mapping[str, Any]], as_many: bool) -> Mapping[str, Any]:
@@ -240,4 +242,4 @@ def _arrays(ranks: Sequence[Mapping[str, Any]]) -> list[Saved]:
 
 def _gathered(session: Session, compression: Compression) -> list[Saved]:
     """What every worker's codec has to keep in a checkpoint, in rank order."""
-    return [from_bytes(data) for data in session.gather(as_bytes(compression.saved()))]
+    return gather_saved(session, compression.saved())

@@ -62,18 +62,26 @@ def spread(args: Sequence[str], lists: Iterable[str]) -> list[str]:
     return found
 
 
+MOST_RANKS = 1 << 16
+"""Of a group that is only drawn or predicted."""
+
+
 def node_sizes(text: str) -> list[int]:
     """The ranks of each node: ``2x4`` is two nodes of four, or ``4,4,2``; raises UsageError."""
     try:
         if "x" in text:
-            count, each = text.split("x")
-            sizes = [int(each)] * int(count)
+            count, each = map(int, text.split("x"))
+            nodes, ranks = count, count * each
+            sizes = [each] * min(count, MOST_RANKS)
         else:
             sizes = [int(size) for size in text.split(",")]
+            nodes, ranks = len(sizes), sum(sizes)
     except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        from ..errors import UsageError
+        sizes, nodes, ranks = [], 0, 0
+    from ..errors import UsageError
 
+    if not sizes or min(sizes) < 1:
         raise UsageError(f"--nodes must look like 2x4 or 4,4,2, got {text!r}")
+    if max(nodes, ranks) > MOST_RANKS:
+        raise UsageError(f"--nodes {text} has more than {MOST_RANKS} ranks")
     return sizes

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ._options import node_sizes
+from ._options import MOST_RANKS, node_sizes
 
 if TYPE_CHECKING:
     from ..nouns import Group
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("algorithm")
-@click.option("--ranks", type=click.IntRange(min=1), help="Workers; default: those of --nodes, else 4.")
+@click.option("--ranks", type=click.IntRange(1, MOST_RANKS), help="Workers; default: those of --nodes, else 4.")
 @click.option("--nodes", help="Workers of each node: 2x4 is two nodes of four, or 4,4,2.")
 @click.option("--servers", type=click.IntRange(min=1), help="Short for ps(servers=...).")
 def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | None) -> None:

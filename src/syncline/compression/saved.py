@@ -6,6 +6,8 @@ Knows the names and the parts; who keeps what is ``compression``'s.
 from __future__ import annotations
 
 import io
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,9 +68,12 @@ def as_bytes(saved: Saved) -> bytes:
 
 
 def from_bytes(data: bytes) -> Saved:
-    """The other way round."""
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        return {key: arrays[key] for key in arrays.files}
+    """The other way round; raises ValueError for what is no such, or damaged."""
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            return {key: arrays[key] for key in arrays.files}
+    except (AttributeError, EOFError, KeyError, OSError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{len(data)} bytes are no archive of arrays: {error}") from error
 
 
 def whole_array(saved: Mapping[str, Array], key: str, like: Array) -> Array:

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from ..compression.compression import Compression
-from ..compression.saved import Saved, as_bytes, from_bytes
+from ..compression.saved import Saved
 from ..errors import UsageError
 from ..nouns import Slice, Spec, numpy_dtype
 from ..serving.records import Elements, Record, State, pack, states_of, unpack
 from ..serving.shard import WEIGHTS
+from ..session.replacing import gather_saved, reading_state
 from ..session.session import Session
 from ..strategy.choice import Choice
 from ._agreed import AgreedWeights
@@ -72,41 +73,42 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
 
     Raises UsageError for the state of another strategy or model; warns, as the caller's caller, of what it lacks.
     """
-    model.check_between("load_state_dict()")
-    session, worker = model.session, model.worker
-    before = session.as_here(state["strategy"])
-    if before != str(session.strategy) and worker is None and session.resume_codec(before):
-        model.exchange.compress()
-    if before != str(session.strategy):
-        raise UsageError(
-            f"this state is of a run with {state['strategy']!r}, this run has {str(session.strategy)!r}: give"
-            " syncline.init() the former"
-        )
-    if model.exchange.compression is not None and model.exchange.compression.warms_up and session.group.servers:
-        raise UsageError(
-            f"servers cannot be told in which step a resumed run under {str(session.strategy)!r} is,"
-            " whose first steps travel otherwise: use feedback without warmup=, ps(on=workers) or ring"
-        )
-    arrays, states = checked(model.specs, state, session.rank, session.world_size)
-    if state["algorithms"] and state["world_size"] == session.world_size:
-        session.resume_with(Choice.read(state["algorithms"]))
-    codec = state.get("codec")
-    model.resume_at(int(state["steps"]))
-    compression = model.exchange.compression
-    if compression is not None:
-        compression.resume_at(model.steps)
-        if codec is None:
-            compression.forget()
-        else:
-            compression.load(codec)
-        compression.warn_of_loss(str(session.strategy), codec is None and compression.keeps, 3)
-    model.take_weights(arrays)
-    if worker is None:
-        model.weights.keep(states)
-    if worker is not None:
-        _load_owners(model, state, arrays, states)
-    if model.agreed is not None:
-        _load_agreed(model, model.agreed, state)
+    with reading_state():
+        model.check_between("load_state_dict()")
+        session, worker = model.session, model.worker
+        before = session.as_here(state["strategy"])
+        if before != str(session.strategy) and worker is None and session.resume_codec(before):
+            model.exchange.compress()
+        if before != str(session.strategy):
+            raise UsageError(
+                f"this state is of a run with {state['strategy']!r}, this run has {str(session.strategy)!r}: give"
+                " syncline.init() the former"
+            )
+        if model.exchange.compression is not None and model.exchange.compression.warms_up and session.group.servers:
+            raise UsageError(
+                f"servers cannot be told in which step a resumed run under {str(session.strategy)!r} is,"
+                " whose first steps travel otherwise: use feedback without warmup=, ps(on=workers) or ring"
+            )
+        arrays, states = checked(model.specs, state, session.rank, session.world_size)
+        if state["algorithms"] and state["world_size"] == session.world_size:
+            session.resume_with(Choice.read(state["algorithms"]))
+        codec = state.get("codec")
+        model.resume_at(int(state["steps"]))
+        compression = model.exchange.compression
+        if compression is not None:
+            compression.resume_at(model.steps)
+            if codec is None:
+                compression.forget()
+            else:
+                compression.load(codec)
+            compression.warn_of_loss(str(session.strategy), codec is None and compression.keeps, 3)
+        model.take_weights(arrays)
+        if worker is None:
+            model.weights.keep(states)
+        if worker is not None:
+            _load_owners(model, state, arrays, states)
+        if model.agreed is not None:
+            _load_agreed(model, model.agreed, state)
 
 
 def _load_agreed(model: FlatModel, agreed: AgreedWeights, state: Mapping[str, Any]) -> None:
@@ -171,10 +173,11 @@ def save_alone(session: Session, specs: Sequence[Spec], weights: Weights, steps:
 
 def load_alone(specs: Sequence[Spec], weights: Weights, state: Mapping[str, Any]) -> int:
     """The other way round; the number of steps. Nothing of a codec: one worker sends nothing."""
-    arrays, states = checked(specs, state, 0, 1)
-    weights.write(arrays)
-    weights.keep(states)
-    return int(state["steps"])
+    with reading_state():
+        arrays, states = checked(specs, state, 0, 1)
+        weights.write(arrays)
+        weights.keep(states)
+        return int(state["steps"])
 
 
 def basic(specs: Sequence[Spec], weights: Sequence[Array], kept: Sequence[State]) -> dict[str, Any]:
@@ -267,4 +270,4 @@ def _of_records(specs: Sequence[Spec], records: Sequence[Record]) -> tuple[list[
 
 def _gathered(model: FlatModel, compression: Compression) -> list[Saved]:
     """What every worker's codec has to keep, in rank order."""
-    return [from_bytes(data) for data in model.session.gather(as_bytes(compression.saved()))]
+    return gather_saved(model.session, compression.saved())

@@ -74,7 +74,7 @@ class Registry:
             values = json.loads((self.folder(name) / _RECORD).read_text())
             values |= {"owner": Owner(**values["owner"]), "holders": tuple(values["holders"])}
             return Record(**values)
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
 
     def labs(self) -> list[Record]:

@@ -47,7 +47,7 @@ def parse_holdout(text: str, network: str) -> Holdout | None:
         data = json.loads(text)
         pairs = [(float(row["predicted_s"]), float(row["measured_s"])) for row in data["rows"]]
         texts = {name: str(data.get(name, "")) for name in ("source", "date", "fitted")}
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError, ZeroDivisionError) as error:
         raise DataError(f"the measurements of {network} are none: {error!r}") from None
     if not pairs:
         return None

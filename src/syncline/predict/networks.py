@@ -114,7 +114,7 @@ def parse_network(text: str, where: str) -> Cluster:
     """The cluster that the text of a file describes; raises DataError, which names ``where``."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is no network: its JSON ends at {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("constants"), dict):
         raise DataError(f"{where} is no network: it needs constants, as {{'between.alpha': {{'value': '45us'}}, ...}}")

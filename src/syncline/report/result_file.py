@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import DataError
 from .files import replace_text
@@ -57,7 +58,7 @@ class ResultFile:
             data["machine"]  # which other files may lack, and none of these
             lists = {name: tuple(map(read, data[name])) for name, read in cls.lists.items()}
             return cls(**{**known(cls, data), **lists})
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise DataError(f"this is not a result file of syncline {cls.verb}: {error!r}") from None
 
     def save(self, path: Path) -> None:
@@ -71,8 +72,41 @@ def reader(cls: type) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """What a result file says of the fields of a dataclass; keys of a later version are left out."""
-    return {item.name: data[item.name] for item in dataclasses.fields(cls) if item.name in data}
+    """What a result file says of the fields of a dataclass; keys of a later version are left out.
+
+    Raises TypeError for a value that a field does not have; null stands for numbers that are none.
+    """
+    found = {item.name: data[item.name] for item in dataclasses.fields(cls) if item.name in data}
+    hints = get_type_hints(cls)
+    for name, value in found.items():
+        if value is not None and not _fits(value, hints[name]):
+            raise TypeError(f"{name} is {value!r:.60}, which is no {getattr(hints[name], '__name__', hints[name])}")
+    return found
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value out of JSON is one that a field may have whose annotation this is."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if kind is Literal:
+        return value in inner
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if kind in (str, bool):
+        return isinstance(value, kind)
+    if kind in (tuple, list, Sequence):
+        items = inner[:1] if kind is not tuple or inner[1:] == (...,) else ()
+        return isinstance(value, (list, tuple)) and all(
+            one is None or _fits(one, item) for item in items for one in value
+        )
+    if kind in (dict, Mapping):
+        return isinstance(value, Mapping) and all(
+            one is None or _fits(one, inner[1]) for one in (value.values() if inner else ())
+        )
+    return True  # of what is read by itself
 
 
 def finite(value: Any) -> Any:

@@ -15,9 +15,9 @@ in a run.
 from __future__ import annotations
 
 import json
-import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -26,7 +26,7 @@ from ..collectives import Collective
 from ..compression.compression import Compression
 from ..compression.saved import Saved, as_bytes, from_bytes
 from ..engine.work import Work
-from ..errors import ProtocolError
+from ..errors import ProtocolError, SynclineError, UsageError
 from ..nouns import Bucket, Layer, numpy_dtype
 from ..plans.messages import Program
 from ..schedules import Cost
@@ -116,17 +116,47 @@ class Recompressing:
     def _share(self, ranks: Sequence[int], kept: Saved, take_over: Callable[[Saved], None]) -> None:
         """Give others what this process has kept back, and take up what each of them has."""
         for rank, data in zip(ranks, self._session.everyone.share(ranks, as_bytes(kept), LABEL), strict=True):
-            try:
+            with from_peer(self._session, rank, LABEL):
                 take_over(from_bytes(data))
-            except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
-                raise ProtocolError(
-                    f"{LABEL}: what {self._session.name(rank)} has kept back makes no sense ({error}); do all processes"
-                    " run the same version on sound machines?",
-                    rank=self._session.member.number(rank),
-                ) from error
 
 
 def copy_weights(session: Session, arrays: Sequence[Array]) -> None:
     """Let servers have the weights of rank 0, by bucket; all processes call it."""
     for number, array in enumerate(arrays if session.group.servers else ()):
         session.engine.wait(session.everyone.broadcast(array, BUCKET_KEYS, f"{LABEL}, weights of bucket {number}"))
+
+
+def gather_saved(session: Session, saved: Saved) -> list[Saved]:
+    """What the codec, or the mode, of every worker has to keep in a checkpoint, in rank order; all call it."""
+    found = []
+    for rank, data in enumerate(session.gather(as_bytes(saved))):
+        with from_peer(session, rank, "gathering a checkpoint"):
+            found.append(from_bytes(data))
+    return found
+
+
+@contextmanager
+def from_peer(session: Session, rank: int, label: str) -> Iterator[None]:
+    """Inside, what worker ``rank`` has kept back is read: raises ProtocolError, which names it, for what is no such."""
+    try:
+        yield
+    except (ValueError, KeyError) as error:
+        raise ProtocolError(
+            f"{label}: what {session.name(rank)} has kept back makes no sense ({error}); do all processes run the same"
+            " version on sound machines?",
+            rank=session.member.number(rank),
+        ) from error
+
+
+@contextmanager
+def reading_state() -> Iterator[None]:
+    """Inside, a state that the script has loaded is read: raises UsageError for one that is none, or damaged."""
+    try:
+        yield
+    except SynclineError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"this is no whole state of a run that this version of Syncline saved ({error!r}): load another one, or"
+            " begin anew"
+        ) from error

@@ -59,6 +59,7 @@ TIME_UNITS: Mapping[str, Fraction] = {
 }
 """Units of Seconds, largest first."""
 
+_DEEPEST = 16  # brackets in brackets
 _LONGEST = 10**18  # counts beyond this are printed with an exponent
 _TOKEN = re.compile(r"\s*(?:(?P<name>[\w.:/+-]+)|(?P<mark>[(),=]))")
 # The lengths are bounded because exact fractions of a number such as 1e999999999 would take forever.
@@ -121,7 +122,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.tokens = list(self._tokens())
-        self.at = 0
+        self.at = self.depth = 0
 
     def _tokens(self) -> Iterator[tuple[str, bool, int]]:
         end = len(self.text.rstrip())
@@ -148,6 +149,9 @@ class _Reader:
         if not self.take("("):
             return Part(name)
         args: list[tuple[str, Any]] = []
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            self._fail(f"brackets are nested more than {_DEEPEST} deep", self.column)
         while not self.take(")"):
             if args and not self.take(","):
                 self.fail("',' or ')'")
@@ -157,6 +161,7 @@ class _Reader:
                 self._fail(f"{key!r} is given twice" if key else f"a second argument without a name in {name}", column)
             # A value without arguments of its own stays text until the type of its argument is known.
             args.append((key, value if value.args or not key else value.name))
+        self.depth -= 1
         return Part(name, tuple(args))
 
     def name(self) -> str:

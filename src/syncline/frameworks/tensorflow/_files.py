@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +34,10 @@ def from_bytes(data: bytes, name: object) -> dict[str, Any]:
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             found = _given(json.loads(str(file[_TREE])), file)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (
+        ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, NotImplementedError, RecursionError,
+        zipfile.BadZipFile, zlib.error,
+    ) as error:  # fmt: skip
         raise UsageError(
             f"{name} is no whole checkpoint that syncline.tensorflow.Checkpoint wrote ({error}): give another one, or"
             " remove it to begin anew"

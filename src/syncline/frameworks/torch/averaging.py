@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...compression.saved import Saved, from_bytes
-from ...compression.saved import as_bytes as saved_as_bytes
+from ...compression.saved import Saved
 from ...engine.step import Action, Agree, BucketPhase, Submit, Wait
 from ...engine.work import Work
 from ...errors import UsageError
+from ...session.replacing import gather_saved
 from ...session.tickets import AVERAGE, CONSOLIDATE, JOINED, Meeting, step_argument, step_of
 from .agreed import Exchanged, Tensors
 from .buffers import MeanBuffers
@@ -218,7 +218,7 @@ class Averaging:
         mine: Saved = {"counted": np.array([self.weight])}
         if self.since or not self._weights.all_agree:
             mine |= {f"own/{name}": as_bytes(tensor.contiguous()).cpu().numpy() for name, tensor in self._tensors()}
-        ranks = [from_bytes(data) for data in replica.session.gather(saved_as_bytes(mine))]
+        ranks = gather_saved(replica.session, mine)
         return {
             **self._weights.saved(),
             "since": self.since,

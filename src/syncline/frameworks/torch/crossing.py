@@ -26,7 +26,8 @@ only, and who looks at weights between steps, on any rank, sees those that all h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -260,12 +261,9 @@ class Crossing:
             self.flush()  # gradients will be added to these
         elif is_compiled(self._replica.model):
             self.flush()
-        elif (tracing := torch._C._get_tracing_state()) is not None:
-            torch._C._set_tracing_state(None)  # or the trace would have the updates, as what the model computes
-            try:
+        elif torch.jit.is_tracing():
+            with _untraced():  # or the trace would have the updates, as what the model computes
                 self.flush()
-            finally:
-                torch._C._set_tracing_state(tracing)
         elif self._first:
             if torch.is_grad_enabled():
                 self._looked = self._looked or set()
@@ -396,3 +394,15 @@ class Crossing:
         if owed.over:
             write_back(self._optimizer, owed.values, owed.after)
             del self._owed[action.step]
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    """Inside, torch.jit.trace records nothing."""
+    library: Any = torch._C
+    tracing = library._get_tracing_state()
+    library._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        library._set_tracing_state(tracing)

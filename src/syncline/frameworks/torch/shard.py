@@ -229,7 +229,8 @@ def _tried(
         {**copy.deepcopy(group), "params": start[each * number : each * (number + 1)]}
         for number, group in enumerate(groups)
     ]
-    pairs, made = [], []
+    pairs: list[tuple[Slice, torch.Tensor]] = []
+    made: list[torch.optim.Optimizer] = []
     for share in shares:
         parts = [start[one.tensor].reshape(-1)[one.start : one.stop].clone() for one in share]
         parts = [

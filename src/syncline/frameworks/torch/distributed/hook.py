@@ -136,11 +136,14 @@ class HookState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what ``state_dict`` gave, before the first step; refuses another codec's."""
-        if state["strategy"] != str(self.strategy):
-            raise UsageError(f"this state is of a hook with {state['strategy']}, this one has {self.strategy}")
+        if (strategy := state.get("strategy")) != str(self.strategy):
+            raise UsageError(f"this state is of a hook with {strategy}, this one has {self.strategy}")
         if self._steps:
             raise UsageError("load the state of a hook before the first step")
-        self._loaded = [from_bytes(data.numpy().tobytes()) for data in state["ranks"]]
+        try:
+            self._loaded = [from_bytes(data.numpy().tobytes()) for data in state["ranks"]]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"this is no whole state of a hook: {error!r}") from error
 
 
 def hook_state(strategy: str, process_group: Any = None) -> HookState:

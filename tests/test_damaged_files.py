@@ -1,0 +1,132 @@
+"""Whatever a file or an argument has in it, what comes out is one line that names it: no traceback, no endless work."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.cli import cli
+from syncline.compression.saved import as_bytes, from_bytes
+from syncline.errors import DataError, StrategyError, UsageError
+from syncline.predict.holdout import parse_holdout
+from syncline.predict.networks import parse_network
+from syncline.report.accuracy_rows import AccuracyResult
+from syncline.report.bench_rows import BenchResult
+from syncline.report.codec_rows import CodecResult
+from syncline.report.forecast_rows import Prediction
+from syncline.report.gradient_rows import GradientResult
+from syncline.report.prediction_rows import CollectivePrediction
+from syncline.report.result_file import ResultFile
+from syncline.report.rows import Result
+from syncline.report.step_rows import StepResult
+from syncline.session.replacing import reading_state
+from syncline.strategy.strategy import Strategy
+
+RESULTS: list[type[ResultFile]] = [
+    AccuracyResult, BenchResult, CodecResult, CollectivePrediction, GradientResult, Prediction, Result, StepResult,
+]  # fmt: skip
+DEEP = "[" * 100_000
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def one_line(*arguments: str) -> str:
+    """What a command that is refused says, which is one line, and its status 2."""
+    done = CliRunner().invoke(cli, list(arguments), prog_name="syncline")
+    assert done.exit_code == 2, done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    assert "Traceback" not in done.output
+    return done.output
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_result_files_of_other_content_are_none(kind: type[ResultFile]) -> None:
+    for text in (DEEP, '{"machine":' * 2000, "", "null", "[]", '{"machine": "m"}', "{", '{"machine": 1, "rows": 3}'):
+        with pytest.raises(DataError, match="this is not a result file"):
+            kind.from_json(text)
+
+
+@given(st.sampled_from(RESULTS), st.data())
+def test_a_result_file_has_values_of_its_fields_or_is_none(kind: type[ResultFile], data: st.DataObject) -> None:
+    """Of any type in any place; what is read can be written again."""
+    names = [*kind.__dataclass_fields__]
+    content = {name: data.draw(VALUES, label=name) for name in names}
+    content |= {name: [data.draw(VALUES)] for name in kind.lists}
+    try:
+        found = kind.from_json(json.dumps({"machine": "", **content}))
+    except DataError:
+        return
+    assert kind.from_json(found.to_json()) is not None
+
+
+@given(st.text(max_size=30) | VALUES.map(json.dumps))
+def test_networks_and_what_was_measured_of_them_are_what_they_say_or_an_error(text: str) -> None:
+    for parse in (parse_network, parse_holdout):
+        with suppress(DataError):
+            parse(text, "here")
+
+
+@pytest.mark.parametrize("parse", [parse_network, parse_holdout])
+def test_what_is_nested_too_deeply_is_no_network(parse: Any) -> None:
+    with pytest.raises(DataError, match="here"):
+        parse(DEEP, "here")
+
+
+@pytest.mark.parametrize("opening", ["(", "ring(", "a=b(", "feedback("])
+def test_strategies_are_nested_as_deeply_as_makes_sense(opening: str) -> None:
+    with pytest.raises(StrategyError):
+        Strategy.parse("ring codec=" + opening * 50_000)
+    text = "feedback(" * 16 + "int8" + ")" * 16
+    with pytest.raises(StrategyError, match="nested more than 16 deep"):
+        Strategy.parse(f"ring codec=feedback({text})")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("show", "ring", "--nodes", "99999999999x2"),
+        ("show", "ring", "--nodes", "2x99999999999"),
+        ("show", "ring", "--nodes", "65537x1"),
+        ("show", "ring", "--nodes", "1x1x1"),
+        ("show", "ring", "--nodes", "-1x-1"),
+        ("show", "ring", "--nodes", ",".join(["9" * 4000] * 2)),
+        ("show", "ring", "--ranks", "99999999999"),
+    ],
+)
+def test_numbers_of_ranks_have_a_limit(arguments: tuple[str, ...]) -> None:
+    assert one_line(*arguments)
+
+
+@given(st.binary(max_size=300), st.data())
+def test_arrays_of_a_peer_are_whole_or_an_error(noise: bytes, data: st.DataObject) -> None:
+    whole = bytearray(as_bytes({"own/0/residual": np.arange(7.0), "clock": np.array([3])}))
+    at = data.draw(st.integers(0, len(whole) - 1))
+    for spoilt in (
+        noise,
+        bytes(whole[:at]),
+        bytes(whole[:at]) + bytes([data.draw(st.integers(0, 255))]) + whole[at + 1 :],
+    ):
+        try:
+            from_bytes(spoilt)
+        except ValueError:
+            continue
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("models"), AttributeError("a"), TypeError("b"), ValueError("c"), IndexError()]
+)
+def test_a_state_that_is_none_is_an_error_with_the_remedy(error: Exception) -> None:
+    with pytest.raises(UsageError, match="no whole state of a run"), reading_state():
+        raise error
+    with pytest.raises(DataError), reading_state():
+        raise DataError("which says more")
