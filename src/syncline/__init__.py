@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
 
 
 if "torch" in sys.modules:
-    from .torch_backend import register
+    from _syncline_torch import register
 
     register()
 

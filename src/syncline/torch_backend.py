@@ -1,8 +1,7 @@
 """Registers the backend ``syncline`` of torch.distributed, and nothing more: what it is made of is loaded with a group.
 
-Torch calls ``register`` itself when it is imported (an entry point of the group ``torch.backends``); ``import
-syncline`` does where torch is loaded already. So this file has to be light, and must not keep torch from being
-imported.
+``import torch`` calls ``register`` by the entry point ``_syncline_torch``, which warns where it fails, and so does
+``import syncline`` where torch is loaded already. So this file has to be light.
 """
 
 from __future__ import annotations

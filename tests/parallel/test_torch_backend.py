@@ -284,7 +284,7 @@ def test_torchrun_starts_a_script_that_knows_torch_only(tmp_path: Path) -> None:
     package = tmp_path / "installed.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: installed\nVersion: 1\n")
-    (package / "entry_points.txt").write_text("[torch.backends]\nsyncline = syncline.torch_backend:register\n")
+    (package / "entry_points.txt").write_text("[torch.backends]\nsyncline = _syncline_torch:register\n")
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     paths = [str(tmp_path), *filter(None, sys.path)]
