@@ -329,7 +329,7 @@ def lose(fault: str) -> None:
         raise ValueError("the data of this rank are spoilt")
     if fault == "exits":
         os._exit(3)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGSTOP if fault == "is stopped" else signal.SIGKILL)
 
 
 def trained(model: torch.nn.Module) -> Callable[[], None]:

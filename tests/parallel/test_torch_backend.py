@@ -169,6 +169,17 @@ def test_a_rank_that_is_lost_is_named_by_all_others(
             assert ("the data of this rank are spoilt" if fault == "raises" else "died") in rank.printed()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("use", ["DDP", "DDP hook", "FSDP2", "callbacks"])
+def test_a_rank_that_is_stopped_is_named_by_all_others(pool: Pool, address: str, use: str) -> None:
+    """Which takes as long as a peer may give no sign of life."""
+    with pool.start(bodies.loses_one, everyone(3, address, use, "is stopped", "ring transport=tcp")) as group:
+        assert group.end(30, among=[0, 2]) == [1, None, 1], "\n".join(map(str, group.ranks))
+        for rank in (group.ranks[0], group.ranks[2]):
+            assert "rank 1 (" in rank.printed()
+            assert "is stopped for" in rank.printed()
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_destroyed_groups_leave_their_numbers_to_groups_of_the_same_ranks(
     pool: Pool, address: str, transport: str
