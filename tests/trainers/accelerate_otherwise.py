@@ -25,6 +25,9 @@ def main(how: str, folder: Path) -> None:
     if how == "named":
         Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="syncline")])
         return
+    if how == "late":
+        Accelerator(cpu=True)
+        print(f"it has made a group over {dist.get_backend()}")
     dist.init_process_group("syncline")
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(plain)
