@@ -234,7 +234,9 @@ class Distributed:
 
         host, _, port = place.address.rpartition(":")
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, SYNCLINE_STRATEGY=place.strategy)
-        dist.init_process_group("gloo" if self.kind == "hook" else "syncline", rank=place.rank, world_size=place.processes)
+        dist.init_process_group(
+            "gloo" if self.kind == "hook" else "syncline", rank=place.rank, world_size=place.processes
+        )
         torch.manual_seed(place.rank)
         layers = [torch.nn.Linear(7, 67), torch.nn.Tanh(), torch.nn.Linear(67, 67), torch.nn.Linear(67, 5)]
         model = self._wrapped(torch.nn.Sequential(*layers), place)
@@ -367,7 +369,9 @@ class Jax:
 
         def loss(params: Any, x: Any, y: Any) -> Any:
             hidden = jnp.tanh(x @ params["first"]["w"] + params["first"]["b"])
-            return ((jnp.tanh(hidden.astype("f4") @ params["middle"]) @ params["last"] * params["scale"] - y) ** 2).mean()
+            return (
+                (jnp.tanh(hidden.astype("f4") @ params["middle"]) @ params["last"] * params["scale"] - y) ** 2
+            ).mean()
 
         @jax.jit
         def step(params: Any, state: Any, x: Any, y: Any) -> Any:

@@ -242,6 +242,7 @@ KINDS: dict[str, Callable[[Place], tuple[Callable[[], Session], Callable[[], Non
             "ps(servers=1)",
             "ps(servers=1) schedule=priority",
             "ps(servers=1) sync=asp",
+            "ps(servers=1) sync=ssp(staleness=1)",
             "ps(servers=1, on=workers) sync=ssp(staleness=1)",
         )
     },

@@ -93,7 +93,12 @@ def _dial(roll: Roll, peer: int, purpose: str, use_unix: bool, deadline: float, 
     except HandshakeError as error:
         raise HandshakeError(f"{shown} refused: {error}") from error
     except OSError as error:
-        raise GroupError(
-            f"cannot connect to {shown}: {error.strerror or error}; check that the hosts reach each other on that"
-            " address, or give interface="
-        ) from error
+        check()  # somebody else may be known to have failed
+        if isinstance(error, ConnectionRefusedError):
+            why = (
+                "it has ended its start already, since it has failed or has heard of a process that has: the errors that"
+                " other processes print say which"
+            )
+        else:
+            why = "check that the hosts reach each other on that address, or give interface="
+        raise GroupError(f"cannot connect to {shown}: {error.strerror or error}; {why}") from error

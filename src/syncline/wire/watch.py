@@ -243,7 +243,8 @@ class Watcher:
 
     def _tell(self, peer: int, kind: int, text: bytes = b"") -> None:
         sock = self._socks.get(peer)
-        if sock is None or (peer in self.left and kind != _GOODBYE):
+        # Who has left may still be reading, and would blame this process for ending without a goodbye.
+        if sock is None or (peer in self.left and kind not in (_GOODBYE, _ABORT)):
             return
         with self._lock:
             self._unsent[peer] = self._unsent.get(peer, b"") + _FRAME.pack(kind, len(text)) + text
