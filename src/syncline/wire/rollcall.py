@@ -96,8 +96,8 @@ def _dial(roll: Roll, peer: int, purpose: str, use_unix: bool, deadline: float, 
         check()  # somebody else may be known to have failed
         if isinstance(error, ConnectionRefusedError):
             why = (
-                "it has ended its start already, since it has failed or has heard of a process that has: the errors that"
-                " other processes print say which"
+                "it has ended its start already, since it has failed or has heard of a process that has: the errors"
+                " that other processes print say which"
             )
         else:
             why = "check that the hosts reach each other on that address, or give interface="
