@@ -261,7 +261,7 @@ class Crossing:
             self.flush()  # gradients will be added to these
         elif is_compiled(self._replica.model):
             self.flush()
-        elif torch.jit.is_tracing():
+        elif torch._C._get_tracing_state() is not None:
             with _untraced():  # or the trace would have the updates, as what the model computes
                 self.flush()
         elif self._first:
