@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from contextlib import suppress
 from typing import Any
 
@@ -96,7 +98,12 @@ def test_strategies_are_nested_as_deeply_as_makes_sense(opening: str) -> None:
     [
         ("show", "ring", "--nodes", "99999999999x2"),
         ("show", "ring", "--nodes", "2x99999999999"),
-        ("show", "ring", "--nodes", "65537x1"),
+        ("show", "ring", "--nodes", "513x1"),
+        ("show", "ring", "--nodes", "1x513"),
+        ("show", "ring", "--ranks", "513"),
+        ("show", "ps(servers=513)"),
+        ("show", "ps", "--servers", "513"),
+        ("show", "ps(servers=99999999999)"),
         ("show", "ring", "--nodes", "1x1x1"),
         ("show", "ring", "--nodes", "-1x-1"),
         ("show", "ring", "--nodes", ",".join(["9" * 4000] * 2)),
@@ -130,3 +137,45 @@ def test_a_state_that_is_none_is_an_error_with_the_remedy(error: Exception) -> N
         raise error
     with pytest.raises(DataError), reading_state():
         raise DataError("which says more")
+
+
+def test_the_largest_group_is_drawn() -> None:
+    done = CliRunner().invoke(cli, ["show", "ring", "--ranks", "512"], prog_name="syncline")
+    assert done.exit_code == 0
+
+
+def with_header(header: bytes, body: bytes = b"", method: int = zipfile.ZIP_STORED) -> bytes:
+    """An archive of one array whose header says that, in valid brackets of the format."""
+    member = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + body
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        archive.writestr("own/0/residual.npy", member)
+    return file.getvalue()
+
+
+HEADER = "{'descr': '%s', 'fortran_order': False, 'shape': %s, }\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        with_header((HEADER % ("<f8", "(1000000000000,)")).encode()),
+        with_header((HEADER % ("<f8", f"({10**30},)")).encode()),
+        with_header((HEADER % ("|O", "(1,)")).encode(), bytes(8)),
+        with_header((HEADER % ("<f8", "(2,)")).encode(), bytes(15)),
+        with_header(b"{'descr':'<f8'"),
+        with_header(b"{'descr': ((((((((("),
+        with_header((HEADER % ("<f8", "(1000000,)")).encode(), bytes(8_000_000), zipfile.ZIP_DEFLATED),
+        with_header(b""),
+    ],
+)
+def test_archives_whose_headers_lie_are_errors_that_cost_nothing(data: bytes) -> None:
+    with pytest.raises(ValueError, match="no archive of arrays"):
+        from_bytes(data)
+
+
+def test_arrays_that_were_packed_are_read_back_as_they_were() -> None:
+    packed = {"a": np.arange(6.0).reshape(2, 3), "b": np.array(3), "c": np.asfortranarray(np.ones((2, 3), "f2"))}
+    for key, array in from_bytes(as_bytes(packed | {"empty": np.zeros((0, 4), "i4")})).items():
+        np.testing.assert_array_equal(array, packed.get(key, np.zeros((0, 4), "i4")))
+        assert array.flags.writeable

@@ -62,8 +62,8 @@ def spread(args: Sequence[str], lists: Iterable[str]) -> list[str]:
     return found
 
 
-MOST_RANKS = 1 << 16
-"""Of a group that is only drawn or predicted."""
+MOST_RANKS = 512
+"""Of a group that is drawn, and of one whose processes are started here: a ring's plan has their square of lines."""
 
 
 def node_sizes(text: str) -> list[int]:

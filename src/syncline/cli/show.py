@@ -17,17 +17,20 @@ if TYPE_CHECKING:
 @click.argument("algorithm")
 @click.option("--ranks", type=click.IntRange(1, MOST_RANKS), help="Workers; default: those of --nodes, else 4.")
 @click.option("--nodes", help="Workers of each node: 2x4 is two nodes of four, or 4,4,2.")
-@click.option("--servers", type=click.IntRange(min=1), help="Short for ps(servers=...).")
+@click.option("--servers", type=click.IntRange(1, MOST_RANKS), help="Short for ps(servers=...).")
 def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | None) -> None:
     """Draw the plan of ALGORITHM, such as ring, "ps(servers=2)" or broadcast."""
+    from ..errors import UsageError
     from ..report.draw import draw_plan
-    from ..strategy.parts import bind, build, roles_of
+    from ..strategy.parts import bind, build, roles_of, write
 
     part = _planned(algorithm)
     if servers is not None:
         part = type(part)(part.name, (*part.args, ("servers", servers)))
     part = bind("algorithms", part)
     roles = roles_of(part)
+    if roles is not None and roles.owners > MOST_RANKS:
+        raise UsageError(f"{write('algorithms', part)} has more than {MOST_RANKS} servers, which are drawn")
     group = _group(ranks, nodes, 0 if roles is None else roles.servers)
     click.echo(draw_plan(build("algorithms", part, group)))
 

@@ -224,7 +224,7 @@ def _manifest(folder: int, module: str) -> dict[str, Any] | None:
             return None
         _checked(folder, manifest["object"] if manifest["library"] is None else manifest["library"])
         return {"linker": None, **manifest}
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

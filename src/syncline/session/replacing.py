@@ -140,7 +140,7 @@ def from_peer(session: Session, rank: int, label: str) -> Iterator[None]:
     """Inside, what worker ``rank`` has kept back is read: raises ProtocolError, which names it, for what is no such."""
     try:
         yield
-    except (ValueError, KeyError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProtocolError(
             f"{label}: what {session.name(rank)} has kept back makes no sense ({error}); do all processes run the same"
             " version on sound machines?",
@@ -155,7 +155,9 @@ def reading_state() -> Iterator[None]:
         yield
     except SynclineError:
         raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (
+        AttributeError, IndexError, KeyError, OverflowError, RecursionError, RuntimeError, TypeError, ValueError,
+    ) as error:  # fmt: skip
         raise UsageError(
             f"this is no whole state of a run that this version of Syncline saved ({error!r}): load another one, or"
             " begin anew"

@@ -43,6 +43,8 @@ def resumed(fresh: BenchResult, path: Path) -> BenchResult:
         before = BenchResult.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is no text: choose another file") from None
     except DataError as error:
         raise UsageError(f"{path}: {error}; choose another file") from None
     if not before.same_origin(fresh):

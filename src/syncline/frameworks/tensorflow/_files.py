@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from ...compression.saved import from_bytes as archived
 from ...errors import UsageError
 
 _TREE, _ARRAY, _KEYS = "tree", "array", "keys"
@@ -32,12 +31,9 @@ def to_bytes(state: Mapping[str, Any]) -> bytes:
 def from_bytes(data: bytes, name: object) -> dict[str, Any]:
     """The other way round, from the file ``name``; raises UsageError for what is no such archive."""
     try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as file:
-            found = _given(json.loads(str(file[_TREE])), file)
-    except (
-        ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, NotImplementedError, RecursionError,
-        zipfile.BadZipFile, zlib.error,
-    ) as error:  # fmt: skip
+        arrays = archived(data)
+        found = _given(json.loads(str(arrays[_TREE])), arrays)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise UsageError(
             f"{name} is no whole checkpoint that syncline.tensorflow.Checkpoint wrote ({error}): give another one, or"
             " remove it to begin anew"
