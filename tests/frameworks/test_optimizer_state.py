@@ -198,7 +198,7 @@ class ScheduleFree(torch.optim.Optimizer):
     """As schedule-free SGD: weights are another mean of the same two sequences in training than in evaluation."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "beta": 0.9, "training": True, "step": 0})
+        super().__init__(params, {"lr": lr, "beta": 0.9, "training": False, "step": 0})
 
     def train(self) -> None:
         self._turn(True, lambda beta: 1 - beta)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy import STRATEGIES, close, fill, mlp, on_group, same_as_alone, weights
+from toy import STRATEGIES, batch, close, fill, loss_of, mlp, on_group, same_as_alone, train, weights
 
 from syncline.errors import MismatchError, SynclineError, UsageError
 from syncline.frameworks.torch import Options, prepare
@@ -310,7 +310,9 @@ def test_what_an_optimizer_counts_in_its_groups_advances_and_is_told(
     owners = Strategy.parse(strategy).roles
     assert owners is not None
     if made is Estimating and owners.owners > 1:
-        assert "Estimating" in refused(group, lambda: make(0), strategy=strategy)
+        text = refused(group, lambda: make(0), strategy=strategy)
+        assert "Estimating" in text
+        assert "servers=1" in text
     else:
         same_as_alone(group, strategy, 2, make, body)
 
@@ -357,3 +359,96 @@ def test_a_value_that_first_changes_later_is_an_error(group: Any) -> None:
 
     with pytest.raises(SynclineError, match=r"changed 'lr' of a parameter group itself, from 0\.1 to 0\.01"):
         on_group(group, "ps(servers=1)", 2, make, body)
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=2, on=workers)"])
+def test_a_value_changed_before_a_step_that_overflows_counts_in_the_next(group: Any, strategy: str) -> None:
+    def make(index: int) -> Any:  # noqa: ARG001
+        model = mlp()
+        return model, two_groups(model, Counting)
+
+    def body(here: Any) -> dict[str, torch.Tensor]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(4):
+            here.optimizer.zero_grad()
+            if step == 1:
+                here.optimizer.param_groups[0]["lr"] = 0.01
+            loss = loss_of(here.model(here.share(batch(step)))) * (math.inf if step == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(here.optimizer)
+            scaler.update()
+        rate = torch.tensor(here.optimizer.param_groups[0]["lr"], dtype=torch.float64)
+        return weights(here.model) | {"rate": rate}
+
+    same_as_alone(group, strategy, 2, make, body)
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=2)", "ps(servers=2, on=workers)", "ps(servers=2) schedule=merged"])
+def test_an_owner_without_a_slice_of_a_group_need_not_count_in_it(group: Any, strategy: str) -> None:
+    class Skipping(Counting):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # noqa: ARG002
+            for one in self.param_groups:
+                one["step"] += bool(one["params"])
+                for tensor in one["params"]:
+                    tensor.sub_(one["lr"] / one["step"] * tensor.grad)
+
+    def make(index: int) -> Any:  # noqa: ARG001
+        model = fill(torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False), torch.nn.Linear(3, 1)).double())
+        return model, Skipping([{"params": [model[0].weight, model[1].weight]}, {"params": [model[1].bias]}])
+
+    def body(here: Any) -> dict[str, torch.Tensor]:
+        train(here, range(9))
+        return weights(here.model) | {"steps": torch.tensor([one["step"] for one in here.optimizer.param_groups])}
+
+    same_as_alone(group, strategy, 2, make, body)
+
+
+def test_a_count_in_an_attribute_goes_on_in_another_layout(group: Any) -> None:
+    class Attribute(Counting):
+        count = 0
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # noqa: ARG002
+            self.count += 1
+            for one in self.param_groups:
+                for tensor in one["params"]:
+                    tensor.sub_(one["lr"] / self.count * tensor.grad)
+
+    def make(index: int) -> Any:  # noqa: ARG001
+        model = mlp()
+        return model, two_groups(model, Attribute)
+
+    def body(here: Any) -> dict[str, torch.Tensor]:
+        train(here, range(9))
+        return weights(here.model)
+
+    same_as_alone(group, "ps(servers=2) schedule=merged", 2, make, body)
+
+
+class StateBeside(Counting):
+    """Counts under a word in its state, as MADGRAD does."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
+        self.state["k"] = self.state.get("k", 0) + 1
+
+
+class ListInGroup(Counting):
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
+        for one in self.param_groups:
+            one.setdefault("seen", []).append(1.0)
+
+
+@pytest.mark.parametrize(
+    ("made", "key"), [(StateBeside, "'k' in its state"), (ListInGroup, "'seen' of parameter group 0")]
+)
+def test_what_owners_cannot_tell_is_refused(group: Any, made: type[Counting], key: str) -> None:
+    def make() -> Any:
+        model = mlp()
+        return model, two_groups(model, made)
+
+    text = refused(group, make, strategy="ps(servers=1)")
+    assert key in text
+    assert "which owners cannot tell" in text

@@ -168,7 +168,7 @@ class Client:
         told = groups if self._own is None else self._own.to_send(groups)
         self.worker.step(told, skip=skip, weight=self.replica.exchanging.weight)
         self._take_up(self._start_pulls(), self.replica.machine.stepped)
-        self._learn_own()
+        self._learn_own(skip)
         self._left = True
         self.replica.exchanged = False
         if self.replica.gradients.replaces:
@@ -188,10 +188,15 @@ class Client:
         self._learn_own()
         return True
 
-    def _learn_own(self) -> None:
-        """Have the values of groups that the optimizer has changed itself, which owners of the weights know."""
+    def _learn_own(self, skipped: bool = False) -> None:
+        """Have the values of groups that the optimizer has changed itself, which owners of the weights know.
+
+        In a step that was skipped owners have not taken what the script has changed, which counts in the next one.
+        """
         if self._own is not None:
-            self._own.take(self.worker.owners.advanced())
+            found = self.worker.owners.advanced()  # which all workers may have to ask together
+            if not skipped:
+                self._own.take(found)
 
     def _start_pulls(self) -> list[Work]:
         return [
@@ -307,6 +312,8 @@ class Client:
         self.worker.move_out()
         weights.cut(replica.gradients.layout.buckets)
         self.worker.move_in(model_of(replica.gradients, weights))
+        if self._own is not None:
+            self._own.forget()
 
     def _remember(self, meeting: Meeting | None) -> None:
         self._versions = [view._version for view in self.replica.storage.views]

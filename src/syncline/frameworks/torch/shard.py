@@ -30,7 +30,7 @@ class SlicedOptimizer:
     """A user's optimizer on what a process owns; it updates the holdings' weights in place.
 
     ``own`` are the keys of each group that the optimizer itself changes, as ``probe`` has found them; ``optimizer`` is
-    told their values, since the next one on other slices is made of it.
+    told the attributes, since the next one on other slices is made of it.
     """
 
     def __init__(
@@ -60,10 +60,9 @@ class SlicedOptimizer:
             group.update(values)
         with torch.inference_mode(mode=False), torch.autocast("cpu", enabled=False):
             self._optimizer.step()
-        for group, values, own, kept in zip(
-            self._optimizer.param_groups, groups, self._own, self._model.param_groups, strict=True
-        ):
-            kept.update({key: group[key] for key in own})
+        # Counts in attributes go on in the next optimizer; those in groups are sent to it.
+        vars(self._model).update({key: value for key, value in vars(self._optimizer).items() if key not in _LEFT_OUT})
+        for group, values, own in zip(self._optimizer.param_groups, groups, self._own, strict=True):
             for key, value in values.items():
                 if key not in own and not _same(_plain(key, group[key]), value):
                     raise _refusal(
@@ -73,9 +72,9 @@ class SlicedOptimizer:
                     )
 
     def advanced(self) -> Groups:
-        """As plain values."""
+        """As plain values; nothing of groups without slices here, in which an optimizer need not count."""
         return [
-            {key: _plain(key, group[key]) for key in sorted(own & group.keys())}
+            {key: _plain(key, group[key]) for key in sorted(own & group.keys())} if group["params"] else {}
             for group, own in zip(self._optimizer.param_groups, self._own, strict=True)
         ]
 
@@ -118,6 +117,10 @@ def _heard(value: Any) -> Any:
     return as_tensor(value) if isinstance(value, Elements) else value
 
 
+_LEFT_OUT = ("state", "param_groups", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Of an optimizer's attributes, what a copy of it on slices has of its own."""
+
+
 def on_slices(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[torch.Tensor],
@@ -130,8 +133,7 @@ def on_slices(
     for one, part in zip(slices, parts, strict=True):
         of_tensor[one.tensor].append(part)
     clone = copy.copy(optimizer)
-    left_out = ("state", "param_groups", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    vars(clone).update({key: value for key, value in vars(optimizer).items() if key not in left_out})
+    vars(clone).update({key: value for key, value in vars(optimizer).items() if key not in _LEFT_OUT})
     # The user's hooks belong to the user's optimizer and run once per step, on the worker.
     clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     clone.state = defaultdict(dict)
@@ -171,6 +173,7 @@ def probe(optimizer: torch.optim.Optimizer, owners: int = 1) -> Probed:
     cut into flat slices, which are those of two owners where there are several.
     """
     name = type(optimizer).__name__
+    fewer = "" if owners == 1 else " (some such optimizers can run with one owner of all tensors, servers=1)"
     generator = torch.Generator().manual_seed(0)
     groups = [
         # The learning rate may be 0 now, under a warm-up, when every optimizer would look the same.
@@ -199,20 +202,37 @@ def probe(optimizer: torch.optim.Optimizer, owners: int = 1) -> Probed:
     for one, part in parts:
         expected = whole[one.tensor][1].detach().reshape(-1)[one.start : one.stop]
         if not torch.allclose(part.detach(), expected, rtol=1e-9, atol=1e-12):
-            raise _refusal(name, "its update of an element depends on other elements")
+            raise _refusal(name, f"its update of an element depends on other elements{fewer}")
     before, after = group_values(groups), group_values(a.param_groups)
+    _check_tellable(name, a, before, after)
     changes = before != after
     own = tuple(
         frozenset(key for key, value in group.items() if changes and not isinstance(value, list)) for group in after
     )
     for made in several:
         for number, (keys, mine, theirs) in enumerate(zip(own, a.param_groups, made.param_groups, strict=True)):
-            for key in keys:
+            for key in sorted(keys):
                 if not _near(_plain(key, mine[key]), _plain(key, theirs[key])):
                     raise _refusal(
-                        name, f"it computes {key!r} of parameter group {number} from all tensors of the group"
+                        name,
+                        f"it computes {key!r} of parameter group {number} from all tensors of the group{fewer}",
                     )
     return Probed(any(a.state.values()), own)
+
+
+def _check_tellable(
+    name: str, tried: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise UsageError for what an optimizer has learnt where owners tell nobody of it."""
+    for of in tried.state:
+        if not isinstance(of, torch.Tensor):
+            raise _refusal(name, f"it keeps {of!r} in its state beside that of parameters, which owners cannot tell")
+    for number, (old, new) in enumerate(zip(before, after, strict=True)):
+        for key, value in new.items():
+            if isinstance(value, list) and old.get(key) != value:
+                raise _refusal(
+                    name, f"it changes {key!r} of parameter group {number}, a list, which owners cannot tell"
+                )
 
 
 def _tried(
@@ -242,6 +262,8 @@ def _tried(
         of = on_slices(template, start, share, parts)
         for one, part in zip(share, parts, strict=True):
             of.state[part] = state_like(optimizer, optimizer.param_groups[one.tensor // each], part)
+        if callable(turn := getattr(of, "train", None)):
+            turn()  # schedule-free ones are made for evaluation, in which they refuse to step
         pairs += zip(share, parts, strict=True)
         made.append(of)
     return pairs, made
@@ -322,6 +344,10 @@ class OwnValues:
             {key: value for key, value in group.items() if key not in told or not _same(told[key], value)}
             for group, told in zip(groups, self._told, strict=True)
         ]
+
+    def forget(self) -> None:
+        """Send all again: other owners have the slices now."""
+        self._told = [{} for _ in self._own]
 
     def take(self, records: Sequence[Record]) -> None:
         """Give the optimizer what its owners have told; raises UsageError where they tell different things."""

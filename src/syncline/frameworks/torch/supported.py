@@ -224,7 +224,8 @@ def check_own_values(strategy: Strategy, optimizer: torch.optim.Optimizer, own: 
     if why:
         raise UsageError(
             f"{type(optimizer).__name__} changes values of its parameter groups itself in step(), and {why}: use"
-            " sync=bsp with schedule=fixed, ps(update=worker), or an optimizer that keeps what it counts in its state"
+            " sync=bsp without backup workers, with schedule=fixed, ps(update=worker), or an optimizer that keeps what"
+            " it counts in its state"
         )
 
 
