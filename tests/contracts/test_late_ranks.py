@@ -48,6 +48,7 @@ def train_until(session: Session, where: str, faults: dict[int, BaseException], 
             late = hangs and step == STEPS - 1
             if where == "backward" and late:  # the last layer's gradients have gone by then
                 first.register_full_backward_pre_hook(lambda *_: over.wait(LIMIT_S) and None)
+            made.optimizer.zero_grad()
             model(torch.ones(4, 2, requires_grad=True)).sum().backward()
             if late:
                 over.wait(LIMIT_S)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from toy import REPLICAS, SERVED, Here, adam, alone, batch, close, fill, loss_of, on_group, weights
 
-from syncline.errors import MismatchError, PeerError
+from syncline.errors import GradientError, MismatchError, PeerError
 from syncline.frameworks.torch.joining import shadow_until_all_joined
 
 COUNTS = [2, 5, 3]
@@ -201,3 +201,18 @@ def test_ranks_that_take_turns_in_having_more_batches_end_equal(group: Any) -> N
 
     first, second = on_group(group, "ring", 2, adam, body)
     assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=2, on=workers)"])
+def test_gradients_that_are_added_to_are_refused_where_a_rank_has_joined(group: Any, strategy: str) -> None:
+    """What the rank without batches had left of its own would be missing."""
+
+    def body(here: Here) -> None:
+        assert here.replica is not None
+        for step in range(2 if here.rank else 3):
+            loss_of(here.model(batch(step, 4))).backward()
+            here.optimizer.step()
+        shadow_until_all_joined(here.replica, here.client)
+
+    with pytest.raises(GradientError, match="do not count as much"):
+        on_group(group, strategy, 2, adam, body)

@@ -179,9 +179,7 @@ class Client:
 
         Whether the step is over.
         """
-        if self._left and self.together and (left := self._left_over()):
-            raise self._not_zeroed(left[0], "this rank has no batches any more")
-        self._left = False
+        self._left = False  # those that add to what was left see that this rank's does not count any more
         if not self.worker.shadow(kind, teller):
             return False
         self._take_up(self._start_pulls())
@@ -388,6 +386,8 @@ class Client:
 
     def _check_left(self) -> None:
         """Raise GradientError where gradients are added to what nobody has made ready for that."""
+        if self._counted is not None and len(self._left_over()) <= (len(self.parameters) > 1):
+            self._counted = None  # zeroed between the forward pass and this one, whose first gradient has come
         if self._left and (self.together or self.replica.gradients.compression is not None):
             self._left = False
             if len(left := self._left_over()) > 1 or (len(self.parameters) == 1 and left):
