@@ -84,9 +84,9 @@ def from_bytes(data: bytes) -> Saved:
 def _array(data: bytes) -> Array:
     """The array of a member, whose header has to say what is there."""
     file, form = io.BytesIO(data), np.lib.format
-    version = form.read_magic(file)  # type: ignore[no-untyped-call]
+    version = form.read_magic(file)
     read = form.read_array_header_1_0 if version == (1, 0) else form.read_array_header_2_0
-    shape, columns_first, kind = read(file)  # type: ignore[no-untyped-call]
+    shape, columns_first, kind = read(file)
     count, left = math.prod(shape), len(data) - file.tell()
     if kind.hasobject or count * kind.itemsize != left:
         raise ValueError(f"an array of {kind} and shape {shape} in {left} bytes")
