@@ -89,7 +89,7 @@ def test_words_are_spelled_with_what_they_need_and_with_other_arguments(program:
 def test_every_pair_of_words_is_in_a_combination_and_one_that_is_gone_changes_no_other(program: Program) -> None:
     program("same")
     module = sys.modules["combinations"]
-    scenarios = dict.fromkeys(("torch", "numpy", "jax", "tensorflow", "distributed"), ["plain", "resumed"])
+    scenarios = {key: ["plain", "resumed"] for key in ("torch", "numpy", "jax", "tensorflow", "distributed")}
 
     def listed(listing: str) -> dict[str, Any]:
         return {str(made): made for made in module.combinations(module.Words.read(listing), scenarios)}
