@@ -216,7 +216,7 @@ def rank(made: Combination, index: int, addresses: Sequence[str], line: int, out
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     for number in (1, 2):
         os.dup2(output, number)
-    end: dict[str, Any]
+    end: dict[str, Any] = {}
     try:
         if made.hosts > 1 and index * made.hosts >= 2 * made.workers - 1:
             move_to_another_host()
@@ -233,9 +233,10 @@ def rank(made: Combination, index: int, addresses: Sequence[str], line: int, out
         refused = any(kind.__name__ in refusals for kind in type(error).__mro__)
         end = {"kind": "refused" if refused else "failed", "text": f"{type(error).__name__}: {error}"}
         traceback.print_exc()
-    with open(line, "w") as answer:
-        answer.write(json.dumps(end))
-    os._exit(0)
+    finally:
+        with contextlib.suppress(BaseException), open(line, "w") as answer:
+            answer.write(json.dumps(end))
+        os._exit(0)  # whatever happens, a rank is never the process that forks them
 
 
 def move_to_another_host() -> None:
