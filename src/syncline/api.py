@@ -203,9 +203,10 @@ def prepare(
 def release(model: Model) -> None:
     """Make a prepared model of PyTorch, and its optimizer, the script's own again, and free what they took of the run.
 
-    All ranks call it, between two steps, with the same model; the run goes on. A run has up to 16 prepared models at a
-    time, so scripts that train many one after the other (cross-validation, sweeps) call it behind each. Raises
-    UsageError for a model that is not prepared, and under servers, which serve one model until the run ends.
+    All ranks call it, between two steps, with the same model, and have one set of weights then; the run goes on. A run
+    has up to 16 prepared models at a time, so scripts that train many one after the other (cross-validation, sweeps)
+    call it behind each. Raises UsageError for a model that is not prepared, and under servers, which serve one model
+    until the run ends.
     """
     here = _session_of_torch("release()")
     from .frameworks.torch import release as released

@@ -267,3 +267,19 @@ def test_servers_keep_their_model_until_the_end(group: Any) -> None:
                 release(session, model)
 
     group("ps(servers=1)", 2, body)
+
+
+@pytest.mark.parametrize("strategy", ["ring sync=local(steps=3)", "ring sync=easgd(steps=3)"])
+def test_a_released_model_has_one_set_of_weights(group: Any, strategy: str) -> None:
+    def train(session: Session) -> dict[str, torch.Tensor]:
+        model, optimizer = sgd()
+        prepare(session, model, optimizer)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model(batch(2 * step + session.rank))).backward()
+            optimizer.step()
+        release(session, model)
+        return weights(model)
+
+    one, other = group(strategy, 2, train)
+    close(one, other, 0.0)

@@ -257,13 +257,13 @@ class Crossing:
             self._looked = None
         self._in_forward = True
         self.looked |= in_transform()  # in which nothing can be updated
-        if self._replica.machine.unstepped and self._deferral.any:
+        if torch._C._get_tracing_state() is not None:
+            with _untraced():  # or the trace would have the updates, as what the model computes
+                self.flush()
+        elif self._replica.machine.unstepped and self._deferral.any:
             self.flush()  # gradients will be added to these
         elif is_compiled(self._replica.model):
             self.flush()
-        elif torch._C._get_tracing_state() is not None:
-            with _untraced():  # or the trace would have the updates, as what the model computes
-                self.flush()
         elif self._first:
             if torch.is_grad_enabled():
                 self._looked = self._looked or set()

@@ -159,7 +159,7 @@ def release(session: Session, model: torch.nn.Module) -> Prepared:
     for one in session.family:
         for key, made in list(one.prepared.items()):
             if made.model is model:
-                made.replica.flush()
+                made.consolidate()
                 one.leave_model(key)
                 made.release(fetch=True)
                 return made  # type: ignore[no-any-return]
