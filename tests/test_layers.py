@@ -19,7 +19,7 @@ ROWS = (
     ("errors", "version"),
     ("nouns", "kernels"),
     ("registry", "wire", "plans"),
-    ("algorithms", "collectives", "codecs", "schedules", "sync", "transports"),
+    ("algorithms", "collectives", "codecs", "schedules", "searchers", "sync", "transports"),
     ("compression",),
     ("strategy",),
     ("engine",),

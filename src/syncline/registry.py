@@ -1,4 +1,4 @@
-"""Name -> entry, for everything one can add: algorithms, codecs, schedules, sync modes, transports, workloads, ...
+"""Name -> entry, for everything one can add: algorithms, codecs, schedules, searchers, sync modes, transports, ...
 
 A part registers itself with a decorator at the top of its own file::
 
@@ -36,7 +36,18 @@ from .errors import UsageError
 
 log = logging.getLogger("syncline")
 
-KINDS = ("algorithms", "collectives", "codecs", "frameworks", "peers", "schedules", "sync", "transports", "workloads")
+KINDS = (
+    "algorithms",
+    "collectives",
+    "codecs",
+    "frameworks",
+    "peers",
+    "schedules",
+    "searchers",
+    "sync",
+    "transports",
+    "workloads",
+)
 _FOLDERS = {"frameworks": "bench.frameworks", "peers": "bench.peers"}
 """Kinds whose folder is not that of their name: who trains in a comparison, and what is measured beside Syncline."""
 

@@ -1,0 +1,285 @@
+"""Searchers: which candidate to measure next, one after the other, when there is time to measure only a few.
+
+A space is a handful of axes (an architecture, a codec, the size of a bucket), and a candidate is a choice on each axis
+that applies to it. The caller asks a searcher for a candidate, measures it, tells the seconds, and asks again. This
+file owns the space and what holds for every searcher: no candidate twice, none that is invalid, and None when all were
+asked. A searcher, a file of this folder, owns only the order.
+
+    space = Space(axes, valid=can_be_built, predict=predicted_seconds)
+    searcher = registry.get("searchers", "bayes").target(space, seed=0)
+    while (candidate := searcher.ask()) is not None and there_is_time():
+        searcher.tell(candidate, measure(candidate))
+    searcher.best
+
+Pure: no clock, no file, no global random numbers. The same space, seed and answers give the same questions in every
+process, so a search is repeated, or resumed, by asking and telling again what was asked and told.
+
+Searchers do not know what a candidate means, how it is measured, or how good the prediction is. Times are compared by
+their ratio, as the seconds of an iteration are: 10 % are 10 % on every network.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+from ._failures import chances
+
+Indices = NDArray[np.intp]
+Floats = NDArray[np.float64]
+
+MOST_CANDIDATES = 200_000
+"""The largest space that is listed: searchers look at every candidate before every question."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One thing to choose, with the choices there are, which have to be hashable.
+
+    ``ordered`` says that neighbours are alike, as sizes are; list them so that each step is about the same factor.
+    ``when`` says on which choices of axes before it the axis applies at all: ``{"schedule": ("priority", "split")}``.
+    """
+
+    name: str
+    choices: tuple[Any, ...]
+    ordered: bool = False
+    when: Mapping[str, Collection[Any]] = field(default_factory=dict)
+
+    def applies(self, chosen: Mapping[str, Any]) -> bool:
+        """Whether the axis matters beside these choices; an axis that does not apply has none."""
+        return all(name in chosen and chosen[name] in choices for name, choices in self.when.items())
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate(Mapping[str, Any]):
+    """A choice on every axis that applies, by the axis's name; equal to any mapping of the same choices."""
+
+    choices: tuple[tuple[str, Any], ...]
+
+    def __getitem__(self, name: str) -> Any:
+        for known, choice in self.choices:
+            if known == name:
+                return choice
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.choices)
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.choices))
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={choice}" for name, choice in self.choices)
+
+
+class Space:
+    """All valid candidates of some axes, each once, with the seconds that are predicted for them.
+
+    ``valid`` is asked once for every combination, ``predict`` once for every valid candidate when a searcher first
+    wants to know; it answers in seconds, or None where it has no answer. Raises UsageError for axes that make no sense,
+    for a space without a candidate and for one that is too large to list.
+    """
+
+    def __init__(
+        self,
+        axes: Collection[Axis],
+        valid: Callable[[Candidate], bool] = lambda _: True,
+        predict: Callable[[Candidate], float | None] = lambda _: None,
+    ) -> None:
+        self.axes = tuple(axes)
+        _check_axes(self.axes)
+        self.candidates = tuple(self._valid(valid))
+        if not self.candidates:
+            names = ", ".join(axis.name for axis in self.axes)
+            raise UsageError(f"no candidate is valid: of the axes {names} every combination was refused")
+        self._places = {candidate: index for index, candidate in enumerate(self.candidates)}
+        self._predict = predict
+        self._predicted_s: Floats | None = None
+        self.columns = self._columns()
+
+    def candidate(self, choices: Mapping[str, Any]) -> Candidate:
+        """The candidate that these choices mean: those on axes that do not apply are left out.
+
+        Raises UsageError for an axis that is unknown or missing, and for a choice that an axis does not have.
+        """
+        unknown = choices.keys() - {axis.name for axis in self.axes}
+        if unknown:
+            raise UsageError(f"the space has no axis {min(unknown)!r}: there are {_names(self.axes)}")
+        chosen: dict[str, Any] = {}
+        for axis in self.axes:
+            if not axis.applies(chosen):
+                continue
+            if axis.name not in choices:
+                raise UsageError(f"a choice is missing: {axis.name}, one of {_list(axis.choices)}")
+            if choices[axis.name] not in axis.choices:
+                raise UsageError(f"{axis.name}={choices[axis.name]} is no choice: there are {_list(axis.choices)}")
+            chosen[axis.name] = choices[axis.name]
+        return Candidate(tuple(chosen.items()))
+
+    def index(self, candidate: Mapping[str, Any]) -> int:
+        """The place of a candidate among ``candidates``; raises UsageError where it is none of them."""
+        found = self._places.get(candidate if isinstance(candidate, Candidate) else self.candidate(candidate))
+        if found is None:
+            raise UsageError(f"{candidate} is no valid candidate of the space")
+        return found
+
+    @property
+    def predicted_s(self) -> Floats:
+        """The predicted seconds of every candidate, NaN where there is no answer."""
+        if self._predicted_s is None:
+            self._predicted_s = np.array([self._prediction(candidate) for candidate in self.candidates])
+        return self._predicted_s
+
+    def _prediction(self, candidate: Candidate) -> float:
+        seconds = self._predict(candidate)
+        if seconds is None:
+            return math.nan
+        return _checked(seconds, f"the prediction for {candidate}")
+
+    def _valid(self, valid: Callable[[Candidate], bool]) -> Iterator[Candidate]:
+        found = 0
+        for chosen in self._combinations({}, 0):
+            candidate = Candidate(tuple(chosen.items()))
+            if not valid(candidate):
+                continue
+            found += 1
+            if found > MOST_CANDIDATES:
+                raise UsageError(
+                    f"more than {MOST_CANDIDATES:,} candidates are too many to search: offer fewer choices of"
+                    f" {_names(self.axes)}"
+                )
+            yield candidate
+
+    def _combinations(self, chosen: dict[str, Any], place: int) -> Iterator[dict[str, Any]]:
+        if place == len(self.axes):
+            yield chosen
+            return
+        axis = self.axes[place]
+        if not axis.applies(chosen):
+            yield from self._combinations(chosen, place + 1)
+            return
+        for choice in axis.choices:
+            yield from self._combinations({**chosen, axis.name: choice}, place + 1)
+
+    def _columns(self) -> Indices:
+        """The place of the choice of each candidate on each axis, -1 where it does not apply; (candidates, axes)."""
+        places = [{choice: place for place, choice in enumerate(axis.choices)} for axis in self.axes]
+        return np.array(
+            [
+                [
+                    known[each[axis.name]] if axis.name in each else -1
+                    for axis, known in zip(self.axes, places, strict=True)
+                ]
+                for each in self.candidates
+            ],
+            dtype=np.intp,
+        ).reshape(len(self.candidates), len(self.axes))
+
+
+class Searcher(ABC):
+    """Asks for candidates and is told their seconds. A searcher implements ``choose``, and ``learn`` if it has to.
+
+    ``told`` has the answers by the index of the candidate: seconds, or None for one that failed.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.told: dict[int, float | None] = {}
+        self._left = np.ones(len(space.candidates), dtype=bool)
+
+    @final
+    def ask(self) -> Candidate | None:
+        """The next candidate to measure: valid, and never one that was asked or told before. None when none is left.
+
+        May be called again before the answer is told.
+        """
+        left = np.flatnonzero(self._left)
+        if not len(left):
+            return None
+        index = int(left[0]) if len(left) == 1 else int(self.choose(left))
+        self._left[index] = False
+        return self.space.candidates[index]
+
+    @final
+    def tell(self, candidate: Mapping[str, Any], seconds: float | None) -> None:
+        """What was measured: seconds, or None when it failed or was refused, so that its like are tried late.
+
+        Anything valid may be told, asked for or not, such as the strategy that runs already; of several answers for one
+        candidate the last counts. A measurement that was broken off is told with the seconds until then. Raises
+        UsageError for a candidate that is not in the space, and for seconds that are no positive number.
+        """
+        index = self.space.index(candidate)
+        if seconds is not None:
+            seconds = _checked(seconds, f"the time of {self.space.candidates[index]}")
+        self._left[index] = False
+        self.told[index] = seconds
+        self.learn(index, seconds)
+
+    @final
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that was told; None before any was measured."""
+        measured = {index: seconds for index, seconds in self.told.items() if seconds is not None}
+        return self.space.candidates[min(measured, key=measured.__getitem__)] if measured else None
+
+    @abstractmethod
+    def choose(self, left: Indices) -> int:
+        """One of ``left``, the indices of at least two candidates that were neither asked for nor told."""
+        ...
+
+    def learn(self, index: int, seconds: float | None) -> None:  # noqa: B027 - most need nothing beside ``told``
+        """Called after every answer."""
+
+    def chances(self, left: Indices) -> Floats:
+        """How likely each of ``left`` is to run, by the failures so far; 1 while there are none."""
+        tried = np.fromiter(self.told, dtype=np.intp, count=len(self.told))
+        failed = np.array([self.told[index] is None for index in self.told], dtype=bool)
+        return chances(self.space.columns, tried, failed)[left]
+
+    def expected_s(self, left: Indices) -> Floats:
+        """The predicted seconds of ``left``, divided by their chance to run; infinite where nothing is predicted."""
+        return np.nan_to_num(self.space.predicted_s[left], nan=np.inf) / self.chances(left)
+
+
+def _check_axes(axes: tuple[Axis, ...]) -> None:
+    known: dict[str, Axis] = {}
+    for axis in axes:
+        if axis.name in known:
+            raise UsageError(f"two axes have the name {axis.name!r}: give each its own")
+        if not axis.choices or len(set(axis.choices)) != len(axis.choices):
+            raise UsageError(f"the choices of {axis.name} have to be there, and each once: got {_list(axis.choices)}")
+        for name, choices in axis.when.items():
+            if name not in known:
+                raise UsageError(f"{axis.name} depends on {name!r}: list that axis before it")
+            strange = [choice for choice in choices if choice not in known[name].choices]
+            if strange:
+                raise UsageError(f"{axis.name} depends on {name}={strange[0]}, which is none of its choices")
+        known[axis.name] = axis
+    if not known:
+        raise UsageError("a space needs an axis")
+
+
+def _checked(seconds: float, what: str) -> float:
+    """The seconds as a float; raises UsageError where they are no positive, finite number."""
+    number = float(seconds)
+    if not (math.isfinite(number) and number > 0):
+        raise UsageError(f"{what} is {number} s: a positive number is needed, or None")
+    return number
+
+
+def _names(axes: Collection[Axis]) -> str:
+    return ", ".join(axis.name for axis in axes)
+
+
+def _list(choices: Collection[Any]) -> str:
+    return ", ".join(str(choice) for choice in choices) or "nothing"

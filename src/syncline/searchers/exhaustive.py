@@ -1,0 +1,29 @@
+"""``exhaustive``: every candidate, in the order of the prediction.
+
+What a search has to be measured against: told everything, it has found the best. Broken off early, it trusts the
+prediction entirely and learns nothing but what fails. Without a prediction the order is that of the space.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+
+from ..registry import register
+from . import Indices, Searcher, Space
+
+
+@register("searchers", "exhaustive")
+@final
+class Exhaustive(Searcher):
+    """All candidates, what is predicted to be fastest first."""
+
+    def __init__(self, space: Space, *, seed: int = 0) -> None:  # noqa: ARG002 - nothing is drawn
+        super().__init__(space)
+
+    def choose(self, left: Indices) -> int:
+        expected_s = self.expected_s(left)
+        if np.isinf(expected_s).all():
+            return int(left[np.argmax(self.chances(left))])
+        return int(left[np.argmin(expected_s)])

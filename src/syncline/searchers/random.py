@@ -1,0 +1,28 @@
+"""``random``: candidates as they are drawn, each alike, whatever was predicted or measured.
+
+What a search has to beat (Bergstra and Bengio, "Random Search for Hyper-Parameter Optimization", JMLR 2012). Only what
+has failed is learned from: candidates that share its choices are drawn more rarely.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+
+from ..registry import register
+from . import Indices, Searcher, Space
+
+
+@register("searchers", "random")
+@final
+class Random(Searcher):
+    """Candidates drawn at random, without a second time."""
+
+    def __init__(self, space: Space, *, seed: int = 0) -> None:
+        super().__init__(space)
+        self._drawn = np.random.default_rng(seed)
+
+    def choose(self, left: Indices) -> int:
+        weights = self.chances(left)
+        return int(self._drawn.choice(left, p=weights / weights.sum()))
