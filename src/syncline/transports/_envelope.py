@@ -1,7 +1,7 @@
-"""Messages with 64-bit tags over a library that has its own, smaller, idea of tags: what ``mpi`` and ``torch`` share.
+"""Messages with 64-bit tags over a library that has its own, smaller, idea of tags: what libraries share.
 
 Owns matching, buffers, the end of peers and the order of collectives. Does not know how a library sends, and does no
-I/O: a library's part is five methods that move *frames* and *bodies*.
+I/O: a library's part is five methods that move *frames* and *bodies*, and a sixth where it has an allreduce of its own.
 
 * A frame is one small message, a header of 24 bytes and up to ``INLINE_BYTES`` behind it. The frames between two ranks
   arrive in the order in which they were sent; that order is what keeps messages of one tag in order. A message of up
@@ -42,7 +42,7 @@ from ..errors import ProtocolError, UsageError
 from ..wire.link import CONTROL, broken
 from ..wire.matching import UNCLAIMED_BYTES, Matcher
 from ..wire.scratch import Scratch
-from . import INLINE_BYTES, Bytes, Handle
+from . import INLINE_BYTES, Bytes, Handle, HasAllreduce
 from ._bell import Bell
 from ._frames import ANNOUNCED, ASKED, COMING, END, HEADER_BYTES, OFFERED, SLOTS, TURN, WHOLE, read, written
 from ._operations import Operations, Receive
@@ -103,10 +103,6 @@ class Enveloped(ABC):
         """Receive a body of exactly the size of ``into``; ``done()`` when it is there."""
 
     @abstractmethod
-    def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
-        """Begin the library's allreduce (sum, in place); ``_finish(handle)`` when it is done. Calls agree in order."""
-
-    @abstractmethod
     def _move(self, timeout: float) -> None:
         """Let the library move data; return when something completed, the bell rang, or the time is up.
 
@@ -116,6 +112,13 @@ class Enveloped(ABC):
     @abstractmethod
     def _leave(self) -> None:
         """Free what the library holds; in a forked child, let go of it without a word (see ``_forked``)."""
+
+    def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
+        """Begin the library's allreduce (sum, in place); ``_finish(handle)`` when it is done. Calls agree in order.
+
+        For a library that has one; its class says ``allreduce = Enveloped._allreduce``.
+        """
+        raise NotImplementedError
 
     # The transport protocol.
 
@@ -182,7 +185,8 @@ class Enveloped(ABC):
         self.scratch.give(handle.note)
         handle.payload = handle.note = None
 
-    def allreduce(self, key: int, array: NDArray[Any], owner: Any = None) -> Handle:
+    def _allreduce(self, key: int, array: NDArray[Any], owner: Any = None) -> Handle:
+        """What a transport over a library with an allreduce has as ``allreduce``."""
         handle = Handle("allreduce", -1, key, array.nbytes, owner)
         operations = self._operations
         operations.check_open()
@@ -259,7 +263,7 @@ class Enveloped(ABC):
             self._unasked.pop((peer, slot))()
         elif kind == COMING and (peer, slot) in self._promised:
             self._promised.pop((peer, slot))()
-        elif kind == TURN and peer == 0 and not self._turns.full:
+        elif kind == TURN and peer == 0 and isinstance(self, HasAllreduce) and not self._turns.full:
             self._turns.add(tag)
             self._take_turns()
         elif kind == END:

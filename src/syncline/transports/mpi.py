@@ -152,6 +152,7 @@ class Mpi(Enveloped):
     name = "mpi"
     asks = False
     answers = False
+    allreduce = Enveloped._allreduce
 
     def __init__(self, place: Place) -> None:
         super().__init__(place.rank, place.world)
@@ -289,13 +290,13 @@ class Mpi(Enveloped):
             self._meetings.popleft()
             self._acted = True
             try:
-                self._allreduce(first.array)
+                self._sum(first.array)
             except UsageError as error:
                 self._finish(first.handle, error)
             else:
                 self._finish(first.handle)
 
-    def _allreduce(self, array: NDArray[Any]) -> None:
+    def _sum(self, array: NDArray[Any]) -> None:
         mpi = self._mpi
         if array.dtype.itemsize == 2 and array.dtype.kind in "fV":
             kind, add = _half(array.dtype)

@@ -75,6 +75,7 @@ class Torch(Enveloped):
     name = "torch"
     asks = True
     answers = True  # the peer's reader ends with it
+    allreduce = Enveloped._allreduce
 
     def __init__(self, place: Place, *, backend: Literal["gloo", "nccl"] = "gloo") -> None:
         super().__init__(place.rank, place.world)
