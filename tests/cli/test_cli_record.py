@@ -46,7 +46,7 @@ def test_a_script_is_recorded_and_ended(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["nowhere.py"], "there is no file 'nowhere.py' to run"),
-        (["-o", "nowhere/trace.csv", "train.py", "9"], "there is no folder 'nowhere' to write"),
+        (["-o", "nowhere/trace.csv", "train.py", "9"], "for trace.csv: make it"),
         (
             ["train.py", "4"],
             "the script ended after 4 steps of its optimizer, and 5 are let pass before 20 are",

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from toy import Here, alone, batch, close, fill, loss_of, mlp, sgd, weights
+from toy import Here, alone, batch, close, fill, loss_of, mlp, sgd, train, weights
 
 from syncline.errors import GradientError, MismatchError, UsageError
 from syncline.frameworks.torch import prepare, release
+from syncline.session.groups import new_group
 from syncline.session.keys import BUCKET_KEYS
 from syncline.session.session import MODEL_KEYS, Session
 
@@ -283,3 +284,63 @@ def test_a_released_model_has_one_set_of_weights(group: Any, strategy: str) -> N
 
     one, other = group(strategy, 2, train)
     close(one, other, 0.0)
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_a_model_that_goes_on_in_another_group_leaves_its_place_to_others(group: Any, released: bool) -> None:
+    """One past what a run can have at a time, each begun by all and finished by pairs; then all are begun once more."""
+    most = BUCKET_KEYS // MODEL_KEYS
+
+    def body(session: Session) -> list[dict[str, torch.Tensor]]:
+        pairs = [new_group(session, ranks) for ranks in ([0, 1], [2, 3])]
+        mine = pairs[session.rank // 2].session
+        found, kept = [], []
+        for number in range(most + 1):
+            model, optimizer = sgd()
+            for of in (session, mine):
+                assert prepare(of, model, optimizer) is not None
+                here = Here(model, optimizer, of.rank, of.world_size)
+                train(here, range(number, number + 1))
+            release(session, model)
+            if not released:
+                assert prepare(mine, model, optimizer) is not None
+                assert prepare(session, model, optimizer) is not None
+                train(Here(model, optimizer, session.rank, session.world_size), range(1))
+                assert prepare(mine, model, optimizer) is not None
+                release(session, model)
+            kept.append(model)
+            found.append(weights(model))
+        return found
+
+    def wanted(number: int) -> dict[str, torch.Tensor]:
+        model, optimizer = sgd()
+        here = Here(model, optimizer)
+        for _ in range(2):
+            train(here, range(number, number + 1))
+        if not released:
+            train(here, range(1))
+        return weights(model)
+
+    for found in group("ring", 4, body):
+        for number, one in enumerate(found):
+            close(one, wanted(number), 1e-12)
+
+
+def test_a_model_that_some_workers_take_to_another_group_keeps_the_others_places_in_step(group: Any) -> None:
+    """Those that stay behind have it still: the next model has a place that is free on all, and it may come back."""
+
+    def body(session: Session) -> list[int]:
+        pair = new_group(session, [0, 1])
+        (first, its), (second, other) = sgd(), sgd()
+        keys = []
+        prepare(session, first, its)
+        if session.rank < 2:
+            prepare(pair.session, first, its)
+        for model, optimizer in ((second, other), (first, its)):
+            made = prepare(session, model, optimizer)
+            assert made is not None
+            train(Here(model, optimizer, session.rank, session.world_size), range(1))
+            keys.append(made.replica.first_key)
+        return keys
+
+    assert group("ring", 3, body) == [[MODEL_KEYS, 0]] * 3

@@ -21,13 +21,13 @@ from ..codecs import Chooses, Wraps
 from ..errors import DataError, UsageError
 from ..report import accuracy_table
 from ..report.accuracy_rows import AccuracyResult, AccuracyRun
-from ..report.files import keep_text, replace_text
+from ..report.files import keep_text, replace_text, result_paths
 from ..report.rows import BASELINE, Row
 from ..strategy.grammar import Part, read_part
 from ..strategy.parts import build
 from ..strategy.strategy import Strategy
 from ..tuning.codec_times import every_codec, told, ways
-from .cases import Case, Comparison, comparison_of, console_beside, result_paths
+from .cases import Case, Comparison, comparison_of, console_beside
 from .collectives.display import Display, Task
 from .compare import INTERRUPTED, SILENCE_LIMIT_S
 from .machine import provenance

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 
 from ..errors import UsageError
 from ..nouns import Rate
-from ..report.files import STANDARD_OUTPUT, checked
+from ..report.files import STANDARD_OUTPUT, result_paths
 from ..report.rows import BASELINE
 from ..strategy.grammar import read_value
 from ..strategy.presets import Preset
@@ -241,24 +240,6 @@ def _case(
     asked = contender.preset, contender.requested or contender.text
     rate = contender.rate
     return Case(contender.text, workers, contender.servers, total, iterations, rate, *asked, framework=framework)
-
-
-def result_paths(paths: Mapping[str, str | Path | None]) -> tuple[Path | None, ...]:
-    """Where the files go that ``--json``, ``--report`` and others name; UsageError when one cannot be written."""
-    if paths.get("--report") is not None:
-        missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
-        if missing:
-            raise UsageError(f"--report needs {' and '.join(missing)}: pip install 'syncline[report]'")
-    found: dict[Path, str] = {}
-    files = tuple(checked(path) for path in paths.values())
-    for option, file in zip(paths, files, strict=True):
-        if file is None:
-            continue
-        if file in found:
-            what = "standard output" if file == STANDARD_OUTPUT else f"the file {file}"
-            raise UsageError(f"{found[file]} and {option} both name {what}: choose two")
-        found[file] = option
-    return files
 
 
 def console_beside(*paths: Path | None) -> Console:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import runpy
 import sys
 from pathlib import Path
@@ -22,11 +23,11 @@ def record(output: str, steps: int, skip: int, module: bool, script: str, args: 
     The script is ended when that is known. The file is what --workload trace:FILE takes.
     """
     from ..errors import UsageError
+    from ..report.files import STANDARD_OUTPUT, replace_text, result_paths
 
     if not module and not Path(script).is_file():
         raise UsageError(f"there is no file {script!r} to run (for a module, use -m)")
-    if not Path(output).absolute().parent.is_dir():
-        raise UsageError(f"there is no folder {str(Path(output).parent)!r} to write {output} to")
+    (target,) = result_paths({"-o": output})
     from ..frameworks.torch.recording import Recorded, Recording, write_trace
 
     sys.argv = [script, *args]
@@ -46,8 +47,9 @@ def record(output: str, steps: int, skip: int, module: bool, script: str, args: 
             f"the script ended after {recording.made} steps of its optimizer, and {skip} are let pass before"
             f" {steps} are measured: let it train longer, or lower --skip and --steps"
         )
-    with Path(output).open("w", encoding="utf-8", newline="") as file:
-        write_trace(recording.layers, recording.h2d_s, file)
+    file = io.StringIO(newline="")
+    write_trace(recording.layers, recording.h2d_s, file)
+    replace_text(target or STANDARD_OUTPUT, file.getvalue())
     forward_s, backward_s = (
         sum(getattr(layer, what) for layer in recording.layers) for what in ("forward_s", "backward_s")
     )
@@ -55,6 +57,8 @@ def record(output: str, steps: int, skip: int, module: bool, script: str, args: 
     click.echo(
         f"{output}: {len(recording.layers)} tensors, {elements:,} elements; forward {1e3 * forward_s:.2f} ms, backward"
         f" {1e3 * backward_s:.2f} ms"
-        + (f", copying to the device {1e3 * recording.h2d_s:.2f} ms" if recording.h2d_s else "")
+        + (f", copying to the device {1e3 * recording.h2d_s:.2f} ms" if recording.h2d_s else ""),
+        err=target == STANDARD_OUTPUT,
     )
-    click.echo(f"Replay it with: syncline compare --workload trace:{output} --workers 4")
+    if target != STANDARD_OUTPUT:
+        click.echo(f"Replay it with: syncline compare --workload trace:{output} --workers 4")

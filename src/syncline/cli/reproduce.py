@@ -17,10 +17,8 @@ from ._options import FILE
 @click.option("-o", "--output", type=FILE, help="Write the page here instead of printing it.")
 def reproduce(folder: Path | None, output: Path | None) -> None:
     """Write published figures beside what the models give for them, as Markdown."""
+    from ..report.files import STANDARD_OUTPUT, replace_text, result_paths
     from ..reproduction.page import page
 
-    text = page(folder)
-    if output is None:
-        click.echo(text, nl=False)
-    else:
-        output.write_text(text, encoding="utf-8")
+    (target,) = result_paths({"-o": output})
+    replace_text(target or STANDARD_OUTPUT, page(folder))

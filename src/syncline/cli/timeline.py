@@ -18,10 +18,12 @@ def timeline(folder: Path, output: Path | None) -> None:
     The parts stay. Those of other hosts are to be copied into the folder before.
     """
     from ..errors import UsageError
+    from ..report.files import result_paths
     from ..timeline.assembly import write_all
     from ..timeline.folder import checked_target
 
     target = checked_target(folder.resolve().with_suffix("") if output is None else output)
+    result_paths({"-o": target})
     written = write_all(target, folder)
     if written is None:
         raise UsageError(f"there are no parts of a timeline in {folder}")

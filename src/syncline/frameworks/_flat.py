@@ -299,7 +299,7 @@ class FlatModel:
             )
         self.check_between("prepare()")
         self.gone = True
-        del self.session.consolidates[self.key]
+        self.session.leave_model(self.key)
 
     def _check_not_gone(self) -> None:
         if self.gone:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from ..report import prediction_table
-from ..report.files import STANDARD_OUTPUT, checked
+from ..report.files import STANDARD_OUTPUT, result_paths
 from .collectives import predict_collectives
 from .networks import load_network
 
@@ -30,7 +30,7 @@ def collectives(
 
     ``origin`` says in the file where, when and with which code it was made.
     """
-    target = checked(json_path)
+    (target,) = result_paths({"--json": json_path})
     console = console or Console(stderr=target == STANDARD_OUTPUT)
     result = replace(predict_collectives(texts, sizes, workers, load_network(network), per_node), **origin)
     if target is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from ..report import forecast_table
-from ..report.files import STANDARD_OUTPUT, checked, replace_text
+from ..report.files import STANDARD_OUTPUT, replace_text, result_paths
 from .rows import predict, question, worker_counts
 
 
@@ -35,7 +35,7 @@ def workload(
 
     ``origin`` says in the files where, when and with which code they were made.
     """
-    target, page = checked(json_path), checked(report_path)
+    target, page = result_paths({"--json": json_path, "--report": report_path})
     asked = question(text, networks, worker_counts(workers), strategies, per_node, price, epoch_images)
     console = console or Console(stderr=STANDARD_OUTPUT in (target, page))
     found = replace(predict(asked), **origin)

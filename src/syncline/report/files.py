@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import UsageError
@@ -60,6 +62,24 @@ def checked(path: str | Path | None) -> Path | None:
     except OSError as error:
         raise UsageError(f"cannot write {found}: {error.strerror or error}; choose another path") from None
     return found
+
+
+def result_paths(paths: Mapping[str, str | Path | None]) -> tuple[Path | None, ...]:
+    """Where the files go that ``--json``, ``--report`` and others name; UsageError when one cannot be written."""
+    if paths.get("--report") is not None:
+        missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
+        if missing:
+            raise UsageError(f"--report needs {' and '.join(missing)}: pip install 'syncline[report]'")
+    found: dict[Path, str] = {}
+    files = tuple(checked(path) for path in paths.values())
+    for option, file in zip(paths, files, strict=True):
+        if file is None:
+            continue
+        if file in found:
+            what = "standard output" if file == STANDARD_OUTPUT else f"the file {file}"
+            raise UsageError(f"{found[file]} and {option} both name {what}: choose two")
+        found[file] = option
+    return files
 
 
 def _is_special(path: Path) -> bool:

@@ -88,7 +88,8 @@ class Session(Communicator):
         """How this worker's steps went beside those of the others."""
         self.consolidates: dict[int, Callable[[], None]] = {}
         """What lets each model have, on all workers that call it, its newest weights; by first keys."""
-        self._models: list[weakref.ref[Any] | None] = []  # by number; None in place of one that has been left
+        self._models: list[weakref.ref[Any] | None] = []  # by number; None in place of one that was never entered here
+        self._left: set[int] = set()  # the numbers of those that have been left, which others may have
         self.prepared: dict[int, Any] = {}  # what a framework has made of each, by its first key
         self.family: list[Session] = [self]
         """The session of all workers, and those of groups of them that this process is in."""
@@ -329,51 +330,72 @@ class Session(Communicator):
         who = "server processes" if merges else f"owners of weights under sync={self.strategy.sync.name}"
         others = "ps(on=workers), ring or another allreduce" if merges else "sync=bsp"
         served = bool(self.group.servers) or not merges
-        for number, known in enumerate(self._models):
-            if known is not None and known() is model:
-                if served:
-                    raise UsageError(
-                        f"{who} serve a model as it was prepared first: prepare it once, when all is frozen and built"
-                        f" that shall be, or use {others}"
-                    )
-                return number * MODEL_KEYS
-        number = self._models.index(None) if None in self._models else len(self._models)
-        if self._models and served:
+        number = next((i for i, one in enumerate(self._models) if one is not None and one() is model), None)
+        if number is not None and served:
+            raise UsageError(
+                f"{who} serve a model as it was prepared first: prepare it once, when all is frozen and built"
+                f" that shall be, or use {others}"
+            )
+        if number is None and self._models and served:
             raise UsageError(
                 f"{who} serve one model: put all models into one torch.nn.ModuleList with one optimizer, or use"
                 f" {others}"
             )
-        if number == BUCKET_KEYS // MODEL_KEYS:
+        if not served:
+            number = self._number_for_all(number)
+        self._models += [None] * ((number or 0) + 1 - len(self._models))
+        self._models[number or 0] = weakref.ref(model)
+        self._left.discard(number or 0)
+        return (number or 0) * MODEL_KEYS
+
+    def _number_for_all(self, known: int | None) -> int:
+        """The number of a model that is entered: its own, or the first that is free on all workers, who call it.
+
+        Some may have let go of a model that others still have. Where only some know the model, the comparison of
+        models that follows names them.
+        """
+        most = BUCKET_KEYS // MODEL_KEYS
+        free = [i for i in range(most) if i >= len(self._models) or self._models[i] is None or i in self._left]
+        common = set(free)
+        if not self.alone:
+            common = set.intersection(*(set(theirs) for theirs in self.gather(bytes(free))))
+        if known is not None:
+            return known
+        if not common:
             raise UsageError(
-                f"a run can have up to {number} prepared models at a time: let go of those that are trained by"
+                f"a run can have up to {most} prepared models at a time: let go of those that are trained by"
                 " syncline.release(model), put several into one torch.nn.ModuleList, or one dictionary of arrays"
             )
-        self._models[number : number + 1] = [weakref.ref(model)]
-        return number * MODEL_KEYS
+        return min(common)
 
     def leave_model(self, first_key: int) -> None:
-        """A model is trained: the next one that is entered has its keys; all processes leave the same one.
+        """A model is trained, or goes on in another group: others may have its keys from now on.
 
-        Raises UsageError where others serve it.
+        A model that comes back finds them where none has them. Raises UsageError where owners serve it.
         """
         if self.group.servers or not self.strategy.sync_mode().merges:
             raise UsageError(
                 "the owners of the weights serve this model until the run ends: call syncline.shutdown(), and"
                 " syncline.init() for the next one"
             )
-        self._models[first_key // MODEL_KEYS] = None
-        del self.prepared[first_key], self.consolidates[first_key]
+        self._left.add(first_key // MODEL_KEYS)
+        self.prepared.pop(first_key, None)
+        del self.consolidates[first_key]
 
     @property
     def models(self) -> list[Any]:
         """The models that were entered and still exist, in groups of workers too."""
-        known = [known for one in self.family for known in one._models if known is not None]
+        known = [one for session in self.family for one in session._entered()]
         return [model for one in known if (model := one()) is not None]
+
+    def _entered(self) -> list[weakref.ref[Any]]:
+        """Those that have not been left."""
+        return [one for i, one in enumerate(self._models) if one is not None and i not in self._left]
 
     @property
     def is_held(self) -> bool:
         """Whether models, or samplers, go on using it."""
-        return any(self._models) or self.pools is not None
+        return bool(self._entered()) or self.pools is not None
 
     # Messages between workers and servers.
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from ... import registry
 from ...errors import UsageError
 from ...nouns import Rate
+from ...report.files import result_paths
 from ...strategy.grammar import write_value
 from ...strategy.strategy import Strategy
 from ...strategy.words import AUTO
-from ..cases import result_paths
 from ..collectives.request import MOST_RANKS
 from .computing import ways_of
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from ...report import codec_table
-from ..cases import console_beside, result_paths
+from ...report.files import result_paths
+from ..cases import console_beside
 from ..collectives.display import Display
 from .run import WORKERS, contestants_of, measure, request_of
 

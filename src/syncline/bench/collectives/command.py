@@ -16,8 +16,8 @@ from ...errors import UsageError
 from ...nouns import Rate
 from ...report import bench_table, goal_table
 from ...report.bench_rows import BenchResult
-from ...report.files import keep_text, replace_text
-from ..cases import console_beside, result_paths
+from ...report.files import keep_text, replace_text, result_paths
+from ..cases import console_beside
 from ..goals import ONE_LEVEL, TWO_LEVELS, TWO_LEVELS_BYTES, judge
 from .display import Display
 from .request import Request, request_of

@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from ...report import gradient_table
-from ...report.files import replace_text
-from ..cases import console_beside, result_paths
+from ...report.files import replace_text, result_paths
+from ..cases import console_beside
 from ..collectives.display import Display
 from .request import Request
 from .run import measure

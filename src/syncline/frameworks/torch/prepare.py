@@ -177,7 +177,7 @@ def let_go(session: Session, model: torch.nn.Module) -> None:
                     )
                 made.replica.flush()
                 made.release()
-                del other.prepared[key], other.consolidates[key]
+                other.leave_model(key)
 
 
 def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | None, replica: Replica) -> Prepared:
