@@ -162,7 +162,8 @@ def _form(
             undo.callback(sock.close)
         if [_connection(name) for name in carried] == ["own"]:
             left = max(0.0, deadline - time.monotonic())
-            place = Place(index, processes, client, chosen.transport.name, address, left, client.check, joined.secret)
+            name, check = chosen.transport.name, client.check
+            place = Place(index, processes, client, name, address, left, check, joined.secret, roll.near)
             transport: Transport = registry.get("transports", chosen.transport.name).target(
                 place, **chosen.transport.arguments
             )

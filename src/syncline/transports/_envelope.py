@@ -39,6 +39,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ProtocolError, UsageError
+from ..kernels.cpu import add_all_into
+from ..wire.adding import can_add
 from ..wire.link import CONTROL, broken
 from ..wire.matching import UNCLAIMED_BYTES, Matcher
 from ..wire.scratch import Scratch
@@ -68,6 +70,8 @@ class Enveloped(ABC):
     """True when a body is sent only once its receive has been posted."""
     answers: ClassVar[bool]
     """True when a peer that has ended still waits for this rank's end."""
+    adds: ClassVar[bool] = False
+    """True when a body can be added while it comes in (``_pull_sum``)."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
@@ -112,6 +116,10 @@ class Enveloped(ABC):
     @abstractmethod
     def _leave(self) -> None:
         """Free what the library holds; in a forked child, let go of it without a word (see ``_forked``)."""
+
+    def _pull_sum(self, peer: int, slot: int, into: NDArray[Any], done: Event) -> None:
+        """Receive a body of exactly the size of ``into`` and add it there; for a library whose class says ``adds``."""
+        raise NotImplementedError
 
     def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
         """Begin the library's allreduce (sum, in place); ``_finish(handle)`` when it is done. Calls agree in order.
@@ -180,6 +188,13 @@ class Enveloped(ABC):
 
     def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
         return self._post(Receive(Handle("borrow", src, tag, nbytes, owner)))
+
+    def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:  # noqa: ARG002
+        """Where the library's messages can be added from its memory, and the compiled code knows the type."""
+        return self.adds and can_add(dtype)
+
+    def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:
+        return self._post(Receive(Handle("add", src, tag, into.nbytes, owner), adds=into))
 
     def release(self, handle: Handle) -> None:
         self.scratch.give(handle.note)
@@ -344,18 +359,24 @@ class Enveloped(ABC):
             self._operations.refuse(handle, message.size)
         else:
             handle.nbytes = message.size
+            if receive.adds is not None and message.size % receive.adds.itemsize:
+                text = f"{message.size} bytes came to be added to elements of {receive.adds.itemsize}"
+                raise broken(handle.peer, text)
         if message.frame is None:
             if fits or message.size <= UNCLAIMED_BYTES:
                 self._fetch(receive, message, fits)
-        elif not fits or receive.into is not None:
-            if fits and receive.into is not None:
-                receive.into[: message.size] = message.frame[HEADER_BYTES : HEADER_BYTES + message.size]
-            self.scratch.give(message.frame)
-            self._finish(handle)
+            return
+        data = message.frame[HEADER_BYTES : HEADER_BYTES + message.size]
+        if fits and receive.into is None and receive.adds is None:
+            handle.payload, handle.note = data, message.frame
         else:
-            handle.payload = message.frame[HEADER_BYTES : HEADER_BYTES + message.size]
-            handle.note = message.frame
-            self._finish(handle)
+            if fits and receive.adds is not None:
+                part = data.view(receive.adds.dtype)
+                add_all_into(receive.adds[: part.size], [part])
+            elif fits and receive.into is not None:
+                receive.into[: message.size] = data
+            self.scratch.give(message.frame)
+        self._finish(handle)
 
     def _fetch(self, receive: Receive, message: _Message, fits: bool) -> None:
         """Ask for a body where that has to be, and receive it."""
@@ -371,7 +392,8 @@ class Enveloped(ABC):
         """Receive a body; one that does not fit goes to scratch memory and is forgotten."""
         handle, size = receive.handle, message.size
         in_place = receive.into if fits else None
-        buffer = self.scratch.take(size) if in_place is None else None
+        summed = receive.adds if fits else None
+        buffer = self.scratch.take(size) if in_place is None and summed is None else None
 
         def done() -> None:
             self._received[handle.peer] += size
@@ -381,6 +403,9 @@ class Enveloped(ABC):
                 handle.payload, handle.note = buffer[:size], buffer
             self._finish(handle)
 
+        if summed is not None:
+            self._pull_sum(handle.peer, message.slot, summed[: size // summed.itemsize], done)
+            return
         into = in_place if buffer is None else buffer
         assert into is not None
         self._pull(handle.peer, message.slot, into[:size], done)
