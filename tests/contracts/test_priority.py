@@ -23,7 +23,7 @@ from syncline.plans.messages import compile_program
 LIMIT = 20_000
 """Turns."""
 
-OWN = [kind for kind in KINDS if kind not in ("torch", *LIBRARIES)]
+OWN = [kind for kind in KINDS if kind not in ("torch", "grpc", *LIBRARIES)]
 SEGMENTS, ELEMENTS = 16, 50_000
 """Of the large run, and of eight bytes in a segment; the urgent one has a single segment."""
 

@@ -15,16 +15,20 @@ pytestmark = pytest.mark.usefixtures("no_old_garbage")
 ADDED = ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "int64", "uint64"]
 """What the allreduce of a library has to add."""
 LIBRARY_KINDS = ["torch", *LIBRARIES]
+"""Libraries with an allreduce."""
+MESSAGE_KINDS = ["grpc"]
+"""Libraries without one."""
+PACKAGES = {"torch": "torch", "grpc": "grpc"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_transport_keeps_all_laws(kind: str) -> None:
-    if kind == "torch":
-        pytest.importorskip("torch")
-    ahead = AHEAD_BYTES if kind in LIBRARY_KINDS else 0
+    if kind in PACKAGES:
+        pytest.importorskip(PACKAGES[kind])
+    ahead = AHEAD_BYTES if kind in (*LIBRARY_KINDS, *MESSAGE_KINDS) else 0
     held = check_transport(TEXTS.get(kind, network_for(kind)), ahead_bytes=ahead, adds=ADDED)
     assert ("its allreduce adds every type" in held) == (kind in LIBRARY_KINDS)
-    assert ("what comes in is added" in held) == (kind in ("tcp", "shaped", "auto-far"))
+    assert ("what comes in is added" in held) == (kind in ("tcp", "shaped", "auto-far", *MESSAGE_KINDS))
 
 
 def test_every_registered_transport_is_tried() -> None:

@@ -1,4 +1,4 @@
-"""Whole runs over message libraries: torch.distributed between ranks of the pool, MPI between ranks of mpirun."""
+"""Whole runs over message libraries: between ranks of the pool, and over MPI between ranks of mpirun."""
 
 from __future__ import annotations
 
@@ -33,29 +33,35 @@ def check_training(results: list[Any]) -> None:
     check_trained_as_one([states for states in results if any(state is not None for state in states)], CASES)
 
 
-# torch.distributed.
+# Libraries between processes that nobody has to start in their way.
+
+NATIVE = ["native transport=torch"]
+MESSAGES = ["torch", "grpc"]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "processes"),
-    [("ring", 3), ("native", 3), ("ps(servers=1)", 3), ("ps(servers=2, on=workers)", 3)],
-)
-def test_processes_over_torch_train_as_one(pool: Pool, address: str, strategy: str, processes: int) -> None:
-    case = everyone(processes, address, f"{strategy} transport=torch", CASES)
-    with pool.start(bodies.train, case) as group:
+def over_each(*strategies: str) -> list[str]:
+    return [f"{strategy} transport={library}" for library in MESSAGES for strategy in strategies]
+
+
+@pytest.mark.parametrize("strategy", [*NATIVE, *over_each("ring", "ps(servers=1)", "ps(servers=2, on=workers)")])
+def test_processes_over_libraries_train_as_one(pool: Pool, address: str, strategy: str) -> None:
+    with pool.start(bodies.train, everyone(3, address, strategy, CASES)) as group:
         check_training(group.results())
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("ring", 2), ("native", 3)])
-def test_collectives_over_torch(pool: Pool, address: str, strategy: str, world: int) -> None:
-    with pool.start(bodies.collectives, everyone(world, address, f"{strategy} transport=torch")) as group:
+@pytest.mark.parametrize(
+    ("strategy", "world"), [*((one, 3) for one in NATIVE), *((one, 2) for one in over_each("ring"))]
+)
+def test_collectives_over_libraries(pool: Pool, address: str, strategy: str, world: int) -> None:
+    with pool.start(bodies.collectives, everyone(world, address, strategy)) as group:
         sent, received = zip(*group.results(), strict=True)
     assert min(sent) > 0
     assert min(received) > 0
 
 
-def test_worlds_over_torch_leave_nothing_behind(pool: Pool, address: str) -> None:
-    with pool.start(bodies.again_and_again, everyone(3, address, ["native"] * 6)) as group:
+@pytest.mark.parametrize("strategy", [*NATIVE, "ring transport=grpc"])
+def test_worlds_over_libraries_leave_nothing_behind(pool: Pool, address: str, strategy: str) -> None:
+    with pool.start(bodies.again_and_again, everyone(3, address, [strategy] * 6)) as group:
         for held in group.results():
             _, warm, *later = held
             assert all(holding["threads"] == 1 for holding in (warm, *later))
@@ -63,10 +69,17 @@ def test_worlds_over_torch_leave_nothing_behind(pool: Pool, address: str) -> Non
             assert min(len(holding["descriptors"]) for holding in later) <= len(warm["descriptors"]), (warm, later)
 
 
-@pytest.mark.parametrize(("strategy", "number"), [("ring", signal.SIGKILL), ("native", signal.SIGSTOP)])
-def test_everyone_over_torch_names_who_fails(pool: Pool, address: str, strategy: str, number: int) -> None:
-    case = everyone(3, address, f"{strategy} transport=torch", 1, number, 1.0)
-    with pool.start(fault_bodies.train_until, case) as group:
+@pytest.mark.parametrize(
+    ("strategy", "number"),
+    [
+        ("ring transport=torch", signal.SIGKILL),
+        ("native transport=torch", signal.SIGSTOP),
+        ("ring transport=grpc", signal.SIGKILL),
+        ("ring transport=grpc", signal.SIGSTOP),
+    ],
+)
+def test_everyone_over_a_library_names_who_fails(pool: Pool, address: str, strategy: str, number: int) -> None:
+    with pool.start(fault_bodies.train_until, everyone(3, address, strategy, 1, number, 1.0)) as group:
         group.hear(2)
         group.ranks[1].line.send("all are there")
         others = [rank for rank in group.ranks if rank.index != 1]
@@ -79,8 +92,9 @@ def test_everyone_over_torch_names_who_fails(pool: Pool, address: str, strategy:
             assert ("stopped" if number == signal.SIGSTOP else "died") in rank.printed(), rank
 
 
-def test_a_forked_child_does_a_run_over_torch_no_harm(pool: Pool, address: str) -> None:
-    with pool.start(bodies.forks, everyone(2, address, "native transport=torch")) as group:
+@pytest.mark.parametrize("strategy", [*NATIVE, "ring transport=grpc"])
+def test_a_forked_child_does_a_run_over_a_library_no_harm(pool: Pool, address: str, strategy: str) -> None:
+    with pool.start(bodies.forks, everyone(2, address, strategy)) as group:
         for said, status in group.results():
             assert all("only the parent can communicate" in text for text in said)
             assert status == 1

@@ -153,9 +153,9 @@ class Place:
 
     ``address`` is the interface to listen on, ``store`` a notebook that all ranks see, ``key`` the prefix of what this
     transport writes there. Forming the connections may take ``timeout_s`` seconds; ``check``, to be called while
-    waiting, raises when another rank has failed meanwhile. ``secret`` is the run's, which all ranks hold and no stranger:
-    connections are proved with it, and it is never sent. ``near`` are the ranks that share this one's kernel and network
-    namespace.
+    waiting, raises when another rank has failed meanwhile. ``secret`` is the run's, which all ranks hold and no
+    stranger: connections are proved with it, and it is never sent. ``near`` are the ranks that share this one's kernel
+    and network namespace.
     """
 
     rank: int
