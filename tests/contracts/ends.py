@@ -16,7 +16,11 @@ from syncline.transports._auto import Auto
 from syncline.transports.shm import Shm
 from syncline.transports.tcp import Tcp
 
-TEXTS = {kind: kind for kind in ("inproc", "shm", "tcp", "torch", "grpc")} | {"shaped": "tcp(rate=8Gbit, delay=2ms)"}
+MESSAGE_KINDS = ("grpc", "ucx")
+"""Libraries without an allreduce."""
+TEXTS = {kind: kind for kind in ("inproc", "shm", "tcp", "torch", *MESSAGE_KINDS)} | {
+    "shaped": "tcp(rate=8Gbit, delay=2ms)"
+}
 KINDS = [*TEXTS, "auto-near", "auto-far", *LIBRARIES]
 
 worlds: dict[tuple[str, int], World] = {}

@@ -10,7 +10,7 @@ from itertools import count
 
 import numpy as np
 import pytest
-from ends import KINDS, network
+from ends import KINDS, MESSAGE_KINDS, network
 
 from mpi_launch import LIBRARIES
 from syncline import registry
@@ -23,7 +23,7 @@ from syncline.plans.messages import compile_program
 LIMIT = 20_000
 """Turns."""
 
-OWN = [kind for kind in KINDS if kind not in ("torch", "grpc", *LIBRARIES)]
+OWN = [kind for kind in KINDS if kind not in ("torch", *MESSAGE_KINDS, *LIBRARIES)]
 SEGMENTS, ELEMENTS = 16, 50_000
 """Of the large run, and of eight bytes in a segment; the urgent one has a single segment."""
 

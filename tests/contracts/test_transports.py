@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ends import KINDS, TEXTS, network_for
+from ends import KINDS, MESSAGE_KINDS, TEXTS, network_for
 
 from mpi_launch import LIBRARIES
 from syncline import registry
@@ -16,9 +16,7 @@ ADDED = ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", 
 """What the allreduce of a library has to add."""
 LIBRARY_KINDS = ["torch", *LIBRARIES]
 """Libraries with an allreduce."""
-MESSAGE_KINDS = ["grpc"]
-"""Libraries without one."""
-PACKAGES = {"torch": "torch", "grpc": "grpc"}
+PACKAGES = {"torch": "torch", "grpc": "grpc", "ucx": "ucxx"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -28,7 +26,7 @@ def test_every_transport_keeps_all_laws(kind: str) -> None:
     ahead = AHEAD_BYTES if kind in (*LIBRARY_KINDS, *MESSAGE_KINDS) else 0
     held = check_transport(TEXTS.get(kind, network_for(kind)), ahead_bytes=ahead, adds=ADDED)
     assert ("its allreduce adds every type" in held) == (kind in LIBRARY_KINDS)
-    assert ("what comes in is added" in held) == (kind in ("tcp", "shaped", "auto-far", *MESSAGE_KINDS))
+    assert ("what comes in is added" in held) == (kind in ("tcp", "shaped", "auto-far", "grpc"))
 
 
 def test_every_registered_transport_is_tried() -> None:

@@ -36,7 +36,7 @@ def check_training(results: list[Any]) -> None:
 # Libraries between processes that nobody has to start in their way.
 
 NATIVE = ["native transport=torch"]
-MESSAGES = ["torch", "grpc"]
+MESSAGES = ["torch", "grpc", "ucx"]
 
 
 def over_each(*strategies: str) -> list[str]:
@@ -59,7 +59,7 @@ def test_collectives_over_libraries(pool: Pool, address: str, strategy: str, wor
     assert min(received) > 0
 
 
-@pytest.mark.parametrize("strategy", [*NATIVE, "ring transport=grpc"])
+@pytest.mark.parametrize("strategy", [*NATIVE, "ring transport=grpc", "ring transport=ucx"])
 def test_worlds_over_libraries_leave_nothing_behind(pool: Pool, address: str, strategy: str) -> None:
     with pool.start(bodies.again_and_again, everyone(3, address, [strategy] * 6)) as group:
         for held in group.results():
@@ -76,6 +76,8 @@ def test_worlds_over_libraries_leave_nothing_behind(pool: Pool, address: str, st
         ("native transport=torch", signal.SIGSTOP),
         ("ring transport=grpc", signal.SIGKILL),
         ("ring transport=grpc", signal.SIGSTOP),
+        ("ring transport=ucx", signal.SIGKILL),
+        ("ring transport=ucx", signal.SIGSTOP),
     ],
 )
 def test_everyone_over_a_library_names_who_fails(pool: Pool, address: str, strategy: str, number: int) -> None:
@@ -92,7 +94,7 @@ def test_everyone_over_a_library_names_who_fails(pool: Pool, address: str, strat
             assert ("stopped" if number == signal.SIGSTOP else "died") in rank.printed(), rank
 
 
-@pytest.mark.parametrize("strategy", [*NATIVE, "ring transport=grpc"])
+@pytest.mark.parametrize("strategy", [*NATIVE, "ring transport=grpc", "ring transport=ucx"])
 def test_a_forked_child_does_a_run_over_a_library_no_harm(pool: Pool, address: str, strategy: str) -> None:
     with pool.start(bodies.forks, everyone(2, address, strategy)) as group:
         for said, status in group.results():

@@ -1,0 +1,381 @@
+"""Transport over UCX, through ucxx: shared memory and TCP everywhere, RDMA where there is a card for it.
+
+Owns one context and one worker per transport, and an endpoint to every peer. Which networks and protocols UCX takes is
+the user's to say, by UCX's environment variables (``UCX_TLS``, ``UCX_NET_DEVICES`` and so on); the values that ucxx
+puts there for GPUs are taken back, since all that travels here is in host memory. UCX prints nothing unless
+``UCX_LOG_LEVEL`` asks for it: what went wrong is in the errors of this transport.
+
+**Messages** are tagged ones. A tag is (rank of the sender, key, slot): a frame has slot 0, and its receives are posted
+ahead; a body has the slot that its frame announces, and UCX's rendezvous holds it back until it is asked for. The
+receiver reads it straight from the sender's memory where the kernel lets it (CMA), or the card does.
+
+**Strangers.** Addresses are told over the meeting, whose members have proved themselves. The key is drawn from the
+run's secret for each pair of ranks, so a stranger who finds the address cannot send what a receive of ours takes. But
+UCX listens on the host's networks, neither encrypts nor authenticates, and keeps what nobody takes: a stranger who is
+let through to that port can fill this rank's memory, and one who reads the wire learns the keys.
+
+**Waiting.** A rank that waits looks a few times, arms the worker, and sleeps on its descriptor and the bell's.
+
+**Ends.** UCX can watch for the death of peers, but only without the fast ways through memory (1.2 in place of 3.8 GB/s
+where this was written), so it does not: an end is told by the last frame, which is answered, so that nothing of it is
+lost in a socket that closes. That of a rank that dies is found out by the watcher of the session, or by a send that
+fails. No end waits for a peer longer than ``_END_S``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import hmac
+import os
+import select
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from ..errors import GroupError, ProtocolError, UsageError
+from ..registry import register
+from ..wire.link import broken
+from . import Bytes, Place
+from ._bell import DescriptorBell
+from ._envelope import Enveloped
+from ._frames import FRAME_BYTES, SLOTS, frame_bytes
+from ._outbox import Event
+
+_OLDEST = (0, 52)
+_INSTALL = "pip install 'syncline[ucx]'"
+
+_HELLO, _BYE = SLOTS + 1, SLOTS + 2
+"""Slots that no body has: the first message of a rank, and the answer to its last."""
+
+_AHEAD = 4
+"""Frames of a peer that UCX may fill before they are looked at."""
+
+_SMALL_BYTES = 4096
+"""Frames up to this are kept in memory of their own size."""
+
+_EAGER_S = 50e-6
+_CHECK_S = 0.05
+_END_S = 1.0
+"""How long a rank that ends waits for answers, and then for UCX to hand over what it has sent."""
+
+_TRUNCATED = -9
+"""UCS_ERR_MESSAGE_TRUNCATED."""
+
+_OUR_SETTINGS = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal"}
+"""While the libraries are loaded, where the user has said nothing else."""
+
+
+def load() -> Any:
+    """The parts of ucxx that are used here; UsageError where there is none, or one that is too old."""
+    if sys.version_info < (3, 11):
+        version = ".".join(map(str, sys.version_info[:2]))
+        raise UsageError(f"transport=ucx needs Python 3.11 or newer, and this is {version}: ucxx has no older packages")
+    try:
+        with _quietly():
+            import ucxx
+            from ucxx._lib import libucxx
+            from ucxx._lib.arr import Array
+            from ucxx.types import Tag, TagMask
+    except ImportError as error:
+        why = "" if isinstance(error, ModuleNotFoundError) and error.name == "ucxx" else f" ({error})"
+        raise UsageError(f"transport=ucx needs ucxx with UCX{why}: {_INSTALL}") from error
+    if _numbers(ucxx.__version__) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise UsageError(f"transport=ucx needs ucxx {oldest} or newer, and {ucxx.__version__} is here: {_INSTALL}")
+    return SimpleNamespace(lib=libucxx, Array=Array, Tag=Tag, TagMask=TagMask, version=ucxx.__version__)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Load and start the libraries with what the user has set, and leave the environment as it was."""
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in _OUR_SETTINGS.items() if name not in before})
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith("UCX") and name not in before]:
+            del os.environ[name]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Something that UCX does, and the memory that it reads or writes meanwhile."""
+
+    peer: int
+    request: Any
+    memory: Bytes
+    done: Event
+    sends: bool
+
+
+@dataclass
+class _Library:
+    """What this rank holds of UCX."""
+
+    context: Any
+    worker: Any
+    endpoints: dict[int, Any] = field(default_factory=dict)
+
+
+@register("transports", "ucx", connection="own", one_host=False)
+class Ucx(Enveloped):
+    """Tagged messages over UCX: shared memory, TCP or RDMA."""
+
+    name = "ucx"
+    asks = False
+    answers = False
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place.rank, place.world)
+        self._ucx = load()
+        self._library = _opened(self._ucx)
+        self._door = DescriptorBell()
+        self._keys = {(src, dst): _key(place, src, dst) for src, dst in self._pairs()}
+        self._requests: list[_Request] = []
+        self._frames: dict[int, deque[_Request]] = {peer: deque() for peer in self._peers}
+        self._answered: set[int] = set()  # peers that have read all that this rank has sent, and it has ended
+        self._poll = select.poll()
+        self._poll.register(self._library.worker.epoll_file_descriptor, select.POLLIN)
+        self._poll.register(self._door.fileno(), select.POLLIN)
+        self._acted = False
+        try:
+            self._connect(place)
+        except BaseException:
+            self._operations.closed = True
+            self._free()
+            raise
+
+    def wake(self) -> None:
+        self._door.ring()
+
+    # What the envelope asks for.
+
+    def _put(self, peer: int, frame: Bytes, done: Event) -> None:
+        self._send(peer, 0, frame, done)
+
+    def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
+        self._send(peer, slot, body, done)
+
+    def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
+        self._requests.append(self._receive(peer, slot, into, done))
+
+    def _move(self, timeout: float) -> None:
+        begun = now = time.monotonic()
+        deadline = begun + timeout
+        while True:
+            acted = self._turn()
+            if self._operations.completed or self._door.rang():
+                return
+            now = time.monotonic()
+            if now >= deadline:
+                return
+            if acted:
+                begun = now
+            elif now - begun < _EAGER_S:
+                os.sched_yield()
+            else:
+                self._sleep(deadline - now)
+
+    def _sleep(self, seconds: float) -> None:
+        """Until UCX has something to do, or the bell rings; not at all where UCX has something to do already."""
+        if self._library.worker.arm():
+            self._poll.poll(min(seconds * 1e3, 2**31 - 1))
+
+    def _leave(self) -> None:
+        """Wait a moment for the answers of those who are there, and give everything back."""
+        if self._forked:
+            _immortal(self._library)  # its end would say goodbye in the parent's name
+            _immortal([self._requests, self._frames])
+            return
+        deadline = time.monotonic() + _END_S
+        while not self._all_answered() and time.monotonic() < deadline:
+            with suppress(ProtocolError):  # its sender is gone with that
+                self._wait_for(self._all_answered, deadline, lambda: None)
+        self._free()
+
+    def _all_answered(self) -> bool:
+        return {*self._peers} <= self._answered | self._operations.gone
+
+    def _ended(self, peer: int, begun: int) -> None:
+        self._complete()  # what it took, or sent, before its end
+        self._send(peer, _BYE, np.zeros(1, np.uint8), lambda: None)
+        super()._ended(peer, begun)
+
+    # Messages.
+
+    def _tag(self, src: int, dst: int, slot: int) -> Any:
+        return self._ucx.Tag(src << 48 | self._keys[src, dst] << 16 | slot)
+
+    def _send(self, peer: int, slot: int, data: Bytes, done: Event) -> None:
+        endpoint, tag = self._library.endpoints[peer], self._tag(self.rank, peer, slot)
+        request = endpoint.tag_send(self._ucx.Array(data), tag)
+        self._sending[peer] += 1
+        self._requests.append(_Request(peer, request, data, done, True))
+
+    def _receive(self, peer: int, slot: int, into: Bytes, done: Event) -> _Request:
+        tag = self._tag(peer, self.rank, slot)
+        return _Request(peer, self._library.worker.tag_recv(self._ucx.Array(into), tag), into, done, False)
+
+    def _await_frame(self, peer: int) -> None:
+        frame = self.scratch.take(FRAME_BYTES)
+        came = partial(self._read_frame, peer, frame)
+        self._frames[peer].append(self._receive(peer, 0, frame[:FRAME_BYTES], came))
+
+    def _turn(self) -> bool:
+        """Let UCX move, and act on what has ended; whether something had."""
+        self._acted = False
+        worker = self._library.worker
+        while worker.progress_once():
+            pass
+        self._complete()
+        for frames in self._frames.values():
+            while frames and frames[0].request.completed:  # in the order in which they were posted
+                self._finish_request(frames.popleft())
+        return self._acted
+
+    def _complete(self) -> None:
+        """End what UCX has completed."""
+        ended: list[_Request] = []
+        waiting: list[_Request] = []
+        for one in self._requests:
+            (ended if one.request.completed else waiting).append(one)
+        self._requests = waiting
+        for one in ended:
+            self._finish_request(one)
+
+    def _finish_request(self, one: _Request) -> None:
+        self._acted = True
+        if one.sends:
+            self._sending[one.peer] -= 1
+        status = one.request.status
+        if status == 0:
+            one.done()
+            return
+        self._lose(one.peer)
+        if status == _TRUNCATED:
+            raise broken(one.peer, f"more than {one.memory.nbytes} bytes came where that is the most")
+
+    def _read_frame(self, peer: int, frame: Bytes) -> None:
+        """A frame has come; UCX gets memory for the next one."""
+        nbytes = frame_bytes(frame)
+        if nbytes <= _SMALL_BYTES:  # to be kept in less memory
+            small = self.scratch.take(nbytes)
+            small[:nbytes] = frame[:nbytes]
+            self.scratch.give(frame)
+            frame = small
+        self._await_frame(peer)
+        self._came(peer, frame, nbytes)
+
+    # Beginning and end.
+
+    def _pairs(self) -> Iterator[tuple[int, int]]:
+        for peer in self._peers:
+            yield from ((self.rank, peer), (peer, self.rank))
+
+    def _connect(self, place: Place) -> None:
+        """Tell this rank's address, learn those of the others, and hear from each over UCX."""
+        ucx, worker = self._ucx, self._library.worker
+        version = ".".join(map(str, ucx.lib.get_ucx_version()))
+        place.store.set(f"{place.key}/{self.rank}", f"{version} ".encode() + bytes(worker.address))
+        deadline = time.monotonic() + place.timeout_s
+        heard: set[int] = set()
+        for peer in self._peers:
+            theirs, _, address = self._told(place, peer, deadline).partition(b" ")
+            try:
+                known = ucx.lib.UCXAddress.create_from_buffer(address)
+                self._library.endpoints[peer] = worker.create_endpoint_from_worker_address(known, False)
+            except Exception as error:
+                what = f"UCX {version} here cannot reach rank {peer} (UCX {theirs.decode()}): {_said(error)}"
+                raise GroupError(f"{what}; do UCX_TLS and UCX_NET_DEVICES leave them a common network?") from error
+            self._requests.append(self._receive(peer, _HELLO, np.zeros(1, np.uint8), partial(heard.add, peer)))
+            self._requests.append(self._receive(peer, _BYE, np.zeros(1, np.uint8), partial(self._answered.add, peer)))
+            for _ in range(_AHEAD):
+                self._await_frame(peer)
+        for peer in self._peers:
+            self._send(peer, _HELLO, np.zeros(1, np.uint8), lambda: None)
+        self._wait_for(lambda: {*self._peers} <= heard | self._operations.gone, deadline, place.check)
+        missing = min({*self._peers} - heard, default=None)
+        if missing is not None:
+            raise GroupError(
+                f"rank {missing} does not answer over UCX within {place.timeout_s:.0f} s: does a firewall stand"
+                " between, or do UCX_TLS and UCX_NET_DEVICES name different networks?"
+            )
+
+    def _told(self, place: Place, peer: int, deadline: float) -> bytes:
+        """What a peer has written in the meeting's notebook."""
+        while (found := place.store.get(f"{place.key}/{peer}")) is None:
+            place.check()
+            if time.monotonic() > deadline:
+                raise GroupError(f"rank {peer} has not told its UCX address within {place.timeout_s:.0f} s")
+            time.sleep(0.005)
+        return found
+
+    def _wait_for(self, holds: Callable[[], bool], deadline: float, check: Callable[[], None]) -> None:
+        """Let UCX move until something holds, or the time is up."""
+        while not holds() and (left := deadline - time.monotonic()) > 0:
+            check()
+            if not self._turn():
+                self._sleep(min(left, _CHECK_S))
+
+    def _free(self) -> None:
+        """Take UCX apart without waiting for anybody for long."""
+        library, deadline = self._library, time.monotonic() + _END_S
+        for frames in self._frames.values():
+            frames.clear()  # what is dropped is cancelled
+        kept, self._requests = self._requests, []
+        closing = [endpoint.close() for endpoint in library.endpoints.values()]
+        while not all(request.completed for request in closing) and time.monotonic() < deadline:
+            if not library.worker.progress_once():
+                self._sleep(0.01)
+        del closing
+        kept.clear()
+        library.endpoints.clear()
+        # The worker's own end would receive what nobody has taken, and wait for senders that are gone.
+        every = self._ucx.Tag(0), self._ucx.TagMask(0)
+        while library.worker.tag_probe(*every, remove=True).matched:
+            pass
+        library.worker = library.context = None
+        self._door.close()
+
+
+def _opened(ucx: Any) -> _Library:
+    """A context and a worker; UsageError where UCX has nothing of what the environment asks for."""
+    lib = ucx.lib
+    try:
+        with _quietly():
+            context = lib.UCXContext({}, (lib.Feature.TAG, lib.Feature.WAKEUP))
+        worker = lib.UCXWorker(context)
+        worker.init_blocking_progress_mode()
+    except Exception as error:
+        asked = ", ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("UCX_"))
+        hint = f"it has not all that is asked for ({asked}), or is damaged" if asked else "is it damaged?"
+        raise UsageError(f"transport=ucx: UCX does not start ({_said(error)}); {hint}. {_INSTALL}") from error
+    return _Library(context, worker)
+
+
+def _key(place: Place, src: int, dst: int) -> int:
+    """32 bits that the messages of one rank to another carry, and that nobody else knows."""
+    text = f"syncline ucx {place.key} {src} {dst}".encode()
+    return int.from_bytes(hmac.digest(place.secret, text, hashlib.sha256)[:4], "big")
+
+
+def _said(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _immortal(value: Any) -> None:
+    """Keep an object from ever being taken apart."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
