@@ -10,18 +10,20 @@ from functools import partial
 from remote import World
 
 from mpi_launch import LIBRARIES
-from syncline.testing.network import Ends, Network, connected, network_of, together
-from syncline.transports import Transport
+from syncline import registry
+from syncline.testing.network import LIMIT_S, Ends, Network, connected, network_of, together
+from syncline.transports import Place, Transport
 from syncline.transports._auto import Auto
 from syncline.transports.shm import Shm
 from syncline.transports.tcp import Tcp
+from syncline.wire.store import MemoryStore
 
-MESSAGE_KINDS = ("grpc", "ucx")
+MESSAGE_KINDS = ("grpc", "ucx", "zmq", "zmq-near")
 """Libraries without an allreduce."""
-TEXTS = {kind: kind for kind in ("inproc", "shm", "tcp", "torch", *MESSAGE_KINDS)} | {
+TEXTS = {kind: kind for kind in ("inproc", "shm", "tcp", "torch", "grpc", "ucx", "zmq")} | {
     "shaped": "tcp(rate=8Gbit, delay=2ms)"
 }
-KINDS = [*TEXTS, "auto-near", "auto-far", *LIBRARIES]
+KINDS = [*TEXTS, "zmq-near", "auto-near", "auto-far", *LIBRARIES]
 
 worlds: dict[tuple[str, int], World] = {}
 """Ranks under mpirun, by library and number; started when first asked for."""
@@ -45,6 +47,10 @@ def made(kind: str, world: int) -> Iterator[Sequence[Transport]]:
         if (kind, world) not in worlds:
             worlds[kind, world] = World(kind, world)
         ends: Sequence[Transport] = [*worlds[kind, world].ends()]
+    elif kind == "zmq-near":
+        store, all_ranks = MemoryStore(), frozenset(range(world))
+        places = [Place(rank, world, store, timeout_s=LIMIT_S, near=all_ranks - {rank}) for rank in range(world)]
+        ends = together(places, registry.get("transports", "zmq").target)
     else:
         socks = connected(world, lambda low, high: node(kind, low) == node(kind, high))
         ends = [make_auto(kind, rank, mine) for rank, mine in enumerate(socks)]

@@ -16,7 +16,8 @@ ADDED = ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", 
 """What the allreduce of a library has to add."""
 LIBRARY_KINDS = ["torch", *LIBRARIES]
 """Libraries with an allreduce."""
-PACKAGES = {"torch": "torch", "grpc": "grpc", "ucx": "ucxx"}
+ADDING = ("tcp", "shaped", "auto-far", "grpc", "zmq", "zmq-near")
+PACKAGES = {"torch": "torch", "grpc": "grpc", "ucx": "ucxx", "zmq": "zmq", "zmq-near": "zmq"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -26,7 +27,7 @@ def test_every_transport_keeps_all_laws(kind: str) -> None:
     ahead = AHEAD_BYTES if kind in (*LIBRARY_KINDS, *MESSAGE_KINDS) else 0
     held = check_transport(TEXTS.get(kind, network_for(kind)), ahead_bytes=ahead, adds=ADDED)
     assert ("its allreduce adds every type" in held) == (kind in LIBRARY_KINDS)
-    assert ("what comes in is added" in held) == (kind in ("tcp", "shaped", "auto-far", "grpc"))
+    assert ("what comes in is added" in held) == (kind in ADDING)
 
 
 def test_every_registered_transport_is_tried() -> None:

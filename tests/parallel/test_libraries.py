@@ -36,7 +36,7 @@ def check_training(results: list[Any]) -> None:
 # Libraries between processes that nobody has to start in their way.
 
 NATIVE = ["native transport=torch"]
-MESSAGES = ["torch", "grpc", "ucx"]
+MESSAGES = ["torch", "grpc", "ucx", "zmq"]
 
 
 def over_each(*strategies: str) -> list[str]:
@@ -59,7 +59,7 @@ def test_collectives_over_libraries(pool: Pool, address: str, strategy: str, wor
     assert min(received) > 0
 
 
-@pytest.mark.parametrize("strategy", [*NATIVE, "ring transport=grpc", "ring transport=ucx"])
+@pytest.mark.parametrize("strategy", [*NATIVE, "ring transport=grpc", "ring transport=ucx", "ring transport=zmq"])
 def test_worlds_over_libraries_leave_nothing_behind(pool: Pool, address: str, strategy: str) -> None:
     with pool.start(bodies.again_and_again, everyone(3, address, [strategy] * 6)) as group:
         for held in group.results():
@@ -78,6 +78,8 @@ def test_worlds_over_libraries_leave_nothing_behind(pool: Pool, address: str, st
         ("ring transport=grpc", signal.SIGSTOP),
         ("ring transport=ucx", signal.SIGKILL),
         ("ring transport=ucx", signal.SIGSTOP),
+        ("ring transport=zmq", signal.SIGKILL),
+        ("ring transport=zmq", signal.SIGSTOP),
     ],
 )
 def test_everyone_over_a_library_names_who_fails(pool: Pool, address: str, strategy: str, number: int) -> None:
@@ -94,7 +96,7 @@ def test_everyone_over_a_library_names_who_fails(pool: Pool, address: str, strat
             assert ("stopped" if number == signal.SIGSTOP else "died") in rank.printed(), rank
 
 
-@pytest.mark.parametrize("strategy", [*NATIVE, "ring transport=grpc", "ring transport=ucx"])
+@pytest.mark.parametrize("strategy", [*NATIVE, "ring transport=grpc", "ring transport=ucx", "ring transport=zmq"])
 def test_a_forked_child_does_a_run_over_a_library_no_harm(pool: Pool, address: str, strategy: str) -> None:
     with pool.start(bodies.forks, everyone(2, address, strategy)) as group:
         for said, status in group.results():

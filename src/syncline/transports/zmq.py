@@ -1,0 +1,538 @@
+"""Transport over ZeroMQ, through pyzmq: one PAIR socket per peer, in a context of its own.
+
+Sockets of ranks that share a kernel and a network namespace meet over ``ipc`` (a UNIX socket without a name in the file
+system), all others over TCP. A rank is the listener of its pairs with higher ranks, and dials the lower ones.
+
+**Who copies.** A body goes in slices: small enough to be still in the cache when the receiver takes them, large enough
+that a slice costs little. libzmq's thread writes a slice from the sender's memory (``zmq_msg_init_data``, which pyzmq
+offers only with a thread that waits for the end of every message; so it is called by ctypes) and reads it into memory
+that it allocates per message. The receiver copies it into place, or adds it from there. Over the kernel's own two
+copies that is one where a body is received, and none where it is added. libzmq does not say when it has sent a body:
+the receiver does (TAKEN), and until then the memory is libzmq's.
+
+**Waiting** is ``zmq_poll``, without the interpreter lock; libzmq's own thread moves the data meanwhile.
+
+**Strangers.** A PAIR socket has one peer, whoever comes first, so libzmq's own handshake keeps strangers out before:
+with the password that the listener has told in the notes of the start (PLAIN), or with ``curve=on`` by the dialler's
+public key, told there too. Then both ends prove themselves as on every connection (``wire.handshake``), in the first
+messages. The question that libzmq asks in such a handshake (ZAP) is answered by the thread that waits; after the start
+nobody answers, so who knocks then is refused. (libzmq cannot close a listener without its connections.)
+CURVE (curvezmq.org) encrypts and authenticates all that travels; it costs four times the processor time of the rest.
+Without it, data are as open as those of ``tcp``.
+
+**The end.** libzmq would connect again by itself, to whoever listens there by then: it is told to wait longer than any
+run. A connection that ends is an event of the socket's monitor. What was sent last may take ``_LINGER_S`` to leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hmac
+import json
+import math
+import secrets
+import select
+import struct
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import GroupError, HandshakeError, ProtocolError, UsageError
+from ..kernels.cpu import add_all_into
+from ..registry import register
+from ..wire import handshake
+from ..wire.link import broken
+from ..wire.scratch import address_of
+from . import Bytes, Place
+from ._bell import DescriptorBell
+from ._envelope import Enveloped
+from ._frames import FRAME_BYTES, HEADER_BYTES, read
+from ._outbox import Event
+
+if TYPE_CHECKING:
+    import zmq
+
+_SLICE_BYTES = 1 << 20
+_SEALED_BYTES = 256
+"""What CURVE adds to a message, at most."""
+_WAITING_SLICES = 8
+"""Messages that libzmq reads before this rank has taken them: more would leave the cache."""
+
+_BODY, _TAKEN, _PASSED = 8, 9, 10
+"""Frames of this transport's own.
+
+The slices of a body follow; a body, or where the slot is 0 a frame, is there, and its memory the sender's again; tell
+when this has come, which was sent behind a frame.
+"""
+
+_SMALL_BYTES = 64
+"""Frames up to this size hold nothing up: they count as sent at once."""
+
+_LINGER_S = 1.0
+_PART_S = 0.05
+"""How long a listener waits for those that end with it: a dialler whose connection is gone lingers to the limit."""
+_NEVER_MS = 1 << 30
+_LOOK_MS = 50
+_POLL_S = 0.005
+_READS = 64
+"""Messages of one peer that are taken before it is another one's turn."""
+
+_MOST_MS = 2**31 - 1
+_OLDEST = 27
+_PURPOSE = "data"
+_EVENT = struct.Struct("=HI")
+"""An event of a monitor: what has happened, and to which connection."""
+
+
+def load(curve: bool = False) -> Any:
+    """The module ``zmq``; UsageError when there is none, or it is too old, or cannot encrypt where it has to."""
+    try:
+        import zmq
+    except ImportError as error:
+        raise UsageError(f"transport=zmq needs pyzmq ({error}): pip install 'syncline[zmq]'") from None
+    if zmq.pyzmq_version_info()[0] < _OLDEST:
+        raise UsageError(
+            f"transport=zmq needs pyzmq {_OLDEST} or newer, this is {zmq.pyzmq_version()}: pip install -U"
+            " 'syncline[zmq]'"
+        )
+    if curve and not zmq.has("curve"):
+        raise UsageError(
+            f"transport=zmq(curve=on) needs a libzmq that was built with CURVE, this one ({zmq.zmq_version()}) was not:"
+            " pip install --force-reinstall 'syncline[zmq]' brings one, or leave out curve=on"
+        )
+    return zmq
+
+
+class _Lender:
+    """Sends memory without a copy, by the functions of the libzmq that pyzmq has loaded."""
+
+    def __init__(self, path: str) -> None:
+        library = ctypes.PyDLL(path)  # these calls wait for nothing: the interpreter lock is kept
+        self._begin, self._send, self._close = library.zmq_msg_init_data, library.zmq_msg_send, library.zmq_msg_close
+        self._begin.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
+        self._send.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+        self._close.argtypes = [ctypes.c_void_p]
+        self._memory = (ctypes.c_uint64 * 8)()
+        self._message = ctypes.addressof(self._memory)
+
+    def send(self, socket: zmq.Socket[bytes], data: Bytes, flags: int) -> None:
+        """Give memory to libzmq; dropped where the peer is gone."""
+        self._begin(self._message, address_of(data), data.nbytes, None, None)
+        if self._send(self._message, socket.underlying, flags) < 0:
+            self._close(self._message)
+
+
+class _Copier:
+    """Sends a copy, where pyzmq does not say where its libzmq is."""
+
+    def send(self, socket: zmq.Socket[bytes], data: Bytes, flags: int) -> None:
+        import zmq
+
+        with contextlib.suppress(zmq.Again):
+            socket.send(data, flags)
+
+
+@lru_cache(maxsize=1)
+def _sender() -> _Lender | _Copier:
+    try:
+        from zmq.backend.cython import _zmq
+
+        return _Lender(_zmq.__file__)
+    except (ImportError, OSError, AttributeError):
+        return _Copier()
+
+
+@dataclass
+class _Body:
+    """A body that comes in: copied to ``into``, or added to the elements there."""
+
+    slot: int
+    into: NDArray[Any]
+    done: Event
+    is_added: bool
+    at: int = 0
+
+
+@dataclass
+class _Line:
+    """The socket of a peer, and what tells of its connection, which has the number ``fd`` inside libzmq."""
+
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    monitor_fd: int
+    fd: int = -1
+    body: _Body | None = None
+    pulls: dict[int, _Body] = field(default_factory=dict)
+    pushes: dict[int, tuple[Bytes, Event]] = field(default_factory=dict)
+    frames: deque[Event] = field(default_factory=deque)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """What was sent last may take so long to leave."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(round(linger_s * 1e3))
+
+
+@register("transports", "zmq", connection="own", one_host=False)
+class Zmq(Enveloped):
+    """Messages over ZeroMQ: UNIX sockets inside a host, TCP between hosts; ``curve`` encrypts them."""
+
+    name = "zmq"
+    asks = True
+    answers = False
+    adds = True
+
+    def __init__(self, place: Place, *, curve: Literal["off", "on"] = "off") -> None:
+        self._zmq = load(curve == "on")
+        super().__init__(place.rank, place.world)
+        self._sender = _sender()
+        self._landing: Bytes = np.zeros(FRAME_BYTES, np.uint8)
+        self._kept: list[Bytes] = []  # libzmq may still read it
+        self._ring = DescriptorBell()
+        self._aside = select.epoll()  # of the bell, and of connections that end
+        self._aside.register(self._ring, select.EPOLLIN)
+        self._lines: dict[int, _Line] = {}
+        self._context: zmq.Context[Any] = self._zmq.Context()
+        try:
+            self._lines = _Start(self._zmq, place, self._context, curve == "on").lines()
+        except BaseException:
+            self._leave()
+            raise
+        for line in self._lines.values():
+            self._aside.register(line.monitor_fd, select.EPOLLIN)
+        self._watched = self._watch()
+        self._look()  # a monitor makes its descriptor readable only for who has found it empty before
+
+    def wake(self) -> None:
+        self._ring.ring()
+
+    def close(self) -> None:
+        """Those that have ended already are told nothing: that would wait for them."""
+        if not self._operations.closed and not self._forked:
+            with contextlib.suppress(ProtocolError):
+                self._look()
+        super().close()
+
+    def _put(self, peer: int, frame: Bytes, done: Event) -> None:
+        if self._outbox.ranked and frame.nbytes > _SMALL_BYTES and peer in self._lines:
+            self._write(peer, frame)
+            self._write(peer, self._frame(peer, _PASSED))
+            self._lines[peer].frames.append(done)
+            self._sending[peer] += 1
+        else:
+            self._write(peer, frame)
+            done()
+
+    def _write(self, peer: int, frame: Bytes) -> None:
+        if peer in self._lines:
+            with contextlib.suppress(self._zmq.Again):  # the peer is gone, which its monitor is about to tell
+                self._lines[peer].socket.send(frame, self._zmq.DONTWAIT)
+
+    def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
+        line = self._lines[peer]
+        line.pushes[slot] = body, done
+        self._sending[peer] += 1
+        self._write(peer, self._frame(peer, _BODY, slot=slot, size=body.nbytes))
+        for at in range(0, body.nbytes, _SLICE_BYTES):
+            self._sender.send(line.socket, body[at : at + _SLICE_BYTES], self._zmq.DONTWAIT)
+
+    def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
+        self._lines[peer].pulls[slot] = _Body(slot, into, done, is_added=False)
+
+    def _pull_sum(self, peer: int, slot: int, into: NDArray[Any], done: Event) -> None:
+        self._lines[peer].pulls[slot] = _Body(slot, into, done, is_added=True)
+
+    def _move(self, timeout: float) -> None:
+        found = self._zmq.zmq_poll(self._watched, min(math.ceil(timeout * 1e3), _MOST_MS))
+        ready = {item for item, _ in found}
+        for peer, line in list(self._lines.items()):
+            if line.socket in ready:
+                self._read(peer, line)
+        if self._aside.fileno() in ready:
+            self._look()
+
+    def _leave(self) -> None:
+        """What was sent last may leave, and then nothing of libzmq is left; in a forked child it lets go by itself."""
+        if self._forked:
+            return
+        deadline = time.monotonic() + _PART_S
+        while any(peer > self.rank for peer in self._lines) and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(ProtocolError):
+                self._move(left)
+        for line in self._lines.values():
+            line.close(_LINGER_S)
+        self._lines.clear()
+        self._context.term()
+        self._aside.close()
+        self._ring.close()
+
+    def _lose(self, peer: int) -> None:
+        super()._lose(peer)
+        line = self._lines.pop(peer, None)
+        if line is not None:
+            self._kept += [body for body, _ in line.pushes.values()]
+            self._aside.unregister(line.monitor_fd)
+            line.close()
+            self._watched = self._watch()
+
+    def _watch(self) -> list[tuple[Any, int]]:
+        return [(item, self._zmq.POLLIN) for item in (*(line.socket for line in self._lines.values()), self._aside)]
+
+    def _look(self) -> None:
+        """The bell has rung, or something has happened to a connection; of those of strangers all end."""
+        self._ring.rang()
+        for peer, line in list(self._lines.items()):
+            ended = False
+            while line.monitor.getsockopt(self._zmq.EVENTS) & self._zmq.POLLIN:
+                told, _ = line.monitor.recv_multipart(self._zmq.DONTWAIT)
+                ended = ended or _EVENT.unpack(told)[1] == line.fd
+            if ended:
+                while self._read(peer, line):  # what came before the end
+                    pass
+                self._lose(peer)
+
+    def _read(self, peer: int, line: _Line) -> bool:
+        """Take what has come from a peer, up to a budget; whether there may be more."""
+        try:
+            for _ in range(_READS):
+                if line.body is None:
+                    self._read_frame(peer, line)
+                else:
+                    self._read_slice(peer, line, line.body)
+                if peer not in self._lines:  # that was its end
+                    return False
+        except self._zmq.Again:
+            return False
+        except ProtocolError:
+            self._lose(peer)
+            raise
+        return True
+
+    def _read_frame(self, peer: int, line: _Line) -> None:
+        """One message that is no slice; raises Again when none has come."""
+        landing = self._landing
+        nbytes = line.socket.recv_into(landing, flags=self._zmq.DONTWAIT)
+        if nbytes > FRAME_BYTES:
+            raise broken(peer, f"a frame of {nbytes} bytes came")
+        if nbytes != HEADER_BYTES or not _BODY <= landing[0] <= _PASSED:
+            frame = self.scratch.take(nbytes)
+            frame[:nbytes] = landing[:nbytes]
+            self._came(peer, frame, nbytes)
+            return
+        self._received[peer] += nbytes
+        kind, slot, _, size = read(peer, landing, nbytes)
+        if kind == _BODY and slot in line.pulls and line.pulls[slot].into.nbytes == size:
+            line.body = line.pulls.pop(slot)
+        elif kind == _TAKEN and (slot in line.pushes if slot else line.frames):
+            done = line.pushes.pop(slot)[1] if slot else line.frames.popleft()
+            self._sending[peer] -= 1
+            done()
+        elif kind == _PASSED:
+            self._write(peer, self._frame(peer, _TAKEN))
+        else:
+            raise broken(peer, f"a frame of kind {kind} came (slot {slot}, {size} bytes) that has no meaning now")
+
+    def _read_slice(self, peer: int, line: _Line, body: _Body) -> None:
+        """The next part of a body; raises Again when it has not come."""
+        size = min(_SLICE_BYTES, body.into.nbytes - body.at)
+        start, stop = (at // body.into.itemsize for at in (body.at, body.at + size))
+        into = body.into[start:stop]
+        if body.is_added:
+            came = line.socket.recv(self._zmq.DONTWAIT, copy=False)
+            nbytes = len(came)
+            if nbytes == size:
+                part = np.frombuffer(came.buffer, into.dtype)
+                add_all_into(into, [part if part.flags.aligned else part.copy()])
+        else:
+            nbytes = line.socket.recv_into(into, flags=self._zmq.DONTWAIT)
+        if nbytes != size:
+            raise broken(peer, f"{nbytes} bytes of a body came where {size} were to come")
+        body.at += size
+        if body.at == body.into.nbytes:
+            line.body = None
+            self._write(peer, self._frame(peer, _TAKEN, slot=body.slot))
+            body.done()
+
+
+class _Start:
+    """The connections of one rank while they form; see the head of this file for who is let in."""
+
+    def __init__(self, zmq: Any, place: Place, context: zmq.Context[Any], curve: bool) -> None:
+        self._zmq, self._place, self._context = zmq, place, context
+        self._peers = [peer for peer in range(place.world) if peer != place.rank]
+        self._deadline = time.monotonic() + place.timeout_s
+        self._keys: tuple[bytes, bytes] | None = zmq.curve_keypair() if curve else None
+        self._token = secrets.token_hex(16)
+        self._notes: dict[int, _Note] = {}
+        self._lines: dict[int, _Line] = {}
+        context.set(zmq.MAX_SOCKETS, 64 + 4 * place.world)
+        self._door = context.socket(zmq.REP)
+
+    def lines(self) -> dict[int, _Line]:
+        """A proved connection to every peer; raises GroupError naming who is missing, and leaves nothing open then."""
+        rank = self._place.rank
+        try:
+            self._door.bind("inproc://zeromq.zap.01")
+            at = {peer: self._listen(peer) for peer in self._peers if peer > rank}
+            self._exchange_notes(_Note(at, self._token, "" if self._keys is None else self._keys[0].decode()))
+            for peer in range(rank):
+                self._dial(peer)
+            for peer in self._peers:  # in one order everywhere, so that nobody waits in a circle
+                self._prove(peer, self._lines[peer])
+        except BaseException as error:
+            for line in self._lines.values():
+                line.close()
+            if isinstance(error, self._zmq.ZMQError):
+                raise GroupError(f"ZeroMQ cannot connect: {error}; give another interface=") from error
+            raise
+        finally:
+            self._door.close(0)
+        return self._lines
+
+    def _open(self, peer: int) -> zmq.Socket[bytes]:
+        """A socket for a peer, whose end will be told of."""
+        library = self._zmq
+        socket: zmq.Socket[bytes] = self._context.socket(library.PAIR)
+        for option, value in (
+            (library.LINGER, 0),  # a process that ends without close() waits for nothing
+            (library.SNDHWM, 0),
+            (library.RCVHWM, _WAITING_SLICES),
+            (library.MAXMSGSIZE, _SLICE_BYTES + _SEALED_BYTES),
+            (library.RECONNECT_IVL, _NEVER_MS),
+            (library.HANDSHAKE_IVL, round(max(1.0, self._place.timeout_s) * 1e3)),
+            (library.IPV6, int(":" in self._place.address)),
+        ):
+            socket.setsockopt(option, value)
+        if self._keys is not None:
+            socket.curve_publickey, socket.curve_secretkey = self._keys
+        monitor = socket.get_monitor_socket(library.EVENT_DISCONNECTED)
+        monitor_fd = monitor.getsockopt(library.FD)
+        assert isinstance(monitor_fd, int)
+        self._lines[peer] = _Line(socket, monitor, monitor_fd)
+        return socket
+
+    def _listen(self, peer: int) -> str:
+        """Where that peer, and nobody else, is let in."""
+        socket = self._open(peer)
+        socket.zap_domain = b"%d" % peer
+        if self._keys is None:
+            socket.plain_server = True
+        else:
+            socket.curve_server = True
+        address = self._place.address
+        host = f"[{address}]" if ":" in address else address
+        near = peer in self._place.near
+        socket.bind(f"ipc://@syncline-{secrets.token_hex(12)}" if near else f"tcp://{host}:*")
+        where = socket.getsockopt(self._zmq.LAST_ENDPOINT)
+        assert isinstance(where, bytes)
+        return where.rstrip(b"\0").decode()
+
+    def _dial(self, peer: int) -> None:
+        note, rank = self._notes[peer], self._place.rank
+        if rank not in note.at:
+            raise broken(peer, f"its note of the start does not say where rank {rank} connects")
+        socket = self._open(peer)
+        if self._keys is None:
+            socket.plain_username, socket.plain_password = b"%d" % rank, note.token.encode()
+        else:
+            socket.curve_serverkey = note.key.encode()
+        socket.connect(note.at[rank])
+
+    def _exchange_notes(self, mine: _Note) -> None:
+        place = self._place
+        place.store.set(f"{place.key}/{place.rank}", mine.to_text().encode())
+        for peer in self._peers:
+            while (text := place.store.get(f"{place.key}/{peer}")) is None:
+                self._go_on(peer)
+                time.sleep(_POLL_S)
+            self._notes[peer] = _Note.read(peer, text)
+
+    def _prove(self, peer: int, line: _Line) -> None:
+        """The four messages of ``wire.handshake``; raises HandshakeError."""
+        rank, secret = self._place.rank, self._place.secret
+        run = handshake.run_id(self._token if peer > rank else self._notes[peer].token)
+        try:
+            if peer < rank:
+                said = handshake.hello(run, rank, peer, _PURPOSE)
+                line.socket.send(said.raw)
+                reply = self._hear(peer, line)
+                line.socket.send(handshake.check_answer(secret, said, reply))
+                if self._hear(peer, line) != handshake.WELCOME:
+                    raise HandshakeError("it does not speak this protocol")
+                return
+            said = handshake.read_hello(self._hear(peer, line))
+            if (said.run, said.source, said.target, said.purpose) != (run, peer, rank, _PURPOSE):
+                raise HandshakeError(f"it says that it is rank {said.source} and calls rank {said.target}")
+            reply = handshake.answer(secret, said)
+            line.socket.send(reply)
+            handshake.check_proof(secret, said, reply, self._hear(peer, line))
+            line.socket.send(handshake.WELCOME)
+        except HandshakeError as error:
+            raise type(error)(f"rank {peer} over ZeroMQ: {error}") from error
+
+    def _hear(self, peer: int, line: _Line) -> bytes:
+        """The next message of a peer; whoever knocks meanwhile is let in, or not."""
+        zmq = self._zmq
+        while True:
+            ready = dict(zmq.zmq_poll([(line.socket, zmq.POLLIN), (self._door, zmq.POLLIN)], _LOOK_MS))
+            if self._door in ready:
+                self._answer_door()
+            if line.socket in ready:
+                frame = line.socket.recv(copy=False)
+                line.fd = frame.get(zmq.SRCFD)
+                return bytes(frame.bytes)
+            self._go_on(peer)
+
+    def _answer_door(self) -> None:
+        """One question of libzmq's (ZAP, rfc.zeromq.org/spec/27): is this caller of that socket the peer it is for?"""
+        version, number, domain, _, _, mechanism, *credentials = self._door.recv_multipart()
+        peer = int(domain)
+        if self._keys is not None and mechanism == b"CURVE" and len(credentials) == 1:
+            from zmq.utils import z85
+
+            wanted, shown = [self._notes[peer].key.encode()], [z85.encode(credentials[0])]
+        else:
+            wanted, shown = [domain, self._token.encode()], credentials
+        known = len(shown) == len(wanted) and all(map(hmac.compare_digest, shown, wanted))
+        code, text = (b"200", b"") if known else (b"400", b"not of this run")
+        self._door.send_multipart([version, number, code, text, b"", b""])
+
+    def _go_on(self, peer: int) -> None:
+        """Raise what ends the start: another rank's failure, or the end of the time for a peer."""
+        self._place.check()
+        if time.monotonic() > self._deadline:
+            raise GroupError(
+                f"no ZeroMQ connection with rank {peer} within {self._place.timeout_s:.0f} s: check that hosts reach"
+                " each other on the addresses of interface=, on any port"
+            )
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What a rank tells of itself: where each higher rank connects, its password, its public key (CURVE) or nothing."""
+
+    at: dict[int, str]
+    token: str
+    key: str
+
+    def to_text(self) -> str:
+        """As it lies in the store."""
+        return json.dumps(
+            {"at": {str(peer): where for peer, where in self.at.items()}} | {"token": self.token, "key": self.key}
+        )
+
+    @classmethod
+    def read(cls, peer: int, text: bytes) -> _Note:
+        """Raises ProtocolError for what no rank of this version writes."""
+        try:
+            told = json.loads(text)
+            at = {int(rank): str(where) for rank, where in told["at"].items()}
+            return cls(at, str(told["token"]), str(told["key"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise broken(peer, f"its note of the start makes no sense ({error})") from None
