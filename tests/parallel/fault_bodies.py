@@ -67,6 +67,27 @@ def raises(line: Connection, place: Place, strategy: str) -> None:
     line.send("never")
 
 
+def fails(line: Connection, place: Place, strategy: str, victim: int, fault: str) -> None:  # noqa: ARG001
+    """One rank fails in its fourth step, while the others train for ever."""
+    syncline.init(strategy, rank=place[0], world_size=place[1], address=place[2], secret=SECRET, liveness=2.0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(30, 30) for _ in range(3)))
+    model, optimizer = syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    step, used = trained(model, optimizer), trained(model[:1], optimizer)
+    for number in range(1_000_000):
+        if number == 3 and place[0] == victim:
+            if fault == "raises":
+                raise ValueError("the data of this rank are spoilt")
+            if fault == "gradient":
+                used()
+            if fault == "other call":
+                syncline.allreduce(np.ones(3))
+            if fault == "exits":
+                os._exit(3)
+            if fault == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+        step()
+
+
 def server_calls(line: Connection, place: Place) -> None:
     """A script whose servers come by collective calls, since these stand before prepare."""
     with joined(place, "ps(servers=1)"):

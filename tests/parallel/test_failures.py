@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from typing import Any
 
@@ -123,6 +124,47 @@ def test_an_interrupted_rank_ends_the_others(pool: Pool, address: str) -> None:
             assert rank.status != 0
             assert "rank 2 (" in rank.printed()
             assert "Traceback" not in rank.printed()
+
+
+FAULTS = {
+    "raises": "ValueError: the data of this rank are spoilt",
+    "gradient": "GradientError: ",
+    "other call": "MismatchError: ",
+    "exits": "died: its connections closed without a goodbye",
+    "is killed": "died: its connections closed without a goodbye",
+}
+"""What can befall a rank in a step, and what is said of it."""
+
+STRATEGIES = ("ring", "ps(servers=1)", "ps(servers=1, on=workers)", "ps(servers=1) sync=asp")
+FAILURES = [
+    (strategy, fault, (row + column) % 3)
+    for row, strategy in enumerate(STRATEGIES)
+    for column, fault in enumerate(FAULTS)
+    if "asp" not in strategy or fault != "other call"  # whose workers need not be at the same call
+]
+"""Every fault under every strategy, and every rank that fails under each strategy and by each fault."""
+
+BLAMED = re.compile(r"rank (\d+) \([^)]*\) (?:died|failed|left the run|is stopped|has given no sign|is to blame)")
+
+
+@pytest.mark.parametrize(("strategy", "fault", "victim"), FAILURES)
+def test_nobody_blames_anybody_else(pool: Pool, address: str, strategy: str, fault: str, victim: int) -> None:
+    """The culprit says its own error only; what each other one says last names the culprit and that error."""
+    processes = 3 + ("(servers=1)" in strategy)
+    with pool.start(fault_bodies.fails, group_of(processes, address, strategy, victim, fault)) as group:
+        assert all(group.end(2 * LIMIT_S))
+        printed = [rank.printed() for rank in group.ranks]
+    says, silent = FAULTS[fault], fault in ("exits", "is killed")
+    assert (printed[victim] == "") is silent
+    assert says in "".join(printed)
+    for rank, text in enumerate(printed):
+        last, blamed = text.rstrip().rpartition("\n")[2], set(BLAMED.findall(text))
+        assert (silent and rank == victim) or says.partition(":")[0] in last, text
+        if fault == "other call":  # any of them may have noticed it first
+            assert "died" not in text
+            assert len(blamed - {str(rank)}) <= 1, text
+        else:
+            assert blamed == (set() if rank == victim else {str(victim)}), text
 
 
 ENDINGS = [(kind, "is killed", end) for kind in fault_bodies.KINDS for end in ("call", "exit", "exception")]

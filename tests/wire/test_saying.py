@@ -43,7 +43,7 @@ def test_processes_that_share_a_list_say_everything_once(monkeypatch: pytest.Mon
         assert not saying.first_time("no")
         for number in range(saying._MOST + 1):
             saying.first_time(str(number))
-        assert os.fstat(fd).st_size == saying._MOST * saying._DIGEST_BYTES
+        assert os.fstat(fd).st_size == saying._CULPRIT_BYTES + saying._MOST * saying._DIGEST_BYTES
     finally:
         os.close(fd)
 
@@ -61,7 +61,7 @@ def test_who_holds_the_list_for_long_keeps_nobody_from_speaking(monkeypatch: pyt
         assert saying.first_time("no")
         other.communicate(b"\n", LIMIT_S)
     assert saying.first_time("yes")
-    assert os.fstat(fd).st_size == saying._DIGEST_BYTES  # of what was said when nobody held it
+    assert os.fstat(fd).st_size == saying._CULPRIT_BYTES + saying._DIGEST_BYTES  # of what was said when nobody held it
     os.close(fd)
 
 
@@ -83,3 +83,35 @@ def test_a_mistake_that_all_ranks_make_is_told_once(tmp_path: Path) -> None:
     assert text.count("Traceback") == 1
     assert text.count("has 0 server processes, 1 were started") == 1
     assert text.count("the same UsageError, see above") == 2
+
+
+def test_the_first_note_of_a_culprit_stays_until_a_group_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = saying.new_list()
+    monkeypatch.setenv(saying.VARIABLE, str(fd))
+    assert saying.blamed(fd) is None
+    saying.blame(3, "rank 3", "failed: ValueError: caf\udce9", own=True)
+    saying.blame(1, "rank 1", "died", own=False)
+    assert saying.first_time("no")  # beside the list
+    assert saying.blamed(fd) == (3, "failed: ValueError: caf\\udce9")
+    saying.absolve()
+    assert saying.blamed(fd) is None
+    saying.blame(1, "rank 1", "\u00e9" * 10_000, own=False)
+    culprit = saying.blamed(fd)
+    assert culprit is not None
+    assert len(culprit[1]) > 100
+    saying._own.clear()
+    assert not saying.first_time("no")
+    os.close(fd)
+
+
+def test_torchrun_takes_the_culprit_for_the_root_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    errors = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
+    failures = {}
+    for rank, own in enumerate((False, True, False)):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank)))
+        saying.blame(1, "rank 1 (host, pid 5)", "failed: ValueError: the data", own=own)
+        saying.blame(2, "rank 2 (host, pid 6)", "died", own=False)  # the first stays
+        failures[rank] = errors.ProcessFailure(rank, 100 + rank, 1, str(tmp_path / str(rank)))
+    found = errors.ChildFailedError("script.py", failures)
+    assert found.get_first_failure()[0] == 1
+    assert str(found).count("traceback : rank 1 (host, pid 5) failed: ValueError: the data") == 3

@@ -61,6 +61,23 @@ def test_an_abort_carries_reason_and_culprit(table: Table) -> None:
     assert seats[2].watcher.failure is None  # its own news come back to it in vain
 
 
+def test_who_has_told_of_its_own_failure_blames_nobody_who_ends_because_of_it(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has to end all the same: its script may not come back."""
+    ended, insists = [], threading.Event()
+    monkeypatch.setattr(watch, "GRACE_S", 0.0)
+    monkeypatch.setattr(watch.Watcher, "_end", lambda _, text: [ended.append(text), insists.set()])
+    seat, there = table.beside(member(1))
+    seat.watcher._came_back.clear()
+    seat.watcher.abort("failed: ValueError: the data are wrong")
+    there.close()
+    assert insists.wait(LIMIT_S)
+    assert seat.watcher.failure is None
+    assert not seat.failures
+    assert "after the failure of this process" in ended[0]
+
+
 def test_the_accused_learns_of_it(table: Table) -> None:
     seats = table.group(3)
     seats[0].watcher.abort("was late", culprit=1)

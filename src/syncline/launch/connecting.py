@@ -34,6 +34,7 @@ from ..wire.handshake import run_id
 from ..wire.listener import Listener
 from ..wire.member import Roll
 from ..wire.rollcall import connect, describe_self
+from ..wire.saying import absolve
 from ..wire.watch import LIVENESS_S, Watcher
 from .descriptors import make_room
 from .environment import Environment
@@ -104,7 +105,7 @@ def connect_session(
         workers = _count_workers(strategy, environment.world)
         make_room(environment.world)
         traced = {folder.VARIABLE: "off" if recording is None else "on"}
-        formed = _form(strategy, joined, run, listen_address(environment, interface), timeout, traced)
+        formed = _form(strategy, joined, run, listen_address(environment, interface), timeout, liveness_s, traced)
     observer = None if recording is None else recording.file
     session = _begin(formed, environment, workers, strategy.servers, liveness_s, limit_s, observer)
     session.left_open = strategy.architecture == AUTO
@@ -138,7 +139,13 @@ class _Formed:
 
 
 def _form(
-    strategy: Strategy, joined: Joined, run: str, address: str, timeout: float, agreed: Mapping[str, str]
+    strategy: Strategy,
+    joined: Joined,
+    run: str,
+    address: str,
+    timeout: float,
+    liveness_s: float,
+    agreed: Mapping[str, str],
 ) -> _Formed:
     """Roll call and connections; nothing stays open where they fail. All processes have to have ``agreed`` alike."""
     client, index, processes = joined.client, joined.environment.rank, joined.environment.world
@@ -153,6 +160,7 @@ def _form(
         # Whoever has come is here now: the connections get their time, however long the last one took to come.
         deadline = max(client.deadline, time.monotonic() + CONNECT_S)
         client.limit(deadline, max(timeout, CONNECT_S))
+        client.look_after(watch.Stops(roll, liveness_s).check)
         workers = processes - strategy.servers
         chosen = strategy.resolve(Group(workers, strategy.servers, roll.nodes[:workers]), hosts=roll.hosts)
         carried = _carried(chosen, roll)
@@ -172,6 +180,8 @@ def _form(
             data = connect(roll, listener, "data", unix, deadline, client.check)
             transport = _transport(chosen, index, carried, data)
         undo.callback(transport.close)
+        if index == 0:
+            absolve()
         client.through()
         undo.pop_all()
     return _Formed(roll, chosen, control, transport)

@@ -55,6 +55,7 @@ STOP_S = 2.0
 TIMED_OUT = 124
 """The exit status of a run that outlasted its time limit, as timeout(1) has it."""
 
+_REASON_CHARS = 400
 _READ_BYTES = 1 << 16
 _STALE = (
     *("TORCHELASTIC_", "SYNCLINE_MEETING_", "SYNCLINE_PROCESS", "SYNCLINE_RUN_ID", "SYNCLINE_TRACE_PARTS"),
@@ -100,18 +101,30 @@ class Ending:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its exit status, and its processes' endings in the order in which they happened."""
+    """How a run ended: its exit status, and its processes' endings in the order in which they happened.
+
+    ``culprit`` is the rank that failed first, and why, where the processes have told that.
+    """
 
     status: int
     endings: tuple[Ending, ...]
+    culprit: tuple[int, str] | None = None
 
     @property
     def text(self) -> str:
-        """One line: who failed, the first culprit first."""
+        """One line: who failed, the first culprit first, with its own error where that is known."""
         failed = [ending for ending in self.endings if ending.status]
         # Those that ended by themselves tell more than those that were told to.
         failed.sort(key=lambda ending: ending.told)
-        return "; ".join(ending.text for ending in failed) or "all processes ended with status 0"
+        told = [ending.text for ending in failed]
+        if failed and self.culprit is not None:
+            rank, reason = self.culprit
+            first = next(ending for ending in self.endings if ending.rank == rank)
+            rest = [ending.text for ending in failed if ending is not first]
+            # How a process has ended is more than what others saw of it, but for an error that it has told itself.
+            known = first.status and not first.told and not reason.startswith(saying.FAILED)
+            told = [first.text if known else f"{first.name} {_first_line(reason)}", *rest]
+        return "; ".join(told) or "all processes ended with status 0"
 
 
 class LocalRun:
@@ -191,8 +204,18 @@ class LocalRun:
         if len(self._endings) < len(self._children):
             return None
         self._drain()
-        status = self._failed if self._stopped is None else self._stopped
-        return Outcome(status or 0, tuple(self._endings))
+        return self._outcome()
+
+    def _outcome(self) -> Outcome:
+        endings = tuple(self._endings)
+        if self._stopped is not None:
+            return Outcome(self._stopped, endings)
+        culprit = saying.blamed(self._said)
+        first = next((ending for ending in endings if culprit is not None and ending.rank == culprit[0]), None)
+        if first is None:
+            return Outcome(self._failed or 0, endings)
+        own = 0 if first.told else first.status
+        return Outcome(own or self._failed or 0, endings, culprit)
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
         """Stay until all processes have ended; after ``timeout_s`` they are ended, with status 124."""
@@ -380,6 +403,12 @@ def _forwarding(run: LocalRun) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _first_line(reason: str) -> str:
+    """What of an error fits into a line of several processes."""
+    line = next(iter(reason.splitlines()), "")
+    return line if len(line) <= _REASON_CHARS else f"{line[:_REASON_CHARS]} ..."
 
 
 def _inherited(stale: tuple[str, ...] = _STALE) -> dict[str, str]:

@@ -20,13 +20,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..errors import GroupError, HandshakeError, SecretError, UsageError
+from ..errors import GroupError, HandshakeError, PeerError, SecretError, UsageError
 from ..wire.doors import open_door
 from ..wire.handshake import run_id
 from ..wire.listener import addresses_towards, dial, interface_address, own_address
 from ..wire.meeting import Meeting
 from ..wire.meeting_client import MeetingClient
 from ..wire.meeting_server import PURPOSE, MeetingServer
+from ..wire.saying import FAILED, blame
 from . import agent_store
 from .address import find_address
 from .environment import Environment
@@ -98,6 +99,8 @@ class MeetingPoint:
             yield Joined(client, given or key, environment)
         except BaseException as error:
             interrupted = not isinstance(error, Exception)
+            if isinstance(error, Exception):
+                _blame(environment.rank, error)
             if client is not None:
                 client.give_up(type(error).__name__ if interrupted else str(error))
             if self._server is not None:
@@ -178,6 +181,12 @@ class MeetingPoint:
             self._server.close()
             self._server.join()
             self._server = None
+
+
+def _blame(rank: int, error: Exception) -> None:
+    """Note for the launcher that this process has ended the start, where that is no other one's fault."""
+    if isinstance(error, SecretError) or not isinstance(error, GroupError | PeerError):
+        blame(rank, f"rank {rank}", f"{FAILED}{type(error).__name__}: {error}", own=True)
 
 
 def secret_bytes(secret: str | bytes | None) -> bytes:

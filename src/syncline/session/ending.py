@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from ..errors import PeerError, PeerLeft, ProtocolError, SynclineError
 from ..nouns import Group
 from ..wire.culprit import Answer, Found, Waits, find_culprit
-from ..wire.watch import FAILED, Watcher
+from ..wire.saying import FAILED
+from ..wire.watch import Watcher
 
 VERDICT_S = 2.0
 """How long a broken connection waits for the news of who really failed."""
@@ -138,7 +139,7 @@ class Ending:
         if threading.current_thread().name.startswith(OWN_THREADS):
             return  # whoever serves or completes futures there tells nobody
         self.known |= not self._begun
-        if self.watcher is not None and self.watcher.failure is not None:
+        if self.watcher is not None and self.watcher.over:
             self.watcher.came_back()
 
     def reached_nobody(self) -> None:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ..errors import PeerError, SynclineError
-from ..wire.saying import first_time, say
-from ..wire.watch import FAILED, FAILED_STATUS
+from ..wire.saying import FAILED, first_time, say
+from ..wire.watch import FAILED_STATUS
 from .session import Session
 
 

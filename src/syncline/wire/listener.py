@@ -24,6 +24,9 @@ from .doors import HANDSHAKE_S, Doors, open_door, open_unix_door
 
 PURPOSES = ("control", "data")
 
+_CHECK_S = 0.25
+"""How often ``check`` is called."""
+
 _TRY_S = 0.1
 """What a call may take at least, however late it is."""
 
@@ -95,25 +98,33 @@ class Listener:
 
 
 def dial(
-    where: tuple[str, int] | str, run: bytes, secret: bytes, source: int, target: int, purpose: str, timeout: float
+    where: tuple[str, int] | str,
+    run: bytes,
+    secret: bytes,
+    source: int,
+    target: int,
+    purpose: str,
+    timeout: float,
+    check: Callable[[], None] = lambda: None,
 ) -> socket.socket:
     """Connect to a listener and prove ourselves.
 
     ``where`` is an address and port, or the name of an abstract UNIX socket. A name is tried at each of its addresses.
-    Raises OSError when nobody is there, HandshakeError when the other end hangs up, and SecretError when it proves to
-    hold another secret, or none.
+    ``check`` is called meanwhile, and ends the call when it raises. Raises OSError when nobody is there, HandshakeError
+    when the other end hangs up, and SecretError when it proves to hold another secret, or none.
     """
     deadline = time.monotonic() + timeout
     hello = partial(handshake.hello, run, source, target, purpose)
     if isinstance(where, str):
-        return _dial_end(socket.AF_UNIX, f"\0{where}", hello, secret, deadline)
+        return _dial_end(socket.AF_UNIX, f"\0{where}", hello, secret, deadline, check)
     found = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
     ends = list(dict.fromkeys((family, end) for family, *_, end in found))
     failures: list[OSError | HandshakeError] = []
     for number, (family, end) in enumerate(ends):
         now = time.monotonic()
+        limit = now + max(_TRY_S, deadline - now) / (len(ends) - number)
         try:
-            return _dial_end(family, end, hello, secret, now + max(_TRY_S, deadline - now) / (len(ends) - number))
+            return _dial_end(family, end, hello, secret, limit, check)
         except (OSError, HandshakeError) as error:
             failures.append(error)
     # What has answered tells more than what has not.
@@ -121,7 +132,12 @@ def dial(
 
 
 def _dial_end(
-    family: int, end: Any, hello: Callable[[], handshake.Hello], secret: bytes, deadline: float
+    family: int,
+    end: Any,
+    hello: Callable[[], handshake.Hello],
+    secret: bytes,
+    deadline: float,
+    check: Callable[[], None],
 ) -> socket.socket:
     """Connect to one address of any family."""
     sock = socket.socket(family)
@@ -134,7 +150,7 @@ def _dial_end(
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         said = hello()
         sock.sendall(said.raw)
-        reply = read_exactly(sock, handshake.ANSWER_BYTES, deadline)
+        reply = read_exactly(sock, handshake.ANSWER_BYTES, deadline, check)
         try:
             proof = handshake.check_answer(secret, said, reply)
         except SecretError:
@@ -142,24 +158,28 @@ def _dial_end(
                 sock.sendall(bytes(handshake.MAC_BYTES))  # proves nothing, and lets the other end say who was refused
             raise
         sock.sendall(proof)
-        if read_exactly(sock, 1, deadline) != handshake.WELCOME:
+        if read_exactly(sock, 1, deadline, check) != handshake.WELCOME:
             raise HandshakeError("it refused this connection")
         sock.settimeout(None)
         undo.pop_all()
     return sock
 
 
-def read_exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
-    """Read that many bytes before ``deadline`` (time.monotonic); raises HandshakeError when they do not come."""
+def read_exactly(sock: socket.socket, nbytes: int, deadline: float, check: Callable[[], None] = lambda: None) -> bytes:
+    """Read that many bytes before ``deadline`` (time.monotonic); raises HandshakeError when they do not come.
+
+    ``check`` is called now and then.
+    """
     found = b""
     while len(found) < nbytes:
         left = deadline - time.monotonic()
         if left <= 0:
             raise HandshakeError(f"it fell silent during the handshake, after {len(found)} of {nbytes} bytes")
-        sock.settimeout(left)
+        sock.settimeout(min(left, _CHECK_S))
         try:
             part = sock.recv(nbytes - len(found))
         except TimeoutError:
+            check()
             continue
         if not part:
             raise HandshakeError("it closed the connection during the handshake")

@@ -9,6 +9,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from ..errors import GroupError, RollCallError
 from .meeting import AMOUNT, Broken, Frames, Kind, fault_frame, frame, note, read_roll, told
@@ -17,6 +18,7 @@ from .member import Member, Roll, printable
 _WORD_S = 1.0
 """How long the meeting may take to say who is missing, or to take leave."""
 
+_CHECK_S = 0.25
 _READ_BYTES = 1 << 16
 
 
@@ -31,6 +33,7 @@ class MeetingClient:
         self._frames = Frames(told(world))
         self._lock = threading.Lock()
         self._limit_s, self.deadline = 0.0, time.monotonic()
+        self._look_after: Callable[[], None] | None = None
 
     def limit(self, deadline: float, limit_s: float) -> None:
         """From now on everything has to be done until ``deadline`` (time.monotonic); errors speak of ``limit_s``."""
@@ -48,11 +51,17 @@ class MeetingClient:
         self._send(frame(Kind.RECORD, me.to_text().encode()))
         return Roll(me.index, read_roll(self._expect(Kind.ROLL)[1], me.world), run, secret)
 
+    def look_after(self, check: Callable[[], None]) -> None:
+        """From now on call this whenever something is waited for: it raises what ends the wait."""
+        self._look_after = check
+
     def check(self) -> None:
         """Raise the fault that ends this start, if there is one by now; does not wait."""
         with self._lock:
             if (said := self._look()) is not None:
                 raise self._confused(f"said {said[0].name.lower()}")
+        if self._look_after is not None:
+            self._look_after()
 
     def set(self, key: str, value: bytes) -> None:
         """Write a note."""
@@ -113,9 +122,12 @@ class MeetingClient:
                 asked, deadline = True, time.monotonic() + _WORD_S
                 self._send(frame(Kind.LATE, b"%d" % round(self._limit_s)))
                 continue
-            self._sock.settimeout(left)
+            self._sock.settimeout(left if self._look_after is None else min(left, _CHECK_S))
             with contextlib.suppress(TimeoutError):
                 self._feed(self._receive())
+                continue
+            if self._look_after is not None:
+                self._look_after()
         if said[0] not in kinds:
             raise self._confused(f"said {said[0].name.lower()}")
         return said

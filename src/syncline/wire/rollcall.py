@@ -20,6 +20,8 @@ from .member import Member, Roll
 _DIAL_S = 10.0
 _LOOK_S = 0.05
 _AGAIN_S = 0.05
+_WORD_S = 2.0
+"""How long the meeting may take to say who has failed, where a peer has heard of it before."""
 
 _CROWDED = HandshakeError, BlockingIOError, ConnectionResetError, BrokenPipeError
 """How a call ends at a peer whose doors a crowd is at, of whatever strangers: a UNIX socket whose queue is full takes
@@ -84,7 +86,7 @@ def _dial(roll: Roll, peer: int, purpose: str, use_unix: bool, deadline: float, 
         while True:
             try:
                 left = max(0.1, min(_DIAL_S, deadline - time.monotonic()))
-                return dial(where, run_id(roll.run), roll.secret, roll.index, peer, purpose, left)
+                return dial(where, run_id(roll.run), roll.secret, roll.index, peer, purpose, left, check)
             except _CROWDED as error:
                 if isinstance(error, SecretError) or time.monotonic() >= deadline:
                     raise
@@ -93,7 +95,7 @@ def _dial(roll: Roll, peer: int, purpose: str, use_unix: bool, deadline: float, 
     except HandshakeError as error:
         raise HandshakeError(f"{shown} refused: {error}") from error
     except OSError as error:
-        check()  # somebody else may be known to have failed
+        _hear_why(check, _WORD_S if isinstance(error, ConnectionRefusedError) else 0.0)
         if isinstance(error, ConnectionRefusedError):
             why = (
                 "it has ended its start already, since it has failed or has heard of a process that has: the errors"
@@ -102,3 +104,12 @@ def _dial(roll: Roll, peer: int, purpose: str, use_unix: bool, deadline: float, 
         else:
             why = "check that the hosts reach each other on that address, or give interface="
         raise GroupError(f"cannot connect to {shown}: {error.strerror or error}; {why}") from error
+
+
+def _hear_why(check: Check, limit_s: float) -> None:
+    """Wait a while for the news of a process that has failed: who has closed its doors may have heard them before."""
+    deadline = time.monotonic() + limit_s
+    check()
+    while time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        check()

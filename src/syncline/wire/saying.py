@@ -1,7 +1,9 @@
-"""What the processes of a run say of its end: every sentence once, not once per rank.
+"""What the processes of a run say of its end: every sentence once, not once per rank, and to their launcher who failed.
 
 A user's mistake is found by every rank at once, and every rank hears of it from the others. Ranks of one local launcher
 share a list of what has been said, in memory that they inherit; elsewhere each process knows what it has said itself.
+The list begins with the first culprit: in which order processes end tells nothing of that, since a rank that fails may
+need longer for its end than those that hear of it.
 """
 
 from __future__ import annotations
@@ -9,19 +11,32 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
+import struct
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from .inherited import inherited
+
+FAILED = "failed: "
+"""How the reason begins of a process that ends with an error of its own; the error follows."""
 
 VARIABLE = "SYNCLINE_SAID"
 """Where a rank finds the descriptor of the list."""
 
 _NAME = "syncline-said"
+_CULPRIT = struct.Struct("<?xHI")  # whether there is one, how long the reason is, which rank
+_REASON_BYTES = 1000
+_CULPRIT_BYTES = _CULPRIT.size + _REASON_BYTES
 _DIGEST_BYTES = 16
 _MOST = 1024
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_AFTER_S = 2
+"""By how much those that end because of another one are later: torchrun itself notes the time of a death that left no
+word, when it looks again."""
 _LOCK_S = 1.0
 _AGAIN_S = 0.01
 _WHO = re.compile(r"rank \d+ \([^)]*\)")
@@ -42,7 +57,50 @@ def say(text: str) -> None:
 
 def new_list() -> int:
     """A descriptor of an empty list, for processes to inherit."""
-    return os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    os.ftruncate(fd, _CULPRIT_BYTES)
+    return fd
+
+
+def blame(rank: int, name: str, reason: str, *, own: bool) -> None:
+    """Note for the launcher that a process has failed first, and why; ``own`` where that is this process.
+
+    Under ``syncline run`` the first note of all ranks stays.
+    """
+    text = in_bytes(reason)[:_REASON_BYTES]
+    with _shared() as fd:
+        if fd is not None and not _CULPRIT.unpack(os.pread(fd, _CULPRIT.size, 0))[0]:
+            os.pwrite(fd, _CULPRIT.pack(True, len(text), rank) + text, 0)
+    with contextlib.suppress(OSError):
+        _tell_torchrun(f"{name} {reason}", own)
+
+
+def _tell_torchrun(text: str, own: bool) -> None:
+    """Leave the error where torchrun reads it, unless the script has left one itself (torch's ``@record``).
+
+    It calls the earliest error of all ranks the root cause, in whole seconds.
+    """
+    path = os.environ.get(_ERROR_FILE)
+    if not path:
+        return
+    timestamp = int(time.time()) + (0 if own else _AFTER_S)
+    more = {"py_callstack": in_bytes(text).decode(), "timestamp": str(timestamp)}
+    with Path(path).open("x") as file:
+        json.dump({"message": {"message": more["py_callstack"], "extraInfo": more}}, file)
+
+
+def absolve() -> None:
+    """A group begins anew: what was noted of an earlier one of the same processes is over."""
+    with _shared() as fd:
+        if fd is not None:
+            os.pwrite(fd, bytes(_CULPRIT_BYTES), 0)
+
+
+def blamed(fd: int) -> tuple[int, str] | None:
+    """Who has failed first and why, as the ranks have noted it in a list; None where they have not."""
+    noted = os.pread(fd, _CULPRIT_BYTES, 0)
+    known, size, rank = _CULPRIT.unpack_from(noted)
+    return (rank, noted[_CULPRIT.size : _CULPRIT.size + size].decode(errors="replace")) if known else None
 
 
 def first_time(sentence: str) -> bool:
@@ -54,11 +112,11 @@ def first_time(sentence: str) -> bool:
     with _shared() as fd:
         if fd is None:
             return True
-        said = os.pread(fd, _MOST * _DIGEST_BYTES, 0)
+        said = os.pread(fd, _MOST * _DIGEST_BYTES, _CULPRIT_BYTES)
         if digest in (said[start : start + _DIGEST_BYTES] for start in range(0, len(said), _DIGEST_BYTES)):
             return False
         if len(said) < _MOST * _DIGEST_BYTES:
-            os.pwrite(fd, digest, len(said))
+            os.pwrite(fd, digest, _CULPRIT_BYTES + len(said))
     return True
 
 

@@ -33,7 +33,7 @@ from ..errors import PeerError, PeerLost
 from .beats import Beats
 from .culprit import ANSWER_BYTES, Answer, pack, unpack
 from .member import Member, Roll, printable
-from .saying import first_time, in_bytes, say
+from .saying import FAILED, blame, first_time, in_bytes, say
 
 LIVENESS_S = 8.0
 """Default limit after which a peer that gives no sign of life is lost."""
@@ -41,8 +41,8 @@ LIVENESS_S = 8.0
 GRACE_S = 5.0
 """Time the user's thread has to come back after a failure before the process ends."""
 
-FAILED = "failed: "
-"""How the reason begins of a process that ends with an error of its own; the error follows."""
+_STOPPED = "is stopped for {:.0f} s (SIGSTOP, or a debugger)"
+_SILENT = "has given no sign of life for {:.0f} s (SIGSTOP, its machine hangs, or the link to it is dead)"
 
 ANSWER_S = 2.0
 """How long a process that is asked for whom it waits may take."""
@@ -103,6 +103,7 @@ class Watcher:
         self._linger_until = 0.0
         self._open = set(socks)
         self._told = self._told_own = False  # whether this process has told of a failure, and of its own
+        self._insisting = False
         self._last_said = False  # whether that or the goodbye was said: nobody asks for beats any more
         self._unsent: dict[int, bytes] = {}
         self._asked = dict.fromkeys(socks, 0)  # how often this process has asked each
@@ -144,12 +145,22 @@ class Watcher:
         """The user's thread has seen the failure: it may now end the process in its own way."""
         self._came_back.set()
 
+    @property
+    def over(self) -> bool:
+        """Whether this process knows of a failure, be it its own."""
+        return self.failure is not None or self._told
+
     def abort(self, reason: str, culprit: int | None = None) -> None:
-        """Tell everyone that this run is over because of ``culprit``, by default this process."""
+        """Tell everyone, and the launcher, that this run is over because of ``culprit``, by default this process."""
         index = self._roll.index if culprit is None else culprit
-        self._told = True
-        self._told_own = self._told_own or index == self._roll.index
+        with self._lock:  # from here on nobody else becomes this process's failure, unless somebody is already
+            if culprit is None and self.failure is not None:
+                return
+            self._told = True
+            self._told_own = self._told_own or index == self._roll.index
         self._tell_all(_ABORT, _CULPRIT.pack(index) + in_bytes(reason)[:_REASON_BYTES])
+        # Behind the news: whoever has heard them notes the same.
+        blame(index, self._roll.name(index), reason, own=index == self._roll.index)
 
     def ask(self, peer: int) -> Answer | None:
         """For whom a peer waits; None when it does not say so within ``ANSWER_S``. Asked by one thread at a time."""
@@ -359,37 +370,44 @@ class Watcher:
                 self._heard[peer] = now
             silent = now - self._heard[peer]
             if silent > self._liveness_s:
-                state, why = "has given no sign of life", "SIGSTOP, its machine hangs, or the link to it is dead"
-                if peer in self._local:
-                    state, why = "is stopped", "SIGSTOP, or a debugger"
-                self._fail(peer, f"{state} for {silent:.0f} s ({why})")
+                self._fail(peer, (_STOPPED if peer in self._local else _SILENT).format(silent))
 
     def _fail(self, culprit: int, reason: str) -> None:
-        # Who has told of a failure hears its echo, and connections that close, until it has ended.
-        if self.failure is not None or (self._closing and self._told):
-            return
         host = self._roll.members[culprit].host
         who = "this process, " if culprit == self._roll.index else ""
         error = PeerLost(f"{who}{self._roll.name(culprit)} {reason}", rank=culprit, host=host)
-        self.failure = error
+        with self._lock:
+            # Who has told of a failure hears its echo, and connections that close, until it has ended.
+            if self.failure is not None or (self._closing and self._told):
+                return
+            if not self._told_own:
+                self.failure = error
+        if self.failure is None:  # the others end because of this process, which is to end too
+            self._begin_to_insist()
+            return
         self.abort(reason, culprit)
         self.failed.set()
         with self._answered:
             self._answered.notify()
         self._on_failure(error)
-        threading.Thread(target=self._insist, name="syncline-insist", daemon=True).start()
+        self._begin_to_insist()
         # Printing may have to wait for whoever reads it: last, when all who have to know do.
         if not reason.startswith(FAILED) or first_time(reason.removeprefix(FAILED)):
             say(f"syncline: {self._roll.name(self._roll.index)}: {error}\n")
 
+    def _begin_to_insist(self) -> None:
+        if not self._insisting:
+            self._insisting = True
+            threading.Thread(target=self._insist, name="syncline-insist", daemon=True).start()
+
     def _insist(self) -> None:
         """End the process when the user's thread does not come back."""
         if not self._came_back.wait(GRACE_S):
-            assert self.failure is not None
-            me, culprit = (self._roll.name(index) for index in (self._roll.index, self.failure.rank))
+            index = self._roll.index if self.failure is None else self.failure.rank
+            culprit = "this process" if index == self._roll.index else self._roll.name(index)
             self._end(
-                f"syncline: {me}: the script did not come back to Syncline within {GRACE_S:.0f} s after the failure of"
-                f" {culprit}, ending"
+                f"syncline: {self._roll.name(self._roll.index)}: the script did not come back to Syncline within"
+                f" {GRACE_S:.0f} s after the failure of {culprit}, ending"
             )
 
     def _end(self, text: str) -> None:
@@ -397,6 +415,33 @@ class Watcher:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         os._exit(FAILED_STATUS)
+
+
+class Stops:
+    """Finds who of this machine is stopped for longer than ``liveness_s``, where no watcher stands yet."""
+
+    def __init__(self, roll: Roll, liveness_s: float) -> None:
+        me = roll.members[roll.index]
+        self._roll, self._liveness_s, self._tick_s = roll, liveness_s, min(1.0, liveness_s / 4)
+        self._near = [member for member in roll.members if member is not me and sees(me, member)]
+        self._since: dict[int, float] = {}
+        self._looked = time.monotonic()
+
+    def check(self) -> None:
+        """Raise PeerLost for one that is; does not wait."""
+        now = time.monotonic()
+        if now - self._looked < self._tick_s:
+            return
+        if now - self._looked > 2 * self._tick_s + 1:  # this process may have been stopped itself
+            self._since.clear()
+        self._looked = now
+        for member in self._near:
+            if not _is_stopped(member.pid):
+                self._since.pop(member.index, None)
+            elif (silent := now - self._since.setdefault(member.index, now)) > self._liveness_s:
+                name, why = self._roll.name(member.index), f"{_STOPPED.format(silent)} while the group was connecting"
+                blame(member.index, name, why, own=False)
+                raise PeerLost(f"{name} {why}", rank=member.index, host=member.host)
 
 
 def _is_stopped(pid: int) -> bool:
