@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from .. import registry
 from ..errors import StrategyError
@@ -26,7 +27,7 @@ class Preset:
     """A named strategy.
 
     ``words`` are all but the transport. ``library`` is the message library of the original: ``transport`` is what
-    stands for it, empty where that is left open, and taken only where it is registered.
+    stands for it, empty where that is left open, and taken only where it is registered and its ``package`` is installed.
     """
 
     name: str
@@ -52,7 +53,15 @@ class Preset:
 
     @property
     def _transport(self) -> str:
-        return self.transport if self.transport in registry.names("transports") else _FALLBACK
+        return self.transport if _is_there(self.transport) else _FALLBACK
+
+
+def _is_there(transport: str) -> bool:
+    """Whether a transport is registered, and the package that it declares is installed."""
+    if transport not in registry.names("transports"):
+        return False
+    package = registry.get("transports", transport).capabilities.get("package")
+    return package is None or find_spec(package) is not None
 
 
 _PRESETS = (
