@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -92,6 +93,133 @@ def check_plain(twin: Any, how: str) -> None:
         assert type(parameter) is torch.nn.Parameter
         assert not parameter._post_accumulate_grad_hooks
         assert not parameter._backward_hooks
+
+
+class SaysItself(torch.nn.Module):
+    """What modules of other people do about copies and pickles; the base has layers, and knows a hook that knows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.settings = {"zero_grad": True}
+        self.same = self.settings
+        self.register_forward_hook(partial(_counted, self))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x)
+
+
+def _counted(module: SaysItself | None, *_: object) -> None:
+    if module is not None:
+        module.settings["passes"] = module.settings.get("passes", 0) + 1
+
+
+class Reduced(SaysItself):
+    """What is given to a function cannot refer to what it makes, so its hook does not know it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forward_hooks.clear()
+        self.register_forward_hook(partial(_counted, None))
+
+    def __reduce__(self) -> Any:
+        return _made, (type(self), self.__dict__)
+
+
+class Stated(SaysItself):
+    def __getstate__(self) -> Any:
+        return "version 2", {"attributes": dict(vars(self))}
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(state[1]["attributes"])
+
+
+class CopiedDeep(SaysItself):
+    def __deepcopy__(self, memo: Any) -> Any:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update({key: copy.deepcopy(value, memo) for key, value in vars(self).items()})
+        return made
+
+
+class CopiedFlat(SaysItself):
+    def __deepcopy__(self, memo: Any) -> Any:
+        made = _made(type(self), dict(vars(self)))
+        vars(made)["_modules"] = copy.deepcopy(self._modules, memo)
+        made.settings = made.same = copy.deepcopy(self.settings, memo)
+        made._forward_hooks = copy.deepcopy(self._forward_hooks, memo)
+        return made
+
+
+class Nested(torch.nn.Module):
+    """The class that says it is a part of the model."""
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.part(x)
+
+
+def _made(kind: type, attributes: dict[str, Any]) -> Any:
+    made = kind.__new__(kind)
+    vars(made).update(attributes)
+    return made
+
+
+SAYING: dict[str, Callable[[], torch.nn.Module]] = {
+    "torch.fx": lambda: torch.fx.symbolic_trace(mlp()),
+    "part of torch.fx": lambda: Nested(torch.fx.symbolic_trace(mlp())),
+    **{kind.__name__: kind for kind in (Reduced, Stated, CopiedDeep, CopiedFlat)},
+    **{f"part of {kind.__name__}": lambda kind=kind: Nested(kind()) for kind in (Reduced, Stated, CopiedDeep)},
+}
+
+
+@pytest.mark.parametrize("how", [*COPIES, "copy"])
+@pytest.mark.parametrize("kind", SAYING)
+def test_a_copy_of_a_model_whose_class_says_how_it_is_copied_is_plain(group: Any, kind: str, how: str) -> None:
+    """In the steps that are timed and behind them; what else its attributes are, and the user's own hooks, stay."""
+    copied = COPIES.get(how, copy.copy)
+
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = SAYING[kind]()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def check(here: Here) -> None:
+        assert here.replica is not None
+        bare, twin = SAYING[kind](), copied(here.model)
+        close(weights(twin), weights(here.model), 0)
+        for module, other in zip(twin.modules(), bare.modules(), strict=True):
+            if how != "copy" or module is twin:
+                assert vars(module).keys() == vars(copied(other)).keys()
+                for name, value in vars(module).items():
+                    if name.endswith("_hooks"):
+                        assert len(value) == len(vars(copied(other))[name]), (type(module), name)
+            if isinstance(module, SaysItself):
+                assert module.settings is module.same
+                assert module.settings["zero_grad"]
+                if how == "deepcopy" and not isinstance(module, Reduced):
+                    (hook,) = module._forward_hooks.values()
+                    assert hook.args[0] is module  # type: ignore[attr-defined]
+        if how != "copy":
+            steps = here.replica.steps
+            loss_of(twin(batch(7, 5 + here.rank))).backward()
+            assert here.replica.steps == steps
+
+    def body(here: Here) -> None:
+        assert here.session is not None
+        for step in range(8):
+            here.session.barrier()  # torch.fx traces, and unpickles, for one thread at a time
+            if here.rank == 0 or "torch.fx" not in kind:
+                check(here)
+            if here.rank == 0 and "torch.fx" in kind:
+                assert torch.fx.symbolic_trace(here.model)(batch(1)).shape == (12, 3)
+            here.session.barrier()
+            train(here, range(step, step + 1))
+
+    on_group(group, "ring schedule=auto", 2, make, body)
+    on_group(group, "ring schedule=priority", 2, make, body)
 
 
 def test_an_average_of_the_weights_follows_the_model(group: Any) -> None:
