@@ -218,3 +218,90 @@ def test_who_reads_every_gradient_makes_delayed_steps_synchronous(group: Any, sc
 def test_delayed_scripts_leave_the_same_weights_on_all_ranks(group: Any, script: Callable[[Here], Any]) -> None:
     found, other = on_group(group, "ring schedule=delayed", 2, sgd, script)
     close(found, other, 0.0)
+
+
+EVALUATED = {"by all": {1: (0, 1), 4: (0, 1)}, "by one": {1: (0,), 2: (0,), 5: (1,)}, "by each": {0: (0,), 3: (1,)}}
+"""Steps behind which weights are evaluated, and on which ranks."""
+
+
+def adamw(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+    model = mlp()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+
+
+class ByHand:
+    """One of two workers: W, which all have where nobody evaluates, w, at which gradients are taken, and what is due."""
+
+    def __init__(self) -> None:
+        self.shared, self.optimizer = adamw()
+        self.ahead = mlp()
+        self.due: tuple[list[torch.Tensor], float] | None = None  # the mean of a step, and the rate of that step
+
+    def catch_up(self) -> None:
+        """Update W with what is due, at the rate of the step that it is of, and let w be W."""
+        if self.due is not None:
+            gradients, self.optimizer.param_groups[0]["lr"] = self.due
+            update(self.shared, self.optimizer, gradients)
+        self.due = None
+        self.ahead.load_state_dict(self.shared.state_dict())
+
+    def evaluate(self) -> torch.Tensor:
+        with torch.no_grad():
+            return loss_of(self.shared(batch(100)))
+
+
+def evaluated_by_hand(local: bool, ranks_of: dict[int, tuple[int, ...]], steps: int) -> list[Any]:
+    workers = [ByHand(), ByHand()]
+    seen: list[list[torch.Tensor]] = [[], []]
+    for step in range(steps):
+        mine = []
+        for rank, one in enumerate(workers):
+            one.ahead.zero_grad()
+            loss_of(one.ahead(batch(step)[6 * rank : 6 * rank + 6])).backward()
+            mine.append([parameter.grad for parameter in one.ahead.parameters() if parameter.grad is not None])
+        rate = 0.1 * 0.5 ** (step // 2)
+        for one, own in zip(workers, mine, strict=True):
+            one.catch_up()
+            one.due = [(a + b) / 2 for a, b in zip(*mine, strict=True)], rate
+            with torch.no_grad():
+                for parameter, gradient in zip(one.ahead.parameters(), own, strict=True):
+                    parameter -= rate * gradient if local else 0 * gradient
+        for rank in ranks_of.get(step, ()):
+            workers[rank].catch_up()
+            seen[rank].append(workers[rank].evaluate())
+    for one in workers:
+        one.catch_up()
+    return [(weights(one.shared), found) for one, found in zip(workers, seen, strict=True)]
+
+
+@pytest.mark.parametrize("who", EVALUATED)
+@pytest.mark.parametrize("local", [True, False])
+def test_an_update_has_the_values_of_its_step_and_an_evaluation_ends_the_delay(
+    group: Any, local: bool, who: str
+) -> None:
+    """AdamW under StepLR: an update has the rate of the step whose gradients it brings, not that of the one it is in.
+
+    Who evaluates sees all steps so far, and takes the next gradient there; the others go on as they were.
+    """
+
+    def body(here: Here) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        rates = torch.optim.lr_scheduler.StepLR(here.optimizer, 2, 0.5)
+        seen = []
+        for step in range(8):
+            here.optimizer.zero_grad()
+            loss_of(here.model(here.share(batch(step)))).backward()
+            here.optimizer.step()
+            rates.step()
+            if here.rank in EVALUATED[who].get(step, ()):
+                here.model.eval()
+                with torch.no_grad():
+                    seen.append(loss_of(here.model(batch(100))))
+                here.model.train()
+        return weights(here.model), seen
+
+    text = f"ring schedule=delayed(local={'on' if local else 'off'})"
+    wanted = evaluated_by_hand(local, EVALUATED[who], 8)
+    for (found, seen), (by_hand, wanted_seen) in zip(on_group(group, text, 2, adamw, body), wanted, strict=True):
+        close(found, by_hand, 1e-12)
+        torch.testing.assert_close(seen, wanted_seen, rtol=1e-12, atol=0)
+    close(wanted[0][0], wanted[1][0], 1e-12)

@@ -23,9 +23,7 @@ from . import Array, Seat
 _PIECE_BYTES = 1 << 20
 
 
-@register(
-    "peers", "pyzmq:ring", collectives=("allreduce", "reduce-scatter", "all-gather"), moves="link", needs="zmq"
-)
+@register("peers", "pyzmq:ring", collectives=("allreduce", "reduce-scatter", "all-gather"), moves="link", needs="zmq")
 class ZmqRing:
     """Ring allreduce, or one of its halves, on PUSH and PULL."""
 
