@@ -455,3 +455,81 @@ def test_without_a_forward_pass_gradients_have_to_be_zeroed_under_servers(group:
 
     with pytest.raises(GradientError, match="no forward pass of the model came before"):
         on_group(group, "ps(servers=1)", 2, sgd, body, weight=1.0)
+
+
+def clear_all_but(here: Here, kept: int, how: str) -> None:
+    for number, parameter in enumerate(here.model.parameters()):
+        if number != kept and parameter.grad is not None:
+            if how == "none":
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+
+
+ONE_LEFT = [
+    "ps(servers=1) codec=int8",
+    "ps(servers=1) schedule=priority",
+    "ps(servers=2, on=workers) schedule=priority",
+]
+
+
+@pytest.mark.parametrize("strategy", ONE_LEFT)
+@pytest.mark.parametrize("how", ["none", "zero"])
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("kept", range(4))
+def test_one_gradient_that_is_not_zeroed_is_refused_whichever_it_is(
+    group: Any, strategy: str, how: str, early: bool, kept: int
+) -> None:
+    """The last layer's gradients come first, when others have not been added to; before or behind the forward pass."""
+
+    def body(here: Here) -> None:
+        for step in range(3):
+            if early:
+                clear_all_but(here, kept if step else -1, how)
+            loss = loss_of(here.model(here.share(batch(step))))
+            if not early:
+                clear_all_but(here, kept if step else -1, how)
+            loss.backward()
+            here.optimizer.step()
+
+    name = ["0.weight", "0.bias", "2.weight", "2.bias"][kept]
+    with pytest.raises(GradientError, match=f"{name}' was not zeroed after the last step.*do not have it"):
+        on_group(group, strategy, 2, sgd, body)
+
+
+@pytest.mark.parametrize("strategy", [*ONE_LEFT, *SERVED])
+@pytest.mark.parametrize("how", ["none", "zero"])
+@pytest.mark.parametrize("early", [True, False])
+def test_gradients_may_be_zeroed_before_or_behind_the_forward_pass(
+    group: Any, strategy: str, how: str, early: bool
+) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(4):
+            if early:
+                clear_all_but(here, -1, how)
+            for _ in range(2):  # one pass that has no backward
+                loss = loss_of(here.model(here.share(batch(step))))
+            if not early:
+                clear_all_but(here, -1, how)
+            loss.backward()
+            here.optimizer.step()
+        return weights(here.model)
+
+    if "codec" in strategy:
+        on_group(group, strategy, 2, sgd, body)
+    else:
+        same_as_alone(group, strategy, 2, sgd, body)
+
+
+@pytest.mark.parametrize("strategy", SERVED)
+@pytest.mark.parametrize("kept", range(4))
+def test_one_gradient_that_is_not_zeroed_is_added_to_as_on_one_worker(group: Any, strategy: str, kept: int) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(4):
+            loss = loss_of(here.model(here.share(batch(step))))
+            loss.backward()
+            here.optimizer.step()
+            clear_all_but(here, kept, "none" if step else "zero")
+        return weights(here.model)
+
+    same_as_alone(group, strategy, 2, sgd, body)

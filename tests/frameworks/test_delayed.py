@@ -230,7 +230,7 @@ def adamw(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # n
 
 
 class ByHand:
-    """One of two workers: W, which all have where nobody evaluates, w, at which gradients are taken, and what is due."""
+    """A worker: W, which all have where nobody evaluates, w, at which gradients are taken, and what is due."""
 
     def __init__(self) -> None:
         self.shared, self.optimizer = adamw()

@@ -97,8 +97,8 @@ class Listeners:
     forward: Callable[[], None] = nothing
     """Called when a forward pass begins that a backward pass may follow."""
 
-    backward: Callable[[], None] = nothing
-    """Called with the first gradient of a backward pass."""
+    backward: Callable[[int | None], None] = nothing
+    """Called when a backward pass begins, with the parameter whose gradient has come already, if any has."""
 
     begin: Callable[[], None] = nothing
     """Called when a step that is exchanged begins, with its first gradient."""

@@ -90,7 +90,7 @@ class Passes:
 
     def on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """A parameter's gradient is complete, or, in a pass that is held, some of it."""
-        self._enter()
+        self._enter(index)
         if not self._touched:
             self._touched = True
             if self._synchronises and (local := self._local) is not None:
@@ -132,12 +132,12 @@ class Passes:
         if self._replica.hooks.attached:
             self._enter()
 
-    def _enter(self) -> None:
+    def _enter(self, first: int | None = None) -> None:
         replica = self._replica
         if not self._backward.running:
             replica.session.check_usable()
             replica.guard.check_forms()
-            replica.listeners.backward()
+            replica.listeners.backward(first)
             replica.gradients.turn(replica.machine.begun)
             # Set by scripts on the model, where they would set it on DistributedDataParallel's wrapper.
             synchronises = self.synchronising and getattr(replica.model, "require_backward_grad_sync", True)

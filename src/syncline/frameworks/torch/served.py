@@ -70,6 +70,7 @@ class Client:
         """Whether workers come to every step together."""
         self._remember_weights()
         self._left = False  # what the last exchange has left in the gradients may still be there
+        self._left_versions: dict[int, int] = {}  # of the gradients that it may be in, when that was known last
         self._meeting: Meeting | None = None  # of the last exchange
         self._counted: float | None = None  # this rank's share in the gradients that others are being added to
         replica.listeners.forward = self._count_left_again
@@ -161,7 +162,7 @@ class Client:
         if self.crossing is not None:
             self._check_same(self.crossing.name, groups)
             self.crossing.take_step()
-            self._left = True
+            self._leave()
             self.replica.exchanged = False
             return
         self._tell_changed()
@@ -169,10 +170,10 @@ class Client:
         self.worker.step(told, skip=skip, weight=self.replica.exchanging.weight)
         self._take_up(self._start_pulls(), self.replica.machine.stepped)
         self._learn_own(skip)
-        self._left = True
         self.replica.exchanged = False
         if self.replica.gradients.replaces:
             self.replica.replace_layout()
+        self._leave()
 
     def shadow(self, kind: int, teller: int) -> bool:
         """Take part, without batches, in what other workers do, who show tickets of ``kind``; ``teller`` is of them.
@@ -341,6 +342,11 @@ class Client:
             return True  # the parts that this worker owns
         return self._share(meeting) != 1.0
 
+    def _leave(self) -> None:
+        """A step has ended, and its gradients may stay in their places."""
+        self._left = True
+        self._left_versions = {index: view._version for index, view in enumerate(self.replica.storage.views)}
+
     def _left_over(self) -> list[int]:
         """The gradients that the script has not zeroed since the last step."""
         storage = self.replica.storage
@@ -360,10 +366,18 @@ class Client:
         workers own the weights, owners have the sums of their parts, and others must not count them again.
         """
         replica = self.replica
-        if not self._left or self.crossing is not None or replica.gradients.compression is not None:
+        if not self._left:
             return
-        self._left = False
-        if not self.together or not (left := self._left_over()):  # each adds up its own, or there are none
+        left, views = self._left_over(), replica.storage.views
+        if self.crossing is None and replica.gradients.compression is None:
+            self._left = False
+            if self.together:  # else each adds up its own
+                self._count_again(left)
+        self._left_versions = {index: views[index]._version for index in left}
+
+    def _count_again(self, left: Sequence[int]) -> None:
+        replica = self.replica
+        if not left:
             return
         self._counted = self._share(self._meeting)
         factor = replica.session.world_size / self._counted
@@ -384,13 +398,24 @@ class Client:
         self.replica.session.engine.wait(*([] if meeting.work is None else [meeting.work]))
         return self.replica.gradients.share_of(meeting)
 
-    def _check_left(self) -> None:
-        """Raise GradientError where gradients are added to what nobody has made ready for that."""
-        if self._counted is not None and len(self._left_over()) <= (len(self.parameters) > 1):
-            self._counted = None  # zeroed between the forward pass and this one, whose first gradient has come
+    def _check_left(self, first: int | None) -> None:
+        """Raise GradientError where gradients are added to what nobody has made ready for that.
+
+        ``first`` is the one whose gradient has come already, if any has: it was zeroed before where it was written to
+        more than this once since it held what was left.
+        """
+        if self._counted is None and not self._left:
+            return
+        left = self._left_over()
+        if first in left:
+            before = self._left_versions.get(first)
+            if before is None or self.replica.storage.views[first]._version - before > 1:
+                left.remove(first)
+        if not left:
+            self._counted = None  # zeroed between the forward pass and this one
         if self._left and (self.together or self.replica.gradients.compression is not None):
             self._left = False
-            if len(left := self._left_over()) > 1 or (len(self.parameters) == 1 and left):
+            if left:
                 plain = self.crossing is None and self.replica.gradients.compression is None
                 why = "no forward pass of the model came before" if plain else "owners do not have it as it is here"
                 raise self._not_zeroed(left[0], why)
