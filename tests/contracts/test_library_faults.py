@@ -129,3 +129,23 @@ def test_as_many_bodies_as_a_library_has_tags_for_and_one_more(monkeypatch: pyte
     end.poll(0.0)
     again = end.send(0, 9, np.zeros(LARGE, np.uint8))
     assert again.error is None
+
+
+@pytest.mark.parametrize("kind", [ANNOUNCED, OFFERED])
+def test_a_body_that_its_sender_has_announced_and_does_not_bring_any_more(kind: int) -> None:
+    """Its receive comes after the sender's end: it fails, and does not wait for ever."""
+    end = Scripted()
+    end.frames = [(2, frame(kind, 1, 7, LARGE)), (2, frame(END, 0, 0, 0))]
+    end.poll(0.0)
+    late = end.recv(2, 7, np.zeros(LARGE, np.uint8))
+    assert end.poll(0.0) == [late]
+    assert isinstance(late.error, PeerLost)
+
+
+@pytest.mark.parametrize("size", [11, LARGE])
+def test_bytes_that_are_no_whole_elements_of_a_sum(size: int) -> None:
+    end = Scripted()
+    end.add(2, 0, np.zeros(LARGE, np.float64))
+    end.frames = [(2, frame(WHOLE, 0, 0, 11, bytes(11)) if size == 11 else frame(ANNOUNCED, 1, 0, LARGE))]
+    with pytest.raises(ProtocolError, match=f"rank 2 .*{size} bytes came to be added to elements of 8"):
+        end.poll(0.0)

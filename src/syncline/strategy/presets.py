@@ -27,7 +27,7 @@ class Preset:
     """A named strategy.
 
     ``words`` are all but the transport. ``library`` is the message library of the original: ``transport`` is what
-    stands for it, empty where that is left open, and taken only where it is registered and its ``package`` is installed.
+    stands for it, empty where that is left open. It is taken only where it is registered and its ``package`` installed.
     """
 
     name: str

@@ -379,7 +379,10 @@ class Enveloped(ABC):
         self._finish(handle)
 
     def _fetch(self, receive: Receive, message: _Message, fits: bool) -> None:
-        """Ask for a body where that has to be, and receive it."""
+        """Ask for a body where that has to be, and receive it; who has ended answers no more."""
+        if (message.offered or self.asks) and receive.handle.peer in self._operations.gone:
+            self._finish(receive.handle, self._operations.lost(receive.handle.peer))
+            return
         take = partial(self._take, receive, message, fits)
         if message.offered:
             self._promised[receive.handle.peer, message.slot] = take

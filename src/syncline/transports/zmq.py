@@ -191,6 +191,7 @@ class Zmq(Enveloped):
     def __init__(self, place: Place, *, curve: Literal["off", "on"] = "off") -> None:
         self._zmq = load(curve == "on")
         super().__init__(place.rank, place.world)
+        self._events, self._pollin, self._dontwait = map(int, (self._zmq.EVENTS, self._zmq.POLLIN, self._zmq.DONTWAIT))
         self._sender = _sender()
         self._landing: Bytes = np.zeros(FRAME_BYTES, np.uint8)
         self._kept: list[Bytes] = []  # libzmq may still read it
@@ -232,7 +233,7 @@ class Zmq(Enveloped):
     def _write(self, peer: int, frame: Bytes) -> None:
         if peer in self._lines:
             with contextlib.suppress(self._zmq.Again):  # the peer is gone, which its monitor is about to tell
-                self._lines[peer].socket.send(frame, self._zmq.DONTWAIT)
+                self._lines[peer].socket.send(frame, self._dontwait)
 
     def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
         line = self._lines[peer]
@@ -240,7 +241,7 @@ class Zmq(Enveloped):
         self._sending[peer] += 1
         self._write(peer, self._frame(peer, _BODY, slot=slot, size=body.nbytes))
         for at in range(0, body.nbytes, _SLICE_BYTES):
-            self._sender.send(line.socket, body[at : at + _SLICE_BYTES], self._zmq.DONTWAIT)
+            self._sender.send(line.socket, body[at : at + _SLICE_BYTES], self._dontwait)
 
     def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
         self._lines[peer].pulls[slot] = _Body(slot, into, done, is_added=False)
@@ -282,15 +283,19 @@ class Zmq(Enveloped):
             self._watched = self._watch()
 
     def _watch(self) -> list[tuple[Any, int]]:
-        return [(item, self._zmq.POLLIN) for item in (*(line.socket for line in self._lines.values()), self._aside)]
+        return [(item, self._pollin) for item in (*(line.socket for line in self._lines.values()), self._aside)]
+
+    def _has_come(self, socket: Any) -> bool:
+        """Whether a message has; to ask costs less than to be told by an exception."""
+        return bool(socket.getsockopt(self._events) & self._pollin)
 
     def _look(self) -> None:
         """The bell has rung, or something has happened to a connection; of those of strangers all end."""
         self._ring.rang()
         for peer, line in list(self._lines.items()):
             ended = False
-            while line.monitor.getsockopt(self._zmq.EVENTS) & self._zmq.POLLIN:
-                told, _ = line.monitor.recv_multipart(self._zmq.DONTWAIT)
+            while self._has_come(line.monitor):
+                told, _ = line.monitor.recv_multipart(self._dontwait)
                 ended = ended or _EVENT.unpack(told)[1] == line.fd
             if ended:
                 while self._read(peer, line):  # what came before the end
@@ -305,8 +310,8 @@ class Zmq(Enveloped):
                     self._read_frame(peer, line)
                 else:
                     self._read_slice(peer, line, line.body)
-                if peer not in self._lines:  # that was its end
-                    return False
+                if peer not in self._lines or not self._has_come(line.socket):
+                    return False  # that was its end, or all
         except self._zmq.Again:
             return False
         except ProtocolError:
@@ -317,7 +322,7 @@ class Zmq(Enveloped):
     def _read_frame(self, peer: int, line: _Line) -> None:
         """One message that is no slice; raises Again when none has come."""
         landing = self._landing
-        nbytes = line.socket.recv_into(landing, flags=self._zmq.DONTWAIT)
+        nbytes = line.socket.recv_into(landing, flags=self._dontwait)
         if nbytes > FRAME_BYTES:
             raise broken(peer, f"a frame of {nbytes} bytes came")
         if nbytes != HEADER_BYTES or not _BODY <= landing[0] <= _PASSED:
@@ -344,13 +349,13 @@ class Zmq(Enveloped):
         start, stop = (at // body.into.itemsize for at in (body.at, body.at + size))
         into = body.into[start:stop]
         if body.is_added:
-            came = line.socket.recv(self._zmq.DONTWAIT, copy=False)
+            came = line.socket.recv(self._dontwait, copy=False)
             nbytes = len(came)
             if nbytes == size:
                 part = np.frombuffer(came.buffer, into.dtype)
                 add_all_into(into, [part if part.flags.aligned else part.copy()])
         else:
-            nbytes = line.socket.recv_into(into, flags=self._zmq.DONTWAIT)
+            nbytes = line.socket.recv_into(into, flags=self._dontwait)
         if nbytes != size:
             raise broken(peer, f"{nbytes} bytes of a body came where {size} were to come")
         body.at += size

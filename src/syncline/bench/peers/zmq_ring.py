@@ -3,8 +3,8 @@
 Scatter-reduce, then all-gather, N-1 steps each (Patarasuk and Yuan, 2009), over a PUSH socket to the next rank and a
 PULL socket from the one before. What the documentation advises for large arrays is done: ``send(copy=False)`` from the
 array's own memory, pieces that are added where ZeroMQ has received them (``recv(copy=False)``) or received into the
-array (``recv_into``), no limit on what is queued, and ``ipc`` between ranks of one host. Parts go in pieces, so that one
-is added while the next is on its way. Nobody is asked for a secret.
+array (``recv_into``), no limit on what is queued, and ``ipc`` between ranks of one host. Parts go in pieces, so that
+one is added while the next is on its way. Nobody is asked for a secret.
 """
 
 from __future__ import annotations
