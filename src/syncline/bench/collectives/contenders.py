@@ -67,7 +67,7 @@ class Name:
         """``memory`` when ranks of one machine share memory, ``link`` when they talk over sockets."""
         if self.peer is not None:
             return str(self._declared["moves"])
-        return "memory" if read_part(self.transport).name in ("shm", "auto", MPI_TRANSPORT) else "link"
+        return "memory" if read_part(self.transport).name in ("shm", "auto", "ucx", MPI_TRANSPORT) else "link"
 
     @property
     def strategy(self) -> Strategy:
