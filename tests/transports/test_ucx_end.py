@@ -1,0 +1,183 @@
+"""What is particular to the transport over UCX: its networks, strangers at its door, and what it asks of ucxx."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from syncline.errors import GroupError, UsageError
+from syncline.testing.network import Ends, numbers
+from syncline.transports import Place
+from syncline.transports import ucx as transport
+from syncline.wire.store import MemoryStore
+
+pytest.importorskip("libucx")  # ucxx itself would change the environment
+
+LIMIT_S = 120.0
+SIZES = (10, 5_000, 60_000, 3_000_001)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def ends(store: MemoryStore, secrets: tuple[bytes, ...], timeout_s: float = 20.0) -> list[transport.Ucx]:
+    places = [
+        Place(rank, len(secrets), store, secret=secret, timeout_s=timeout_s) for rank, secret in enumerate(secrets)
+    ]
+    with ThreadPoolExecutor(len(places)) as threads:
+        return list(threads.map(transport.Ucx, places))
+
+
+@pytest.fixture
+def pair(store: MemoryStore) -> Iterator[list[transport.Ucx]]:
+    both = ends(store, (b"a secret", b"a secret"))
+    yield both
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(transport.Ucx.close, both))
+
+
+def exchange(both: list[transport.Ucx]) -> None:
+    """Messages of all sizes both ways, unharmed."""
+    net = Ends(both)
+    for size in SIZES:
+        into = [np.zeros(size, np.uint8) for _ in both]
+        received = [both[rank].recv(1 - rank, size, into[rank]) for rank in (0, 1)]
+        sent = [both[rank].send(1 - rank, size, numbers(size, rank)) for rank in (0, 1)]
+        net.wait(*received, *sent)
+        for rank in (0, 1):
+            assert np.array_equal(into[rank], numbers(size, 1 - rank))
+
+
+def test_a_stranger_who_knows_the_address_reaches_no_receive(store: MemoryStore, pair: list[transport.Ucx]) -> None:
+    """It sends what a frame and a body look like under every tag that ranks use, with keys of a secret it guesses."""
+    pending = pair[0].recv(1, 5, np.zeros(SIZES[1], np.uint8))
+    library = transport.load()
+    stranger = transport._opened(library)
+    told = store.get("transport/0")
+    assert told is not None
+    address = library.lib.UCXAddress.create_from_buffer(told.partition(b" ")[2])
+    endpoint = stranger.worker.create_endpoint_from_worker_address(address, False)
+    guessed = Place(1, 2, secret=b"another secret")
+    frames = [np.frombuffer(bytes([kind]) + bytes(23), np.uint8) for kind in range(1, 8)]
+    for key in (0, transport._key(guessed, 1, 0)):
+        for slot in (0, 1, transport._HELLO, transport._BYE):
+            requests = [
+                endpoint.tag_send(library.Array(frame), library.Tag(1 << 48 | key << 16 | slot)) for frame in frames
+            ]
+            while not all(request.completed for request in requests):
+                stranger.worker.progress()
+                pair[0].poll(0.0)
+    exchange(pair)
+    assert not pending.done
+    assert not pair[0]._answered
+    del requests, endpoint, stranger
+
+
+def doors() -> list[tuple[str, int]]:
+    """Where this process listens for TCP."""
+    mine = {str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.exists()}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    found = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+    return [(socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)) for host, port in found]
+
+
+def test_garbage_at_the_door_harms_nobody(pair: list[transport.Ucx]) -> None:
+    places = doors()
+    assert places
+    for place in places:
+        for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(4096), numbers(100_000).tobytes()):
+            with socket.create_connection(place, 5.0) as caller:
+                try:
+                    caller.sendall(garbage)
+                except OSError:
+                    continue  # it has hung up already
+                for end in pair:
+                    end.poll(0.0)
+    exchange(pair)
+
+
+def test_ranks_with_different_secrets_do_not_meet(store: MemoryStore) -> None:
+    with pytest.raises(GroupError, match="does not answer over UCX within 1 s"):
+        ends(store, (b"one", b"another"), timeout_s=1.0)
+
+
+def test_an_address_that_is_none_names_its_rank_and_both_versions(store: MemoryStore) -> None:
+    store.set("transport/1", b"9.9.9 " + bytes(40))
+    with pytest.raises(GroupError, match=r"UCX \S+ here cannot reach rank 1 \(UCX 9\.9\.9\)"):
+        transport.Ucx(Place(0, 2, store, timeout_s=5.0))
+
+
+@pytest.mark.parametrize(
+    ("tls", "says"), [("tcp,self", ""), ("nothing_of_the_sort", "UCX_TLS=nothing_of_the_sort")], ids=["tcp", "none"]
+)
+def test_the_user_chooses_the_networks(tls: str, says: str) -> None:
+    """In a process of its own: UCX reads its variables once."""
+    script = (
+        "import json, test_ucx_end as here\n"
+        "from syncline.errors import UsageError\n"
+        "from syncline.wire.store import MemoryStore\n"
+        "try:\n"
+        "    both = here.ends(MemoryStore(), (b'', b''))\n"
+        "except UsageError as error:\n"
+        "    print(json.dumps(str(error)))\n"
+        "else:\n"
+        "    here.exchange(both)\n"
+        "    used = both[0]._library.context.info\n"
+        "    with here.ThreadPoolExecutor(2) as threads: list(threads.map(here.transport.Ucx.close, both))\n"
+        "    print(json.dumps([word for word in ('sysv/', 'posix/', 'cma/', 'tcp/lo') if f'-- {word}' in used]))\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"UCX_TLS": tls, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)  # and UCX has printed nothing
+    if says:
+        assert says in found
+        assert "pip install 'syncline[ucx]'" in found
+    else:
+        assert found == ["tcp/lo"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda patch: patch.setattr(sys, "version_info", (3, 10, 12)), "needs Python 3.11 or newer, and this is 3.10"),
+        (lambda patch: patch.setitem(sys.modules, "ucxx", None), "needs ucxx with UCX"),
+        (lambda patch: patch.setattr("ucxx.__version__", "0.40.00"), "needs ucxx 0.52 or newer, and 0.40.00 is here"),
+    ],
+    ids=["python", "missing", "old"],
+)
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, change: object, says: str) -> None:
+    assert callable(change)
+    change(monkeypatch)
+    with pytest.raises(UsageError, match=says):
+        transport.load()
+
+
+def test_the_environment_stays_the_users() -> None:
+    """Neither what ucxx sets for GPUs nor what keeps UCX quiet is left there."""
+    script = (
+        "import os\n"
+        "from syncline.transports import ucx\n"
+        "ucx._opened(ucx.load())\n"
+        "print(sorted(name for name in os.environ if name.startswith('UCX')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
