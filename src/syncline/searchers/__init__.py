@@ -38,6 +38,9 @@ Floats = NDArray[np.float64]
 MOST_CANDIDATES = 200_000
 """The largest space that is listed: searchers look at every candidate before every question."""
 
+LIKELY = 0.6
+"""Candidates wait while their chance to run is below this part of the best chance that there is."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -206,6 +209,8 @@ class Searcher(ABC):
         left = np.flatnonzero(self._left)
         if not len(left):
             return None
+        chances = self.chances(left)
+        left = left[chances >= LIKELY * chances.max()]
         index = int(left[0]) if len(left) == 1 else int(self.choose(left))
         self._left[index] = False
         return self.space.candidates[index]
@@ -234,7 +239,7 @@ class Searcher(ABC):
 
     @abstractmethod
     def choose(self, left: Indices) -> int:
-        """One of ``left``, the indices of at least two candidates that were neither asked for nor told."""
+        """One of ``left``: indices of two or more candidates, likely to run, that were neither asked for nor told."""
         ...
 
     def learn(self, index: int, seconds: float | None) -> None:  # noqa: B027 - most need nothing beside ``told``

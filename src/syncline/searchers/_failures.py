@@ -4,7 +4,7 @@ A candidate fails if one of its choices does: a noisy-or model (Pearl, "Probabil
 Systems", 1988). Each choice has a probability to fail, which expectation maximisation finds from what ran and what
 failed. Of a first failure every choice of that candidate gets a share of the blame; each later success of one of them
 moves its share to the others, until the culprit has it all. Nothing is excluded: a candidate that shares much with
-failures is only late.
+failures only comes late.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def chances(columns: NDArray[np.intp], tried: NDArray[np.intp], failed: NDArray[
     """
     if not failed.any():
         return np.ones(len(columns))
-    flags = _flags(columns)
-    shown, trials = flags[tried], flags[tried].sum(axis=0)
-    blame = np.full(flags.shape[1], SUSPECTED)
+    made = flags(columns)
+    shown, trials = made[tried], made[tried].sum(axis=0)
+    blame = np.full(made.shape[1], SUSPECTED)
     for _ in range(ROUNDS):
         runs = np.exp(shown @ np.log1p(-blame))
         # Of a failure, the probability that a choice was among what failed, by Bayes' rule.
         share = shown[failed] * blame / (1 - runs[failed, np.newaxis])
         blame = (SUSPECTED + share.sum(axis=0)) / (1 + trials)
-    return np.asarray(np.exp(flags @ np.log1p(-blame)), dtype=np.float64)
+    return np.asarray(np.exp(made @ np.log1p(-blame)), dtype=np.float64)
 
 
-def _flags(columns: NDArray[np.intp]) -> NDArray[np.float64]:
+def flags(columns: NDArray[np.intp]) -> NDArray[np.float64]:
     """1 where a candidate makes a choice, one column for each choice of each axis."""
     return np.concatenate(
         [column[:, np.newaxis] == np.arange(column.max(initial=0) + 1) for column in columns.T], axis=1

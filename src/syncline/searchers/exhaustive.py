@@ -19,7 +19,7 @@ from . import Indices, Searcher, Space
 class Exhaustive(Searcher):
     """All candidates, what is predicted to be fastest first."""
 
-    def __init__(self, space: Space, *, seed: int = 0) -> None:  # noqa: ARG002 - nothing is drawn
+    def __init__(self, space: Space, *, seed: int = 0) -> None:
         super().__init__(space)
 
     def choose(self, left: Indices) -> int:
