@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import syncline
 from syncline.errors import PeerError, UsageError
 from syncline.frameworks.torch.distributed import sessions
+from syncline.launch import connecting
 from syncline.session.session import Session
+from syncline.wire.meeting_client import MeetingClient
 
 
 def train_until(line: Connection, place: Place, strategy: str, victim: int, number: int, liveness: float) -> None:
@@ -86,6 +89,27 @@ def fails(line: Connection, place: Place, strategy: str, victim: int, fault: str
             if fault == "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
         step()
+
+
+def stops_while_connecting(line: Connection, place: Place, victim: int, at: str) -> None:  # noqa: ARG001
+    """One rank is stopped when all have come: at its control connections, at those for data, or when all stand."""
+    connect, through = connecting.connect, MeetingClient.through
+
+    def stop(reached: str) -> None:
+        if place[0] == victim and reached == at:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def connect_late(roll: Any, listener: Any, purpose: str, *arguments: Any) -> Any:
+        stop(purpose)
+        return connect(roll, listener, purpose, *arguments)
+
+    def through_late(client: MeetingClient) -> None:
+        stop("through")
+        through(client)
+
+    connecting.connect, MeetingClient.through = connect_late, through_late  # type: ignore[attr-defined, method-assign]
+    with joined(place, "ring transport=tcp", liveness=1.0):
+        pass
 
 
 def server_calls(line: Connection, place: Place) -> None:

@@ -75,6 +75,23 @@ def test_a_stopped_process_is_found_by_default_too(pool: Pool, address: str) -> 
             assert "is stopped for" in rank.printed()
 
 
+@pytest.mark.parametrize(
+    ("victim", "at"), [(0, "control"), (1, "control"), (2, "control"), (1, "data"), (2, "through")]
+)
+def test_a_process_that_is_stopped_while_the_group_connects_is_named(
+    pool: Pool, address: str, victim: int, at: str
+) -> None:
+    """Within the liveness limit, long before the time for connecting is over."""
+    with pool.start(fault_bodies.stops_while_connecting, group_of(3, address, victim, at)) as group:
+        others = [index for index in range(3) if index != victim]
+        group.end(LIMIT_S, among=others)
+        for rank in (group.ranks[index] for index in others):
+            assert rank.status == 1
+            assert f"rank {victim} (" in rank.printed(), rank
+            assert "is stopped for" in rank.printed(), rank
+            assert BLAMED.findall(rank.printed()).count(str(victim)) == len(BLAMED.findall(rank.printed())), rank
+
+
 def test_nobody_is_blamed_after_all_were_stopped_and_continued(pool: Pool, address: str) -> None:
     """As by a batch system: for longer than nothing may move, while two wait for one that comes then."""
     progress_s = 3.0

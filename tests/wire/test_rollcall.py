@@ -251,6 +251,23 @@ def test_a_peer_with_another_secret_is_not_called_again(monkeypatch: pytest.Monk
         calls([SecretError("it does not know this run's secret")], monkeypatch)
 
 
+def test_why_a_peer_has_closed_its_doors_is_waited_for() -> None:
+    """It has heard of a process that has failed before this one has."""
+    listener = Listener("127.0.0.1", run_id(RUN), SECRET, 1, 2)
+    me = describe_self(1, 2, listener, {})
+    listener.close()
+    looks: list[None] = []
+
+    def check() -> None:
+        looks.append(None)
+        if len(looks) > 3:
+            raise RollCallError("rank 2 (host, pid 5): ValueError: the data are spoilt")
+
+    roll = Roll(1, (replace(me, index=0), me), RUN, SECRET)
+    with pytest.raises(RollCallError, match=r"rank 2 .*the data are spoilt"):
+        connect(roll, listener, "control", (), time.monotonic() + LIMIT_S, check)
+
+
 def test_nobody_is_left_behind_in_threads() -> None:
     form_all([Caller(index, 2) for index in range(2)])
     assert not [
