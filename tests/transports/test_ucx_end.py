@@ -171,6 +171,19 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, change: objec
         transport.load()
 
 
+def test_another_ucx_in_the_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the one that Open MPI brings: the second finds the first one's symbols."""
+
+    def load_library() -> None:
+        raise OSError("libuct.so: undefined symbol: ucs_ifname_to_ndev_index")
+
+    monkeypatch.delitem(sys.modules, "ucxx", raising=False)
+    monkeypatch.setattr("libucx.load_library", load_library)
+    monkeypatch.setattr("libucxx.load_library", load_library)
+    with pytest.raises(UsageError, match=r"beside another one \(libuct.so: undefined .* set MASTER_ADDR"):
+        transport.load()
+
+
 def test_the_environment_stays_the_users() -> None:
     """Neither what ucxx sets for GPUs nor what keeps UCX quiet is left there."""
     script = (

@@ -97,6 +97,12 @@ def load() -> Any:
     except ImportError as error:
         why = "" if isinstance(error, ModuleNotFoundError) and error.name == "ucxx" else f" ({error})"
         raise UsageError(f"transport=ucx needs ucxx with UCX{why}: {_INSTALL}") from error
+    except OSError as error:
+        raise UsageError(
+            f"transport=ucx: ucxx's UCX does not load beside another one ({_said(error)}). MPI libraries bring"
+            " their own: under mpirun set MASTER_ADDR and MASTER_PORT, so that processes meet without it, or use"
+            " transport=mpi"
+        ) from error
     if _numbers(ucxx.__version__) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         raise UsageError(f"transport=ucx needs ucxx {oldest} or newer, and {ucxx.__version__} is here: {_INSTALL}")
