@@ -21,6 +21,7 @@ HEAVY = {
     "pandas",
     "jinja2",
     "mpi4py",
+    "grpc",
 }
 
 

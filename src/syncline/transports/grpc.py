@@ -342,7 +342,7 @@ class _Call:
     again_at: float = 0.0
 
 
-@register("transports", "grpc", connection="own", one_host=False)
+@register("transports", "grpc", connection="own", one_host=False, package="grpc")
 class Grpc(Enveloped):
     """Messages over gRPC's bidirectional streams, through grpcio."""
 

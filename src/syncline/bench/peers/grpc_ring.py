@@ -131,10 +131,10 @@ class GrpcRing:
         if piece.nbytes <= _SMALL_BYTES:
             self._leaving.put(piece.tobytes())
         else:
-            self._leaving.put(piece)
+            self._leaving.put(memoryview(piece))
             self._to_copy += 1
 
-    def _serialize(self, message: Array | bytes) -> bytes:
+    def _serialize(self, message: memoryview | bytes) -> bytes:
         """gRPC's thread: a message that came goes on as it is, and a piece of the array is copied."""
         if isinstance(message, bytes):
             return message
