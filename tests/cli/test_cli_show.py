@@ -11,6 +11,7 @@ import pytest
 from calling import call
 
 from syncline.strategy.presets import PRESETS
+from syncline.strategy.words import PLANNED
 
 
 @pytest.mark.parametrize(
@@ -64,10 +65,13 @@ def test_a_preset_is_drawn_as_what_it_stands_for() -> None:
 def test_strategies_lists_the_presets_with_what_they_stand_for() -> None:
     _, _, listed = call("strategies").output.partition("\npresets\n")
     for preset in PRESETS.values():
-        assert f"  {preset.name}\n      {preset.text}; {preset.note}\n      {preset.summary} [" in listed
+        noted = f"; {preset.note}" if preset.note else ""
+        assert f"  {preset.name}\n      {preset.text}{noted}\n      {preset.summary} [" in listed
 
 
-def test_strategies_lists_every_word() -> None:
+def test_strategies_lists_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = {**PLANNED, "transport": (*PLANNED["transport"], "pigeon")}
+    monkeypatch.setattr("syncline.strategy.words.PLANNED", planned)
     result = call("strategies")
     assert result.exit_code == 0
     for word in ("architecture", "sync", "codec", "schedule", "transport"):
@@ -78,4 +82,4 @@ def test_strategies_lists_every_word() -> None:
         *built, later = [*words, ""] if "not built yet" not in words[-1] else words
         names = [word.partition("(")[0] for word in built] + later.removeprefix("not built yet: ").split(", ")
         assert len(names) == len(set(names)), block
-    assert "not built yet" in result.output
+    assert "not built yet: pigeon" in result.output

@@ -49,6 +49,18 @@ def test_processes_over_libraries_train_as_one(pool: Pool, address: str, strateg
         check_training(group.results())
 
 
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)"])
+def test_the_weights_are_those_of_tcp_bit_for_bit(pool: Pool, address: str, strategy: str) -> None:
+    processes = 4 + strategy.startswith("ps")
+    found: dict[str, Any] = {}
+    for transport in ("tcp", "zmq"):
+        case = everyone(processes, address, f"{strategy} transport={transport}", CASES)
+        with pool.start(bodies.train, case) as group:
+            found[transport] = group.results()
+    assert pickle.dumps(found["tcp"]) == pickle.dumps(found["zmq"])
+    check_training(found["zmq"])
+
+
 @pytest.mark.parametrize(
     ("strategy", "world"), [*((one, 3) for one in NATIVE), *((one, 2) for one in over_each("ring"))]
 )
