@@ -51,7 +51,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -332,6 +332,7 @@ class _Threads(Executor):
 class _Call:
     """A stream that this rank has opened to a lower one: where to, and how that went."""
 
+    method: ClassVar[str] = _METHOD
     peer: int
     address: str
     run: bytes
@@ -572,7 +573,7 @@ class Grpc(Enveloped):
         call = self._calls[peer] = _Call(peer, address, run, channel, stream)
         said = handshake.hello(run, self.rank, peer, _PURPOSE)
         proof: SimpleQueue[bytes | None] = SimpleQueue()
-        streaming = channel.stream_stream(_METHOD, None, stream.come)
+        streaming = channel.stream_stream(call.method, None, stream.come)
         call.call = streaming(self._introduce(stream, said, proof))
         stream.cancel = call.call.cancel
         threading.Thread(target=self._run_call, args=(call, said, proof), name="syncline-reader", daemon=True).start()
