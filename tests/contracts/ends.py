@@ -23,7 +23,9 @@ MESSAGE_KINDS = ("grpc", "ucx", "zmq", "zmq-near")
 TEXTS = {kind: kind for kind in ("inproc", "shm", "tcp", "torch", "grpc", "ucx", "zmq")} | {
     "shaped": "tcp(rate=8Gbit, delay=2ms)"
 }
-KINDS = [*TEXTS, "zmq-near", "auto-near", "auto-far", *LIBRARIES]
+ONESIDED = "-onesided"
+MPI_KINDS = (*LIBRARIES, *(library + ONESIDED for library in LIBRARIES))
+KINDS = [*TEXTS, "zmq-near", "auto-near", "auto-far", *MPI_KINDS]
 
 worlds: dict[tuple[str, int], World] = {}
 """Ranks under mpirun, by library and number; started when first asked for."""
@@ -43,10 +45,10 @@ def make_auto(kind: str, rank: int, socks: dict[int, socket.socket]) -> Transpor
 @contextmanager
 def made(kind: str, world: int) -> Iterator[Sequence[Transport]]:
     """The ends of a kind that no text names."""
-    if kind in LIBRARIES:
+    if kind in MPI_KINDS:
         if (kind, world) not in worlds:
-            worlds[kind, world] = World(kind, world)
-        ends: Sequence[Transport] = [*worlds[kind, world].ends()]
+            worlds[kind, world] = World(kind.removesuffix(ONESIDED), world)
+        ends: Sequence[Transport] = [*worlds[kind, world].ends("on" if kind.endswith(ONESIDED) else "off")]
     elif kind == "zmq-near":
         store, all_ranks = MemoryStore(), frozenset(range(world))
         places = [Place(rank, world, store, timeout_s=LIMIT_S, near=all_ranks - {rank}) for rank in range(world)]

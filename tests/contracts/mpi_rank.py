@@ -12,13 +12,15 @@ import threading
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from syncline.errors import PeerError
 from syncline.launch.environment import recognise
-from syncline.transports import Handle, Place
+from syncline.nouns import numpy_dtype
+from syncline.transports import Bytes, Handle, Place
+from syncline.transports._mpi_window import Window
 from syncline.transports.mpi import Mpi
 
 
@@ -28,21 +30,34 @@ class Rank:
     def __init__(self, rank: int, world: int) -> None:
         self.place = Place(rank, world, timeout_s=20.0)
         self.transport: Mpi
+        self._read_bytes = 0
+        self._count_reads()
         self._results: dict[int, np.ndarray] = {}
         self._borrowed: dict[int, Handle] = {}
 
-    def open(self) -> None:
-        self.transport = Mpi(self.place)
+    def open(self, onesided: Literal["off", "on"]) -> None:
+        self.transport = Mpi(self.place, onesided=onesided)
         self._results.clear()
 
     def send(self, number: int, dst: int, tag: int, data: bytes, priority: float) -> None:
         array = np.frombuffer(data, np.uint8)
+        if number % 3:  # bodies are read where they lie in the transport's own memory
+            own = self.transport.allocate(array.size)
+            own[:] = array
+            array = own
         self._results[number] = array[:0]
         self.transport.send(dst, tag, array, priority, owner=number)
 
     def recv(self, number: int, src: int, tag: int, nbytes: int) -> None:
         self._results[number] = np.zeros(nbytes, np.uint8)
         self.transport.recv(src, tag, self._results[number], owner=number)
+
+    def adds_from(self, src: int, name: str) -> bool:
+        return self.transport.adds_from(src, numpy_dtype(name))
+
+    def add(self, number: int, src: int, tag: int, into: np.ndarray) -> None:
+        self._results[number] = into.view(np.uint8)
+        self.transport.add(src, tag, into, owner=number)
 
     def borrow(self, number: int, src: int, tag: int, nbytes: int) -> None:
         self.transport.borrow(src, tag, nbytes, owner=number)
@@ -64,7 +79,8 @@ class Rank:
             self._borrowed[handle.owner] = handle
             return handle.owner, handle.nbytes, handle.payload, None
         found = self._results.pop(handle.owner)
-        return handle.owner, handle.nbytes, found if handle.kind == "allreduce" else found[: handle.nbytes], None
+        whole = handle.kind in ("allreduce", "add")
+        return handle.owner, handle.nbytes, found if whole else found[: handle.nbytes], None
 
     def idle(self) -> bool:
         return self.transport.idle
@@ -75,6 +91,19 @@ class Rank:
 
     def close(self) -> None:
         self.transport.close()
+
+    def read(self) -> int:
+        """Bytes that have been read through the window since the start."""
+        return self._read_bytes
+
+    def _count_reads(self) -> None:
+        read = Window.read
+
+        def counted(window: Window, into: Bytes, rank: int, place: int) -> Any:
+            self._read_bytes += into.nbytes
+            return read(window, into, rank, place)
+
+        Window.read = counted  # type: ignore[method-assign]
 
     def holds(self) -> tuple[int, int]:
         """Open descriptors and threads."""

@@ -61,11 +61,11 @@ class World:
             raise TimeoutError(self._output.read().decode(errors="replace"))
         return [found[rank] for rank in range(ranks)]
 
-    def ends(self) -> list[RemoteEnd]:
+    def ends(self, onesided: str) -> list[RemoteEnd]:
         """A new transport on all ranks."""
         ends = [RemoteEnd(rank, line) for rank, line in enumerate(self.lines)]
         for line in self.lines:
-            line.send(("open",))
+            line.send(("open", onesided))
         for end in ends:
             end.answer()
         return ends
@@ -129,6 +129,12 @@ class RemoteEnd:
 
     def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
         return self._start(Handle("borrow", src, tag, nbytes, owner), None, src, tag, nbytes)
+
+    def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:
+        return bool(self.ask("adds_from", src, dtype.name))
+
+    def add(self, src: int, tag: int, into: np.ndarray, owner: Any = None) -> Handle:
+        return self._start(Handle("add", src, tag, into.nbytes, owner), into.view(np.uint8), src, tag, into)
 
     def allreduce(self, key: int, array: np.ndarray, owner: Any = None) -> Handle:
         return self._start(Handle("allreduce", -1, key, array.nbytes, owner), array, key, array)

@@ -8,9 +8,8 @@ from itertools import count
 
 import numpy as np
 import pytest
-from ends import KINDS, network
+from ends import KINDS, MPI_KINDS, network
 
-from mpi_launch import LIBRARIES
 from syncline import registry
 from syncline.engine.exchange import Exchange
 from syncline.engine.runs import Run, chunk_edges
@@ -19,7 +18,7 @@ from syncline.nouns import Group
 from syncline.plans.messages import compile_program
 from syncline.plans.plan import Plan
 
-HERE = [kind for kind in KINDS if kind not in LIBRARIES]
+HERE = [kind for kind in KINDS if kind not in MPI_KINDS]
 WORLD, SIZE, SEGMENT = 3, 1000, 400
 """Ranks, elements of eight bytes, and elements of a segment."""
 

@@ -10,9 +10,8 @@ from itertools import count
 
 import numpy as np
 import pytest
-from ends import KINDS, MESSAGE_KINDS, network
+from ends import KINDS, MESSAGE_KINDS, MPI_KINDS, network
 
-from mpi_launch import LIBRARIES
 from syncline import registry
 from syncline.engine.exchange import Exchange
 from syncline.engine.runs import Run
@@ -23,7 +22,7 @@ from syncline.plans.messages import compile_program
 LIMIT = 20_000
 """Turns."""
 
-OWN = [kind for kind in KINDS if kind not in ("torch", *MESSAGE_KINDS, *LIBRARIES)]
+OWN = [kind for kind in KINDS if kind not in ("torch", *MESSAGE_KINDS, *MPI_KINDS)]
 SEGMENTS, ELEMENTS = 16, 50_000
 """Of the large run, and of eight bytes in a segment; the urgent one has a single segment."""
 

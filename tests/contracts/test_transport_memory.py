@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ends import network
+from ends import MPI_KINDS, ONESIDED, network
 from remote import RemoteEnd
 
-from mpi_launch import LIBRARIES
 from syncline.testing.network import numbers
+from syncline.transports._mpi_window import MOST_REGIONS
 from syncline.transports.tcp import Tcp
 
 
-@pytest.mark.parametrize("kind", LIBRARIES)
+@pytest.mark.parametrize("kind", MPI_KINDS)
 def test_ranks_under_mpirun_keep_nothing(kind: str) -> None:
     held = []
     for _ in range(4):
@@ -34,3 +34,29 @@ def test_scratch_memory_is_used_again_once_warm() -> None:
             receiver.release(handle)
             held.append(receiver.scratch.allocated_bytes)
         assert held[-1] == held[0]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MPI_KINDS if kind.endswith(ONESIDED)])
+def test_bodies_are_read_where_they_lie(kind: str) -> None:
+    """Those in the transport's own memory, as ``mpi_rank`` sends all but every third; the others come as messages."""
+    with network(kind, 2) as net:
+        sender, receiver = net.ends
+        assert isinstance(receiver, RemoteEnd)
+        before = receiver.ask("read")
+        for number in range(6):
+            data = numbers(200_000, number)
+            into = np.zeros(data.nbytes, np.uint8)
+            net.wait(receiver.recv(0, 0, into), sender.send(1, 0, data))
+            assert np.array_equal(into, data)
+        assert receiver.ask("read") - before == 4 * 200_000
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MPI_KINDS if kind.endswith(ONESIDED)])
+def test_more_memory_than_a_window_takes_is_sent(kind: str) -> None:
+    with network(kind, 2) as net:
+        sender, receiver = net.ends
+        for number in range(2 * MOST_REGIONS):
+            data = numbers(100_000, number)
+            into = np.zeros(data.nbytes, np.uint8)
+            net.wait(receiver.recv(0, 0, into), sender.send(1, 0, data))
+            assert np.array_equal(into, data)

@@ -145,8 +145,15 @@ def run_bodies(library: str, ranks: int, folder: Path, *parts: list[Any]) -> lis
     ]
 
 
-TRAIN = ("ring transport=mpi", "native transport=mpi", "ps(servers=1) transport=mpi", "ring transport=shm")
-COLLECTIVES = ("ring transport=mpi", "native transport=mpi")
+TRAIN = (
+    "ring transport=mpi",
+    "native transport=mpi",
+    "ps(servers=1) transport=mpi",
+    "ring transport=mpi(onesided=on)",
+    "ps(servers=1) transport=mpi(onesided=on)",
+    "ring transport=shm",
+)
+COLLECTIVES = ("ring transport=mpi", "native transport=mpi", "ring transport=mpi(onesided=on)")
 
 
 @pytest.fixture(scope="module", params=LIBRARIES)

@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -315,6 +316,36 @@ class Enveloped(ABC):
         for handle in self._turns.give_up():
             self._finish(handle, self._operations.lost(peer))
         self._operations.lose(peer)
+
+    def _add_in_pieces(
+        self, into: NDArray[Any], piece_bytes: int, fetch: Callable[[int, Bytes, Event], None], done: Event
+    ) -> None:
+        """A body whose pieces come into memory that stays in the cache, and are added from there, two ahead.
+
+        ``fetch(at, memory, event)`` begins to bring the bytes from ``at`` on.
+        """
+        step = piece_bytes // into.itemsize
+        starts = deque(range(0, into.size, step))
+        left = len(starts)
+
+        def begin() -> None:
+            start = starts.popleft()
+            part = into[start : start + step]
+            memory = self.scratch.take(part.nbytes)
+            fetch(start * into.itemsize, memory[: part.nbytes], partial(add, part, memory))
+
+        def add(part: NDArray[Any], memory: Bytes) -> None:
+            nonlocal left
+            add_all_into(part, [memory[: part.nbytes].view(part.dtype)])
+            self.scratch.give(memory)
+            left -= 1
+            if starts:
+                begin()
+            elif left == 0:
+                done()
+
+        for _ in range(min(2, left)):
+            begin()
 
     # Between the two.
 

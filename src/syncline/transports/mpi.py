@@ -9,6 +9,10 @@ compute. ``poll`` looks often at first and then sleeps for a quarter of the time
 is found out with a delay of at most a quarter of its length, and never more than a millisecond; another thread's
 ``wake`` ends the sleep.
 
+**One-sided.** With ``mpi(onesided=on)`` a body in memory that the transport has made, as buckets are, stays where it
+is: its sender tells its place, the receiver reads it there through a window (``_mpi_window``), in pieces that it adds
+at once where it is to add, and tells when it has. Bodies elsewhere, such as payloads of a codec, are messages still.
+
 **Allreduce.** Where MPI_Allreduce waits it turns in circles, too. So the ranks first meet in a non-blocking barrier,
 and only when all are there call the blocking, and best tuned, collective. Nothing else of this rank moves meanwhile.
 MPI has no 16-bit floating-point types; they are added by a function of ours inside MPI_Allreduce, at each step rounded
@@ -28,18 +32,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GroupError, UsageError
+from ..kernels.cpu import add_all_into
 from ..registry import register
+from ..wire.adding import can_add
 from ..wire.link import broken
-from . import Bytes, Handle, Place
+from . import INLINE_BYTES, Bytes, Handle, Place
 from ._envelope import Enveloped
 from ._frames import FRAME_BYTES, SLOTS
+from ._mpi_window import Window
 from ._outbox import Event
 
 if TYPE_CHECKING:
@@ -51,6 +58,9 @@ must not take what an earlier one has left behind."""
 
 _PIECE_BYTES = 1 << 30
 """Bodies travel in pieces of this: before MPI 4 a count is an int."""
+
+_READ_BYTES = 1 << 20
+"""Bodies are read through a window in pieces of this: one that fits the cache, and of which two overlap."""
 
 _EAGER_S = 50e-6
 _SHORTEST_S = 20e-6
@@ -98,6 +108,7 @@ def _finalize(pid: int) -> None:
     if MPI is None or os.getpid() != pid or hasattr(sys, "last_value") or MPI.Is_finalized():
         return
     if all(request.Test() for requests, *_ in _left_behind for request in requests):
+        _communicator.end()
         MPI.Finalize()
 
 
@@ -116,6 +127,7 @@ class _Communicator:
     def __init__(self) -> None:
         self.comm: MPI.Comm | None = None
         self.transports = 0
+        self._onesided: tuple[Window, MPI.Comm] | None = None
 
     def enter(self, place: Place) -> tuple[MPI.Comm, list[int], int]:
         """The communicator, the MPI rank of every process of ``place``, and the number of this transport."""
@@ -141,6 +153,21 @@ class _Communicator:
             raise UsageError(f"MPI's processes say they are {ranks.tolist()}: they belong to different runs")
         return self.comm, [int(rank) for rank in places], self.transports
 
+    def onesided(self, place: Place) -> tuple[Window, MPI.Comm]:
+        """The window, and the communicator on which ranks tell that they have read; all processes call this."""
+        assert self.comm is not None
+        if self._onesided is None:
+            told, request = self.comm.Idup()
+            _wait(request, place, "duplicating MPI's communicator")
+            _wait(self.comm.Ibarrier(), place, "the meeting before MPI's window")  # to make it has no time limit
+            self._onesided = Window(load(), self.comm), told
+        return self._onesided
+
+    def end(self) -> None:
+        """Free what MPI wants back before its own end."""
+        if self._onesided is not None:
+            self._onesided[0].free()
+
 
 _communicator = _Communicator()
 
@@ -154,10 +181,16 @@ class Mpi(Enveloped):
     answers = False
     allreduce = Enveloped._allreduce
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, *, onesided: Literal["off", "on"] = "off") -> None:
         super().__init__(place.rank, place.world)
         self._mpi = load()
         self._comm, self._mpi_ranks, number = _communicator.enter(place)
+        self._window: Window | None = None
+        self._reads = self._comm  # where ranks tell that they have read
+        if onesided == "on":
+            self._window, self._reads = _communicator.onesided(place)
+        self._own: list[Bytes] = []  # what the window shows
+        self._shown: set[tuple[int, int]] = set()  # (peer, slot) of bodies that have not been read yet
         limit = self._comm.Get_attr(self._mpi.TAG_UB) or SLOTS
         self._first_tag: int = number % ((limit + 1) // _TAGS) * _TAGS
         self._index = {mpi_rank: index for index, mpi_rank in enumerate(self._mpi_ranks)}
@@ -172,19 +205,90 @@ class Mpi(Enveloped):
     def _put(self, peer: int, frame: Bytes, done: Event) -> None:
         self._isend(peer, 0, frame, done)
 
+    def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:  # noqa: ARG002
+        return self._window is not None and can_add(dtype)
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Memory that others may read where bodies are read; what the window does not take is sent."""
+        memory: Bytes = np.zeros(nbytes, np.uint8)
+        if self._window is not None and nbytes > INLINE_BYTES and self._window.attach(memory):
+            self._own.append(memory)
+        return memory
+
     def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
+        if self._window is None:
+            self._push_message(peer, slot, body, done)
+            return
+        place = self._window.place_of(body)
+        if place:
+            self._window.show()
+            self._shown.add((peer, slot))
+            told = self._reads.Irecv([np.zeros(1, np.uint8), self._mpi.BYTE], self._mpi_ranks[peer], self._tag(slot))
+            self._await(told, partial(self._was_read, peer, slot, body, done))
+        self._isend(peer, slot, np.array([place], np.int64).view(np.uint8), lambda: None)
+        if not place:
+            self._push_message(peer, slot, body, done)
+
+    def _was_read(self, peer: int, slot: int, _body: Bytes, done: Event) -> None:
+        """The receiver has read a body: its memory is the caller's again."""
+        self._shown.discard((peer, slot))
+        done()
+
+    def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
+        if self._window is None:
+            self._pull_message(peer, slot, into, done)
+            return
+
+        def read(place: int) -> None:
+            starts = range(0, into.nbytes, _READ_BYTES)
+            ended = _countdown(len(starts), partial(self._tell_read, peer, slot, done))
+            for at in starts:
+                self._fetch_piece(peer, place, at, into[at : at + _READ_BYTES], ended)
+
+        self._locate(peer, slot, read, lambda: self._pull_message(peer, slot, into, done))
+
+    def _pull_sum(self, peer: int, slot: int, into: NDArray[Any], done: Event) -> None:
+        def read(place: int) -> None:
+            ended = partial(self._tell_read, peer, slot, done)
+            self._add_in_pieces(into, _READ_BYTES, partial(self._fetch_piece, peer, place), ended)
+
+        def receive() -> None:
+            memory = self.scratch.take(into.nbytes)
+
+            def add() -> None:
+                add_all_into(into, [memory[: into.nbytes].view(into.dtype)])
+                self.scratch.give(memory)
+                done()
+
+            self._pull_message(peer, slot, memory[: into.nbytes], add)
+
+        self._locate(peer, slot, read, receive)
+
+    def _locate(self, peer: int, slot: int, read: Callable[[int], None], receive: Callable[[], None]) -> None:
+        """Learn where a body lies, and read it there; or receive it, where it comes as a message."""
+        place = np.zeros(1, np.int64)
+        told = self._comm.Irecv([place.view(np.uint8), self._mpi.BYTE], self._mpi_ranks[peer], self._tag(slot))
+        self._await(told, lambda: read(int(place[0])) if place[0] else receive())
+
+    def _fetch_piece(self, peer: int, place: int, at: int, memory: Bytes, done: Event) -> None:
+        assert self._window is not None
+        self._await(self._window.read(memory, self._mpi_ranks[peer], place + at), done)
+
+    def _tell_read(self, peer: int, slot: int, done: Event) -> None:
+        self._isend(peer, slot, np.zeros(1, np.uint8), lambda: None, self._reads)
+        done()
+
+    def _push_message(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
         pieces = _pieces(body)
         ended = _countdown(len(pieces), done)
         for piece in pieces:
             self._isend(peer, slot, piece, ended)
 
-    def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
+    def _pull_message(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
         pieces = _pieces(into)
         ended = _countdown(len(pieces), done)
         for piece in pieces:
-            request = self._comm.Irecv([piece, self._mpi.BYTE], self._mpi_ranks[peer], self._first_tag + slot)
-            self._requests.append(request)
-            self._endings.append(ended)
+            self._await(self._comm.Irecv([piece, self._mpi.BYTE], self._mpi_ranks[peer], self._tag(slot)), ended)
 
     def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
         self._meetings.append(_Meeting(array, handle))
@@ -227,22 +331,31 @@ class Mpi(Enveloped):
             requests += [meeting.barrier for meeting in self._meetings if meeting.barrier is not None]
             requests += [request for frames in self._incoming.values() for request, *_ in frames]
             if requests:
-                _left_behind.append((requests, [self._endings, self._incoming]))
+                _left_behind.append((requests, [self._endings, self._incoming, self._own]))
+            if self._window is not None and not self._shown:  # else somebody may be reading
+                for memory in self._own:
+                    self._window.detach(memory)
 
     def _ended(self, peer: int, begun: int) -> None:
         self._complete()  # what it took, or sent, before its end
         super()._ended(peer, begun)
 
-    def _isend(self, peer: int, slot: int, data: Bytes, done: Event) -> None:
-        request = self._comm.Isend([data, self._mpi.BYTE], self._mpi_ranks[peer], self._first_tag + slot)
+    def _tag(self, slot: int) -> int:
+        return self._first_tag + slot
+
+    def _await(self, request: Any, done: Event) -> None:
+        self._requests.append(request)
+        self._endings.append(done)
+
+    def _isend(self, peer: int, slot: int, data: Bytes, done: Event, comm: MPI.Comm | None = None) -> None:
+        request = (comm or self._comm).Isend([data, self._mpi.BYTE], self._mpi_ranks[peer], self._tag(slot))
         self._sending[peer] += 1
 
         def sent(_data: Bytes = data) -> None:  # MPI reads the memory until then
             self._sending[peer] -= 1
             done()
 
-        self._requests.append(request)
-        self._endings.append(sent)
+        self._await(request, sent)
 
     def _read_frames(self) -> None:
         """Take what has come; the frames of a peer are handled in order."""

@@ -44,7 +44,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GroupError, ProtocolError, UsageError
-from ..kernels.cpu import add_all_into
 from ..registry import register
 from ..wire.link import broken
 from . import Bytes, Place
@@ -64,9 +63,6 @@ _AHEAD = 4
 
 _PIECE_BYTES = 1024 * 1024
 """Bodies travel in pieces of this, which fit a processor's cache while they are added."""
-
-_ADDED_AHEAD = 2
-"""Pieces that are on their way while one is added."""
 
 _SMALL_BYTES = 4096
 """Frames up to this are kept in memory of their own size."""
@@ -193,26 +189,11 @@ class Ucx(Enveloped):
             self._requests.append(self._receive(peer, slot, into[at : at + _PIECE_BYTES], ended))
 
     def _pull_sum(self, peer: int, slot: int, into: NDArray[Any], done: Event) -> None:
-        """Pieces come into memory that stays in the processor's cache, a few of them ahead of the additions."""
-        step = _PIECE_BYTES // into.itemsize
-        parts = deque(into[at : at + step] for at in range(0, into.size, step))
-        ended = _countdown(len(parts), done)
+        self._add_in_pieces(into, _PIECE_BYTES, partial(self._fetch_piece, peer, slot), done)
 
-        def receive() -> None:
-            part = parts.popleft()
-            memory = self.scratch.take(part.nbytes)
-            came = partial(add, part, memory)
-            self._requests.append(self._receive(peer, slot, memory[: part.nbytes], came))
-
-        def add(part: NDArray[Any], memory: Bytes) -> None:
-            add_all_into(part, [memory[: part.nbytes].view(part.dtype)])
-            self.scratch.give(memory)
-            if parts:
-                receive()
-            ended()
-
-        for _ in range(min(_ADDED_AHEAD, len(parts))):
-            receive()
+    def _fetch_piece(self, peer: int, slot: int, _at: int, memory: Bytes, done: Event) -> None:
+        """The pieces of a body come in order."""
+        self._requests.append(self._receive(peer, slot, memory, done))
 
     def _move(self, timeout: float) -> None:
         begun = now = time.monotonic()
