@@ -17,8 +17,8 @@ with the password that the listener has told in the notes of the start (PLAIN), 
 public key, told there too. Then both ends prove themselves as on every connection (``wire.handshake``), in the first
 messages. The question that libzmq asks in such a handshake (ZAP) is answered by the thread that waits; after the start
 nobody answers, so who knocks then is refused. (libzmq cannot close a listener without its connections.)
-CURVE (curvezmq.org) encrypts and authenticates all that travels; it costs four times the processor time of the rest.
-Without it, data are as open as those of ``tcp``.
+CURVE (curvezmq.org) encrypts and authenticates all that travels, for three to five times the processor time
+(docs/bench.md has the figures behind these choices). Without it, data are as open as those of ``tcp``.
 
 **The end.** libzmq would connect again by itself, to whoever listens there by then: it is told to wait longer than any
 run. A connection that ends is an event of the socket's monitor. What was sent last may take ``_LINGER_S`` to leave.

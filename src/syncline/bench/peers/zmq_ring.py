@@ -9,6 +9,7 @@ one is added while the next is on its way. Nobody is asked for a secret.
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +51,7 @@ class ZmqRing:
         before = (self._rank - 1) % self._ranks
         near = seat.store.get(f"pyzmq/host/{before}").decode() == host
         where = f"tcp://{listen_address(seat.point.asked, None)}:*"
-        port = self._last.bind("ipc://*" if near else where)
+        port = self._last.bind(f"ipc://@pyzmq-{secrets.token_hex(12)}" if near else where)
         seat.store.set(f"pyzmq/at/{self._rank}", port.addr)
         found: str = seat.store.get(f"pyzmq/at/{(self._rank + 1) % self._ranks}").decode()
         return found
