@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -119,6 +121,20 @@ def test_a_stranger_who_calls_first_is_refused(said: Callable[[bytes], list[byte
         close(first, second)
 
 
+@pytest.mark.parametrize(("run", "target", "purpose"), [(0, 0, "grpc"), (1, 1, "grpc"), (1, 0, "control")])
+def test_who_looks_for_something_else_gets_no_answer(run: int, target: int, purpose: str) -> None:
+    mine, theirs = places()
+    with threads() as start:
+        forming = start(Grpc, mine)
+        drawn, where = told(mine, forming)
+        said = handshake.hello(drawn if run else bytes(handshake.RUN_BYTES), 1, target, purpose)
+        with grpc.insecure_channel(where, OPTIONS) as channel, pytest.raises(grpc.RpcError) as refused:
+            next(channel.stream_stream(transport._METHOD)(iter([said.raw]), timeout=LIMIT_S))
+        assert "looking for another" in refused.value.details()
+        second = Grpc(theirs)
+        close(forming.result(LIMIT_S), second)
+
+
 def test_a_recorded_proof_lets_nobody_in() -> None:
     """What rank 1 has said to rank 0 is said again."""
     mine, theirs = places(world=3)[:2]
@@ -136,28 +152,32 @@ def test_a_recorded_proof_lets_nobody_in() -> None:
         close(*(end.result(LIMIT_S) for end in [forming, *ends]))
 
 
-def test_strangers_who_say_nothing_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than there may be, some with a stream and some with a connection alone."""
-    monkeypatch.setattr(transport, "_HANDSHAKE_S", 0.2)
+@pytest.mark.parametrize("with_stream", [True, False])
+def test_strangers_who_say_nothing_hold_nobody_up(with_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there may be, with a stream that says nothing, or with a connection alone."""
+    monkeypatch.setattr(transport, "_HANDSHAKE_S", 1.0)
+    options = dict(transport._OPTIONS)
+    options |= {"grpc.server_handshake_timeout_ms": 1000, "grpc.max_connection_idle_ms": 1000}
+    monkeypatch.setattr(transport, "_CONNECTIONS", transport._STRANGERS)
+    monkeypatch.setattr(transport, "_OPTIONS", tuple(options.items()))
     mine, theirs = places()
-    with threads() as start:
+    with threads() as start, ExitStack() as strangers:
         forming = start(Grpc, mine)
         _, where = told(mine, forming)
-        host, _, port = where.removeprefix("ipv4:").rpartition(":")
-        silent = [socket.create_connection((host, int(port)), LIMIT_S) for _ in range(4)]
-        channels = [grpc.insecure_channel(where, OPTIONS) for _ in range(transport._STRANGERS + 4)]
         held = threading.Event()
-        calls = [channel.stream_stream(transport._METHOD)(_held(held)) for channel in channels]
+        for _ in range(transport._STRANGERS + 4):
+            if with_stream:
+                channel = strangers.enter_context(grpc.insecure_channel(where, OPTIONS))
+                strangers.callback(channel.stream_stream(transport._METHOD)(_held(held)).cancel)
+            else:
+                host, _, port = where.removeprefix("ipv4:").rpartition(":")
+                strangers.enter_context(socket.create_connection((host, int(port)), LIMIT_S))
+        strangers.callback(held.set)
+        while call(where, [b"is there a place?"]) is grpc.StatusCode.UNAUTHENTICATED:
+            pass
         second = Grpc(theirs)
         first = forming.result(LIMIT_S)
         exchange(first, second)
-        held.set()
-        for one in calls:
-            one.cancel()
-        for channel in channels:
-            channel.close()
-        for sock in silent:
-            sock.close()
         close(first, second)
 
 
@@ -243,7 +263,7 @@ class Peer:
     def __init__(self, place: Place) -> None:
         run, where = told(place)
         self._channel = grpc.insecure_channel(where, OPTIONS)
-        self.leaves: Any = __import__("queue").SimpleQueue()
+        self.leaves: Any = SimpleQueue()
         said = handshake.hello(run, 1, 0, "grpc")
         self.leaves.put(said.raw)
         self.heard = self._channel.stream_stream(transport._METHOD)(iter(self.leaves.get, None))
@@ -310,7 +330,11 @@ def test_what_no_peer_sends_is_a_fault_of_its_sender(said: list[bytes], fault: s
         assert isinstance(handle.error, PeerLost)
 
 
-def test_a_peer_whose_stream_breaks_is_lost() -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_a_peer_whose_stream_breaks_is_lost(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while it is told that it is welcome."""
+    if early:  # gRPC drives the sending end no more
+        monkeypatch.setattr(transport._Stream, "messages", lambda _: iter(()))
     with attacked() as (end, peer):
         handle = end.recv(1, 0, np.zeros(LARGE, np.uint8))
         peer.close()
@@ -340,10 +364,10 @@ def test_a_fast_peer_waits_for_the_progress_thread() -> None:
         for number in range(many):
             peer.leaves.put(frame(1, 0, number, 1, b"x"))
         deadline = time.monotonic() + LIMIT_S
-        while len(end._events) < transport._AHEAD and time.monotonic() < deadline:
-            threading.Event().wait(0.001)
+        while not any(not isinstance(event, partial) for event in end._events.copy()):  # its reader waits
+            assert time.monotonic() < deadline
+        assert len(end._events) == transport._AHEAD + 1
         handles = [end.recv(1, number, np.zeros(1, np.uint8)) for number in range(many)]
-        assert len(end._events) <= transport._AHEAD + 2
         until(lambda: all(handle.done for handle in handles), end)
 
 

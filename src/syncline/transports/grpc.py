@@ -20,9 +20,9 @@ Python, which holds the interpreter lock meanwhile, four. HTTP/2 adds 9 bytes to
 **Who is let in.** The first messages of a stream are the proof of ``wire.handshake`` on both sides, over a number that
 the server has drawn and told in the store: whoever listens in cannot use it again. Each of its messages has one size.
 Another version has another name for the stream, which gRPC refuses. Before the proof a stranger holds a connection, a
-thread and at most one slice of memory, for five seconds; there may be sixteen. The server stops to listen when all are
-connected. Nothing is encrypted, as over ``tcp``: whoever can read or change packets of the network reads and changes
-what ranks send.
+thread and at most one slice of memory, for five seconds; at most sixteen have a stream. The server stops to listen when
+all are connected. Nothing is encrypted, as over ``tcp``: whoever can read or change packets of the network reads and
+changes what ranks send.
 
 **Settings.** Frames of HTTP/2 may be as large as a slice, which spares headers. The window grows by gRPC's own
 estimate of the bandwidth-delay product, its default. A proxy in the environment is not for ranks. There are no pings:
@@ -83,6 +83,9 @@ _SLICE = struct.Struct("<BxHxxxxQ")
 _STRANGERS = 16
 """Streams beside those of ranks that may be in their handshake."""
 
+_CONNECTIONS = 256
+"""Connections beside those of ranks: without a stream they are closed when the time of a handshake is over."""
+
 _AHEAD = 64
 """Frames that may come from a peer before the progress thread looks at them."""
 
@@ -96,6 +99,7 @@ _OPTIONS = (
     ("grpc.max_send_message_length", _SLICE.size + _SLICE_BYTES),
     ("grpc.max_concurrent_streams", 1),
     ("grpc.server_handshake_timeout_ms", int(1000 * _HANDSHAKE_S)),
+    ("grpc.max_connection_idle_ms", int(1000 * _HANDSHAKE_S)),
     ("grpc.http2.max_frame_size", _SLICE_BYTES),
 )
 
@@ -475,7 +479,7 @@ class Grpc(Enveloped):
         """Serve the higher ranks, and tell them where."""
         grpc, place = self._grpc, self._place
         expected = self.world - 1 - self.rank
-        options = (*_OPTIONS, ("grpc.max_allowed_incoming_connections", expected + _STRANGERS))
+        options = (*_OPTIONS, ("grpc.max_allowed_incoming_connections", expected + _CONNECTIONS))
         self._server = grpc.server(
             _Threads(), [SimpleNamespace(service=self._serve)], None, options, expected + _STRANGERS
         )
@@ -534,8 +538,9 @@ class Grpc(Enveloped):
         finally:
             with self._meeting:
                 self._guests.pop(stream, None)
-        yield handshake.WELCOME
+        # Before the welcome: where the caller has gone meanwhile, gRPC does not come back here.
         threading.Thread(target=stream.take, args=(requests,), name="syncline-reader", daemon=True).start()
+        yield handshake.WELCOME
         yield from stream.messages()
         stream.over.wait(_END_S)  # what the peer has still sent is taken first
 
