@@ -39,7 +39,7 @@ def messages_of(job: Job, side: train.Side | None = None) -> list[Message]:
     with Mailbox(1) as mailbox:
         with closing(Sender(os.dup(mailbox.fds[0]))) as sender:
             mailbox.release()
-            train.train(job, side or train._side(job.strategy), sender)
+            train.train(job, side or train.side_of(job.strategy), sender)
         found = []
         while mailbox.open:
             found += [message for _, message in mailbox.receive(10.0)]

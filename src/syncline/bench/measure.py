@@ -76,6 +76,8 @@ class Record:
     """Whether the times and bytes of communication were counted, or stand at 0 for want of a counter."""
     fused: bool = False
     """Whether a step is one computation."""
+    warmup: int | None = None
+    """How many first iterations medians leave out; None for ``warmup`` of their number."""
     measures: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})
     points: list[Point] = field(default_factory=list)
     seconds: float = 0.0
@@ -119,7 +121,7 @@ class Record:
 
     def report(self) -> dict[str, Any]:
         """The worker's medians, means and curve, as JSON values; zeros of one that had no batch."""
-        skip = warmup(self.done)
+        skip = warmup(self.done) if self.warmup is None else min(self.warmup, max(0, self.done - 1))
         if self._losses:
             self._enter_loss()
         found = {name: values[skip:] or [0.0] for name, values in self.measures.items()}

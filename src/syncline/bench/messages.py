@@ -32,7 +32,8 @@ class Job:
 
     ``report_fds`` holds the pipe of every process, workers first. ``evaluate_every`` is how many steps lie between two
     looks at how accurate the model is, 0 for an epoch; ``target`` is the accuracy whose time is asked for;
-    ``framework`` is what trains.
+    ``framework`` is what trains. Medians leave out ``warmup`` first iterations, by default a fifth, at most ten.
+    Without ``scored`` no look is taken at how accurate the model is.
     """
 
     workload: str
@@ -44,6 +45,8 @@ class Job:
     evaluate_every: int = 0
     target: float | None = None
     framework: str = "torch"
+    warmup: int | None = None
+    scored: bool = True
 
     def to_json(self) -> str:
         """The job as the argument of the script."""

@@ -26,6 +26,8 @@ from .site import HERE, Site
 TRAIN = ("-m", "syncline.bench.train")
 _POLL_S = 0.1
 _KEPT_LINES = 12
+_LAST_WORDS_S = 2.0
+"""Of processes that stay: from the first report of a failure until the others' are not waited for any more."""
 
 
 class Progress(Protocol):
@@ -63,7 +65,7 @@ def measure(
         fds = tuple(mailbox.fds)
         looks = case.evaluate_every, case.target
         job = Job(workload, case.strategy, case.batch, case.iterations, seed, fds, *looks, case.framework)
-        watch = _Watch(case, display, limit_s)
+        watch = RowWatch(case, display, limit_s)
         command = [sys.executable, *script, job.to_json()]
         env = {**framework_of(case.framework).capabilities["environ"], **env}
         try:
@@ -80,11 +82,12 @@ def measure(
     return row
 
 
-class _Watch:
-    """What is known of a row while its processes run."""
+class RowWatch:
+    """What is known of a row while its processes run; with ``stay`` these go on when the row is there (``warm``)."""
 
-    def __init__(self, case: Case, display: Progress, limit_s: float) -> None:
+    def __init__(self, case: Case, display: Progress, limit_s: float, *, stay: bool = False) -> None:
         self.failure: str | None = None
+        self._stay, self._failed_at = stay, 0.0
         self._case, self._display, self._limit_s = case, display, limit_s
         self._outcome: Outcome | None = None
         self._results: dict[int, Message] = {}
@@ -98,14 +101,29 @@ class _Watch:
 
     def follow(self, mailbox: Mailbox, started: LocalRun) -> None:
         """Take reports until all processes have ended; raises SynclineError after too long a silence."""
-        while (outcome := started.poll()) is None:
+        while not self._over(started):
             self._take(mailbox.receive(_POLL_S))
             silent = time.monotonic() - self._heard
             if silent > self._limit_s:
                 raise SynclineError(f"no report for {silent:.0f} s, so the row was ended: raise the limit if it works")
-        while mailbox.open and (last := mailbox.receive(0.0)):
+        while self._outcome is not None and mailbox.open and (last := mailbox.receive(0.0)):
             self._take(last)
-        self._outcome = outcome
+
+    def _over(self, started: LocalRun) -> bool:
+        """Whether nothing more will be reported: processes have ended, or wait for the next job."""
+        self._outcome = started.poll()
+        complete = len(self._results) == self._case.workers
+        return self._outcome is not None or (self._stay and (complete or self._given_up))
+
+    @property
+    def _given_up(self) -> bool:
+        """Whether a process that stays has said that it fails: all end then, and the first to say so is the cause."""
+        return bool(self._errors) and time.monotonic() - self._failed_at > _LAST_WORDS_S
+
+    @property
+    def told(self) -> Mapping[int, Message]:
+        """What each worker has reported at its end."""
+        return self._results
 
     def row(self) -> Row:
         """The row that the reports make, or one that says why there is none."""
@@ -122,6 +140,7 @@ class _Watch:
             if message["kind"] == "result":
                 self._results[rank] = message
             elif message["kind"] == "error":
+                self._failed_at = self._failed_at or self._heard
                 self._errors.append((message["at"], rank, message["text"]))
             elif message["kind"] == "progress":
                 self._display.advance(message["iteration"], message["loss"], message["images_per_s"])
@@ -130,9 +149,12 @@ class _Watch:
         """Why the row failed, None if it did not. The first failure is the cause, the others its consequences."""
         missing = [rank for rank in range(self._case.workers) if rank not in self._results]
         outcome = self._outcome
-        if self.failure is not None or outcome is None:
+        if self.failure is None and outcome is None and self._stay and not missing and not self._errors:
+            return None
+        if self.failure is not None or (outcome is None and not self._errors):
             return self.failure or "the processes were not followed to their end"
-        failed = [ending for ending in outcome.endings if ending.status and not ending.told]
+        endings = () if outcome is None else outcome.endings
+        failed = [ending for ending in endings if ending.status and not ending.told]
         culprit = next((ending for ending in failed if ending.status > 128), failed[0] if failed else None)
         told = [f"{self._name(rank)}: {text}" for _, rank, text in sorted(self._errors)]
         if culprit is not None and (culprit.status > 128 or not told):
@@ -140,7 +162,7 @@ class _Watch:
             return "\n".join((culprit.text, *self._printed.get(culprit.rank, ()), *told[:1]))
         if told:
             return told[0]
-        if outcome.status:
+        if outcome is not None and outcome.status:
             return outcome.text
         return f"rank {missing[0]} ended with status 0 but without a result" if missing else None
 

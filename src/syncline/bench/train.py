@@ -22,7 +22,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from statistics import fmean
 from typing import Any, cast
@@ -49,18 +49,28 @@ def main(text: str) -> None:
         try:
             framework_of(job.framework).target.loaded()  # type: ignore[attr-defined]
             begun = time.perf_counter()
-            train(job, _side(job.strategy), sender, time.perf_counter() - begun, recognise().rank)
+            train(job, side_of(job.strategy), sender, time.perf_counter() - begun, recognise().rank)
         except Exception as error:
             sender.send("error", at=time.monotonic(), text=f"{type(error).__name__}: {error}")
             raise
 
 
-def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0, process: int = 0) -> None:
-    """Train to the end of the job and send one result.
+def train(
+    job: Job,
+    side: Side,
+    sender: Sender,
+    joined_s: float = 0.0,
+    process: int = 0,
+    workload: Workload | None = None,
+    beside: Callable[[], Mapping[str, Any]] = dict,
+) -> None:
+    """Train to the end of the job and send one result, with what ``beside`` says when the last iteration is over.
 
-    Joining the group took ``joined_s``; ``process`` is which of the run's processes this is.
+    Joining the group took ``joined_s``; ``process`` is which of the run's processes this is. ``workload`` is the job's
+    where it was loaded before.
     """
-    workload, kind = load(job.workload), cast("type[Training]", framework_of(job.framework).target)
+    workload = workload or load(job.workload)
+    kind = cast("type[Training]", framework_of(job.framework).target)
     version = kind.loaded()
     training = kind(workload, job, process)
     begun = time.perf_counter()
@@ -68,11 +78,11 @@ def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0, process: 
     start_s = joined_s + time.perf_counter() - begun
     rank, world = side.rank(), side.world_size()
     epoch = workload.steps_per_epoch(job.batch, world)
-    every, keeps = job.evaluate_every or epoch, rank == 0 and workload.test is not None
+    every, keeps = job.evaluate_every or epoch, rank == 0 and workload.test is not None and job.scored
     looks = Looks(training, every=every, epoch=epoch, target=job.target, keeps=keeps)
     source = batches(workload, rank, world, job, training.taken)
     start = side.stats()
-    record = Record(job.iterations, counted=start.blocked_s is not None, fused=training.fused)
+    record = Record(job.iterations, counted=start.blocked_s is not None, fused=training.fused, warmup=job.warmup)
     with closing(Feed(source, workload.pipeline)) as feed:
         loop = _Loop(training, workload, job, side)
         told = time.monotonic()
@@ -92,7 +102,7 @@ def train(job: Job, side: Side, sender: Sender, joined_s: float = 0.0, process: 
     # Waits of workers in step are part of their exchanges, and nobody tells them apart.
     outcome["waited_s"] = _by_text(end.waited_s) if pooled(job.strategy) or end.waited_s else None
     looks.end(record)
-    sender.send("result", **record.report(), start_s=start_s, **outcome)
+    sender.send("result", **record.report(), start_s=start_s, **outcome, **beside())
     side.shutdown()
 
 
@@ -135,7 +145,8 @@ class _Loop:
         return True
 
 
-def _side(strategy: str) -> Side:
+def side_of(strategy: str) -> Side:
+    """Join the group that a strategy or peer makes; the single worker is in none."""
     if strategy == BASELINE:
         return Alone()
     peer = peer_of(strategy)

@@ -27,6 +27,7 @@ from . import (
     show,
     strategies,
     timeline,
+    tune,
 )
 
 INTERRUPTED = 130
@@ -80,6 +81,7 @@ for verb in (
     show.show,
     strategies.strategies,
     timeline.timeline,
+    tune.tune,
 ):
     cli.add_command(verb)
 

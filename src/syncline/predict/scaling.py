@@ -94,7 +94,7 @@ def _equal_at(asked: Question, coded: Asked, dense: Asked, cluster: Cluster) -> 
     runs = [settled(one, cluster, workers, asked.per_node, asked.model).setting for one in (coded, dense)]
 
     def pays(bit_per_s: float) -> bool:
-        at = _with_links_of(cluster, bit_per_s)
+        at = with_links_of(cluster, bit_per_s)
         with_codec, without = (
             simulate(replace(run, cluster=at), asked.model, coded.habits).iteration_s for run in runs
         )
@@ -111,7 +111,7 @@ def _equal_at(asked: Question, coded: Asked, dense: Asked, cluster: Cluster) -> 
     return math.sqrt(low * high)
 
 
-def _with_links_of(cluster: Cluster, bit_per_s: float) -> Cluster:
+def with_links_of(cluster: Cluster, bit_per_s: float) -> Cluster:
     """The cluster with links of that speed; those of larger messages are as much faster or slower."""
     names = [name for name in cluster.constants if name.startswith("between.") and name.endswith(".beta")]
     base_s = cluster.constants["between.beta"].value

@@ -28,7 +28,7 @@ from ._blueprint import Blueprint
 from ._computing import PLAIN, Computing
 from ._feed import AT_ONCE, Feed, Pipeline
 from ._speed import EVEN, Speed, Tempo
-from ._trace import Trace
+from ._trace import Trace, TracedLayer
 from ._workload import Images, Part, Workload, layers
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "Speed",
     "Tempo",
     "Trace",
+    "TracedLayer",
     "Workload",
     "layers",
     "load",

@@ -87,11 +87,18 @@ class _Found(NamedTuple):
 
 
 def _take_part(request: Request, environment: Environment, console: Console | None) -> None:
-    """One rank's part; rank 0 goes on when the others have left."""
+    """One rank's part; rank 0 writes and prints."""
+    found = calibrated(request, environment, console)
+    if found is not None:
+        _tell(found, request.path, console or console_beside(request.path))
+
+
+def calibrated(request: Request, environment: Environment, console: Console | None = None) -> Calibration | None:
+    """Join the others, measure and leave: what rank 0 has found, which goes on when the others have left."""
     if environment.world > 1:
         found = _joined(request, environment, console)
         if environment.rank > 0:
-            return
+            return None
     else:
         found = _Found(Hosts((0,), _cores(), True, ""))
     path = request.path
@@ -99,7 +106,7 @@ def _take_part(request: Request, environment: Environment, console: Console | No
     with Display(console) as display, display.task("computing", 1.0) as task:
         computed = computing.measure(request.ways, task.at)
     name = "calibrated" if path is None or path == STANDARD_OUTPUT else path.stem
-    _tell(calibration_of(name, *found, computed, provenance(), request.asked), path, console)
+    return calibration_of(name, *found, computed, provenance(), request.asked)
 
 
 def _joined(request: Request, environment: Environment, console: Console | None) -> _Found:
