@@ -106,6 +106,11 @@ class ClosedError(SynclineError):
     """A session or transport was used before its start, after its end, or in a forked child."""
 
 
+def within(limit_s: float) -> str:
+    """A time limit as messages have it, however short it is."""
+    return f"within {limit_s:.1f} s" if limit_s >= 0.1 else f"within {limit_s:g} s"
+
+
 def labelled(label: str, error: Exception) -> Exception:
     """An error with what it befell."""
     text = f"{label}: {error}"

@@ -23,7 +23,7 @@ from .launch.guard import end_with_launcher
 from .launch.meeting import MeetingPoint, secret_bytes
 from .launch.places import Variables
 from .session.groups import WorkerGroup, found_group
-from .session.printing import end_failed, watch_exceptions
+from .session.printing import end_failed, end_quickly, watch_exceptions
 from .session.session import Session
 from .strategy.strategy import Strategy
 from .timeline.recording import SessionSpans, begin_recording
@@ -48,6 +48,7 @@ class Process:
         self._recordings = 0
         self._watching = False
         self._hooked = False
+        self._failed = False
 
     @property
     def session(self) -> Session:
@@ -162,6 +163,7 @@ class Process:
             self._of_torch.clear()
             self.joined = None
             failure = _close(ending, sys.exc_info()[1])
+            self._failed |= ending.ending.failed
         if failure is not None and passing is None:
             raise failure
 
@@ -171,6 +173,8 @@ class Process:
             self.end(fetch=False)
         except SynclineError as error:
             end_failed(error)
+        if self._failed:
+            end_quickly()
 
     def _watch_the_end(self, environment: Environment) -> None:
         """Say goodbye at exit, let go in forked children, and end with the launcher."""

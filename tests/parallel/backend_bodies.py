@@ -183,14 +183,14 @@ def mismatch(line: Connection, place: Place, calls: list[str]) -> None:
     line.send("never")
 
 
-def late(line: Connection, place: Place, wait: bool) -> None:
+def late(line: Connection, place: Place, how: str) -> None:
     """All but rank 2 wait for it in an allreduce."""
     with grouped(place, "syncline", timeout=timedelta(seconds=2)) as rank:
         if rank == 2:
             line.recv()
-        work = dist.all_reduce(torch.zeros(3000), async_op=not wait)
+        work = dist.all_reduce(torch.zeros(3000), async_op=how != "call")
         if work is not None:
-            work.wait()
+            work.get_future().wait() if how == "future" else work.wait()
     line.send("never")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,6 +113,22 @@ def stops_while_connecting(line: Connection, place: Place, victim: int, at: str)
     connecting.connect, MeetingClient.through = connect_late, through_late  # type: ignore[attr-defined, method-assign]
     with joined(place, "ring transport=tcp", liveness=1.0):
         pass
+
+
+def ends_quickly(line: Connection, place: Place, path: str, fault: str) -> None:
+    """Garbage holds a file with something in its buffer; what is called behind Syncline says how the process ends."""
+    before = gc.get_freeze_count()
+    atexit.register(lambda: print("frozen:", gc.get_freeze_count() > before))
+    with joined(place, "ring"):
+        syncline.barrier()
+        circle: list[Any] = [Path(path).open("w")]  # noqa: SIM115
+        circle.append(circle)
+        circle[0].write("written")
+        if fault == "raises" and place[0] == 1:
+            raise ValueError("the data of this rank are spoilt")
+        if fault == "raises":
+            syncline.barrier()
+    line.send("ended well")
 
 
 def server_calls(line: Connection, place: Place) -> None:

@@ -1,6 +1,6 @@
 """A training script for launchers: every rank prints "running" and trains until told otherwise.
 
-Arguments: how rank 1 ends (none, kill, stop), and the liveness limit in seconds.
+Arguments: how rank 1 ends (none, raise, kill, stop), and the liveness limit in seconds.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ def main(how: str, liveness: float) -> None:
             if how == "none":  # taking an interpreter apart takes a second
                 fork()
             os.write(1, f"running as {os.getpid()}\n".encode())  # in one piece: ranks print at once
+            if syncline.rank() == 1 and how == "raise":
+                raise ValueError("the data of this rank are spoilt")
             if syncline.rank() == 1 and how != "none":
                 os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         optimizer.zero_grad()

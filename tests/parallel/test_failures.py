@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import fault_bodies
@@ -141,6 +142,20 @@ def test_an_interrupted_rank_ends_the_others(pool: Pool, address: str) -> None:
             assert rank.status != 0
             assert "rank 2 (" in rank.printed()
             assert "Traceback" not in rank.printed()
+
+
+@pytest.mark.parametrize("fault", ["raises", "none"])
+def test_after_a_failure_nobody_takes_the_interpreter_apart(
+    pool: Pool, address: str, tmp_path: Path, fault: str
+) -> None:
+    """With some frameworks that takes so long that others wait; what was written to files is in them all the same."""
+    paths = [tmp_path / "0", tmp_path / "1"]
+    case = [[[index, 2, address], str(path), fault] for index, path in enumerate(paths)]
+    with pool.start(fault_bodies.ends_quickly, case) as group:
+        assert group.end(LIMIT_S) == [int(fault == "raises")] * 2
+        for rank, path in zip(group.ranks, paths, strict=True):
+            assert f"frozen: {fault == 'raises'}" in rank.printed()
+            assert path.read_text() == "written" * (fault == "raises")  # else it is the interpreter's to write
 
 
 FAULTS = {

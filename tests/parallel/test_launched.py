@@ -68,6 +68,24 @@ def test_a_killed_rank_decides_the_status_and_is_named_by_all() -> None:
     assert "rank 1 was killed by SIGKILL" in text
 
 
+def test_the_last_line_names_who_failed_first_with_its_own_error() -> None:
+    """Although every rank ends with the same status, and the others need not end later."""
+    status, text = whole(script("raise", "-n", "2", "--strategy", "ps(servers=1)"))
+    assert status == 1, text
+    last = text.splitlines()[-1]
+    assert last.startswith("syncline: rank 1 failed: ValueError: the data of this rank are spoilt; "), text
+    assert "died" not in text
+
+
+def test_torchrun_calls_who_failed_first_the_root_cause() -> None:
+    status, text = whole(torchrun_command("--nproc-per-node", "3", str(HERE / "launched_script.py"), "raise", "2.0"))
+    assert status == 1, text
+    cause = text.partition("Root Cause")[2]
+    assert "rank      : 1 (local_rank: 1)" in cause, text
+    assert "failed: ValueError: the data of this rank are spoilt" in cause, text
+    assert "died" not in text
+
+
 def test_ctrl_c_ends_everything_at_once() -> None:
     with started(script("none", "-n", "2", "--strategy", "ring")) as process:
         assert process.stdout is not None

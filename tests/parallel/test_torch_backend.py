@@ -102,12 +102,12 @@ def test_a_barrier_names_the_late_rank(pool: Pool, address: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ring", "direct", "ring transport=tcp"])
-@pytest.mark.parametrize("wait", [True, False])
-def test_an_allreduce_names_the_late_rank(pool: Pool, address: str, strategy: str, wait: bool) -> None:
-    with pool.start(bodies.late, everyone(4, address, wait), {"SYNCLINE_STRATEGY": strategy}) as group:
+@pytest.mark.parametrize("how", ["call", "work", "future"])
+def test_an_allreduce_names_the_late_rank_and_its_limit(pool: Pool, address: str, strategy: str, how: str) -> None:
+    with pool.start(bodies.late, everyone(4, address, how), {"SYNCLINE_STRATEGY": strategy}) as group:
         group.end(among=[0, 1, 3])
         group.ranks[2].line.send("now")
-        failures(group, "rank 2 (")
+        failures(group, "rank 2 (", "within 2.0 s")
 
 
 def test_calls_and_groups_may_have_more_time_than_the_default_group(pool: Pool, address: str) -> None:

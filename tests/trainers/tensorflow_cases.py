@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -352,6 +353,37 @@ def dies(place: Place) -> None:
         if syncline.rank() == 1:
             os._exit(3)
         advance(made, used, "loop", 2, 4, *syncline_place(place))
+
+
+def killed_in_a_graph(place: Place) -> None:
+    """In a call of the script's own, in the middle of a step."""
+    with joined(place, "ring transport=tcp"):
+        made, used = begin("sgd", "loop")
+        x, y = map(tf.constant, batch(0, *syncline_place(place)))
+        steps: list[None] = []
+
+        def look(loss: Any) -> Any:
+            steps.append(None)
+            if len(steps) == 3 and syncline.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return loss
+
+        @tf.function
+        def looked(x: Any, y: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = loss_of(made, x, y)
+            with tf.control_dependencies([tf.numpy_function(look, [loss], loss.dtype)]):
+                used.apply(tape.gradient(loss, made.trainable_variables), made.trainable_variables)
+
+        for _ in range(5):
+            looked(x, y)
+
+
+def raises_at_the_start(place: Place) -> None:
+    with joined(place, "ring"):
+        if syncline.rank() == 1:
+            raise ValueError("the data of this rank are spoilt")
+        advance(*begin("sgd", "fit"), "fit", 0, 2, *syncline_place(place))
 
 
 def shared_variables(place: Place) -> None:

@@ -126,12 +126,15 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, cases: dict[tuple[str
         ("traced_before", "the optimizer counts 1 steps that were made without the other ranks"),
         ("other_shapes", "rank 1 (*): the gradient of 'Variable' is of shape (1, 3)"),
         ("dies", "rank 1 (*) died"),
+        ("killed_in_a_graph", "rank 1 (*) died"),
         ("raises", "the loss : Tensor had NaN"),
+        ("raises_at_the_start", "ValueError: the data of this rank are spoilt"),
         ("fewer_batches", "do all ranks have the same number of batches"),
     ],
 )
 def test_faults_are_named_on_all_ranks(tmp_path: Path, name: str, says: str) -> None:
-    ranks(tmp_path, f"tensorflow_cases.{name}", WORKERS).all_named(says, dead=[1] if name == "dies" else [])
+    dead = [1] if name in ("dies", "killed_in_a_graph") else []
+    ranks(tmp_path, f"tensorflow_cases.{name}", WORKERS).all_named(says, dead=dead)
 
 
 def test_a_run_loads_no_other_framework(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ..compression.reducers import Room
-from ..errors import ClosedError, PeerTimeout, ProtocolError, UsageError, labelled
+from ..errors import ClosedError, PeerTimeout, ProtocolError, UsageError, labelled, within
 from ..transports import Transport
 from ..wire.culprit import Answer, Found, Waits
 from .blocked import Blocked
@@ -242,7 +242,8 @@ class Driver(ABC):
         """What is raised in place of a work's end: the engine's fault, or that the time is over."""
         if self.error is not None:
             return self._raised(self.error)
-        return PeerTimeout(f"{work.label}: not done within {timeout:.1f} s", rank=-1)
+        assert timeout is not None  # without a limit a wait ends with the work or a fault
+        return PeerTimeout(f"{work.label}: not done {within(timeout)}", rank=-1)
 
     def _raised(self, error: Exception) -> Exception:
         """The fault is about to reach the user's thread."""

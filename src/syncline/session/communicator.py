@@ -20,7 +20,7 @@ from ..collectives import Collective
 from ..engine.engine import Engine
 from ..engine.runs import Sign
 from ..engine.work import Work
-from ..errors import MismatchError, PeerTimeout, UsageError
+from ..errors import MismatchError, PeerTimeout, UsageError, within
 from ..nouns import Group
 from ..plans.messages import Program
 from ..plans.plan import Plan
@@ -217,7 +217,7 @@ class Communicator:
         """The error for processes that have not come in time, told to all."""
         names = ", ".join(self.member.name(index) for index in missing)
         late = PeerTimeout(
-            f"{self.titled(label)}: not reached within {timeout:.1f} s by {names}", rank=missing[0] if missing else -1
+            f"{self.titled(label)}: not reached {within(timeout)} by {names}", rank=missing[0] if missing else -1
         )
         self.member.fail(late)
         return late

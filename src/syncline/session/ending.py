@@ -147,6 +147,11 @@ class Ending:
         self.known = False
 
     @property
+    def failed(self) -> bool:
+        """Whether the run has failed, here or elsewhere, as far as is known."""
+        return self.known or (self.watcher is not None and self.watcher.over)
+
+    @property
     def verdict(self) -> Exception | None:
         """Who failed first, as far as is known here."""
         failure = None if self.watcher is None else self.watcher.failure

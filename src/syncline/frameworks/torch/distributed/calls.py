@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ....collectives import Collective
 from ....engine.runs import Sign
 from ....engine.work import Work
-from ....errors import PeerTimeout
+from ....errors import PeerTimeout, within
 from ....plans.messages import Program
 from ....session.communicator import Communicator
 from ....session.tickets import Meeting
@@ -67,7 +67,7 @@ class Call:
             self.us.await_all(self.meeting, self.label, timeout_s)
             self.meeting.tickets()
             for works in self.rest:
-                await_works(self.us, works, self.label, max(0.0, deadline - time.monotonic()))
+                await_works(self.us, works, self.label, max(0.0, deadline - time.monotonic()), timeout_s)
         except BaseException as error:
             self.us.member.interrupted(error)
             raise
@@ -110,8 +110,13 @@ def run_single(us: Communicator, single: Single, label: str, timeout_s: float) -
     single.done()
 
 
-def await_works(us: Communicator, works: Sequence[Work], label: str, timeout_s: float) -> None:
-    """Wait for works; after ``timeout_s`` an error that ends the run, and names those that are waited for."""
+def await_works(
+    us: Communicator, works: Sequence[Work], label: str, timeout_s: float, limit_s: float | None = None
+) -> None:
+    """Wait for works; after ``timeout_s`` an error that ends the run, and names those that are waited for.
+
+    ``limit_s`` is the limit of the whole call, of which so much is left.
+    """
     if not works:
         return
     engine = us.engine
@@ -124,7 +129,8 @@ def await_works(us: Communicator, works: Sequence[Work], label: str, timeout_s: 
         awaited = sorted(engine.absent(keys[0] if keys else -1, us.ranks))
         names = ", ".join(us.member.name(index) for index in awaited) or "a rank of the group"
         late = PeerTimeout(
-            f"{label}: not done within {timeout_s:.1f} s, waiting for {names}", rank=awaited[0] if awaited else -1
+            f"{label}: not done {within(timeout_s if limit_s is None else limit_s)}, waiting for {names}",
+            rank=awaited[0] if awaited else -1,
         )
         us.member.fail(late)
         raise late from None

@@ -24,6 +24,9 @@ from ....session.communicator import Communicator
 from ..eager import eager_methods
 from .calls import await_works
 
+_AT_ONCE_S = 1e-6
+"""What is left to a call whose time is over."""
+
 _STAYS_S = 10.0
 """How long a thread stays with nothing to do."""
 
@@ -109,7 +112,9 @@ class GroupWork(TorchWork):
 
     def outcome(self) -> Any:
         """The tensors of a work that has ended; an error where its time is over. For futures."""
-        self.wait(timedelta(0) if self.is_completed() else timedelta(microseconds=1))
+        if self.work is not None:
+            left_s = self.timeout_s if self.is_completed() else _AT_ONCE_S
+            await_works(self._us, [self.work], self._label, left_s, self.timeout_s)
         return self._outputs
 
 
