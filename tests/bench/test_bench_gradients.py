@@ -17,7 +17,6 @@ from rich.console import Console
 torch = pytest.importorskip("torch")
 
 from syncline.bench.collectives.start import RanksFailed  # noqa: E402
-from syncline.bench.collectives.work import Position  # noqa: E402
 from syncline.bench.gradients import command, iterations, request, run  # noqa: E402
 from syncline.bench.gradients.forms import FORMS, exchanges_only, forms_of  # noqa: E402
 from syncline.bench.gradients.iterations import Ground, iteration_of  # noqa: E402
@@ -29,6 +28,7 @@ from syncline.launch.environment import recognise  # noqa: E402
 from syncline.launch.meeting import MeetingPoint  # noqa: E402
 from syncline.launch.placement import bind_here  # noqa: E402
 from syncline.report.gradient_rows import BARE, CONTIGUOUS, GradientResult, GradientRow  # noqa: E402
+from syncline.report.units import decimal_size  # noqa: E402
 from syncline.session.session import Session  # noqa: E402
 from syncline.strategy.strategy import Strategy  # noqa: E402
 
@@ -108,7 +108,7 @@ def test_forms_take_turns_in_orders_in_which_none_always_follows_the_same() -> N
 
 
 def test_work_survives_its_way_down() -> None:
-    work = Work((TOY, Model("other", ((2,),))), (BARE, CONTIGUOUS), 3, folder="/f")
+    work = Work((TOY, Model("other", ((2,),))), (BARE, CONTIGUOUS), 3)
     assert Work.from_json(work.to_json()) == work
 
 
@@ -215,9 +215,8 @@ def test_results_are_checked_before_anything_is_timed_and_after_it(monkeypatch: 
     for name in ("_check", "_time"):
         monkeypatch.setattr(_Measurement, name, noted(name))
     forms, met = (BARE, CONTIGUOUS, "copied:flatten"), Alone()
-    turn: Any = type("Turn", (), {"begin": lambda *_: None, "end": lambda *_: None})()
     with alone() as session:
-        _Measurement(Work((TOY,), forms, 2), met, turn, met).run(0, TOY, session)  # type: ignore[arg-type]
+        _Measurement(Work((TOY,), forms, 2), met).run(0, TOY, session)  # type: ignore[arg-type]
     assert [fields["correct"] for fields in met.sent] == [True] * 3
     for at in range(3):
         assert "".join(name[1] for name, form in seen if form == at) == "ctct" + "t" + "tc"
@@ -274,11 +273,27 @@ def report(model: int, form: int, scale: float = 1.0) -> dict[str, Any]:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, asked: Request, play: Callable[..., None]) -> tuple[GradientResult, str]:
-    def run_ranks(work: Work, ranks: int, place: Any, heard: Any, moved: Any, *_: Any) -> None:  # noqa: ARG001
-        moved(Position(1, TOY.nbytes, 3))
-        play(work, ranks, heard)
+    class Ranks:
+        """Stands in for a set of ranks."""
 
-    monkeypatch.setattr(run, "run_ranks", run_ranks)
+        def __init__(self, work: str, ranks: int, *_: Any) -> None:
+            self._work, self._ranks = Work.from_json(work), ranks
+
+        def __enter__(self) -> Ranks:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+        def order(self, heard: Any, model: int) -> None:
+            assert model == 0
+            heard({"kind": "turn", "form": 1, "bytes": TOY.nbytes})
+            play(self._work, self._ranks, heard)
+
+        def end(self) -> None:
+            return None
+
+    monkeypatch.setattr(run, "Ranks", Ranks)
     out = io.StringIO()
     with run.Display(Console(file=out, width=100)) as display:
         return run.measure(asked, display), out.getvalue()
@@ -308,12 +323,12 @@ def test_a_set_that_fails_leaves_its_error_and_the_next_one_runs(monkeypatch: py
     def play(work: Work, ranks: int, heard: Any) -> None:
         heard(report(0, 0))
         if ranks == 2:
-            raise RanksFailed("rank 1 was killed by SIGKILL", Position(1, 1_000_000, 70))
+            raise RanksFailed("rank 1 was killed by SIGKILL")
         for number, _ in enumerate(work.forms):
             heard(report(0, number))
 
     result, _ = measured(monkeypatch, Request((TOY,), forms_of(["contiguous", "copied:mul"]), (2, 3), 3), play)
-    failed = "rank 1 was killed by SIGKILL during contiguous of 1 MB"
+    failed = f"rank 1 was killed by SIGKILL during contiguous of {decimal_size(TOY.nbytes)}"
     assert [row.error for row in result.rows] == [None, failed, failed, None, None, None]
     assert [row.finished for row in result.rows] == [True, False, False, True, True, True]
 

@@ -1,32 +1,41 @@
-"""Real ranks at small sizes: every collective beside the peers, under MPI where it is installed; ranks that die."""
+"""Real ranks at small sizes: every collective beside the peers, under MPI where it is installed; ranks that die.
+
+And what makes a comparison fair: a contender's processes are what a plain script of its library has, and sleep between
+its turns.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import re
+import select
 import signal
-import textwrap
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from syncline.bench.collectives import command, request, run, start
+from syncline.bench.collectives import command, request, run
 from syncline.bench.collectives.kinds import COLLECTIVES
-from syncline.bench.collectives.start import Here, RanksFailed, run_ranks
+from syncline.bench.collectives.start import Here, Ranks, RanksFailed
 from syncline.bench.collectives.work import Work
 from syncline.launch.mpi_library import MpiLibrary, find_library
 
-MEASURE_MEMORY = run._Set._measure_memory
+MEASURE_MEMORY = run._Stage._measure_memory
 
 
 @pytest.fixture(autouse=True)
 def times_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Growth of memory needs processes of its own and is measured once only."""
-    monkeypatch.setattr(run._Set, "_measure_memory", lambda *_: None)
+    monkeypatch.setattr(run._Stage, "_measure_memory", lambda *_: None)
 
 
 def bench(
@@ -47,7 +56,7 @@ def bench(
 
 
 LIBRARY_OF = {"allreduce": "mpich", "reduce-scatter": "openmpi"}
-"""With whose ranks a collective is seen, where that is installed; only one library can be loaded into a process."""
+"""Which MPI library takes part where it is installed; both work, and one of them is enough each time."""
 
 
 @pytest.mark.slow
@@ -61,7 +70,7 @@ def test_every_collective_is_right_on_every_contender(
     ranks, sizes = 2, (1004,)
     if kind == "allreduce":
         monkeypatch.setattr(
-            run._Set, "_measure_memory", lambda self, cells: MEASURE_MEMORY(self, cells[:: len(cells) // 2])
+            run._Stage, "_measure_memory", lambda self, cells: MEASURE_MEMORY(self, cells[:: len(cells) // 2])
         )
     if library := LIBRARY_OF.get(kind):
         contenders.append("shm:auto")
@@ -86,102 +95,271 @@ def test_every_collective_is_right_on_every_contender(
     assert all(row["memory_bytes"] > 3_500_000 for row in rows if row["memory_bytes"] is not None)
 
 
-def play(script: str, folder: Path, ranks: int = 2, silence_s: float = 60.0) -> list[Any]:
-    """Ranks that run a script of this test instead of a bench."""
+def play(script: str, folder: Path, limit_s: float = 60.0, prologue: str | None = None) -> list[Any]:
+    """Ranks that run a script of this test instead of a bench, are given one order, and end."""
     path = folder / "rank.py"
-    path.write_text(textwrap.dedent(PROLOGUE) + textwrap.dedent(script))
+    path.write_text((PROLOGUE if prologue is None else prologue) + script)
     heard: list[Any] = []
-    work = Work("allreduce", ("shm:auto", "tcp:ring"), ((1000, (0, 1)),), "")
-    run_ranks(work, ranks, Here(), heard.append, lambda _: None, silence_s, script=(str(path),))
+    with Ranks("{}", 2, Here(), (str(path),)) as started:
+        started.order(heard.append, limit_s, number=7)
+        started.end()
     return heard
 
 
 PROLOGUE = """
-    import os, signal, sys
-    from syncline.bench.collectives.work import Turn, Work
-    from syncline.bench.messages import Sender, reports_path
-    work = Work.from_json(sys.argv[1])
-    rank = int(os.environ["RANK"])
-    sender = Sender(os.open(reports_path(work.folder, rank), os.O_WRONLY))
-    turn = Turn(work.folder)
+import os, signal, sys
+from syncline.bench.collectives.meeting import Line
+rank = int(os.environ["RANK"])
+line = Line(sys.argv[2], rank, int(os.environ["WORLD_SIZE"]))
+"""
+ORDERS = """
+with line.telling():
+    for order in line.orders():
+        {}
+    line.finish()
 """
 
 
-def test_what_ranks_say_arrives(tmp_path: Path) -> None:
-    heard = play("sender.send('measured', contender=rank)\nsender.send('finished')", tmp_path)
-    assert sorted(message["contender"] for message in heard) == [0, 1]
+def test_what_ranks_say_arrives_and_they_meet(tmp_path: Path) -> None:
+    heard = play(ORDERS.format("line.send('x', order=order, all=line.gather(rank, 0.5).tolist())"), tmp_path)
+    assert heard == [{"kind": "x", "order": {"number": 7}, "all": [[0.0, 0.5], [1.0, 0.5]]}] * 2
 
 
-def test_a_rank_that_is_killed_is_named_with_whose_turn_it_was(tmp_path: Path) -> None:
-    script = """
-        if rank == 0:
-            turn.begin(1, 1000)
-            sender.send("measured", contender=0)
-            signal.pause()
-        while turn.read().contender is None:
-            pass
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    with pytest.raises(RanksFailed, match="rank 1 was killed by SIGKILL") as caught:
-        play(script, tmp_path)
-    assert (caught.value.position.contender, caught.value.position.nbytes) == (1, 1000)
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="rank 1 was killed by SIGKILL"):
+        play(ORDERS.format("os.kill(os.getpid(), signal.SIGKILL) if rank else line.wait()"), tmp_path)
 
 
-def test_the_first_error_explains_a_failure(tmp_path: Path) -> None:
-    script = """
-        if rank == 1:
-            sender.send("error", at=1.0, text="the cause")
-            sys.exit(1)
-        sender.send("error", at=2.0, text="its consequence")
-        sys.exit(1)
-    """
-    with pytest.raises(RanksFailed, match="rank 1: the cause"):
-        play(script, tmp_path)
+def test_the_error_of_a_rank_explains_a_failure(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="rank 1: ZeroDivisionError: division by zero"):
+        play(ORDERS.format("1 / (1 - rank); line.wait()"), tmp_path)
 
 
 def test_a_rank_that_ends_early_is_a_failure(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="rank 0 died"):
-        play("if rank: sender.send('finished')", tmp_path)
+        play(ORDERS.format("rank or os._exit(0)"), tmp_path)
+
+
+def test_ranks_that_never_come_are_a_failure_with_their_last_words(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="No module named 'nowhere'"):
+        play("import nowhere", tmp_path, prologue="")
 
 
 def test_ranks_that_do_nothing_are_given_up(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match="nothing has moved"):
-        play("signal.pause()", tmp_path, silence_s=0.1)
+    with pytest.raises(RanksFailed, match="nothing has moved for 0 s"):
+        play(ORDERS.format("signal.pause()"), tmp_path, limit_s=0.1)
+
+
+def in_use() -> set[str]:
+    """What of a bench lies in folders that outlive it."""
+    return {str(path) for folder in (tempfile.gettempdir(), "/dev/shm") for path in Path(folder).glob("syncline*")}
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_under_mpi_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("with_mpi", [False, True])
+def test_a_bench_that_is_killed_leaves_neither_files_nor_processes(with_mpi: bool) -> None:
+    """Whatever its ranks do then: here one contender after the other is at work all the time."""
+    contenders = "shm:auto,tcp:ring"
+    if with_mpi:
+        if not isinstance(find_library("openmpi"), MpiLibrary):
+            pytest.skip("Open MPI is not installed")
+        contenders = "openmpi:native"
+    before = in_use()
+    words = ["bench", "--sizes", "1MB", "--ranks", "2", "--with", contenders, "--repetitions", "100000"]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "syncline", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert started.stdout is not None
+    for line in started.stdout:
+        if line.startswith("2 ranks: 1 MB"):
+            break
+    mine = ranks_of(started.pid)
+    assert len(mine) == 2 * (1 + len(contenders.split(",")))  # the limits have ranks too
+    started.kill()
+    started.wait()
+    # They hold its output: it ends when the last of them has.
+    started.stdout.read()
+    started.stdout.close()
+    for pid in mine:
+        wait_for_the_end(pid)
+    assert in_use() <= before
+
+
+def wait_for_the_end(pid: int) -> None:
+    """Return when a process, which may be no child, has ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    with os.fdopen(fd) as file:
+        assert select.select([file], [], [], 30.0)[0], f"process {pid} still runs"
+
+
+def ranks_of(starter: int) -> list[int]:
+    """The process numbers of the ranks that a process has started, or launchers for it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and starter in ancestors(int(entry.name)):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{entry.name}/cmdline").read_bytes().split(b"\0")
+                # Not the stub that becomes a rank, and no launcher.
+                if words[1:3] == [b"-m", b"syncline.bench.collectives.rank"]:
+                    found.append(int(entry.name))
+    return found
+
+
+def ancestors(pid: int) -> list[int]:
+    """The nearest ones: a launcher has two processes at most."""
+    found = [parent_of(pid)]
+    while found[-1] > 1 and len(found) < 3:
+        found.append(parent_of(found[-1]))
+    return found
+
+
+# What makes it fair.
+
+GLOO_SCRIPT = """
+import json, os, sys, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+array = torch.ones(250)
+for _ in range(int(sys.argv[1])):
+    times = []
+    for _ in range(60):
+        dist.barrier()
+        begun = time.perf_counter()
+        for _ in range(20):
+            dist.all_reduce(array)
+        times.append((time.perf_counter() - begun) / 20)
+    slowest = torch.tensor(times)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+threads = len(os.listdir("/proc/self/task"))
+if dist.get_rank() == 0:
+    print(json.dumps([threads, sorted(slowest.tolist())]))
+dist.destroy_process_group()
+"""
+MPI_SCRIPT = """
+import json, os, sys, time
+import numpy as np
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+array = np.ones(250, np.float32)
+for _ in range(int(sys.argv[1])):
+    times = np.zeros(60)
+    for at in range(60):
+        world.Barrier()
+        begun = time.perf_counter()
+        for _ in range(20):
+            world.Allreduce(MPI.IN_PLACE, array)
+        times[at] = (time.perf_counter() - begun) / 20
+    world.Allreduce(MPI.IN_PLACE, times, op=MPI.MAX)
+threads = len(os.listdir("/proc/self/task"))
+if world.Get_rank() == 0:
+    print(json.dumps([threads, sorted(times.tolist())]))
+world.Barrier()
+"""
+PEERS = {
+    "gloo:native": ("", GLOO_SCRIPT),
+    "openmpi:native": ("openmpi", MPI_SCRIPT),
+    "mpich:native": ("mpich", MPI_SCRIPT),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("contender", PEERS)
+def test_a_peer_is_as_fast_as_a_plain_script_of_its_library_and_has_as_many_threads(
+    tmp_path: Path, contender: str
+) -> None:
+    """The quietest tenth of the repetitions counts, and the two have several turns: other work only adds time."""
+    library, script = PEERS[contender]
+    if library and not isinstance(find_library(library), MpiLibrary):
+        pytest.skip(f"{library} is not installed")
+    path = tmp_path / "plain.py"
+    path.write_text(script)
+    best = {"plain": float("inf"), "bench": float("inf")}
+    with Ranks(Work("allreduce", contender, 1000).to_json(), 2, Here(), run.RANK, library) as peer:
+        for _ in range(ROUNDS):
+            threads, plain = run_plain(path, library)
+            best["plain"] = min(best["plain"], plain[len(plain) // 10])
+            found: list[Any] = []
+            for _ in range(6):
+                peer.order(found.append, nbytes=1000, repetitions=10)
+            times = sorted(seconds for message in found for seconds in message["times_s"])
+            best["bench"] = min(best["bench"], times[len(times) // 10])
+            if best["bench"] <= 1.2 * best["plain"]:
+                break
+        ours = len(list(Path(f"/proc/{min(ranks_of(os.getpid()))}/task").iterdir()))
+        peer.end()
+    assert best["bench"] <= 1.2 * best["plain"]
+    assert ours == threads
+
+
+ROUNDS = 8
+
+
+def run_plain(path: Path, library: str) -> tuple[int, list[float]]:
+    """Threads of rank 0 and sorted seconds of a plain script on two ranks."""
+    printed: list[str] = []
+    with Here().run([sys.executable, str(path), "1"], 2, library, lambda _, line: printed.append(line)) as started:
+        outcome = started.wait(120.0)
+    assert not outcome.status, (outcome.text, printed)
+    threads, times = next(json.loads(line) for line in printed if line.startswith("["))
+    return threads, times
+
+
+@pytest.mark.slow
+def test_a_set_whose_turn_it_is_not_sleeps() -> None:
+    """All of it: its processor time while another set works is that of some heartbeats."""
+    contenders = ["shm:auto", "tcp:auto", "gloo:native", "torch:syncline"]
+    libraries = dict.fromkeys(contenders, "")
+    if isinstance(find_library("openmpi"), MpiLibrary):
+        libraries["openmpi:native"] = "openmpi"
+    for contender, library in libraries.items():
+        with (
+            Ranks(Work("allreduce", contender, 1_000_000).to_json(), 2, Here(), run.RANK, library) as parked,
+            Ranks(Work("allreduce", "shm:ring", 1_000_000).to_json(), 2, Here(), run.RANK) as busy,
+        ):
+            parked.order(nbytes=1_000_000, repetitions=2)
+            pids = [pid for pid in ranks_of(os.getpid()) if pid not in busy.pids]
+            assert len(pids) == 2
+            before, begun = used_s(pids), time.monotonic()
+            busy.order(nbytes=1_000_000, repetitions=200)
+            lasted = time.monotonic() - begun
+            assert used_s(pids) - before <= 0.02 + 0.02 * lasted, contender
+            parked.order(nbytes=1_000_000, repetitions=2)
+            parked.end()
+            busy.end()
+
+
+def used_s(pids: list[int]) -> float:
+    """Processor seconds of processes, all of their threads."""
+    return sum(
+        int(path.read_text().split()[0]) / 1e9 for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_under_mpi_is_named_and_costs_its_contender_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = find_library("openmpi")
     if not isinstance(found, MpiLibrary):
         pytest.skip(found)
-    victims: list[int] = []
-    follow = start.Turn.read
+    turn = run._Stage._turn
 
-    def read(self: Any) -> Any:
-        position = follow(self)
-        if position.contender == 0 and position.nbytes and not victims:
-            victims.append(last_rank())
-            os.kill(victims[0], signal.SIGKILL)
-        return position
+    def killing(self: Any, name: Any, size: int, taken: Any, seeds: list[int], count: int) -> None:
+        if name.library and count and not taken.times_s:
+            launcher = self._sets[name].pids[0]
+            os.kill(next(pid for pid in ranks_of(os.getpid()) if parent_of(pid) == launcher), signal.SIGKILL)
+        turn(self, name, size, taken, seeds, count)
 
-    monkeypatch.setattr(start.Turn, "read", read)
-    out = io.StringIO()
-    rows = bench(tmp_path, "allreduce", "tcp:ring", "openmpi:native", repetitions=200, out=out)
-    # The signal may arrive in a turn, whose contender is then given up, or between two, and then it is said only.
-    failed = [row for row in rows if row["error"]]
-    assert re.search(r"rank [01]( .*)? died", " ".join(out.getvalue().split()))
-    assert all(re.search(r"rank [01]( .*)? died", row["error"]) for row in failed)
-    assert sum(row["correct"] is True for row in rows) == 2 - len(failed) >= 1
-
-
-def last_rank() -> int:
-    """The process number of a rank that a launcher of this process has started."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and parent_of(parent_of(int(entry.name))) == os.getpid():
-            words = Path(f"/proc/{entry.name}/cmdline").read_bytes().split(b"\0")
-            if b"syncline.bench.collectives.rank" in words:
-                return int(entry.name)
-    raise AssertionError("there is no rank")
+    monkeypatch.setattr(run._Stage, "_turn", killing)
+    ours, theirs = bench(tmp_path, "allreduce", "tcp:ring", "openmpi:native")
+    assert ours["error"] is None
+    assert re.search(r"rank [01]( .*)? died.* during openmpi:native of 1", theirs["error"])
 
 
 def parent_of(pid: int) -> int:

@@ -14,65 +14,89 @@ from syncline.bench.collectives import command, run
 from syncline.bench.collectives import request as requests
 from syncline.bench.collectives.display import Display
 from syncline.bench.collectives.request import Request, request_of
-from syncline.bench.collectives.start import RanksFailed, where_text
-from syncline.bench.collectives.work import Position, Turn, Work
+from syncline.bench.collectives.start import RanksFailed
+from syncline.bench.collectives.work import TURNS, Work, turns_of
 from syncline.errors import UsageError
 from syncline.launch.mpi_library import MpiLibrary
 from syncline.nouns import Rate
 from syncline.report.bench_rows import BenchResult, Measured
 from syncline.report.bench_table import title
 
-Play = Callable[[Work, Callable[[dict[str, Any]], None]], None]
+Play = Callable[[Work, dict[str, Any]], None]
 
 
-def nothing(work: Work, heard: Callable[[dict[str, Any]], None]) -> None:
+def nothing(work: Work, order: dict[str, Any]) -> None:
     """A set of ranks in which nothing happens but what has to."""
 
 
-class Ranks:
-    """Stands in for ``run_ranks``: reports every cell, or what ``play`` does first."""
+class Sets:
+    """Stands in for sets of ranks, in which ``play`` says what goes wrong; notes what every set was told."""
 
     def __init__(self, play: Play = nothing) -> None:
         self.play = play
-        self.works: list[Work] = []
+        self.works: list[tuple[Work, str]] = []
+        self.orders: list[tuple[str, dict[str, Any]]] = []
+        self.open: list[str] = []
+        self.correct = True
 
-    def __call__(self, work: Work, ranks: int, place: Any, heard: Any, moved: Any, silence_s: float) -> None:  # noqa: ARG002
-        self.works.append(work)
-        moved(Position(0, work.cells[0][0], 5))
-        if work.memory:
-            heard({"kind": "memory", "contender": 0, "memory_bytes": 1 << 20})
-            return
-        self.play(work, heard)
-        for size, numbers in work.cells:
-            for number in numbers:
-                heard(report(number, size))
+    def __call__(self, text: str, ranks: int, place: Any, script: Any, library: str = "") -> Pretended:  # noqa: ARG002
+        work = Work.from_json(text)
+        self.works.append((work, library))
+        self.play(work, {})
+        return Pretended(self, work)
 
     @property
-    def timed(self) -> list[Work]:
-        return [work for work in self.works if not work.memory]
+    def timed(self) -> list[tuple[str, int, int]]:
+        """Contender, size and repetitions of every turn in which something was timed."""
+        return [
+            (name, order["nbytes"], order["repetitions"]) for name, order in self.orders if order.get("repetitions")
+        ]
 
 
-def report(number: int, size: int) -> dict[str, Any]:
-    return {
-        "kind": "measured",
-        "contender": number,
-        "bytes": size,
-        "times_s": [0.001, 0.002, 0.009],  # as many as ``asked`` asks for
-        "cpu_s": 0.004,
-        "correct": True,
-        "chosen": None,
-        "speeds": {"memory": 8e9, "link": 1e9},
-    }
+class Pretended:
+    def __init__(self, sets: Sets, work: Work) -> None:
+        self._sets, self._work = sets, work
+
+    def __enter__(self) -> Pretended:
+        self._sets.open.append(self._work.contender)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._work.contender in self._sets.open:
+            self._sets.open.remove(self._work.contender)
+
+    def order(self, heard: Any, limit_s: float = 0.0, **order: Any) -> None:  # noqa: ARG002
+        self._sets.orders.append((self._work.contender, order))
+        self._sets.play(self._work, order)
+        count = order.get("repetitions", 0)
+        if not self._work.contender:
+            heard({"kind": "limits", "memory": [8e9] * count, "link": [1e9] * count})
+            return
+        heard(
+            {
+                "kind": "measured",
+                "times_s": [0.002] * count,
+                "cpu_s": [0.004] * count,
+                "correct": self._sets.correct,
+                "chosen": None,
+                "memory_bytes": 1 << 20 if order.get("memory") else None,
+            }
+        )
+
+    def end(self) -> None:
+        return None
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    played = Ranks()
-    monkeypatch.setattr(run, "run_ranks", played)
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Sets:
+    played = Sets()
+    monkeypatch.setattr(run, "Ranks", played)
     monkeypatch.setattr(requests, "available_memory_bytes", lambda: 1 << 40)
     monkeypatch.setattr(requests.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 40}))
-    for module in (run, requests):
-        monkeypatch.setattr(module, "find_library", find_library)
+    monkeypatch.setattr(requests, "find_library", find_library)
     return played
 
 
@@ -107,36 +131,45 @@ def test_figures_follow_from_the_times() -> None:
     assert tcp.of_limit == pytest.approx((tcp.limit_s or 0) / 0.002)
 
 
-def test_all_contenders_share_processes_and_every_size_is_kept(ranks: Ranks) -> None:
+def test_every_contender_has_ranks_of_its_own_and_they_take_turns(ranks: Sets) -> None:
     saved: list[BenchResult] = []
-    rows = measured(asked("shm:auto", "gloo:native", "mpi:native"), saved=saved)
-    (work,) = ranks.timed
-    assert work.contenders == ("shm:auto", "gloo:native", "mpi:native")
-    assert (work.library, work.link) == ("openmpi", True)
-    assert [len(result.rows) for result in saved[:6]] == [1, 2, 3, 4, 5, 6]
-    assert [row.memory_bytes for row in rows] == [None] * 3 + [1 << 20] * 3
+    names = ["shm:auto", "gloo:native", "mpi:native", "mpich:native"]
+    rows = measured(asked(*names), saved=saved)
+    limits = (Work("allreduce", "", 4000, link=True), "")
+    started = [(Work("allreduce", name, 4000), lib) for name, lib in zip(names, ("", "", "mpi", "mpich"), strict=True)]
+    assert ranks.works == [*started, limits, *started]  # and again for what they take of memory
+    turns = [(name, size) for name, size, _ in ranks.timed]
+    for size in (1000, 4000):
+        rounds = [turns[at : at + 5] for at in range(0, len(turns), 5) if turns[at][1] == size]
+        assert len(rounds) == 3
+        assert all({name for name, _ in one} == {*names, ""} for one in rounds)
+        assert len({one[0] for one in rounds}) == 3  # who begins changes
+    assert [len(result.rows) for result in saved[:8]] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [row.memory_bytes for row in rows] == [None] * 4 + [1 << 20] * 4
+    assert not ranks.open
 
 
-def test_two_mpi_libraries_are_two_sets_of_processes(ranks: Ranks) -> None:
-    measured(asked("mpich:native", "shm:auto", "openmpi:native", "mpi:ring"))
-    assert [(work.library, work.contenders) for work in ranks.timed] == [
-        ("openmpi", ("shm:auto", "openmpi:native", "mpi:ring")),
-        ("mpich", ("mpich:native",)),
-    ]
+@pytest.mark.parametrize("repetitions", [1, 2, 5, 6, 7, 9, 20, 60])
+def test_repetitions_are_done_in_some_turns_as_equal_as_can_be(repetitions: int) -> None:
+    turns = turns_of(repetitions)
+    assert sum(turns) == repetitions
+    assert len(turns) == min(repetitions, TURNS)
+    assert max(turns) - min(turns) <= 1
 
 
-def test_the_contender_whose_turn_it_was_is_given_up_and_the_rest_starts_again(ranks: Ranks) -> None:
-    def die(work: Work, heard: Callable[[dict[str, Any]], None]) -> None:
-        if "tcp:ring" in work.contenders:
-            for number in range(3):
-                heard(report(number, 1000))
-            raise RanksFailed("rank 1 was killed by SIGKILL", Position(1, 4000, 70))
+def test_results_are_checked_before_and_after_the_timed_turns(ranks: Sets) -> None:
+    measured(asked("shm:auto", sizes=(1000,)))
+    mine = [(order["seeds"], order["repetitions"]) for name, order in ranks.orders if name and "seeds" in order]
+    assert mine == [([0, 1], 0), ([], 1), ([], 1), ([], 1), ([2], 0)]
+
+
+def test_a_contender_whose_ranks_fail_is_given_up_and_the_others_go_on(ranks: Sets) -> None:
+    def die(work: Work, order: dict[str, Any]) -> None:
+        if work.contender == "tcp:ring" and order.get("nbytes") == 4000 and order.get("repetitions"):
+            raise RanksFailed("rank 1 was killed by SIGKILL")
 
     ranks.play = die
     rows = measured(asked("shm:auto", "tcp:ring", "gloo:native", sizes=(1000, 4000, 8000)))
-    again = ranks.timed[1]
-    assert again.contenders == ("shm:auto", "gloo:native")
-    assert [size for size, _ in again.cells] == [4000, 8000]
     errors = {(row.contender, row.bytes): row.error for row in rows if row.error}
     assert errors == {
         ("tcp:ring", 4000): "rank 1 was killed by SIGKILL during tcp:ring of 4 KB",
@@ -145,75 +178,74 @@ def test_the_contender_whose_turn_it_was_is_given_up_and_the_rest_starts_again(r
     }
     assert sum(row.finished for row in rows) == 7
     assert [row.bytes for row in rows] == [1000] * 3 + [4000] * 3 + [8000] * 3
+    assert [work.contender for work, _ in ranks.works].count("shm:auto") == 2  # for times and for memory: none again
 
 
-def test_a_launcher_that_does_not_start_costs_its_contenders_only(ranks: Ranks) -> None:
-    def refuse(work: Work, heard: Callable[[dict[str, Any]], None]) -> None:  # noqa: ARG001
-        if work.library:
-            raise RanksFailed("mpirun was not in the mood", Position(None, 0, 0))
+def test_a_launcher_that_does_not_start_costs_its_contenders_only(ranks: Sets) -> None:
+    def refuse(work: Work, order: dict[str, Any]) -> None:  # noqa: ARG001
+        if work.contender == "mpi:native":
+            raise RanksFailed("mpirun was not in the mood")
 
     ranks.play = refuse
     rows = measured(asked("shm:auto", "mpi:native", sizes=(1000,)))
     assert [(row.contender, row.error) for row in rows] == [
         ("shm:auto", None),
-        ("mpi:native", "mpirun was not in the mood"),
+        ("mpi:native", "mpirun was not in the mood while mpi:native was connecting"),
     ]
 
 
-def test_a_death_between_turns_is_nobodys_fault_once(ranks: Ranks) -> None:
-    def die(work: Work, heard: Callable[[dict[str, Any]], None]) -> None:  # noqa: ARG001
-        raise RanksFailed("rank 0 died", Position(None, 1000, 9))
+def test_limits_that_fail_leave_rows_without_them(ranks: Sets) -> None:
+    def fail(work: Work, order: dict[str, Any]) -> None:
+        if not work.contender and order.get("nbytes") == 4000:
+            raise RanksFailed("rank 0 died")
 
-    ranks.play = die
-    rows = measured(asked("shm:auto", sizes=(1000,)))
-    assert len(ranks.timed) == 2
-    assert [row.error for row in rows] == ["rank 0 died"]
+    ranks.play = fail
+    rows = measured(asked("shm:auto"))
+    assert all(row.finished for row in rows)
+    assert [row.of_limit is None for row in rows] == [False, True]
 
 
-def test_finished_rows_are_not_measured_again_and_others_are(ranks: Ranks) -> None:
+def test_finished_rows_are_not_measured_again_and_others_are(ranks: Sets) -> None:
     request = asked("shm:auto", "tcp:ring")
     rows = measured(request)
-    ranks.works.clear()
+    ranks.orders.clear()
     broken = (rows[0], Measured("tcp", "ring", 2, 1000, error="x"))
     again = measured(request, BenchResult("here", 2, {}, None, rows=broken))
-    (work,) = ranks.timed
-    assert [(size, [work.contenders[number] for number in numbers]) for size, numbers in work.cells] == [
-        (1000, ["tcp:ring"]),
-        (4000, ["shm:auto", "tcp:ring"]),
-    ]
+    turns = {(name, size) for name, size, _ in ranks.timed if name}
+    assert turns == {("tcp:ring", 1000), ("shm:auto", 4000), ("tcp:ring", 4000)}
     assert [row.key for row in again] == list(request.keys)
     ranks.works.clear()
     assert measured(request, BenchResult("here", 2, {}, None, rows=again)) == again
     assert not ranks.works
 
 
-def test_what_is_not_installed_is_a_row_and_no_process(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (run, requests):
-        monkeypatch.setattr(module, "find_library", lambda _: "Open MPI is not installed: pip install it")
+def test_what_is_not_installed_is_a_row_and_no_process(ranks: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "find_library", lambda _: "Open MPI is not installed: pip install it")
     rows = measured(asked("mpi:native", "shm:auto", sizes=(1000,)))
     assert [(row.contender, row.missing, row.error is None) for row in rows] == [
         ("mpi:native", True, False),
         ("shm:auto", False, True),
     ]
-    assert [work.contenders for work in ranks.timed] == [("shm:auto",)]
+    assert {work.contender for work, _ in ranks.works} == {"shm:auto", ""}
 
 
-def test_an_interrupt_leaves_a_file_that_a_later_run_takes_up(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_interrupt_leaves_a_file_that_a_later_run_takes_up(ranks: Sets, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     console = Console(file=io.StringIO(), width=100)
 
-    def interrupt(work: Work, heard: Callable[[dict[str, Any]], None]) -> None:  # noqa: ARG001
-        heard(report(0, 1000))
-        raise KeyboardInterrupt
+    def interrupt(work: Work, order: dict[str, Any]) -> None:  # noqa: ARG001
+        if order.get("nbytes") == 4000:
+            raise KeyboardInterrupt
 
     ranks.play = interrupt
     with pytest.raises(KeyboardInterrupt):
         command.run([asked("shm:auto", "tcp:ring")], json_path=path, console=console)
-    assert [row.contender for row in BenchResult.from_json(path.read_text()).rows] == ["shm:auto"]
+    assert [row.contender for row in BenchResult.from_json(path.read_text()).rows] == ["shm:auto", "tcp:ring"]
+    assert not ranks.open
     ranks.play = nothing
-    ranks.works.clear()
+    ranks.orders.clear()
     assert command.run([asked("shm:auto", "tcp:ring")], json_path=path, console=console) == 0
-    assert sum(len(numbers) for _, numbers in ranks.timed[0].cells) == 3
+    assert {size for _, size, _ in ranks.timed} == {4000}
     assert len(BenchResult.from_json(path.read_text()).rows) == 4
     # Asked for less, the file holds less; resumed by name, it keeps everything.
     assert command.run([asked("tcp:ring", sizes=(1000,))], resume_path=path, console=console) == 0
@@ -222,14 +254,14 @@ def test_an_interrupt_leaves_a_file_that_a_later_run_takes_up(ranks: Ranks, tmp_
     assert len(BenchResult.from_json(path.read_text()).rows) == 1
 
 
-def test_rows_of_another_code_are_never_mixed_in(ranks: Ranks, tmp_path: Path) -> None:
+def test_rows_of_another_code_are_never_mixed_in(ranks: Sets, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     console = Console(file=io.StringIO())
     command.run([asked("shm:auto")], json_path=path, console=console)
     path.write_text(path.read_text().replace('"source_sha256": "', '"source_sha256": "other'))
     with pytest.raises(UsageError, match="another machine or with another version"):
         command.run([asked("shm:auto")], resume_path=path, console=console)
-    ranks.works.clear()
+    ranks.orders.clear()
     command.run([asked("shm:auto")], json_path=path, console=console)
     assert ranks.timed
     path.write_text("[]")
@@ -237,12 +269,8 @@ def test_rows_of_another_code_are_never_mixed_in(ranks: Ranks, tmp_path: Path) -
         command.run([asked("shm:auto")], resume_path=path, console=console)
 
 
-def test_a_wrong_result_fails_the_bench(ranks: Ranks) -> None:
-    def wrong(work: Work, heard: Callable[[dict[str, Any]], None]) -> None:  # noqa: ARG001
-        heard({**report(0, 1000), "correct": False})
-        raise RanksFailed("over", Position(0, 1000, 1))
-
-    ranks.play = wrong
+def test_a_wrong_result_fails_the_bench(ranks: Sets) -> None:
+    ranks.correct = False
     out = io.StringIO()
     assert command.run([asked("shm:auto", sizes=(1000,))], console=Console(file=out, width=100)) == 1
     assert "NO" in out.getvalue()
@@ -251,7 +279,6 @@ def test_a_wrong_result_fails_the_bench(ranks: Ranks) -> None:
 class FakeLab:
     """A lab as the bench sees it."""
 
-    interface = "eth0"
     made: ClassVar[list[tuple[int, float]]] = []
 
     def __init__(self, hosts: int, rate: float) -> None:
@@ -263,20 +290,18 @@ class FakeLab:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def address(self, host: int) -> str:
-        return f"10.0.0.{host + 1}"
-
     def goodput(self, seconds: float) -> float:
         return 1e8 * seconds / seconds
 
 
-def test_in_a_lab_the_limit_is_its_goodput(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_lab_the_limit_is_its_goodput(ranks: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
     module = type("Module", (), {"Lab": FakeLab})
     monkeypatch.setattr(run.importlib, "import_module", lambda _: module)
     row, *_ = measured(asked("tcp:auto", "mpi:native", lab_rate=Rate(1e9), ranks=(4,)))
     assert FakeLab.made[-1] == (4, 1e9)
     assert (row.limit, row.limit_s, row.lab_bit_per_s) == ("link", pytest.approx(1.5 * 1000 / 1e8), 1e9)
-    assert not any(work.memory or work.link for work in ranks.works)
+    assert not any(work.link for work, _ in ranks.works)
+    assert not any(order.get("memory") for _, order in ranks.orders)
 
 
 @pytest.mark.usefixtures("ranks")
@@ -291,17 +316,6 @@ def test_several_ranks_share_a_host_of_the_lab_and_its_link(monkeypatch: pytest.
     assert "4 ranks, 2 on each host, on a lab" in title([row], 2)
 
 
-def test_the_record_of_turns_is_read_by_another_mapping(tmp_path: Path) -> None:
-    reader, writer = Turn(tmp_path, create=True), Turn(tmp_path)
-    assert reader.read() == Position(None, 0, 0)
-    writer.begin(0, 4000)
-    assert reader.read() == Position(0, 4000, 0)
-    writer.end()
-    assert reader.read() == Position(None, 4000, 1)
-    assert where_text(["shm:auto"], Position(0, 4000, 0)) == "during shm:auto of 4 KB"
-    assert where_text(["shm:auto"], Position(0, 0, 0)) == "while shm:auto was connecting"
-
-
 def test_work_survives_its_way_down() -> None:
-    work = Work("allreduce", ("a:b", "c:d"), ((1000, (0, 1)), (4000, (1,))), "/f", library="mpich", link=True)
+    work = Work("allreduce", "a:b", 4000, link=True)
     assert Work.from_json(work.to_json()) == work

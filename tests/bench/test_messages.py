@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.bench.messages import Job, Mailbox, Message, Sender, reports_path
+from syncline.bench.messages import Job, Mailbox, Message, Sender
 from syncline.errors import SynclineError
 
 
@@ -82,17 +82,18 @@ def test_half_a_line_at_the_end_is_dropped() -> None:
         assert receive_all(mailbox) == [(0, {"kind": "result"})]
 
 
-def test_pipes_with_names_serve_processes_that_inherit_nothing(tmp_path: Path) -> None:
-    with Mailbox(2, tmp_path) as mailbox:
-        assert mailbox.fds == []
-        assert mailbox.receive(0.0) == []  # nobody has come yet, which is not the end
-        senders = [Sender(os.open(reports_path(tmp_path, rank), os.O_WRONLY)) for rank in range(2)]
+def test_a_process_that_inherits_nothing_opens_its_pipe_in_proc() -> None:
+    with Mailbox(2) as mailbox:
+        senders = [Sender(os.open(f"/proc/{os.getpid()}/fd/{fd}", os.O_WRONLY)) for fd in mailbox.fds]
         senders[1].send("hello", at=1)
         assert mailbox.receive(5.0) == [(1, {"kind": "hello", "at": 1})]
         senders[1].close()
+        assert mailbox.receive(0.0) == []  # not the end, while it is open here
+        mailbox.release(1)
         assert mailbox.receive(5.0) == []
         assert mailbox.ended == [1]
         assert mailbox.open
+        mailbox.release()
         senders[0].close()
         mailbox.receive(5.0)
         assert (mailbox.ended, mailbox.open) == ([1, 0], False)

@@ -1,9 +1,8 @@
 """What the process that starts a measured run and the processes that run it tell each other.
 
 Owns the ``Job`` that goes down as an argument, and the pipes on which one JSON object per line comes up: a pipe per
-process keeps lines whole however long they are. The pipes are inherited, or have names in a folder for processes that
-another launcher starts, such as mpirun. Does not know what the objects mean. There is no pickle, and a line that is not
-JSON is an error of the run, not of the reader.
+process keeps lines whole however long they are. Does not know what the objects mean. There is no pickle, and a line
+that is not JSON is an error of the run, not of the reader.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import os
 import selectors
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -59,11 +57,6 @@ class Job:
         return cls(**{**data, "report_fds": tuple(data["report_fds"])})
 
 
-def reports_path(folder: str | Path, rank: int) -> str:
-    """The name of a process's pipe in a folder."""
-    return str(Path(folder) / f"reports-{rank}")
-
-
 class Sender:
     """The writing end in a measured process; writes block while the pipe is full."""
 
@@ -87,25 +80,19 @@ class Sender:
 class Mailbox:
     """The reading ends of a run's pipes, one per process.
 
-    ``fds`` are the writing ends, to be inherited by the processes; ``release`` closes this process's copies once they
-    have been. With a ``folder`` the pipes have names in it instead, see ``reports_path``. ``ended`` lists the processes
-    whose pipes have closed, in that order. Used as a context manager, which closes everything.
+    ``fds`` are the writing ends, for the processes to inherit or to open; ``release`` closes this process's copies once
+    they have. ``ended`` lists the processes whose pipes have closed, in that order. Used as a context manager, which
+    closes everything.
     """
 
-    def __init__(self, processes: int, folder: str | Path | None = None) -> None:
+    def __init__(self, processes: int) -> None:
         self._selector = selectors.DefaultSelector()
         self._rest: dict[int, bytes] = {}
-        self.fds: list[int] = []
+        self._writing: dict[int, int] = {}
         self.ended: list[int] = []
         for rank in range(processes):
-            if folder is None:
-                reading, writing = os.pipe()
-                os.set_blocking(reading, False)
-                self.fds.append(writing)
-            else:
-                path = reports_path(folder, rank)
-                os.mkfifo(path, 0o600)
-                reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            reading, self._writing[rank] = os.pipe()
+            os.set_blocking(reading, False)
             self._selector.register(reading, selectors.EVENT_READ, rank)
             self._rest[reading] = b""
 
@@ -125,10 +112,16 @@ class Mailbox:
         """True while a process may still send."""
         return bool(self._rest)
 
-    def release(self) -> None:
-        """Close this process's copies of the writing ends, so that a process's end ends its pipe."""
-        while self.fds:
-            os.close(self.fds.pop())
+    @property
+    def fds(self) -> list[int]:
+        """The writing ends that are still open here, in the order of processes."""
+        return list(self._writing.values())
+
+    def release(self, *ranks: int) -> None:
+        """Close this process's copies of the writing ends, or of these ones: then a process's end ends its pipe."""
+        for rank in ranks or tuple(self._writing):
+            if rank in self._writing:
+                os.close(self._writing.pop(rank))
 
     def receive(self, timeout: float) -> list[tuple[int, Message]]:
         """The messages that have come, as (process index, message); waits up to ``timeout`` seconds for the first.

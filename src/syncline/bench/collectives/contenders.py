@@ -6,6 +6,7 @@ class below, and nowhere else. A name that the peers' registry has is a peer; ev
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,9 @@ from ... import collectives, registry
 from ...codecs import warmup_of
 from ...compression.compression import Compression
 from ...errors import UsageError
+from ...launch.connecting import connect_session
+from ...launch.environment import recognise
+from ...launch.meeting import MeetingPoint
 from ...nouns import Bucket, Group, Layer, Slice, Spec
 from ...plans.messages import Program, compile_program
 from ...plans.plan import Plan
@@ -138,25 +142,33 @@ def plan_of(strategy: Strategy, kind: Collective, group: Group) -> Plan:
     raise UsageError(f"{algorithm} has no {kind.name} of its own: use {names} or auto")
 
 
-def connect(name: Name, number: int, seat: Seat, environment: Any) -> Contender:
-    """This rank's object of a contender; all ranks call it together. ``number`` tells equal contenders apart."""
+def load_library(name: Name) -> None:
+    """Load what the contender's library is, so that what it takes later is its own work's."""
+    if name.library:
+        importlib.import_module("mpi4py.MPI")
+    elif name.needs:
+        importlib.import_module(name.needs)
+
+
+def connect(name: Name, seat: Seat) -> Contender:
+    """This rank's object of a contender; all ranks call it together."""
     if name.peer is not None:
         peer: Contender = name.peer.target(seat)
         return peer
-    return Syncline(name, number, seat, environment)
+    return Syncline(name, seat)
 
 
 class Syncline:
     """A strategy of ours, through the engine as a training step uses it."""
 
-    def __init__(self, name: Name, number: int, seat: Seat, environment: Any) -> None:
-        from ...launch.connecting import connect_session
-
-        run = f"{environment.run_id}/bench/{number}"
+    def __init__(self, name: Name, seat: Seat) -> None:
         self._kind = collective(seat.collective)
         self._seat = seat
         self._asked = name.strategy
-        self._session = connect_session(self._asked, seat.point, run, interface=os.environ.get("SYNCLINE_INTERFACE"))
+        environment = recognise()
+        self._point = MeetingPoint(environment)
+        interface = os.environ.get("SYNCLINE_INTERFACE")
+        self._session = connect_session(self._asked, self._point, f"{environment.run_id}/bench", interface=interface)
         self._memory: Array = self._session.engine.allocate(4 * seat.elements, np.dtype(np.float32))
         self._array = self._memory
         self._compression: Compression | None = None
@@ -195,6 +207,7 @@ class Syncline:
     def close(self) -> None:
         """Leave the group."""
         self._session.shutdown()
+        self._point.close()
 
     def _compile(self) -> Program | collectives.Collective:
         if self._kind.name == "allreduce":

@@ -1,50 +1,77 @@
-"""How the ranks of a bench come together between repetitions, without favouring any contender's own barrier.
+"""A rank's line to the process that has started it: orders come down, reports go up, and the ranks meet over it.
 
-They meet over the store, in which waiting is a blocked read: while a contender is idle nothing spins, whatever it does
-when it is at work. No key is used twice, so nobody can read an old value.
+Meetings favour no contender's own barrier, and cost nothing between them: whoever waits is blocked in a read. The
+starter is awake anyway when the ranks meet, and asleep while they are timed. A rank whose starter is gone ends at once.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+from ..messages import Sender
 
 Table = NDArray[np.float64]
 
 
-class Meeting:
-    """One rank's view of the meetings; all ranks make the same calls in the same order."""
+class Line:
+    """One rank's end; all ranks meet in the same order. ``pipes`` names those of every rank, as JSON."""
 
-    def __init__(self, store: TCPStore, rank: int, world: int) -> None:
-        self._store, self.rank, self.world = store, rank, world
-        self._round = 0
+    def __init__(self, pipes: str, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        reports, orders = json.loads(pipes)[rank]
+        self._sender = Sender(os.open(reports, os.O_WRONLY))
+        self._orders = os.fdopen(os.open(orders, os.O_RDONLY), "rb")
+        self.send("here")
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """An error inside is told to the starter, and ends the process: a group's other ranks may never come."""
+        try:
+            yield
+        except Exception as error:
+            self.send("error", at=time.time(), text=f"{type(error).__name__}: {error}")
+            traceback.print_exc()
+            # At once: MPI would wait for all ranks at this one's exit.
+            os._exit(1)
+
+    def orders(self) -> Iterator[dict[str, Any]]:
+        """What the starter wants done, one thing after the other, until it wants the end."""
+        self.send("done")  # with what comes before the first one
+        while order := self._hear():
+            yield order
+            self.send("done")
+
+    def finish(self) -> None:
+        """The last word."""
+        self.send("done")
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Report something."""
+        try:
+            self._sender.send(kind, **content)
+        except BrokenPipeError:
+            os._exit(1)  # nobody listens any more
 
     def wait(self) -> None:
         """Return when all ranks have called."""
-        self.gather(0.0)
+        self.gather()
 
     def gather(self, *mine: float) -> Table:
-        """Every rank's numbers, a line per rank. Cost: a round trip to rank 0 for each rank."""
-        values = self.share(np.array(mine, np.float64).tobytes())
-        return np.array([np.frombuffer(value, np.float64) for value in values])
+        """Every rank's numbers, a line per rank. Cost: a message to the starter and one back for each rank."""
+        self.send("meet", numbers=mine)
+        return np.array(self._hear(), np.float64)
 
-    def leave(self) -> None:
-        """The last meeting: rank 0, which serves the store, returns when nobody will ask it for anything any more."""
-        mine = f"bench/left/{self.rank}"
-        if self.rank:
-            self._store.set(mine, "x")
-        elif self.world > 1:
-            self._store.wait([f"bench/left/{rank}" for rank in range(1, self.world)])
-
-    def share(self, mine: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order; none may be empty, which the store takes 0.4 s to hand out."""
-        self._round += 1
-        keys = [f"bench/round/{self._round}/{rank}" for rank in range(self.world)]
-        self._store.set(keys[self.rank], mine)  # type: ignore[arg-type]  # bytes are what it keeps
-        self._store.wait(keys)
-        return [bytes(self._store.get(key)) for key in keys]
+    def _hear(self) -> Any:
+        line = self._orders.readline()
+        if not line:
+            os._exit(1)  # the starter is gone
+        return json.loads(line)

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import SynclineError
-from .meeting import Meeting
+from .meeting import Line
 
 Array = NDArray[np.float32]
 
@@ -46,39 +46,39 @@ _TIMEOUT_S = 120.0
 class MemoryProbe:
     """Copies by all ranks at once; ``measure`` gives bytes per second, read and written, of all ranks together."""
 
-    def __init__(self, meeting: Meeting, nbytes: int) -> None:
-        self._meeting = meeting
+    def __init__(self, line: Line, nbytes: int) -> None:
+        self._line = line
         half = max(nbytes, _LEAST_BYTES) // 8
         self._there, self._back = np.ones((2, half), np.float32)
         self._rounds = max(1, round(_SPAN_BYTES / (16 * half)))
 
     def measure(self) -> float:
         """Called by all ranks together; cost: some 10 ms or two copies of the array."""
-        self._meeting.wait()
+        self._line.wait()
         begun = time.monotonic()
         for _ in range(self._rounds):
             np.copyto(self._back, self._there)
             np.copyto(self._there, self._back)
         ended = time.monotonic()
         # From the first start to the last end: with more ranks than cores they do not all copy at the same time.
-        times = self._meeting.gather(begun, ended)
-        moved = self._meeting.world * self._rounds * 4 * self._there.nbytes
+        times = self._line.gather(begun, ended)
+        moved = self._line.world * self._rounds * 4 * self._there.nbytes
         return float(moved / (times[:, 1].max() - times[:, 0].min()))
 
 
 class LinkProbe:
     """A ring of plain sockets on one machine; ``measure`` gives the bytes per second that every rank receives."""
 
-    def __init__(self, meeting: Meeting, address: str) -> None:
-        self._meeting = meeting
+    def __init__(self, line: Line, address: str) -> None:
+        self._line = line
         self._block = np.zeros(_LINK_BLOCK_BYTES, np.uint8)
         self._into = np.empty(_LINK_BLOCK_BYTES, np.uint8)
-        self._to, self._source = _ring(meeting, address)
+        self._to, self._source = _ring(line, address)
 
     def measure(self, nbytes: int) -> float:
         """Called by all ranks together, with the size that is being measured; cost: 8 to 64 MiB moved by each."""
         blocks = min(max(nbytes, _LEAST_LINK_BYTES), _MOST_LINK_BYTES) // _LINK_BLOCK_BYTES
-        self._meeting.wait()
+        self._line.wait()
         sender = threading.Thread(target=self._send, args=(blocks + 1,), name="syncline-bench-link")
         sender.start()
         self._receive(_LINK_BLOCK_BYTES)  # from here on the stream flows
@@ -86,7 +86,7 @@ class LinkProbe:
         self._receive(blocks * _LINK_BLOCK_BYTES)
         elapsed = time.monotonic() - begun
         sender.join()
-        return float(blocks * _LINK_BLOCK_BYTES / self._meeting.gather(elapsed).max())
+        return float(blocks * _LINK_BLOCK_BYTES / self._line.gather(elapsed).max())
 
     def _send(self, blocks: int) -> None:
         for _ in range(blocks):
@@ -105,14 +105,14 @@ class LinkProbe:
         self._source.close()
 
 
-def _ring(meeting: Meeting, address: str) -> tuple[socket.socket, socket.socket]:
+def _ring(line: Line, address: str) -> tuple[socket.socket, socket.socket]:
     """A connection to the next rank and one from the rank before."""
     with socket.create_server((address, 0)) as listener:
         listener.settimeout(_TIMEOUT_S)
-        ports = meeting.gather(listener.getsockname()[1])
-        to = socket.create_connection((address, int(ports[(meeting.rank + 1) % meeting.world, 0])), _TIMEOUT_S)
-        own = meeting.gather(to.getsockname()[1])
-        expected = int(own[(meeting.rank - 1) % meeting.world, 0])
+        ports = line.gather(listener.getsockname()[1])
+        to = socket.create_connection((address, int(ports[(line.rank + 1) % line.world, 0])), _TIMEOUT_S)
+        own = line.gather(to.getsockname()[1])
+        expected = int(own[(line.rank - 1) % line.world, 0])
         source = _accept(listener, lambda port: port == expected)
     return to, source
 

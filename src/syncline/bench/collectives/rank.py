@@ -1,226 +1,139 @@
-"""What each rank of ``syncline bench`` runs: ``python -m syncline.bench.collectives.rank WORK``.
+"""What each rank of ``syncline bench`` runs: ``python -m syncline.bench.collectives.rank WORK PIPES``.
 
-Every contender has connections and an array of its own, made before the first repetition; between its turns it is idle.
-Owns the course of a repetition: whose turn it is, what is timed and what is checked.
+A set of ranks has one contender, or measures the limits, and nothing else is in its processes but numpy and this.
+Owns the course of a repetition: what is timed and what is checked. Whose turn it is, the starter says.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
-import traceback
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ...launch.environment import Environment, recognise
-from ...launch.meeting import MeetingPoint, listen_address
-from ...launch.placement import bind_here
-from ..messages import Sender, reports_path
-from ..peers import Array, Contender, Seat
-from ..store import open_store
-from .contenders import Name, connect, read_name
-from .kinds import Collective, collective
-from .meeting import Meeting
+from ...launch.environment import recognise
+from ...launch.meeting import listen_address
+from ..peers import Array, Seat
+from .contenders import connect, load_library, read_name
+from .kinds import collective
+from .meeting import Line
 from .probes import LinkProbe, MemoryProbe
-from .request import WARM_UP, calls_per_repetition, usual_repetitions
-from .work import Turn, Work
-
-_TIMEOUT_S = 120.0
+from .request import calls_per_repetition
+from .work import Work
 
 
-def main(text: str) -> None:
-    """Measure what WORK asks for and report it; an error is reported before it ends the process."""
-    work = Work.from_json(text)
-    os.environ["GLOO_SOCKET_IFNAME"] = work.interface
-    environment = _under_mpi(work) if work.library else recognise()
-    sender = Sender(os.open(reports_path(work.folder, environment.rank), os.O_WRONLY))
-    try:
-        bench = _Bench(work, environment, sender)
-        bench.connect()
-        if work.memory:
-            bench.measure_memory()
-        else:
-            for nbytes, numbers in work.cells:
-                bench.measure(nbytes, numbers)
+def main(text: str, pipes: str) -> None:
+    """Do what the starter orders for WORK; an error is reported before it ends the process."""
+    work, environment = Work.from_json(text), recognise()
+    line = Line(pipes, environment.rank, environment.world)
+    with line.telling():
+        bench = Measurement(work, line) if work.contender else Limits(work, line)
+        for order in line.orders():
+            bench.turn(**order)
         bench.close()
-    except Exception as error:
-        sender.send("error", at=time.time(), text=f"{type(error).__name__}: {error}")
-        if work.library:
-            # MPI would wait for all ranks at this one's exit; dying at once lets the launcher end them.
-            traceback.print_exc()
-            os._exit(1)
-        raise
-    sender.send("finished")
-    sender.close()
+        line.finish()
 
 
-def _under_mpi(work: Work) -> Environment:
-    """This rank's place as MPI numbers it; MPI tells the ports of rank 0 for the meeting and for torch's store."""
-    import mpi4py
+class Limits:
+    """One rank of the set that measures what the machine allows."""
 
-    names = [read_name(text) for text in work.contenders]
-    # Peers call MPI from this thread; a transport of Syncline's calls it from its progress thread.
-    mpi4py.rc.thread_level = "funneled" if all(name.peer is not None for name in names) else "multiple"
-    from mpi4py import MPI
+    def __init__(self, work: Work, line: Line) -> None:
+        self._line = line
+        self._link = LinkProbe(line, listen_address(recognise(), None)) if work.link else None
 
-    world = MPI.COMM_WORLD
-    rank, ports = world.Get_rank(), np.zeros(2, np.int32)
-    if rank == 0:
-        _kept.extend(bind_here(work.address) for _ in ports)
-        ports[:] = [sock.getsockname()[1] for sock in _kept]
-    world.Bcast(ports, 0)
-    os.environ["MASTER_PORT"] = str(ports[1])
-    return recognise(rank=rank, world_size=world.Get_size(), address=f"{work.address}:{ports[0]}")
-
-
-_kept: list[socket.socket] = []
-"""Keep the ports from being given to others before rank 0 listens there, and between its starts."""
-
-
-class _Bench:
-    """One rank's contenders and what it measures of them."""
-
-    def __init__(self, work: Work, environment: Environment, sender: Sender) -> None:
-        import torch
-
-        torch.set_num_threads(1)
-        self._work, self._environment, self._sender = work, environment, sender
-        self._kind: Collective = collective(work.collective)
-        self._rank, self._world = environment.rank, environment.world
-        self._before = pss_bytes()
-        self._store = open_store(environment, _TIMEOUT_S)
-        self._point = MeetingPoint(environment)
-        self._meeting = Meeting(self._store, self._rank, self._world)
-        self._turn = Turn(work.folder) if self._rank == 0 else None
-        self._names: list[Name] = [read_name(text) for text in work.contenders]
-        self._contenders: list[Contender] = []
-        self._link = LinkProbe(self._meeting, listen_address(environment, None)) if work.link else None
-
-    def connect(self) -> None:
-        """Make all contenders, each with an array of the greatest size it will need."""
-        greatest = max(nbytes for nbytes, _ in self._work.cells)
-        elements = self._kind.elements(self._world, greatest)
-        seat = Seat(self._rank, self._world, self._store, self._point, self._kind.name, elements)
-        for number, name in enumerate(self._names):
-            self._begin(number, 0)
-            self._contenders.append(connect(name, number, seat, self._environment))
-            self._meeting.wait()
-            self._end()
-
-    def measure(self, nbytes: int, numbers: Sequence[int]) -> None:
-        """The contenders of these numbers at one size, in turn; rank 0 reports."""
-        for number in numbers:
-            self._contenders[number].select(self._kind.elements(self._world, nbytes))
-        count = usual_repetitions(nbytes) if self._work.repeat is None else self._work.repeat
-        times: dict[int, list[float]] = {number: [] for number in numbers}
-        spent = dict.fromkeys(numbers, 0.0)
-        correct = dict.fromkeys(numbers, True)
-        memory = MemoryProbe(self._meeting, nbytes)
+    def turn(self, nbytes: int, repetitions: int) -> None:
+        """Measure copies and the link for arrays of ``nbytes``; rank 0 reports bytes per second of each repetition."""
+        memory = MemoryProbe(self._line, nbytes)
         speeds: dict[str, list[float]] = {"memory": [], "link": []}
-        for repetition in range(WARM_UP + count):
-            shift = repetition % len(numbers)
-            for number in (*numbers[shift:], *numbers[:shift]):
-                self._begin(number, nbytes)
-                if repetition < WARM_UP or repetition == WARM_UP + count - 1:
-                    correct[number] &= self._check(number, nbytes, repetition)
-                elapsed, used = self._time(number, nbytes)
-                if repetition >= WARM_UP:
-                    times[number].append(elapsed)
-                    spent[number] += used
-                self._end()
+        for _ in range(repetitions):
             speeds["memory"].append(memory.measure())
             if self._link is not None:
                 speeds["link"].append(self._link.measure(nbytes))
-        typical = {name: float(np.median(found)) for name, found in speeds.items() if found}
-        for number in numbers:
-            self._report(number, nbytes, times[number], spent[number], correct[number], typical)
-
-    def measure_memory(self) -> None:
-        """The growth of this rank's memory with one array and what a few collectives leave behind, all connected."""
-        for nbytes, numbers in self._work.cells:
-            for number in numbers:
-                array = self._contenders[number].select(self._kind.elements(self._world, nbytes))
-                for _ in range(3):
-                    array.fill(1.0)
-                    self._contenders[number].run()
-                self._meeting.wait()
-                grown = self._meeting.gather(pss_bytes() - self._before)
-                if self._rank == 0:
-                    self._sender.send("memory", contender=number, memory_bytes=int(grown.max()))
+        if self._line.rank == 0:
+            self._line.send("limits", **speeds)
 
     def close(self) -> None:
-        """End all connections; ranks end together."""
-        self._meeting.wait()
-        for contender in self._contenders:
-            contender.close()
+        """Close the sockets."""
         if self._link is not None:
             self._link.close()
-        self._meeting.leave()
 
-    def _check(self, number: int, nbytes: int, seed: int) -> bool:
-        contender = self._contenders[number]
-        array = contender.select(self._kind.elements(self._world, nbytes))
-        self._kind.fill(array, self._rank, self._world, seed)
-        self._meeting.wait()  # one-sided transports may write into a peer's array as soon as they run
-        contender.run()
-        if self._names[number].exact:
-            right = self._kind.is_right(contender.result(), self._rank, self._world, seed)
+
+class Measurement:
+    """One rank of a contender, connected, with an array of the greatest size it will need."""
+
+    def __init__(self, work: Work, line: Line) -> None:
+        self._line, self._kind, self._name = line, collective(work.collective), read_name(work.contender)
+        load_library(self._name)
+        self._before = pss_bytes()
+        elements = self._kind.elements(line.world, work.most_bytes)
+        self._contender = connect(self._name, Seat(line.rank, line.world, self._kind.name, elements))
+
+    def turn(self, nbytes: int, repetitions: int = 0, seeds: Sequence[int] = (), memory: bool = False) -> None:
+        """Check the collective with these seeds, then time repetitions of it, or measure what ``memory`` it takes."""
+        self._array = self._contender.select(self._kind.elements(self._line.world, nbytes))
+        checked = [self._check(seed) for seed in seeds]  # all of them, whatever one finds: the other ranks come too
+        wrong = bool(self._line.gather(float(not all(checked))).any())
+        timed = [self._time(calls_per_repetition(nbytes), len(seeds)) for _ in range(repetitions)]
+        grown = self._memory_bytes() if memory else None
+        if self._line.rank == 0:
+            self._line.send(
+                "measured",
+                times_s=[seconds for seconds, _ in timed],
+                cpu_s=[used for _, used in timed],
+                correct=not wrong,
+                chosen=self._contender.chosen(),
+                memory_bytes=grown,
+            )
+
+    def close(self) -> None:
+        """End the connections; ranks end together."""
+        self._line.wait()
+        self._contender.close()
+
+    def _memory_bytes(self) -> int:
+        """The growth of a rank's memory with one array and what a few collectives leave behind, all connected."""
+        for _ in range(3):
+            self._array.fill(1.0)
+            self._line.wait()
+            self._contender.run()
+        return int(self._line.gather(pss_bytes() - self._before).max())
+
+    def _check(self, seed: int) -> bool:
+        self._kind.fill(self._array, self._line.rank, self._line.world, seed)
+        self._line.wait()  # one-sided transports may write into a peer's array as soon as they run
+        self._contender.run()
+        if self._name.exact:
+            right = self._kind.is_right(self._contender.result(), self._line.rank, self._line.world, seed)
         else:
-            right = self._all_alike(contender.result())
-        self._meeting.wait()
+            right = self._all_alike(self._contender.result())
+        self._line.wait()
         return right
 
     def _all_alike(self, result: Array) -> bool:
         """What can be said of numbers that a codec has changed: they are numbers, and the same ones on all ranks."""
-        marks = self._meeting.gather(float(zlib.crc32(result.tobytes())))
+        marks = self._line.gather(float(zlib.crc32(result.tobytes())))
         return bool(np.isfinite(result).all() and (marks == marks[0]).all())
 
-    def _time(self, number: int, nbytes: int) -> tuple[float, float]:
+    def _time(self, calls: int, seed: int) -> tuple[float, float]:
         """Seconds per call of the slowest rank, and processor seconds per call of all ranks together."""
-        contender, calls = self._contenders[number], calls_per_repetition(nbytes)
-        array = contender.select(self._kind.elements(self._world, nbytes))
-        if self._names[number].exact:
-            array.fill(1.0)
+        contender = self._contender
+        if self._name.exact:
+            self._array.fill(1.0)
         else:  # a codec has less to do with equal numbers
-            self._kind.fill(array, self._rank, self._world, len(self._names))
-        self._meeting.wait()
+            self._kind.fill(self._array, self._line.rank, self._line.world, seed)
+        self._line.wait()
         if calls > 1:
             contender.run()  # brings the ranks together closer than the meeting can
         used, begun = time.process_time(), time.perf_counter()
         for _ in range(calls):
             contender.run()
         elapsed, used = time.perf_counter() - begun, time.process_time() - used
-        found = self._meeting.gather(elapsed / calls, used / calls)
+        found = self._line.gather(elapsed / calls, used / calls)
         return float(found[:, 0].max()), float(found[:, 1].sum())
-
-    def _report(
-        self, number: int, nbytes: int, times: list[float], spent: float, correct: bool, speeds: dict[str, float]
-    ) -> None:
-        wrong = self._meeting.gather(float(not correct)).any()
-        if self._rank == 0:
-            self._sender.send(
-                "measured",
-                contender=number,
-                bytes=nbytes,
-                times_s=times,
-                cpu_s=spent / len(times),
-                correct=not wrong,
-                chosen=self._contenders[number].chosen(),
-                speeds=speeds,
-            )
-
-    def _begin(self, number: int, nbytes: int) -> None:
-        if self._turn is not None:
-            self._turn.begin(number, nbytes)
-
-    def _end(self) -> None:
-        if self._turn is not None:
-            self._turn.end()
 
 
 def pss_bytes() -> int:
@@ -233,4 +146,4 @@ def pss_bytes() -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(sys.argv[1])
+    main(*sys.argv[1:])

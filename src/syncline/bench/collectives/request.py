@@ -148,12 +148,12 @@ def calls_per_repetition(nbytes: int) -> int:
     return 20 if nbytes <= 64_000 else 8 if nbytes <= 1_000_000 else 3 if nbytes <= 16_000_000 else 1
 
 
-def expected_s(nbytes: int, ranks: int, contenders: int, lab_rate: float | None) -> float:
-    """A rough guess at the seconds of one repetition, for the remaining time that is shown."""
+def expected_s(nbytes: int, ranks: int, lab_rate: float | None) -> float:
+    """A rough guess at the seconds of one contender's repetition, for the remaining time that is shown."""
     calls = calls_per_repetition(nbytes) + 1
     moved = nbytes * ranks * 8 / 1e9 / len(os.sched_getaffinity(0))
     wire = 0.0 if lab_rate is None else 2 * (ranks - 1) / ranks * nbytes * 8 / lab_rate
-    return contenders * (0.002 + calls * (0.001 * ranks + moved / 8 + wire) + moved / 4)
+    return 0.002 + calls * (0.001 * ranks + moved / 8 + wire) + moved / 4
 
 
 def _default_contenders(kind: Collective, in_lab: bool, per_host: int) -> tuple[str, ...]:

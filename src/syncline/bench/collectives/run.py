@@ -1,32 +1,32 @@
 """The course of a bench: number of ranks by number of ranks, size by size, with what is there kept at every step.
 
-Owns which contenders share a set of processes, what happens when a set fails (the contender whose turn it was is given
-up with its error, the rest goes on in fresh processes), the resuming of a bench, and the making of rows. How ranks are
-started is ``start``'s business, and how it looks ``display``'s.
+Every contender has a set of ranks of its own, and so have the limits of the machine. Owns the turns of the sets, the
+giving up of a contender whose set fails, the resuming of a bench, and the making of rows. How ranks are started is
+``start``'s business, and how it looks ``display``'s.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from ...errors import DataError, SynclineError, UsageError
-from ...launch.mpi_library import LIBRARIES, MpiLibrary, find_library
 from ...report.bench_rows import BenchResult, Measured
 from ...report.units import decimal_size as size_text
 from ..machine import provenance
 from ..messages import Message
 from .contenders import Name
-from .display import Display
+from .display import Display, Task
 from .request import WARM_UP, Request, expected_s, missing
-from .start import SILENCE_S, Here, InLab, LabLike, RanksFailed, Testbed, run_ranks, where_text
-from .work import Position, Work
+from .start import SILENCE_S, Here, InLab, LabLike, Ranks, RanksFailed, Testbed
+from .work import Work, turns_of
 
+RANK = ("-m", "syncline.bench.collectives.rank")
 Save = Callable[[BenchResult], None]
 _PATIENCE = 20.0
 """A turn may take so many times what was expected of it before it counts as stuck."""
@@ -101,9 +101,8 @@ class _Run:
                 self.display.say(f"no lab: {error}")
                 return
             for ranks, cells in todo.items():
-                for library, names in _sets(cells):
-                    own = [(size, name) for size, name in cells if name in names]
-                    _Set(self, request, ranks, place, goodput, library).measure(own)
+                if cells:
+                    _Stage(self, request, ranks, place, goodput).measure(cells)
 
     def add(self, *rows: Measured) -> None:
         """New rows, kept at once."""
@@ -133,78 +132,130 @@ class _Run:
         return found
 
 
-class _Set:
-    """The contenders of one number of ranks that can be in one process."""
+@dataclass
+class _Taken:
+    """What has been measured of a contender at one size."""
 
-    def __init__(
-        self, run: _Run, request: Request, ranks: int, place: Testbed, goodput: float | None, library: str
-    ) -> None:
+    times_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    correct: bool = True
+    chosen: str | None = None
+    memory_bytes: int | None = None
+
+    def add(self, message: Message) -> None:
+        """One more turn."""
+        self.times_s += message["times_s"]
+        self.cpu_s += message["cpu_s"]
+        self.correct &= message["correct"]
+        self.chosen, self.memory_bytes = message["chosen"], message["memory_bytes"]
+
+
+class _Stage:
+    """One number of ranks: a set of ranks for each contender, of which one is at work and the others sleep."""
+
+    def __init__(self, run: _Run, request: Request, ranks: int, place: Testbed, goodput: float | None) -> None:
         self._run, self._request, self._ranks = run, request, ranks
-        self._place, self._goodput, self._library = place, goodput, library
-        self._left: list[tuple[int, Name]] = []
-        self._begun: list[tuple[int, Name]] = []  # what was left when the present processes started
-        self._names: list[Name] = []
-        self._retried = False
+        self._place, self._goodput = place, goodput
+        self._sets: dict[Name, Ranks] = {}
+        self._limits: Ranks | None = None
 
     def measure(self, cells: Sequence[tuple[int, Name]]) -> None:
-        """Measure all cells, giving up one contender after the other where processes fail."""
+        """Measure all cells; a contender whose ranks fail is given up, and the others go on."""
         self._left = list(cells)
         lab = "" if self._request.lab_rate is None else " in the lab"
-        expected = {size: self._expected_s(size, cells) for size, _ in cells}
-        with self._run.display.task(f"{self._ranks} ranks{lab}", sum(expected.values())) as task:
-            while self._left:
-                self._attempt(lambda position: task.at(self._progress(position, expected), self._doing(position)))
+        expected = {size: self._expected_s(size) * sum(at == size for at, _ in cells) for size, _ in cells}
+        with ExitStack() as stack, self._run.display.task(f"{self._ranks} ranks{lab}", sum(expected.values())) as task:
+            self._start(stack, task)
+            for number, size in enumerate(expected):
+                self._measure_size(size, task, sum([*expected.values()][:number]))
+            self._end()
         if self._request.lab_rate is None:
             self._measure_memory(cells)
 
-    def _attempt(self, moved: Callable[[Position], None]) -> None:
-        self._begun = list(self._left)
-        self._names = list(dict.fromkeys(name for _, name in self._left))
-        sizes = list(dict.fromkeys(size for size, _ in self._left))
-        numbers = {name: number for number, name in enumerate(self._names)}
-        turns = tuple((size, tuple(numbers[name] for at, name in self._left if at == size)) for size in sizes)
-        library = self._library if any(name.library for name in self._names) else ""
-        link = self._goodput is None and any(name.moves == "link" for name in self._names)
-        kind, repeat = self._request.collective.name, self._request.repeat
-        work = Work(kind, self._texts, turns, "", library=library, repeat=repeat, link=link)
-        longest = expected_s(max(sizes), self._ranks, 1, self._request.lab_rate)
+    def _start(self, stack: ExitStack, task: Task) -> None:
+        """One set after the other, so that what they measure as they connect is not disturbed."""
+        kind = self._request.collective.name
+        for name in dict.fromkeys(name for _, name in self._left):
+            task.at(0.0, "connecting")
+            most = max(size for size, other in self._left if other == name)
+            try:
+                self._sets[name] = stack.enter_context(self._ranks_of(Work(kind, name.text, most), name.library))
+            except SynclineError as failure:
+                self._give_up(name, f"{failure} while {name.text} was connecting")
+        link = self._goodput is None and any(name.moves == "link" for name in self._sets)
+        if self._sets:
+            most = max(size for size, _ in self._left)
+            self._limits = stack.enter_context(self._ranks_of(Work(kind, "", most, link)))
+
+    def _ranks_of(self, work: Work, library: str = "") -> Ranks:
+        return Ranks(work.to_json(), self._ranks, self._place, RANK, library)
+
+    def _measure_size(self, size: int, task: Task, done: float) -> None:
+        """One size: all contenders checked, timed turn by turn, and checked again; then their rows."""
+        taken = {name: _Taken() for at, name in self._left if at == size}
+        limits: dict[str, list[float]] = {"memory": [], "link": []}
+        counts = turns_of(self._request.repetitions(size))
+        turns = [([*range(WARM_UP)], 0), *(([], count) for count in counts), ([WARM_UP], 0)]
+        each = self._expected_s(size) / (self._request.repetitions(size) + len(turns))
+        for number, (seeds, count) in enumerate(turns):
+            live = [name for name in taken if name in self._sets]
+            shift = number % len(live) if live else 0
+            for name in (*live[shift:], *live[:shift]):
+                task.at(done, size_text(size))
+                self._turn(name, size, taken[name], seeds, count)
+                done += each * (count + 1)
+            if count and live:
+                self._probe(size, count, limits)
+        for name in taken:
+            if name in self._sets:
+                self._left.remove((size, name))
+                row = _figures(self._row(size, name), taken[name], limits, self._request, self._goodput, name)
+                self._run.add(row)
+
+    def _turn(self, name: Name, size: int, taken: _Taken, seeds: list[int], count: int) -> None:
+        """It is this contender's turn: the other sets are asleep."""
+        limit_s = SILENCE_S + _PATIENCE * self._expected_s(size)
         try:
-            run_ranks(work, self._ranks, self._place, self._heard, moved, SILENCE_S + _PATIENCE * longest)
+            self._sets[name].order(taken.add, limit_s, nbytes=size, repetitions=count, seeds=seeds)
         except RanksFailed as failure:
-            self._give_up(failure)
-        else:
-            # Every cell has been reported, or there would be no end of it.
-            self._fail(list(self._left), "the ranks ended without a result")
+            self._give_up(name, f"{failure} during {name.text} of {size_text(size)}", size)
 
-    def _heard(self, message: Message) -> None:
-        name, size = self._names[message["contender"]], message["bytes"]
-        self._left.remove((size, name))
-        row = _figures(self._row(size, name), message, self._request, self._goodput, name)
-        self._run.add(row)
+    def _probe(self, size: int, count: int, limits: dict[str, list[float]]) -> None:
+        """The limits' turn; rows have none where it fails."""
 
-    def _give_up(self, failure: RanksFailed) -> None:
-        """The contender whose turn it was is given up; without one there is a second try, then MPI goes, then all."""
-        at = failure.position
-        text = f"{failure} {where_text(self._texts, at)}".strip()
-        if at.contender is None and at.turns and not self._retried:
-            self._retried = True
-            self._run.display.say(f"{text} between two turns: starting again with what is left")
-            return
-        if at.contender is not None:
-            blamed = [self._names[at.contender]]
-        else:
-            blamed = [name for name in self._names if name.library] or self._names
-        self._fail([cell for cell in self._left if cell[1] in blamed], text, at.nbytes)
+        def add(message: Message) -> None:
+            for kind, found in limits.items():
+                found += message[kind]
 
-    def _fail(self, cells: Sequence[tuple[int, Name]], text: str, nbytes: int = 0) -> None:
-        for size, name in cells:
+        if self._limits is not None:
+            try:
+                self._limits.order(add, nbytes=size, repetitions=count)
+            except RanksFailed as failure:
+                self._run.display.say(f"limits are not measured from {size_text(size)} on: {failure}")
+                self._limits.close()
+                self._limits = None
+
+    def _give_up(self, name: Name, text: str, nbytes: int = 0) -> None:
+        """The contender's ranks are ended, and its rows have the reason."""
+        if name in self._sets:
+            self._sets.pop(name).close()
+        for size in [size for size, other in self._left if other == name]:
             self._left.remove((size, name))
             later = nbytes and size != nbytes
             error = f"not measured after the failure at {size_text(nbytes)}: {text}" if later else text
             self._run.add(replace(self._row(size, name), error=error))
 
+    def _end(self) -> None:
+        """All rows are there; what fails now is said."""
+        limits = [] if self._limits is None else [("the limits", self._limits)]
+        for text, ranks in (*((name.text, ranks) for name, ranks in self._sets.items()), *limits):
+            try:
+                ranks.end()
+            except RanksFailed as failure:
+                self._run.display.say(f"{failure} while {text} was ending, after its last row")
+
     def _measure_memory(self, cells: Sequence[tuple[int, Name]]) -> None:
-        """The growth of memory at the greatest size, each contender in processes of its own."""
+        """The growth of memory at the greatest size, in fresh processes."""
         greatest = max(self._request.sizes)
         names = [name for size, name in cells if size == greatest]
         with self._run.display.task(f"{self._ranks} ranks, memory", len(names)) as task:
@@ -215,100 +266,53 @@ class _Set:
                     self._run.add(replace(row, memory_bytes=self._memory_of(name, greatest)))
 
     def _memory_of(self, name: Name, size: int) -> int | None:
-        found: list[int] = []
-        library = self._library if name.library else ""
-        work = Work(self._request.collective.name, (name.text,), ((size, (0,)),), "", library=library, memory=True)
+        taken = _Taken()
+        work = Work(self._request.collective.name, name.text, size)
         try:
-            run_ranks(
-                work,
-                self._ranks,
-                self._place,
-                lambda message: found.append(message["memory_bytes"]),
-                lambda _: None,
-                SILENCE_S,
-            )
+            with self._ranks_of(work, name.library) as ranks:
+                ranks.order(taken.add, nbytes=size, memory=True)
+                ranks.end()
         except SynclineError:
             return None
-        return max(found, default=None)
+        return taken.memory_bytes
 
     def _row(self, size: int, name: Name) -> Measured:
         return self._request.empty_row(self._ranks, size, name)
 
-    @property
-    def _texts(self) -> tuple[str, ...]:
-        return tuple(name.text for name in self._names)
-
-    def _expected_s(self, size: int, cells: Sequence[tuple[int, Name]]) -> float:
-        count = sum(at == size for at, _ in cells)
-        return self._request.repetitions(size) * expected_s(size, self._ranks, count, self._request.lab_rate)
-
-    def _progress(self, position: Position, expected: dict[int, float]) -> float:
-        """Expected seconds of work that is done: whole sizes, and the part of the present one."""
-        left = {size for size, _ in self._left}
-        done = sum(value for size, value in expected.items() if size not in left)
-        return done + expected.get(position.nbytes, 0.0) * self._share(position)
-
-    def _share(self, position: Position) -> float:
-        """The share of the present size that is done, from the turns of this set of processes."""
-        before = len(self._names)  # connecting took a turn each
-        for size in dict.fromkeys(size for size, _ in self._begun):
-            turns = sum(at == size for at, _ in self._begun) * (WARM_UP + self._request.repetitions(size))
-            if size == position.nbytes:
-                return min(1.0, max(0, position.turns - before) / turns)
-            before += turns
-        return 0.0
-
-    def _doing(self, position: Position) -> str:
-        if position.contender is None or not position.nbytes:
-            return "connecting" if not position.turns else ""
-        return size_text(position.nbytes)
+    def _expected_s(self, size: int) -> float:
+        """Of one contender at one size."""
+        return self._request.repetitions(size) * expected_s(size, self._ranks, self._request.lab_rate)
 
 
-def _sets(cells: Sequence[tuple[int, Name]]) -> list[tuple[str, list[Name]]]:
-    """Which contenders share processes: all that need no MPI, with those of the first MPI library; then the others.
-
-    Only one MPI library can be loaded into a process.
-    """
-    names = list(dict.fromkeys(name for _, name in cells))
-    libraries = {name: _installed(name.library) for name in names}
-    used = [library for library in LIBRARIES if library in libraries.values()]
-    first = used[0] if used else ""
-    together = [name for name in names if libraries[name] in ("", first)]
-    found = [(first, together)] if together else []
-    for library in used[1:]:
-        found.append((library, [name for name in names if libraries[name] == library]))
-    return found
-
-
-def _installed(library: str) -> str:
-    """The library that a name stands for here."""
-    if not library:
-        return ""
-    found = find_library(library)
-    return found.name if isinstance(found, MpiLibrary) else ""
-
-
-def _figures(row: Measured, message: Message, request: Request, goodput: float | None, name: Name) -> Measured:
-    """The row that the ranks' report makes."""
+def _figures(
+    row: Measured,
+    taken: _Taken,
+    limits: Mapping[str, Sequence[float]],
+    request: Request,
+    goodput: float | None,
+    name: Name,
+) -> Measured:
+    """The row that the turns make."""
     kind = request.collective
-    times = np.array(message["times_s"])
+    times = np.array(taken.times_s)
     median = float(np.median(times))
     limit = "link" if goodput is not None else name.moves
-    if limit == "link":
-        limit_s = kind.link_bytes(row.ranks // row.per_host, row.bytes) / (goodput or message["speeds"]["link"])
-    else:
-        limit_s = kind.memory_bytes(row.ranks, row.bytes) / message["speeds"]["memory"]
+    speeds = [goodput] if goodput is not None else limits[limit]
+    least = kind.link_bytes(row.ranks // row.per_host, row.bytes)
+    if limit == "memory":
+        least = kind.memory_bytes(row.ranks, row.bytes)
+    limit_s = least / float(np.median(speeds)) if speeds else None
     return replace(
         row,
-        chosen=message["chosen"],
+        chosen=taken.chosen,
         repetitions=len(times),
         median_s=median,
         p99_s=float(np.percentile(times, 99)),
         algbw_bytes_per_s=row.bytes / median,
         busbw_bytes_per_s=row.bytes / median * kind.bus_factor(row.ranks),
-        cpu_s_per_gb=message["cpu_s"] / (row.bytes / 1e9),
+        cpu_s_per_gb=float(np.mean(taken.cpu_s)) / (row.bytes / 1e9),
         limit=limit,
         limit_s=limit_s,
-        of_limit=limit_s / median,
-        correct=message["correct"],
+        of_limit=None if limit_s is None else limit_s / median,
+        correct=taken.correct,
     )

@@ -1,81 +1,45 @@
-"""One set of ranks: started, listened to, and ended; what it measured, and who is to blame when it fails.
+"""One set of ranks: started, given orders, listened to, and ended; who is to blame when it fails.
 
-Owns where ranks run (``Here`` or ``InLab``), the folder through which they report, and the reading of a failure. A set
-whose contenders include an MPI library's is started by that library's own launcher, with everything else in the same
-processes. Does not decide what is measured, or what happens after a failure.
+Owns where ranks run (``Here`` or ``InLab``), the pipes to and from every rank, the ranks' meetings, and the reading of
+a failure. A set sleeps between two orders: its ranks are blocked in a read. Ranks under an MPI library's launcher
+inherit no descriptors, so every rank opens its pipes as files of this process in /proc. No pipe has a name in a folder
+that could be left behind, and ranks whose starter is gone find their orders at an end. Does not decide what is
+measured, or what happens after a failure.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, replace
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from types import TracebackType
+from typing import Any, Protocol
 
 from ...errors import SynclineError
 from ...launch.local import LocalRun, Outcome, Output
 from ...launch.mpi_library import MpiLibrary, find_library
-from ...report.units import decimal_size as size_text
 from ..messages import Mailbox, Message
-from .work import Position, Turn
 
-RANK = ("-m", "syncline.bench.collectives.rank")
 SILENCE_S = 300.0
-"""A set of ranks in which no turn ends for so long, or a multiple of what a turn should take, is given up."""
+"""A set of ranks of which nothing is heard for so long while it is at work is given up."""
+
+_END_S = 30.0
+"""From a rank's last word to the end of its process."""
 
 _GRACE_S = 4.0
 _POLL_S = 0.5
 _KEPT_LINES = 6
 
 Heard = Callable[[Message], None]
-Moved = Callable[[Position], None]
-
-
-class Errand(Protocol):
-    """What every rank of a set gets as its argument: a dataclass with the fields that only the starter knows."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @property
-    def folder(self) -> str:
-        """Where the ranks report."""
-        ...
-
-    @property
-    def address(self) -> str:
-        """Where rank 0's store listens."""
-        ...
-
-    @property
-    def interface(self) -> str:
-        """What Gloo is bound to."""
-        ...
-
-    @property
-    def library(self) -> str:
-        """The MPI library under whose launcher the ranks run, if any."""
-        ...
-
-    def to_json(self) -> str:
-        """As text in a command line."""
-        ...
 
 
 class LabLike(Protocol):
     """What a bench needs of ``syncline.lab.Lab``: hosts that are joined by links of one rate."""
-
-    @property
-    def interface(self) -> str:
-        """The hosts' network interface."""
-        ...
-
-    def address(self, host: int) -> str:
-        """The address of a host inside the lab."""
-        ...
 
     def placement(self, rank: int, per_host: int = 1) -> Any:
         """What LocalRun needs to start a rank inside its host."""
@@ -93,34 +57,21 @@ class LabLike(Protocol):
 
 
 class Testbed(Protocol):
-    """Where ranks run: the address of rank 0's store, and the interface they talk over."""
-
-    @property
-    def address(self) -> str:
-        """Where rank 0's store listens."""
-        ...
-
-    @property
-    def interface(self) -> str:
-        """What Gloo is bound to."""
-        ...
+    """Where ranks run."""
 
     def run(self, command: Sequence[str], ranks: int, library: str, on_output: Output) -> LocalRun:
         """The processes of a set, not started yet; under the launcher of an MPI library if one is named."""
         ...
 
 
-@dataclass(frozen=True)
 class Here:
     """All ranks on this machine, over its loopback interface where they use one."""
-
-    address: str = "127.0.0.1"
-    interface: str = "lo"
 
     def run(self, command: Sequence[str], ranks: int, library: str, on_output: Output) -> LocalRun:
         """See ``Testbed``."""
         if not library:
-            return LocalRun(command, ranks, on_output=on_output, grace_s=_GRACE_S)
+            env = {"GLOO_SOCKET_IFNAME": "lo"}  # or Gloo takes what the host's name resolves to
+            return LocalRun(command, ranks, env=env, on_output=on_output, grace_s=_GRACE_S)
         found = find_library(library)
         if not isinstance(found, MpiLibrary):
             raise SynclineError(found)
@@ -133,8 +84,6 @@ class InLab:
 
     def __init__(self, lab: LabLike, per_host: int = 1) -> None:
         self._lab, self._per_host = lab, per_host
-        self.address = lab.address(0)
-        self.interface = lab.interface
 
     def run(self, command: Sequence[str], ranks: int, library: str, on_output: Output) -> LocalRun:
         """See ``Testbed``."""
@@ -147,87 +96,133 @@ class InLab:
 
 
 class RanksFailed(SynclineError):
-    """A set of ranks did not come to its end; ``position`` says whose turn it was."""
-
-    def __init__(self, message: str, position: Position) -> None:
-        super().__init__(message)
-        self.position = position
+    """A set of ranks did not do what it was told to."""
 
 
-def run_ranks(
-    work: Errand, ranks: int, place: Testbed, heard: Heard, moved: Moved, silence_s: float, script: Sequence[str] = RANK
-) -> None:
-    """Run one set of ranks to its end; ``work.folder`` and what the place knows are filled in.
+class Ranks:
+    """A set of ranks as a context: its processes are ready on entry, and none is left on exit.
 
-    ``heard`` gets what is measured as it comes, ``moved`` the position about twice a second. Raises RanksFailed.
+    ``script`` is what Python runs in every rank, with ``work`` and the names of its pipes as arguments; ``library``
+    names the MPI library under whose launcher the ranks run, if any. Raises RanksFailed.
     """
-    with tempfile.TemporaryDirectory(prefix="syncline-bench-") as folder, Mailbox(ranks, folder) as mailbox:
-        turn = Turn(folder, create=True)
-        told = replace(work, folder=folder, address=place.address, interface=place.interface)
-        watch = _Watch(ranks, heard)
-        command = [sys.executable, *script, told.to_json()]
-        with place.run(command, ranks, work.library, watch.output) as started:
-            last, since = turn.read(), time.monotonic()
-            while (outcome := started.poll()) is None:
-                watch.take(mailbox.receive(_POLL_S), mailbox.ended)
-                now = turn.read()
-                moved(now)
-                if now != last:
-                    last, since = now, time.monotonic()
-                elif time.monotonic() - since > silence_s:
-                    raise RanksFailed(f"nothing has moved for {silence_s:.0f} s", now)
-        while found := mailbox.receive(0.0):
-            watch.take(found, mailbox.ended)
-        failure = watch.failure(outcome, bool(work.library))
-        if failure is not None:
-            raise RanksFailed(failure, turn.read())
 
-
-class _Watch:
-    """What is known of a set while it runs."""
-
-    def __init__(self, ranks: int, heard: Heard) -> None:
-        self._heard = heard
-        self._unfinished = set(range(ranks))
-        self._first: int | None = None
-        self._errors: list[tuple[float, int, str]] = []
+    def __init__(
+        self,
+        work: str,
+        ranks: int,
+        place: Testbed,
+        script: Sequence[str],
+        library: str = "",
+        limit_s: float = SILENCE_S,
+    ) -> None:
+        self._work, self._ranks, self._place = work, ranks, place
+        self._script, self._library, self._limit_s = script, library, limit_s
+        self._orders: list[int] = []
         self._printed: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._errors: list[tuple[float, int, str]] = []
+        self._first: int | None = None  # to close its pipe without having done what it was told to
 
-    def output(self, rank: int, line: str) -> None:  # noqa: ARG002 - under mpirun there is one process for all
+    def __enter__(self) -> Ranks:
+        with ExitStack() as stack:
+            self._mailbox = stack.enter_context(Mailbox(self._ranks))
+            for _ in range(self._ranks):
+                reading, writing = os.pipe()
+                os.close(reading)  # the rank opens one of its own
+                stack.callback(os.close, writing)
+                self._orders.append(writing)
+            own = f"/proc/{os.getpid()}/fd"
+            pipes = [(f"{own}/{up}", f"{own}/{down}") for up, down in zip(self._mailbox.fds, self._orders, strict=True)]
+            command = [sys.executable, *self._script, self._work, json.dumps(pipes)]
+            run = self._place.run(command, self._ranks, self._library, self._print)
+            self._run = stack.enter_context(run)
+            self._follow(None, self._limit_s)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def close(self) -> None:
+        """End what still runs; may be called again."""
+        self._stack.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that were started: the ranks, or the launcher of an MPI library."""
+        return self._run.pids
+
+    def order(self, heard: Heard | None = None, limit_s: float = SILENCE_S, **what: Any) -> None:
+        """Have all ranks do something, and return when all have; ``heard`` gets what they report.
+
+        Raises RanksFailed, after which the set can only be left, when a rank fails, or when nothing is heard of any for
+        ``limit_s`` seconds.
+        """
+        self._tell(json.dumps(what))
+        self._follow(heard, limit_s)
+
+    def end(self) -> None:
+        """Let the ranks close what they have and end; raises RanksFailed when they do not end well."""
+        self.order()
+        outcome = self._run.wait(_END_S)
+        if outcome.status:
+            raise RanksFailed(self._failure(outcome, set()))
+
+    def _tell(self, line: str) -> None:
+        for fd in self._orders:
+            with suppress(BrokenPipeError):  # its end is seen by other means
+                os.write(fd, line.encode() + b"\n")
+
+    def _follow(self, heard: Heard | None, limit_s: float) -> None:
+        """Listen until all ranks have done what they were told to, and let them meet meanwhile."""
+        busy, meeting = set(range(self._ranks)), dict[int, Any]()
+        since = time.monotonic()
+        while busy:
+            outcome = self._run.poll()
+            messages = self._mailbox.receive(_POLL_S if outcome is None else 0.0)
+            for rank, message in messages:
+                match message["kind"]:
+                    case "here":
+                        self._mailbox.release(rank)
+                    case "done":
+                        busy.discard(rank)
+                    case "meet":
+                        meeting[rank] = message["numbers"]
+                    case "error":
+                        self._errors.append((message["at"], rank, message["text"]))
+                    case _ if heard is not None:
+                        heard(message)
+            if len(meeting) == self._ranks:
+                self._tell(json.dumps([meeting[rank] for rank in range(self._ranks)]))
+                meeting.clear()
+            if self._first is None:
+                self._first = next((rank for rank in self._mailbox.ended if rank in busy), None)
+            if messages:
+                since = time.monotonic()
+            elif outcome is not None:
+                raise RanksFailed(self._failure(outcome, busy))
+            elif self._first is not None and time.monotonic() - since > 2 * _GRACE_S:
+                raise RanksFailed(self._failure(Outcome(0, ()), busy))  # the others would wait for it
+            elif time.monotonic() - since > limit_s:
+                raise RanksFailed(f"nothing has moved for {limit_s:.0f} s")
+
+    def _print(self, rank: int, line: str) -> None:  # noqa: ARG002 - under mpirun there is one process for all
         """A process printed a line; the last ones explain a failure that nothing else does."""
         if line.strip():
             self._printed.append(line)
 
-    def take(self, messages: Sequence[tuple[int, Message]], ended: Sequence[int]) -> None:
-        """Reports, and whose pipes have closed so far: the first to close without a last word died first."""
-        for rank, message in messages:
-            if message["kind"] == "finished":
-                self._unfinished.discard(rank)
-            elif message["kind"] == "error":
-                self._errors.append((message["at"], rank, message["text"]))
-            else:
-                self._heard(message)
-        if self._first is None:
-            self._first = next((rank for rank in ended if rank in self._unfinished), None)
-
-    def failure(self, outcome: Outcome, launched: bool) -> str | None:
-        """Why the set failed, None when it did not; ``launched`` says that mpirun stood between."""
-        if not outcome.status and not self._unfinished:
-            return None
+    def _failure(self, outcome: Outcome, busy: set[int]) -> str:
+        """Why the set failed: who was killed, else the first to go without a word, else the first error told."""
+        launched = bool(self._library)
         killed = next((ending for ending in outcome.endings if ending.status > 128 and not ending.told), None)
         told = [f"rank {rank}: {text}" for _, rank, text in sorted(self._errors)]
         silent = self._first is not None and all(rank != self._first for _, rank, _ in self._errors)
         if killed is not None and not launched:
             return "; ".join((killed.text, *told[:1]))
-        if silent and self._first is not None:
-            return "; ".join((f"rank {self._first} died", *told[:1]))
+        if silent:
+            return "; ".join((f"rank {self._first} died", *(told[:1] or (() if launched else self._printed))))
         ended = "; ".join(f"the MPI launcher {ending.how}" for ending in outcome.endings) if launched else outcome.text
+        if not outcome.status and busy:
+            ended = f"rank {min(busy)} ended before its work was done"
         return told[0] if told else "; ".join((ended, *self._printed))
-
-
-def where_text(names: Sequence[str], at: Position) -> str:
-    """``during tcp:ring of 1 KB``: whose turn it was; empty when it was nobody's."""
-    if at.contender is None:
-        return ""
-    name = names[at.contender]
-    return f"during {name} of {size_text(at.nbytes)}" if at.nbytes else f"while {name} was connecting"

@@ -1,4 +1,4 @@
-"""What each rank of ``syncline bench-gradients`` runs: ``python -m syncline.bench.gradients.rank WORK``.
+"""What each rank of ``syncline bench-gradients`` runs: ``python -m syncline.bench.gradients.rank WORK PIPES``.
 
 Owns the course of a repetition: whose turn it is, what is timed and what is checked. Forms take turns, in an order that
 is drawn anew for every repetition; the gradients are written anew before each, as backward would have, and what a form
@@ -20,61 +20,49 @@ from ...launch.meeting import MeetingPoint
 from ...report.gradient_rows import BARE
 from ...session.session import Session
 from ...strategy.strategy import Strategy
-from ..collectives.meeting import Meeting, Table
+from ..collectives.meeting import Line, Table
 from ..collectives.probes import MemoryProbe
-from ..collectives.work import Turn
-from ..messages import Sender, reports_path
-from ..store import open_store
 from .request import WARM_UP, Model, Work
 
 STRATEGY = "auto transport=shm schedule=fifo"
 """One exchange of all gradients after backward, as the source has it, by whatever algorithm is the fastest."""
 
-_TIMEOUT_S = 120.0
 
-
-def main(text: str) -> None:
-    """Measure what WORK asks for and report it; an error is reported before it ends the process."""
+def main(text: str, pipes: str) -> None:
+    """Measure the models of WORK as the starter orders them; an error is reported before it ends the process."""
     work, environment = Work.from_json(text), recognise()
-    sender = Sender(os.open(reports_path(work.folder, environment.rank), os.O_WRONLY))
-    try:
-        bench = _Bench(work, environment, sender)
-        for number, model in enumerate(work.models):
-            bench.measure(number, model)
+    line = Line(pipes, environment.rank, environment.world)
+    with line.telling():
+        bench = _Bench(work, environment, line)
+        for order in line.orders():
+            bench.measure(order["model"])
         bench.close()
-    except Exception as error:
-        sender.send("error", at=time.time(), text=f"{type(error).__name__}: {error}")
-        raise
-    sender.send("finished")
-    sender.close()
+        line.finish()
 
 
 class _Bench:
     """One rank, and what it measures model by model; each has a session of its own, whose memory ends with it."""
 
-    def __init__(self, work: Work, environment: Environment, sender: Sender) -> None:
+    def __init__(self, work: Work, environment: Environment, line: Line) -> None:
         import torch
 
         torch.set_num_threads(1)
-        self._work, self._environment, self._sender = work, environment, sender
+        self._work, self._environment, self._line = work, environment, line
         self._point = MeetingPoint(environment)
-        self._meeting = Meeting(open_store(environment, _TIMEOUT_S), environment.rank, environment.world)
-        self._turn = Turn(work.folder) if environment.rank == 0 else None
 
-    def measure(self, number: int, model: Model) -> None:
+    def measure(self, number: int) -> None:
         """All forms on the gradients of one model."""
         run = f"{self._environment.run_id}/gradients/{number}"
         session = connect_session(Strategy.parse(STRATEGY), self._point, run)
         try:
-            _Measurement(self._work, self._meeting, self._turn, self._sender).run(number, model, session)
+            _Measurement(self._work, self._line).run(number, self._work.models[number], session)
         finally:
             session.shutdown()
 
     def close(self) -> None:
         """Ranks end together."""
-        self._meeting.wait()
+        self._line.wait()
         self._point.close()
-        self._meeting.leave()
 
 
 def order_of(repetition: int, count: int) -> list[int]:
@@ -85,8 +73,8 @@ def order_of(repetition: int, count: int) -> list[int]:
 class _Measurement:
     """The repetitions of one model."""
 
-    def __init__(self, work: Work, meeting: Meeting, turn: Turn | None, sender: Sender) -> None:
-        self._work, self._meeting, self._turn, self._sender = work, meeting, turn, sender
+    def __init__(self, work: Work, line: Line) -> None:
+        self._work, self._line = work, line
 
     def run(self, number: int, model: Model, session: Session) -> None:
         """Measure and report."""
@@ -99,7 +87,7 @@ class _Measurement:
         times = np.zeros((self._work.repetitions, count))
         sent, used = np.zeros(count), np.zeros(count)
         correct = [form.exchanged_bytes == model.nbytes for form in self._forms]
-        memory, speeds = MemoryProbe(self._meeting, 2 * model.nbytes), []
+        memory, speeds = MemoryProbe(self._line, 2 * model.nbytes), []
         for repetition in range(-WARM_UP, self._work.repetitions):
             for at in order_of(repetition + WARM_UP, count):
                 self._begin(at, model.nbytes)
@@ -112,19 +100,18 @@ class _Measurement:
                     sent[at] += moved / len(times)
                 if repetition == self._work.repetitions - 1:
                     correct[at] &= self._check(at, repetition + WARM_UP)
-                self._end()
             speeds.append(memory.measure())
-        right = self._meeting.gather(*map(float, correct)).all(axis=0)
+        right = self._line.gather(*map(float, correct)).all(axis=0)
         self._report(number, times, {"cpu_s": used, "sent_bytes": sent}, right, float(np.median(speeds)))
 
     def _check(self, at: int, seed: int) -> bool:
         form = self._forms[at]
         self._ground.fill(seed)
         form.ready()
-        self._meeting.wait()  # one-sided transports may write into a peer's memory as soon as they run
+        self._line.wait()  # one-sided transports may write into a peer's memory as soon as they run
         form.run()
         right = form.is_right(seed)
-        self._meeting.wait()
+        self._line.wait()
         return right
 
     def _time(self, at: int) -> tuple[float, float, float]:
@@ -133,11 +120,11 @@ class _Measurement:
         self._ground.fill_alike()
         form.ready()
         before = self._sent()
-        self._meeting.wait()
+        self._line.wait()
         used, begun = time.process_time(), time.perf_counter()
         form.run()
         elapsed, used = time.perf_counter() - begun, time.process_time() - used
-        found = self._meeting.gather(elapsed, used, self._sent() - before)
+        found = self._line.gather(elapsed, used, self._sent() - before)
         return float(found[:, 0].max()), float(found[:, 1].sum()), float(found[:, 2].max())
 
     def _sent(self) -> int:
@@ -146,8 +133,8 @@ class _Measurement:
 
     def _report(self, number: int, times: Table, means: dict[str, Table], correct: Any, bytes_per_s: float) -> None:
         bare = times[:, self._work.forms.index(BARE)]
-        for at in range(len(self._forms) if self._turn is not None else 0):
-            self._sender.send(
+        for at in range(len(self._forms) if self._line.rank == 0 else 0):
+            self._line.send(
                 "measured",
                 model=number,
                 form=at,
@@ -159,14 +146,11 @@ class _Measurement:
             )
 
     def _begin(self, form: int, nbytes: int) -> None:
-        if self._turn is not None:
-            self._turn.begin(form, nbytes)
-
-    def _end(self) -> None:
-        if self._turn is not None:
-            self._turn.end()
+        """Say whose turn it is, before the ranks meet for it."""
+        if self._line.rank == 0:
+            self._line.send("turn", form=form, bytes=nbytes)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -77,15 +77,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Work:
-    """What one set of ranks measures, as JSON in their command line; fields as in ``collectives.work``."""
+    """What one set of ranks measures, as JSON in their command line."""
 
     models: tuple[Model, ...]
     forms: tuple[str, ...]
     repetitions: int
-    folder: str = ""
-    address: str = "127.0.0.1"
-    interface: str = "lo"
-    library: str = ""
 
     def to_json(self) -> str:
         """As an argument for the ranks."""

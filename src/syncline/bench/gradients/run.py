@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from ...report.gradient_rows import GradientResult, GradientRow
+from ...report.units import decimal_size as size_text
 from ..collectives.display import Display, Task
-from ..collectives.start import SILENCE_S, Here, Moved, RanksFailed, run_ranks, where_text
+from ..collectives.start import Here, Ranks, RanksFailed
 from ..machine import provenance
 from ..messages import Message
 from .forms import Form
@@ -35,26 +36,36 @@ class _Set:
         self._request, self._ranks = request, ranks
         self._forms = request.forms_at(ranks)
         self._rows: dict[tuple[int, int], GradientRow] = {}
+        self._doing, self._turns = "", 0
 
     def measure(self, display: Display) -> list[GradientRow]:
         """The rows of this set, finished or with an error."""
-        names = tuple(form.name for form in self._forms)
-        work = Work(self._request.models, names, self._request.repetitions)
+        work = Work(self._request.models, tuple(form.name for form in self._forms), self._request.repetitions)
         error = "the ranks ended without a result"
         with display.task(_count(self._ranks), self._request.turns_at(self._ranks)) as task:
+            task.at(0, "connecting")
             try:
-                run_ranks(work, self._ranks, Here(), self._heard, self._shown_by(task), SILENCE_S, RANK)
+                with Ranks(work.to_json(), self._ranks, Here(), RANK) as ranks:
+                    for number in range(len(self._request.models)):
+                        ranks.order(lambda message: self._take(message, task), model=number)
+                    ranks.end()
             except RanksFailed as failure:
-                error = f"{failure} {where_text(names, failure.position)}".strip()
+                error = f"{failure} {self._doing}".strip()
         return [
             self._rows.get((number, at)) or self._row(model, form, error=error)
             for number, model in enumerate(self._request.models)
             for at, form in enumerate(self._forms)
         ]
 
-    def _shown_by(self, task: Task) -> Moved:
-        workloads = {model.nbytes: model.workload for model in self._request.models}
-        return lambda at: task.at(at.turns, workloads.get(at.nbytes, "connecting"))
+    def _take(self, message: Message, task: Task) -> None:
+        """Whose turn it is, or what was measured."""
+        if message["kind"] == "measured":
+            self._heard(message)
+            return
+        nbytes, form = message["bytes"], self._forms[message["form"]]
+        self._doing = f"during {form.name} of {size_text(nbytes)}"
+        task.at(self._turns, next(model.workload for model in self._request.models if model.nbytes == nbytes))
+        self._turns += 1
 
     def _heard(self, message: Message) -> None:
         number, at = message["model"], message["form"]

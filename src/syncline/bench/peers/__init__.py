@@ -10,7 +10,8 @@ declares
 * ``moves``: ``memory`` when its ranks of one machine share memory, ``link`` when they talk over sockets there,
 * ``needs``: a Python package, or ``mpi`` with the ``library`` that has to be installed,
 
-which the bench reads without importing the library: files of this folder import theirs when an object is made. Each
+which the bench reads without importing the library: files of this folder import theirs when an object is made. A peer
+of a bench has processes of its own and does in them what a plain script of its library does, and nothing else. Each
 peer runs in its best documented setting; where that is an environment variable, ``launch.mpi_library`` or the bench
 sets it before the library is loaded, and the file says so.
 """
@@ -18,28 +19,20 @@ sets it before the library is loaded, and the file says so.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from ...launch.meeting import MeetingPoint
 
 Array = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank's place in a bench, for a library to connect from.
-
-    ``store`` is torch's store of these ranks, ``point`` where Syncline's own processes meet, ``elements`` the greatest
-    number that will be asked for.
-    """
+    """One rank's place among those of its contender, and what it will be asked for: at most so many ``elements``."""
 
     rank: int
     world: int
-    store: Any
-    point: MeetingPoint
     collective: str
     elements: int
 

@@ -1,6 +1,7 @@
 """torch.distributed's own calls over one of its backends, for the peers that are such a backend.
 
-Several of them may be in one process: each has a group of its own beside the default one, which is nobody's.
+As a script has it that torchrun starts: the default group, found by the environment's variables, and no other; and as
+many threads as OMP_NUM_THREADS says, which torchrun sets to 1 as the bench does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from . import Array, Seat
 
 
 class TorchNative:
-    """The collectives of a group of that ``backend``."""
+    """The collectives of the default group, of that ``backend``."""
 
     def __init__(self, seat: Seat, backend: str) -> None:
         import torch
@@ -19,10 +20,7 @@ class TorchNative:
 
         self._dist: Any = dist
         self._seat = seat
-        if not dist.is_initialized():
-            store = self._dist.PrefixStore("torch", seat.store)
-            dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.world)
-        self._group = dist.new_group(backend=backend)
+        dist.init_process_group(backend)
         self._memory = torch.zeros(seat.elements)
         self._own = torch.zeros(seat.elements // seat.world if seat.collective == "reduce-scatter" else 0)
         self._whole = self._memory
@@ -46,13 +44,13 @@ class TorchNative:
         """The library's call."""
         match self._seat.collective:
             case "allreduce":
-                self._dist.all_reduce(self._whole, group=self._group)
+                self._dist.all_reduce(self._whole)
             case "reduce-scatter":
-                self._scatter(self._part, self._whole, group=self._group)
+                self._scatter(self._part, self._whole)
             case "all-gather":
-                self._gather(self._whole, self._part, group=self._group)
+                self._gather(self._whole, self._part)
             case _:
-                self._dist.broadcast(self._whole, 0, group=self._group)
+                self._dist.broadcast(self._whole, 0)
 
     def result(self) -> Array:
         """The tensor, or the part that the reduce-scatter has filled."""
@@ -63,7 +61,5 @@ class TorchNative:
         """The name leaves nothing open."""
 
     def close(self) -> None:
-        """Leave the group, and the default one with the last of them."""
-        self._dist.destroy_process_group(self._group)
-        if len(self._dist.distributed_c10d._world.pg_map) == 1:
-            self._dist.destroy_process_group()
+        """Leave the group."""
+        self._dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """What the peers on MPI share: the communicator, the array, and this rank's part of it.
 
-MPI is initialised when the first of them is made, with the thread level that the bench has asked for, and ends with the
-process. Every peer has a communicator of its own, so that their messages cannot meet.
+As a script has it that begins with ``from mpi4py import MPI``, which initialises MPI with the thread level that mpi4py
+asks for: the communicator is MPI_COMM_WORLD. MPI ends with the process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class MpiMemory:
     def __init__(self, seat: Seat) -> None:
         from mpi4py import MPI
 
-        self.world = MPI.COMM_WORLD.Dup()
+        self.world = MPI.COMM_WORLD
         self.in_place = MPI.IN_PLACE
         self.wait_all = MPI.Request.Waitall
         # The first line says who; the rest is about how it was built.
