@@ -67,8 +67,16 @@ class Line:
 
     def gather(self, *mine: float) -> Table:
         """Every rank's numbers, a line per rank. Cost: a message to the starter and one back for each rank."""
-        self.send("meet", numbers=mine)
-        return np.array(self._hear(), np.float64)
+        return np.array(self._meet(mine), np.float64)
+
+    def share(self, mine: str) -> list[str]:
+        """Every rank's text, in rank order."""
+        found: list[str] = self._meet(mine)
+        return found
+
+    def _meet(self, mine: object) -> Any:
+        self.send("meet", mine=mine)
+        return self._hear()
 
     def _hear(self) -> Any:
         line = self._orders.readline()

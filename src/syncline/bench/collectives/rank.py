@@ -22,7 +22,7 @@ from .contenders import connect, load_library, read_name
 from .kinds import collective
 from .meeting import Line
 from .probes import LinkProbe, MemoryProbe
-from .request import calls_per_repetition
+from .request import calls_per_repetition, warm_calls
 from .work import Work
 
 
@@ -70,7 +70,7 @@ class Measurement:
         load_library(self._name)
         self._before = pss_bytes()
         elements = self._kind.elements(line.world, work.most_bytes)
-        self._contender = connect(self._name, Seat(line.rank, line.world, self._kind.name, elements))
+        self._contender = connect(self._name, Seat(line.rank, line.world, self._kind.name, elements, line.share))
 
     def turn(self, nbytes: int, repetitions: int = 0, seeds: Sequence[int] = (), memory: bool = False) -> None:
         """Check the collective with these seeds, then time repetitions of it, or measure what ``memory`` it takes."""
@@ -87,6 +87,7 @@ class Measurement:
                 correct=not wrong,
                 chosen=self._contender.chosen(),
                 memory_bytes=grown,
+                threads=sum(1 for _ in Path("/proc/self/task").iterdir()),
             )
 
     def close(self) -> None:
@@ -126,8 +127,8 @@ class Measurement:
         else:  # a codec has less to do with equal numbers
             self._kind.fill(self._array, self._line.rank, self._line.world, seed)
         self._line.wait()
-        if calls > 1:
-            contender.run()  # brings the ranks together closer than the meeting can
+        for _ in range(warm_calls(calls)):
+            contender.run()
         used, begun = time.process_time(), time.perf_counter()
         for _ in range(calls):
             contender.run()

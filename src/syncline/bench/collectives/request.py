@@ -32,8 +32,8 @@ WARM_UP = 2
 """Repetitions before those that count; the results of every contender are checked in them."""
 
 MOST_RANKS = 256
-_PROCESS_BYTES = 250 << 20
-"""What a rank needs before its first array: the interpreter and torch, their shared pages counted once too often."""
+_PROCESS_BYTES, _TORCH_BYTES = 64 << 20, 200 << 20
+"""What a contender's rank needs before its first array: the interpreter and numpy; and what torch takes beside them."""
 _EXTRA_ARRAYS = 3
 """Beside the contenders' arrays: one to copy, a library's scratch, and a transport's parts under way."""
 _MPI_SEGMENT_BYTES = 32 << 20
@@ -148,9 +148,19 @@ def calls_per_repetition(nbytes: int) -> int:
     return 20 if nbytes <= 64_000 else 8 if nbytes <= 1_000_000 else 3 if nbytes <= 16_000_000 else 1
 
 
+def warm_calls(calls: int) -> int:
+    """How many calls go before so many that are timed, untimed.
+
+    The first brings the ranks together closer than their meeting can. Small sizes need as many as are timed: what a
+    core has in its caches after a sleep is another's, and a script that repeats a call has its own there.
+    """
+    return calls if calls > 8 else calls // 2
+
+
 def expected_s(nbytes: int, ranks: int, lab_rate: float | None) -> float:
     """A rough guess at the seconds of one contender's repetition, for the remaining time that is shown."""
-    calls = calls_per_repetition(nbytes) + 1
+    timed = calls_per_repetition(nbytes)
+    calls = timed + warm_calls(timed)
     moved = nbytes * ranks * 8 / 1e9 / len(os.sched_getaffinity(0))
     wire = 0.0 if lab_rate is None else 2 * (ranks - 1) / ranks * nbytes * 8 / lab_rate
     return 0.002 + calls * (0.001 * ranks + moved / 8 + wire) + moved / 4
@@ -173,7 +183,9 @@ def _check_memory(request: Request) -> None:
     """Refuse what would end in swapping or in the kernel's killing of ranks."""
     size, ranks = max(request.sizes), max(request.ranks)
     arrays = len(request.contenders) + _EXTRA_ARRAYS
-    needed = ranks * (arrays * size + _PROCESS_BYTES)
+    processes = (len(request.contenders) + 1) * _PROCESS_BYTES  # the limits have ranks too
+    processes += sum(name.needs == "torch" for name in request.contenders) * _TORCH_BYTES
+    needed = ranks * (arrays * size + processes)
     available = available_memory_bytes()
     if needed > available:
         raise UsageError(

@@ -188,7 +188,7 @@ class Ranks:
                     case "done":
                         busy.discard(rank)
                     case "meet":
-                        meeting[rank] = message["numbers"]
+                        meeting[rank] = message["mine"]
                     case "error":
                         self._errors.append((message["at"], rank, message["text"]))
                     case _ if heard is not None:

@@ -18,6 +18,7 @@ sets it before the library is loaded, and the file says so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,12 +30,17 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank's place among those of its contender, and what it will be asked for: at most so many ``elements``."""
+    """One rank's place among those of its contender, and what it will be asked for: at most so many ``elements``.
+
+    ``share`` tells all ranks a text and returns those of all, in rank order: addresses, where a library has no way of
+    its own for that. All ranks call it.
+    """
 
     rank: int
     world: int
     collective: str
     elements: int
+    share: Callable[[str], list[str]]
 
 
 class Contender(Protocol):

@@ -54,8 +54,7 @@ class GrpcRing:
         self._server = grpc.server(ThreadPoolExecutor(1), [service], options=_OPTIONS)
         port = self._server.add_insecure_port("127.0.0.1:0")
         self._server.start()
-        seat.store.set(f"grpcio:ring/{seat.rank}", str(port))
-        following = seat.store.get(f"grpcio:ring/{(seat.rank + 1) % seat.world}").decode()
+        following = seat.share(str(port))[(seat.rank + 1) % seat.world]
         self._channel = grpc.insecure_channel(f"127.0.0.1:{following}", _OPTIONS)
         stream = self._channel.stream_unary(_METHOD, request_serializer=self._serialize)
         self._passing = stream.future(iter(self._leaving.get, None), wait_for_ready=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ...launch.environment import recognise
 from ...launch.meeting import listen_address
 from ...registry import register
 from . import Array, Seat
@@ -47,14 +48,10 @@ class ZmqRing:
     def _meet(self, seat: Seat) -> str:
         """Listen, and find out where the next rank does: over ``ipc`` where both are on one host."""
         host = f"{socket.gethostname()} {Path('/proc/self/ns/net').readlink()}"
-        seat.store.set(f"pyzmq/host/{self._rank}", host)
-        before = (self._rank - 1) % self._ranks
-        near = seat.store.get(f"pyzmq/host/{before}").decode() == host
-        where = f"tcp://{listen_address(seat.point.asked, None)}:*"
+        near = seat.share(host)[self._rank - 1] == host
+        where = f"tcp://{listen_address(recognise(), None)}:*"
         port = self._last.bind(f"ipc://@pyzmq-{secrets.token_hex(12)}" if near else where)
-        seat.store.set(f"pyzmq/at/{self._rank}", port.addr)
-        found: str = seat.store.get(f"pyzmq/at/{(self._rank + 1) % self._ranks}").decode()
-        return found
+        return seat.share(port.addr)[(self._rank + 1) % self._ranks]
 
     def select(self, elements: int) -> Array:
         """Memory of this process."""

@@ -1,0 +1,55 @@
+"""``syncline bench`` treats its peers as a plain script of their own library does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from syncline.bench.collectives.run import RANK
+from syncline.bench.collectives.start import Here, Ranks
+from syncline.bench.collectives.work import Work
+from syncline.launch.mpi_library import MpiLibrary, find_library
+
+pytest.importorskip("torch")
+CONTENDERS = {"gloo:native": "", "openmpi:native": "openmpi", "mpich:native": "mpich"}
+ROUNDS = 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_a_peer_is_as_fast_as_a_plain_script_of_its_library_and_has_as_many_threads(
+    contender: str, program: Callable[[str], ModuleType]
+) -> None:
+    """In one of some rounds at least, by the fastest repetitions: other work makes either slow, a handicap always one.
+
+    Two ranks of 1 KB are what shared processes, a second group or threads that look for work cost most.
+    """
+    peers, library = program("peers"), CONTENDERS[contender]
+    assert set(peers.SCRIPTS) == set(CONTENDERS)
+    assert "syncline" not in peers.SCRIPTS[contender][1]
+    if library and not isinstance(find_library(library), MpiLibrary):
+        pytest.skip(f"{library} is not installed")
+    with Ranks(Work("allreduce", contender, 1000).to_json(), 2, Here(), RANK, library) as peer:
+        threads: list[int] = []
+        peer.order(lambda message: threads.append(message["threads"]), nbytes=1000, seeds=[0])
+        ratios = []
+        for one in islice(peers.rounds(peer, contender, 2, 1000), ROUNDS):
+            assert threads == [one.threads]
+            ratios.append(min(one.bench_s) / min(one.plain_s))
+            if ratios[-1] <= peers.MOST:
+                break
+        peer.end()
+    assert min(ratios) <= peers.MOST, ratios
+
+
+def test_the_peers_have_one_group_and_the_thread_level_of_their_script() -> None:
+    """Nothing is made beside what a script makes: no group, no communicator, no thread level, no number of threads."""
+    folder = Path(__file__).resolve().parents[2] / "src/syncline/bench"
+    for path in [*(folder / "peers").glob("*.py"), *(folder / "collectives").glob("*.py")]:
+        text = path.read_text()
+        for word in ("new_group(", ".Dup()", "thread_level =", "set_num_threads("):
+            assert word not in text, (path.name, word)
