@@ -58,9 +58,9 @@ def asked(searcher: Searcher, measure: Callable[[Candidate], float | None], budg
 
 @st.composite
 def spaces(draw: st.DrawFn) -> Space:
-    """Up to four axes, some of which apply only beside choices of others, with rules and predictions, or without."""
+    """Up to three axes, some of which apply only beside choices of others, with rules and predictions, or without."""
     axes: list[Axis] = []
-    for place in range(draw(st.integers(1, 4))):
+    for place in range(draw(st.integers(1, 3))):
         choices = tuple(range(draw(st.integers(1, 4))))
         when = {}
         if axes and draw(st.booleans()):

@@ -19,9 +19,10 @@ GUIDED = [name for name in NAMES if name != "random"]
 SPACE = Space(AXES, valid, truth)
 
 
-def first_hit(name: str, space: Space, seed: int = 0) -> int:
-    """How many measurements until the fastest was asked for."""
-    return asked(made(name, space, seed), truth).index(space.candidate(FASTEST)) + 1
+def first_hit(name: str, space: Space, seed: int = 0, budget: int = 60) -> int:
+    """How many measurements until the fastest was asked for; one more than the budget where it was not."""
+    found = asked(made(name, space, seed), truth, budget)
+    return [*found, space.candidate(FASTEST)].index(space.candidate(FASTEST)) + 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,6 +78,30 @@ def test_leaves_global_random_numbers_alone(name: str) -> None:
     assert np.random.get_state()[1].tolist() == before
 
 
+def test_bayes_leaves_other_cores_to_the_training_run() -> None:
+    """The threads of a BLAS spin for work: they took five times the processor time of the questions."""
+    program = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); from spaces import *\n"
+        "plain = lambda each: truth({name: each[name] for name in each if name in EFFECTS})\n"
+        "space = Space([*AXES, Axis('transport', tuple(range(12)))], valid, plain)\n"
+        "searcher = made('bayes', space); searcher.tell(searcher.ask(), 1.0)\n"
+        "own, all = time.thread_time(), time.process_time()\n"
+        "asked(searcher, lambda each: plain(each) * (1 + each['transport'] / 9), 15)\n"
+        "own, all = time.thread_time() - own, time.process_time() - all\n"
+        "print((all - own) / own)"
+    )
+    folder = __file__.rpartition("/")[0]
+    printed = subprocess.run(
+        [sys.executable, "-c", program, folder],
+        env={"PYTHONPATH": ":".join(sys.path), "OPENBLAS_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    assert float(printed) < 0.2
+
+
 @pytest.mark.parametrize("name", GUIDED)
 def test_begins_with_what_is_predicted_to_be_fastest(name: str) -> None:
     assert made(name, SPACE).ask() == FASTEST
@@ -93,8 +118,8 @@ def test_best_is_the_fastest_that_was_told(name: str) -> None:
 @pytest.mark.parametrize(("name", "budget"), [("bayes", 25), ("rl", 60), ("descent", 40)])
 @pytest.mark.parametrize("seed", range(3))
 def test_finds_the_fastest_without_a_prediction(name: str, budget: int, seed: int) -> None:
-    """Of 154 candidates."""
-    assert first_hit(name, Space(AXES, valid), seed) <= budget
+    """Of 168 candidates."""
+    assert first_hit(name, Space(AXES, valid), seed, budget) <= budget
 
 
 @pytest.mark.parametrize("name", GUIDED)
@@ -112,7 +137,7 @@ def biased(candidate: Candidate) -> float:
 
 def test_bayes_corrects_a_prediction_that_is_biased_on_an_axis() -> None:
     space = Space(AXES, valid, biased)
-    needed = {name: mean(first_hit(name, space, seed) for seed in range(6)) for name in NAMES}
+    needed = {name: mean(first_hit(name, space, seed) for seed in range(4)) for name in NAMES}
     assert needed["bayes"] <= 12
     assert needed["bayes"] < needed["random"] / 3
     assert needed["bayes"] < needed["exhaustive"] / 2
@@ -120,7 +145,7 @@ def test_bayes_corrects_a_prediction_that_is_biased_on_an_axis() -> None:
 
 def test_rl_corrects_it_too() -> None:
     space = Space(AXES, valid, biased)
-    needed = {name: mean(first_hit(name, space, seed) for seed in range(6)) for name in ("rl", "random", "exhaustive")}
+    needed = {name: mean(first_hit(name, space, seed) for seed in range(4)) for name in ("rl", "random", "exhaustive")}
     assert needed["rl"] < needed["random"] / 2
     assert needed["rl"] < needed["exhaustive"]
 
@@ -155,7 +180,7 @@ def test_what_was_told_unasked_is_not_asked_for(name: str) -> None:
     searcher.tell({**FASTEST, "slice": 4}, 0.3)
     assert searcher.best == FASTEST
     searcher.tell(FASTEST, 0.5)
-    assert SPACE.candidate(FASTEST) not in asked(searcher, truth)
+    assert SPACE.candidate(FASTEST) not in asked(searcher, truth, 40)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

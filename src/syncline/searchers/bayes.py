@@ -36,6 +36,9 @@ MODELS = 128
 """So many are drawn, and ``AVERAGED`` of them at most, the most probable ones, are averaged over."""
 AVERAGED = 12
 
+WEIGHED = 48
+"""Models are weighed by the first measurements, at most so many: later ones change little, and cost their cube."""
+
 RESIDUAL = 0.15, 0.8
 """The standard deviation of residuals: its median, and the standard deviation of its logarithm. Likewise below."""
 UNEVEN = 1.0, 0.7
@@ -96,7 +99,7 @@ class Bayes(Searcher):
     def _covariance(self, model: _Model, one: Indices, other: Indices) -> Floats:
         """Of the residuals of candidates, without what each has for itself; (one, other)."""
         weights = model.axes[self._axis_of] ** 2
-        sums = (self._features[one] * weights) @ self._features[other].T
+        sums = _product(self._features[one] * weights, self._features[other].T)
         unpredicted = np.outer(1 - self._predicted[one], 1 - self._predicted[other])
         return np.asarray(
             sums + model.pairs**2 * (sums / np.sum(model.axes**2)) ** 2 + CONSTANT**2 + UNPREDICTED**2 * unpredicted
@@ -115,6 +118,7 @@ class Bayes(Searcher):
 
     def _weighed(self, measured: Indices, residual: Floats) -> list[tuple[_Model, float]]:
         """The most probable models after what was measured, with their probabilities."""
+        measured, residual = measured[:WEIGHED], residual[:WEIGHED]
         scores = np.empty(len(self._models))
         for place, model in enumerate(self._models):
             lower, white = self._decomposed(model, measured, residual)
@@ -126,7 +130,7 @@ class Bayes(Searcher):
     def _posterior(self, model: _Model, measured: Indices, residual: Floats, left: Indices) -> tuple[Floats, Floats]:
         """The mean and standard deviation of the residuals of ``left``."""
         lower, white = self._decomposed(model, measured, residual)
-        across = np.linalg.solve(lower, self._covariance(model, measured, left))
+        across = _product(np.asarray(np.linalg.inv(lower)), self._covariance(model, measured, left))
         variance = self._variance(model, left) - (across**2).sum(axis=0)
         return across.T @ white, np.sqrt(np.maximum(variance, 0) + model.own**2)
 
@@ -150,6 +154,14 @@ def _drawn_models(drawn: np.random.Generator, axes: int) -> list[_Model]:
         _Model(axes=total * shares, pairs=float(total * pair), own=float(alone))
         for total, shares, pair, alone in zip(totals, uneven, pairs, own, strict=True)
     ]
+
+
+def _product(one: Floats, other: Floats) -> Floats:
+    """Their matrix product in this thread: those of a BLAS spin on other cores, which a training run may need.
+
+    Decompositions stay in this thread by themselves while they are small, up to some 60 measurements.
+    """
+    return np.asarray(np.einsum("ij,jk->ik", one, other))
 
 
 def _features(axis: Axis, column: Indices) -> Floats:
