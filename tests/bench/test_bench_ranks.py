@@ -14,7 +14,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -150,24 +149,22 @@ def test_ranks_that_do_nothing_are_given_up(tmp_path: Path) -> None:
         play(ORDERS.format("signal.pause()"), tmp_path, limit_s=0.1)
 
 
-def in_use() -> set[str]:
-    """What of a bench lies in folders that outlive it."""
-    return {str(path) for folder in (tempfile.gettempdir(), "/dev/shm") for path in Path(folder).glob("syncline*")}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("with_mpi", [False, True])
-def test_a_bench_that_is_killed_leaves_neither_files_nor_processes(with_mpi: bool) -> None:
+def test_a_bench_that_is_killed_leaves_neither_files_nor_processes(tmp_path: Path, with_mpi: bool) -> None:
     """Whatever its ranks do then: here one contender after the other is at work all the time."""
     contenders = "shm:auto,tcp:ring"
     if with_mpi:
         if not isinstance(find_library("openmpi"), MpiLibrary):
             pytest.skip("Open MPI is not installed")
         contenders = "openmpi:native"
-    before = in_use()
     words = ["bench", "--sizes", "1MB", "--ranks", "2", "--with", contenders, "--repetitions", "100000"]
     started = subprocess.Popen(
-        [sys.executable, "-m", "syncline", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "syncline", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert started.stdout is not None
     for line in started.stdout:
@@ -182,7 +179,7 @@ def test_a_bench_that_is_killed_leaves_neither_files_nor_processes(with_mpi: boo
     started.stdout.close()
     for pid in mine:
         wait_for_the_end(pid)
-    assert in_use() <= before
+    assert not list(tmp_path.glob("syncline*"))
 
 
 def wait_for_the_end(pid: int) -> None:

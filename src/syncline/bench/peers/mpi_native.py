@@ -7,6 +7,9 @@ algorithm by size themselves. The setting that matters here is to yield the core
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from ...registry import register
 from . import Array, Seat
 from .mpi_memory import MpiMemory
@@ -24,27 +27,28 @@ _DECLARED = {
 class MpiNative:
     """MPI_Allreduce, MPI_Reduce_scatter_block, MPI_Allgather and MPI_Bcast, in place where MPI has that."""
 
+    run: Callable[[], None]
+    """The library's call."""
+
     def __init__(self, seat: Seat) -> None:
         self._memory = MpiMemory(seat)
         self._collective = seat.collective
 
     def select(self, elements: int) -> Array:
-        """Memory of this process."""
-        return self._memory.select(elements)
-
-    def run(self) -> None:
-        """The library's call."""
+        """Memory of this process; the call is made ready, since MPI takes little longer than Python to find it."""
         memory = self._memory
+        whole = memory.select(elements)
         match self._collective:
             case "allreduce":
-                memory.world.Allreduce(memory.in_place, memory.whole)
+                self.run = partial(memory.world.Allreduce, memory.in_place, whole)
             case "reduce-scatter":
                 # In place, MPI puts every rank's sum where part 0 was: a separate buffer is what users write.
-                memory.world.Reduce_scatter_block(memory.whole, memory.part)
+                self.run = partial(memory.world.Reduce_scatter_block, whole, memory.part)
             case "all-gather":
-                memory.world.Allgather(memory.in_place, memory.whole)
+                self.run = partial(memory.world.Allgather, memory.in_place, whole)
             case _:
-                memory.world.Bcast(memory.whole, 0)
+                self.run = partial(memory.world.Bcast, whole, 0)
+        return whole
 
     def result(self) -> Array:
         """The array, or the part that the reduce-scatter has filled."""
