@@ -45,7 +45,7 @@ def bench(
     resume_path: Path | None,
     report_path: Path | None,
 ) -> None:
-    """Measure collectives beside what one would use instead, all contenders taking turns in the same processes."""
+    """Measure collectives beside what one would use instead, each in processes of its own, in turn."""
     if goals and (ranks or contenders or lab or per_host > 1 or repetitions or collective != "allreduce"):
         raise click.UsageError("--goals says itself what is measured: it goes with --sizes and the files only")
     from ..bench.collectives import command, request
