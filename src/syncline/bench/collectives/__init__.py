@@ -6,6 +6,6 @@ gives it orders and listens to it; ``rank`` is what each rank executes, on one o
 the peers), or with the ``probes`` that measure the limits. ``kinds`` holds what the collectives mean: factors, least
 traffic, inputs and expected results.
 
-Every contender has a set of ranks of its own, which sleep until it is their turn. Turns are short and their order rotates,
-so that a busy moment of the machine hits all alike.
+Every contender has a set of ranks of its own, which sleep until it is their turn. Turns are short and their order
+rotates, so that a busy moment of the machine hits all alike.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 import traceback
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ class Line:
     """One rank's end; all ranks meet in the same order. ``pipes`` names those of every rank, as JSON."""
 
     def __init__(self, pipes: str, rank: int, world: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing here is worth waiting for a tidy end
         self.rank, self.world = rank, world
         reports, orders = json.loads(pipes)[rank]
         self._sender = Sender(os.open(reports, os.O_WRONLY))
