@@ -18,10 +18,12 @@ import numpy as np
 
 from syncline.errors import PeerError
 from syncline.launch.environment import recognise
-from syncline.nouns import numpy_dtype
+from syncline.nouns import Size, numpy_dtype
 from syncline.transports import Bytes, Handle, Place
-from syncline.transports._mpi_window import Window
+from syncline.transports._mpi_window import NOWHERE, Window
 from syncline.transports.mpi import Mpi
+
+WINDOW_BYTES = 64 << 20
 
 
 class Rank:
@@ -31,12 +33,13 @@ class Rank:
         self.place = Place(rank, world, timeout_s=20.0)
         self.transport: Mpi
         self._read_bytes = 0
+        self._held: list[np.ndarray] = []
         self._count_reads()
         self._results: dict[int, np.ndarray] = {}
         self._borrowed: dict[int, Handle] = {}
 
     def open(self, onesided: Literal["off", "on"]) -> None:
-        self.transport = Mpi(self.place, onesided=onesided)
+        self.transport = Mpi(self.place, onesided=onesided, window=Size(WINDOW_BYTES))
         self._results.clear()
 
     def send(self, number: int, dst: int, tag: int, data: bytes, priority: float) -> None:
@@ -104,6 +107,19 @@ class Rank:
             return read(window, into, rank, place)
 
         Window.read = counted  # type: ignore[method-assign]
+
+    def hold(self, nbytes: int, keep: bool) -> tuple[bool, bool]:
+        """Allocate and write memory, and keep it or not; whether it lies in the window, and was zero."""
+        memory = self.transport.allocate(nbytes)
+        zeroed = not memory.any()
+        memory[:] = 7
+        if keep:
+            self._held.append(memory)
+        window = self.transport._window
+        return window is not None and window.place_of(memory) != NOWHERE, zeroed
+
+    def let_go(self) -> None:
+        self._held.clear()
 
     def holds(self) -> tuple[int, int]:
         """Open descriptors and threads."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ends import MPI_KINDS, ONESIDED, network
+from mpi_rank import WINDOW_BYTES
 from remote import RemoteEnd
 
+from syncline.errors import UsageError
 from syncline.testing.network import numbers
-from syncline.transports._mpi_window import MOST_REGIONS
+from syncline.transports._mpi_window import _check_room
 from syncline.transports.tcp import Tcp
 
 
@@ -52,11 +54,30 @@ def test_bodies_are_read_where_they_lie(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MPI_KINDS if kind.endswith(ONESIDED)])
-def test_more_memory_than_a_window_takes_is_sent(kind: str) -> None:
+def test_more_memory_than_a_window_has_is_sent(kind: str) -> None:
+    """Twice what ``mpi_rank`` reserves; memory that nobody has any more is taken again, zeroed."""
     with network(kind, 2) as net:
         sender, receiver = net.ends
-        for number in range(2 * MOST_REGIONS):
-            data = numbers(100_000, number)
+        assert isinstance(sender, RemoteEnd)
+        for keep in (True, False):
+            held = [sender.ask("hold", 8 << 20, keep) for _ in range(2 * WINDOW_BYTES // (8 << 20))]
+            assert all(zeroed for _, zeroed in held)
+            inside = [one for one, _ in held]
+            assert inside == ([True] * 8 + [False] * 8 if keep else [True] * 16)
+            data = numbers(200_000)
             into = np.zeros(data.nbytes, np.uint8)
             net.wait(receiver.recv(0, 0, into), sender.send(1, 0, data))
             assert np.array_equal(into, data)
+            sender.ask("let_go")
+
+
+def test_a_window_larger_than_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is made: pages without room would end the process when they are written."""
+
+    class Room:
+        f_bavail, f_frsize = 16, 1 << 20
+
+    monkeypatch.setattr("os.statvfs", lambda path: Room)  # noqa: ARG005
+    _check_room(16 << 20)
+    with pytest.raises(UsageError, match=r"window=17MiB\): /dev/shm has room for 16 MiB: use a smaller window="):
+        _check_room(17 << 20)

@@ -1,35 +1,45 @@
 """The window through which processes of an MPI job read each other's memory: ``mpi(onesided=on)``.
 
-Owns MPI's dynamic window over all processes, and which memory of this one is attached to it. It is made once per
-process, since making and freeing it are collective, and locked for all from then on (passive target): a read needs no
-call of the owner's. What is read, and when the owner may change it again, is for ``mpi`` to say and to tell.
+Owns MPI's window over all processes, and who has which part of this one's memory there. It is made once per process,
+since making and freeing it are collective, and locked for all from then on (passive target): a read needs no call of
+the owner's. What is read, and when the owner may change it again, is for ``mpi`` to say and to tell.
 
-Dynamic windows because buckets are made at different times on every rank; ``MPI_Win_allocate`` is collective.
+The memory is MPI's own (``MPI_Win_allocate``), which ranks of one host share, and it is reserved only: pages that
+nobody writes take nothing. Memory of somebody else's, attached to a dynamic window, was four to six times slower here:
+both libraries move it in fragments that need both processes' turns.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+import os
+import weakref
 from typing import Any
+
+import numpy as np
 
 from ..errors import UsageError
 from ..wire.scratch import address_of
 from . import Bytes
 
-MOST_REGIONS = 60
-"""Regions attached at a time: Open MPI takes 64, and its window is not to be used any more after one too many."""
+_PAGE_BYTES = 4096
+_SHARED = "/dev/shm"
+
+NOWHERE = -1
+"""The place of bytes that do not lie in the window."""
 
 
 class Window:
-    """A window over ``comm``; all processes make theirs together. UsageError where the library cannot have one."""
+    """So many bytes of every process of ``comm``; all make theirs together. UsageError where the library has none."""
 
-    def __init__(self, mpi: Any, comm: Any) -> None:
+    def __init__(self, mpi: Any, comm: Any, nbytes: int) -> None:
         library = " ".join(mpi.Get_library_version().splitlines()[0].split(",")[0].split())
+        _check_room(nbytes)
         try:
-            self._window = mpi.Win.Create_dynamic(mpi.INFO_NULL, comm)
+            self._window = mpi.Win.Allocate(nbytes, 1, mpi.INFO_NULL, comm)
         except mpi.Exception as error:
             raise UsageError(
-                f"transport=mpi(onesided=on): {library} has no dynamic windows here ({error}): use transport=mpi"
+                f"transport=mpi(onesided=on): {library} has no window of {nbytes} bytes here ({error}): use a smaller"
+                " window= or transport=mpi"
             ) from error
         self._window.Set_errhandler(mpi.ERRORS_RETURN)
         if self._window.Get_attr(mpi.WIN_MODEL) != mpi.WIN_UNIFIED:
@@ -38,29 +48,41 @@ class Window:
             )
         self._window.Lock_all(mpi.MODE_NOCHECK)
         self._byte = mpi.BYTE
-        self._regions: list[tuple[int, int]] = []  # first address and bytes, in order
+        self._memory = memoryview(self._window.tomemory())
+        self._first = address_of(np.frombuffer(self._memory, np.uint8))
+        self.nbytes = nbytes
+        self._taken = 0
+        self._begun = 0  # what lies from here on is nobody's
+        self._free: dict[int, list[int]] = {}  # places by size
 
-    def attach(self, memory: Bytes) -> bool:
-        """Let others read some memory; False where the library takes no more."""
-        if len(self._regions) >= MOST_REGIONS:
-            return False
-        self._window.Attach(memory)
-        insort(self._regions, (address_of(memory), memory.nbytes))
-        return True
+    def take(self, nbytes: int) -> Bytes | None:
+        """Zeroed memory that others can read, its taker's until nobody has it any more; None where there is no more."""
+        size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+        free = self._free.get(size)
+        if free:
+            place = free.pop()
+        elif self._begun + size <= self.nbytes:
+            place, self._begun = self._begun, self._begun + size
+        else:
+            return None
+        memory: Bytes = np.frombuffer(self._memory[place : place + nbytes], np.uint8)
+        memory[:] = 0
+        self._taken += 1
+        weakref.finalize(memory, self._give, place, size).atexit = False
+        return memory
 
-    def detach(self, memory: Bytes) -> None:
-        """Nobody reads there any more."""
-        self._regions.remove((address_of(memory), memory.nbytes))
-        self._window.Detach(memory)
+    def _give(self, place: int, size: int) -> None:
+        self._taken -= 1
+        if self._taken:
+            self._free.setdefault(size, []).append(place)
+        else:  # whatever sizes come next
+            self._begun = 0
+            self._free.clear()
 
     def place_of(self, data: Bytes) -> int:
-        """Where others find some bytes; 0 where they do not lie in attached memory."""
-        address = address_of(data)
-        found = bisect_right(self._regions, (address, 1 << 62)) - 1
-        if found < 0:
-            return 0
-        first, nbytes = self._regions[found]
-        return address if address + data.nbytes <= first + nbytes else 0
+        """Where others find some bytes; ``NOWHERE`` for those that do not lie here."""
+        place = address_of(data) - self._first
+        return place if 0 <= place <= self.nbytes - data.nbytes else NOWHERE
 
     def show(self) -> None:
         """What this process has written is what others read from now on."""
@@ -70,7 +92,21 @@ class Window:
         """Begin to read from another process; the request that is done when it is here."""
         return self._window.Rget([into, into.nbytes, self._byte], rank, (place, into.nbytes, self._byte))
 
-    def free(self) -> None:
-        """All processes together."""
+    def unlock(self) -> None:
+        """Before MPI's end, which takes the memory back."""
         self._window.Unlock_all()
         self._window.Free()
+
+
+def _check_room(nbytes: int) -> None:
+    """Ranks of a host share the memory as files, and one without room would end them by SIGBUS."""
+    try:
+        found = os.statvfs(_SHARED)
+    except OSError:
+        return
+    room = found.f_bavail * found.f_frsize
+    if room < nbytes:
+        raise UsageError(
+            f"transport=mpi(onesided=on, window={nbytes >> 20}MiB): {_SHARED} has room for {room >> 20} MiB: use a"
+            " smaller window=, which has to hold the buckets of a rank, or transport=mpi"
+        )

@@ -40,13 +40,14 @@ from numpy.typing import NDArray
 
 from ..errors import GroupError, UsageError
 from ..kernels.cpu import add_all_into
+from ..nouns import Size
 from ..registry import register
 from ..wire.adding import can_add
 from ..wire.link import broken
 from . import INLINE_BYTES, Bytes, Handle, Place
 from ._envelope import Enveloped
 from ._frames import FRAME_BYTES, SLOTS
-from ._mpi_window import Window
+from ._mpi_window import NOWHERE, Window
 from ._outbox import Event
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ _PIECE_BYTES = 1 << 30
 
 _READ_BYTES = 1 << 20
 """Bodies are read through a window in pieces of this: one that fits the cache, and of which two overlap."""
+
+_WINDOW_BYTES = Size(1 << 30)
+"""What a rank reserves for its buckets; what nobody writes takes no memory."""
 
 _EAGER_S = 50e-6
 _SHORTEST_S = 20e-6
@@ -153,20 +157,20 @@ class _Communicator:
             raise UsageError(f"MPI's processes say they are {ranks.tolist()}: they belong to different runs")
         return self.comm, [int(rank) for rank in places], self.transports
 
-    def onesided(self, place: Place) -> tuple[Window, MPI.Comm]:
+    def onesided(self, place: Place, nbytes: int) -> tuple[Window, MPI.Comm]:
         """The window, and the communicator on which ranks tell that they have read; all processes call this."""
         assert self.comm is not None
         if self._onesided is None:
             told, request = self.comm.Idup()
             _wait(request, place, "duplicating MPI's communicator")
             _wait(self.comm.Ibarrier(), place, "the meeting before MPI's window")  # to make it has no time limit
-            self._onesided = Window(load(), self.comm), told
+            self._onesided = Window(load(), self.comm, nbytes), told
         return self._onesided
 
     def end(self) -> None:
         """Free what MPI wants back before its own end."""
         if self._onesided is not None:
-            self._onesided[0].free()
+            self._onesided[0].unlock()
 
 
 _communicator = _Communicator()
@@ -181,16 +185,14 @@ class Mpi(Enveloped):
     answers = False
     allreduce = Enveloped._allreduce
 
-    def __init__(self, place: Place, *, onesided: Literal["off", "on"] = "off") -> None:
+    def __init__(self, place: Place, *, onesided: Literal["off", "on"] = "off", window: Size = _WINDOW_BYTES) -> None:
         super().__init__(place.rank, place.world)
         self._mpi = load()
         self._comm, self._mpi_ranks, number = _communicator.enter(place)
         self._window: Window | None = None
         self._reads = self._comm  # where ranks tell that they have read
         if onesided == "on":
-            self._window, self._reads = _communicator.onesided(place)
-        self._own: list[Bytes] = []  # what the window shows
-        self._shown: set[tuple[int, int]] = set()  # (peer, slot) of bodies that have not been read yet
+            self._window, self._reads = _communicator.onesided(place, int(window))
         limit = self._comm.Get_attr(self._mpi.TAG_UB) or SLOTS
         self._first_tag: int = number % ((limit + 1) // _TAGS) * _TAGS
         self._index = {mpi_rank: index for index, mpi_rank in enumerate(self._mpi_ranks)}
@@ -209,30 +211,24 @@ class Mpi(Enveloped):
         return self._window is not None and can_add(dtype)
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Memory that others may read where bodies are read; what the window does not take is sent."""
-        memory: Bytes = np.zeros(nbytes, np.uint8)
-        if self._window is not None and nbytes > INLINE_BYTES and self._window.attach(memory):
-            self._own.append(memory)
-        return memory
+        """Memory that others may read where bodies are read; what the window has no room for is sent."""
+        if self._window is None or nbytes <= INLINE_BYTES:
+            return super().allocate(nbytes)
+        memory = self._window.take(nbytes)
+        return super().allocate(nbytes) if memory is None else memory
 
     def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
         if self._window is None:
             self._push_message(peer, slot, body, done)
             return
         place = self._window.place_of(body)
-        if place:
+        if place != NOWHERE:
             self._window.show()
-            self._shown.add((peer, slot))
             told = self._reads.Irecv([np.zeros(1, np.uint8), self._mpi.BYTE], self._mpi_ranks[peer], self._tag(slot))
-            self._await(told, partial(self._was_read, peer, slot, body, done))
+            self._await(told, partial(_was_read, body, done))
         self._isend(peer, slot, np.array([place], np.int64).view(np.uint8), lambda: None)
-        if not place:
+        if place == NOWHERE:
             self._push_message(peer, slot, body, done)
-
-    def _was_read(self, peer: int, slot: int, _body: Bytes, done: Event) -> None:
-        """The receiver has read a body: its memory is the caller's again."""
-        self._shown.discard((peer, slot))
-        done()
 
     def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
         if self._window is None:
@@ -268,7 +264,7 @@ class Mpi(Enveloped):
         """Learn where a body lies, and read it there; or receive it, where it comes as a message."""
         place = np.zeros(1, np.int64)
         told = self._comm.Irecv([place.view(np.uint8), self._mpi.BYTE], self._mpi_ranks[peer], self._tag(slot))
-        self._await(told, lambda: read(int(place[0])) if place[0] else receive())
+        self._await(told, lambda: receive() if place[0] == NOWHERE else read(int(place[0])))
 
     def _fetch_piece(self, peer: int, place: int, at: int, memory: Bytes, done: Event) -> None:
         assert self._window is not None
@@ -331,10 +327,7 @@ class Mpi(Enveloped):
             requests += [meeting.barrier for meeting in self._meetings if meeting.barrier is not None]
             requests += [request for frames in self._incoming.values() for request, *_ in frames]
             if requests:
-                _left_behind.append((requests, [self._endings, self._incoming, self._own]))
-            if self._window is not None and not self._shown:  # else somebody may be reading
-                for memory in self._own:
-                    self._window.detach(memory)
+                _left_behind.append((requests, [self._endings, self._incoming]))
 
     def _ended(self, peer: int, begun: int) -> None:
         self._complete()  # what it took, or sent, before its end
@@ -436,6 +429,11 @@ def _countdown(number: int, done: Callable[[], None]) -> Callable[[], None]:
             done()
 
     return ended
+
+
+def _was_read(_body: Bytes, done: Event) -> None:
+    """The receiver has read a body, which had to stay until then."""
+    done()
 
 
 _left_behind: list[tuple[list[Any], list[Any]]] = []
