@@ -28,6 +28,7 @@ WORK = {
     ),
     "record": (["{script}"], "syncline.frameworks.torch.recording.Recording.__enter__"),
     "reproduce": ([], "syncline.reproduction.page.page"),
+    "tune": (["--workers", "2"], "syncline.bench.tuner.search.Course"),
     "timeline": (["{folder}"], "syncline.timeline.assembly.write_all"),
 }
 """Of every verb that writes files: arguments with which it works, and what does the work."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -176,6 +177,10 @@ SAYING: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
+TRACING = threading.Lock()
+"""torch.fx traces for one thread at a time."""
+
+
 @pytest.mark.parametrize("how", [*COPIES, "copy"])
 @pytest.mark.parametrize("kind", SAYING)
 def test_a_copy_of_a_model_whose_class_says_how_it_is_copied_is_plain(group: Any, kind: str, how: str) -> None:
@@ -183,7 +188,8 @@ def test_a_copy_of_a_model_whose_class_says_how_it_is_copied_is_plain(group: Any
     copied = COPIES.get(how, copy.copy)
 
     def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
-        model = SAYING[kind]()
+        with TRACING:
+            model = SAYING[kind]()
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     def check(here: Here) -> None:
