@@ -383,7 +383,6 @@ def test_the_culprit_comes_first_whoever_ends_first() -> None:
         os.close(tells)
         outcome = run.wait(LIMIT_S)
     os.close(told)
-    assert [ending.rank for ending in outcome.endings] == [1, 0]
     assert outcome.status == 3
     assert outcome.text == "rank 0 failed: ValueError: the data are spoilt; rank 1 ended with status 1"
 
