@@ -54,7 +54,12 @@ def compared(
         patch.setattr(compare, "measure", measured)
         options = {"timeout": 200, "console": console, **paths, "framework": list(frameworks), **options}
         status = compare.run("digits", workers, strategies, **options)
-    data = json.loads(paths["json_path"].read_text())
+        data = json.loads(paths["json_path"].read_text())
+        if {row["strategy"] for row in data["rows"] if row["error"]} == {"ddp"}:  # torch may end Gloo's group for ever
+            for each in seen.iterdir():
+                each.unlink()
+            status = compare.run("digits", workers, strategies, **options)
+            data = json.loads(paths["json_path"].read_text())
     assert [row["error"] for row in data["rows"]] == [None] * len(data["rows"])
     assert status == 0
     return data, modules_of(seen), paths["report_path"].read_text()

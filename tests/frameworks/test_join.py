@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -212,7 +213,9 @@ def test_gradients_that_are_added_to_are_refused_where_a_rank_has_joined(group: 
         for step in range(2 if here.rank else 3):
             loss_of(here.model(batch(step, 4))).backward()
             here.optimizer.step()
-        shadow_until_all_joined(here.replica, here.client)
+        # Rank 0 leaves by its error, so the servers may be gone before it has reached the others.
+        with suppress(PeerError) if here.rank else nullcontext():
+            shadow_until_all_joined(here.replica, here.client)
 
     with pytest.raises(GradientError, match="do not count as much"):
         on_group(group, strategy, 2, adam, body)
