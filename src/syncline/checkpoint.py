@@ -66,7 +66,9 @@ def _saved(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
     }
     if _has_layouts(session):
         found["layouts"] = [
-            made.replica.gradients.layout.plain() | {"measured": made.replica.gradients.measured} for made in prepared
+            layout.plain() | {"measured": made.replica.gradients.measured and not layout.trial}
+            for made in prepared
+            for layout in [made.replica.gradients.layout]
         ]
     kept = [made.replica.gradients.compression for made in prepared]
     if any(one is not None and one.keeps for one in kept):

@@ -32,3 +32,18 @@ def test_processes_choose_alike(pool: Pool, address: str, strategy: str, workers
         assert all(np.array_equal(other[2][name], array) for name, array in weights.items())
     for name, array in found[f"{strategy} schedule=fixed"][0][2].items():
         assert np.linalg.norm(weights[name] - array) <= 1e-9 * np.linalg.norm(array)
+
+
+@pytest.mark.parametrize(("transport", "workers"), [("tcp", 3), ("shm", 2)])
+def test_schedules_that_are_tried_leave_every_bit(pool: Pool, address: str, transport: str, workers: int) -> None:
+    found = {}
+    for text in ("auto(budget=60s)", "halving_doubling schedule=fixed"):
+        each = [[[index, workers, address], f"{text} transport={transport}", 90, 85] for index in range(workers)]
+        with pool.start(chooses, each, {"SYNCLINE_TUNING": "fresh"}) as group:
+            found[text] = group.results()
+    tried, plain = found.values()
+    assert any("wait_free" in said for said in tried[0][0])
+    assert "on the live run" in tried[0][1]
+    for mine, other in zip(tried, plain, strict=True):
+        assert mine[:2] == tried[0][:2]
+        assert all(np.array_equal(mine[2][name], array) for name, array in other[2].items())

@@ -177,7 +177,7 @@ def test_one_strategy_has_one_text(text: str, canonical: str) -> None:
         ("schedule=priority(slice=0B)", r"priority\(slice=\.\.\.\) must be at least 1B"),
         ("schedule=split(slice=0)", r"split\(slice=\.\.\.\) must be at least 1B"),
         ("schedule=delayed(bucket=0)", r"delayed\(bucket=\.\.\.\) must be at least 1B"),
-        ("auto(x=1)", "takes no arguments"),
+        ("auto(x=1)", "auto takes budget"),
         ("ring(", r"the text ends \(column 6"),
         ("ring)", r"there is '\)'"),
         ("ring %", "unexpected '%' .column 6"),

@@ -16,7 +16,9 @@ from ._options import JSON, OLD_FILE
 )
 @click.option("--workers", type=click.IntRange(min=2), default=4, show_default=True, help="Workers of every training.")
 @click.option("--lab", metavar="RATE", help="Give every process a host of its own behind links of RATE, such as 1Gbit.")
-@click.option("--budget", default="60s", show_default=True, metavar="TIME", help="For everything, such as 5m or 300s.")
+@click.option(
+    "--budget", default="60s", show_default=True, metavar="TIME", help="For everything, such as 5min or 300s."
+)
 @click.option("--searcher", default="bayes", show_default=True, help="bayes, rl, descent, random, exhaustive.")
 @click.option("--strategy", default="", help="Words that are kept; those that are left open are searched.")
 @click.option("--lossy", is_flag=True, help="Try codecs and modes that change the mathematics, behind the guard.")

@@ -14,6 +14,11 @@ def check_schedule(strategy: Strategy, framework: str) -> None:
 
     So does a schedule that goes by measured times, which the framework does not show.
     """
+    if strategy.budget_s:
+        raise UsageError(
+            f"auto(budget=) tries schedules on the live run, which Syncline does not do with {framework} yet: leave the"
+            f" budget out, or search beforehand with syncline tune --framework {framework.lower()}"
+        )
     schedule, name = strategy.schedule_object(), strategy.schedule.name
     why = ""
     if schedule.phases == "split":

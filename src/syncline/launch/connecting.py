@@ -20,6 +20,7 @@ from ..engine.trace import Observer
 from ..errors import UsageError
 from ..nouns import Group
 from ..session.session import Session
+from ..strategy.live import check_asked
 from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
 from ..timeline import folder
@@ -51,6 +52,7 @@ def in_process(
     ``observers`` are those of the first ones, ``nodes`` the hosts that the workers are to be on.
     """
     asked = Strategy.parse(strategy)
+    check_asked(asked)
     chosen = asked.resolve(Group(workers, nodes=nodes), inproc=True)
     group = Group(workers, chosen.servers, nodes)
     told = [*observers, *[None] * group.processes][: group.processes]
@@ -98,6 +100,7 @@ def connect_session(
     ``secret``, ``interface`` and ``timeout`` are those of ``syncline.init``. Where the strategy leaves the architecture
     open, the workers measure what to run at which size (``tuning``). A ``recording`` goes on until the session ends.
     """
+    check_asked(strategy)
     if point.asked.world == 1:
         _count_workers(strategy, 1)  # there is nobody to meet, and no place
     with point.join(run, secret, interface, timeout) as joined:

@@ -43,7 +43,7 @@ class Layout:
     """The layers of a model in forward order, and the buckets in the order in which they go, with their priorities.
 
     ``schedule`` is the text of the one that was chosen by measuring, for the ``reason`` given in words, where exchanges
-    took what ``cost`` says; it is empty where they are of the strategy's own.
+    took what ``cost`` says; it is empty where they are of the strategy's own. A ``trial`` is to be followed by another.
     """
 
     layers: tuple[Layer, ...]
@@ -52,6 +52,7 @@ class Layout:
     schedule: str = ""
     reason: str = ""
     cost: LinearCost | None = None
+    trial: bool = False
 
     def travels_like(self, other: Layout) -> bool:
         """Whether tensors travel alike, whatever times have been measured."""
@@ -64,7 +65,7 @@ class Layout:
         found: dict[str, Any] = {"buckets": rows, "priorities": list(self.priorities), "times_s": times_s}
         if self.schedule:
             cost = self.cost and [self.cost.base_s, self.cost.per_byte_s]
-            found["chosen"] = {"schedule": self.schedule, "reason": self.reason, "cost": cost}
+            found["chosen"] = {"schedule": self.schedule, "reason": self.reason, "cost": cost, "trial": self.trial}
         return found
 
     def strategy_in(self, strategy: Strategy) -> Strategy:
@@ -206,7 +207,8 @@ def read_layout(layers: Sequence[Layer], told: Mapping[str, Any]) -> Layout:
     if (by := told.get("chosen")) is None:
         return Layout(tuple(timed), buckets, priorities)
     cost = None if by["cost"] is None else LinearCost(*map(_finite, by["cost"]))
-    return Layout(tuple(timed), buckets, priorities, str(by["schedule"]), str(by["reason"]), cost)
+    trial = bool(by.get("trial", False))  # which states of earlier versions do not have
+    return Layout(tuple(timed), buckets, priorities, str(by["schedule"]), str(by["reason"]), cost, trial)
 
 
 def _finite(value: Any) -> float:

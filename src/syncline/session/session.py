@@ -272,7 +272,7 @@ class Session(Communicator):
     def run_by(self, choice: Choice) -> None:
         """From now on choose the algorithm by size: ``architecture=auto``. All workers call it with the same table."""
         self.choice = choice
-        self.strategy = replace(self.strategy, architecture=AUTO)
+        self.strategy = replace(self.strategy, architecture=AUTO)  # and its budget, if it has one
 
     def resume_with(self, choice: Choice) -> None:
         """Choose as a run before did; all workers call it, and a worker with another table is named.

@@ -36,10 +36,11 @@ from .. import registry
 from ..codecs import Chooses
 from ..compression.reducers.ways import OWNERS, way_of
 from ..errors import StrategyError, UsageError
-from ..nouns import Group
+from ..nouns import Group, Seconds
 from ..sync import Averages, Mixes, backup_of
 from .combination import Combination
-from .grammar import Part, nearest, read_part, read_words
+from .grammar import Part, nearest, read_part, read_words, write_value
+from .live import SAME_BITS, budget_of, check_live
 from .parts import build, write
 from .presets import preset_of
 from .rules import fault_of, nearest_that_works
@@ -62,14 +63,24 @@ class Strategy(Combination):
     and argument and the combination; NotBuiltError says that a word is part of the grammar but does not exist yet.
     """
 
+    budget_s: float = 0.0
+    """Seconds for trying schedules on the live run, where the architecture is ``auto``; 0: none are tried."""
+
     def __post_init__(self) -> None:
         for word, part in self.parts():
-            object.__setattr__(self, word, bind_word(word, part if isinstance(part, Part) else read_part(part)))
+            given = part if isinstance(part, Part) else read_part(part)
+            if word == "architecture" and given.name == AUTO.name and given.args:
+                object.__setattr__(self, "budget_s", budget_of(given))
+                given = AUTO
+            object.__setattr__(self, word, bind_word(word, given))
         fault = fault_of(self)
         if fault is not None:
             found = nearest_that_works(Combination(**dict(self.parts())), fault)
-            advice = "" if found is None else f"; the nearest that works is {str(Strategy(**dict(found.parts())))!r}"
+            words: dict[str, Any] = {} if found is None else dict(found.parts())
+            advice = "" if found is None else f"; the nearest that works is {str(Strategy(**words))!r}"
             raise StrategyError(fault[0] + advice)
+        if self.budget_s:
+            check_live(self)
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
@@ -81,7 +92,7 @@ class Strategy(Combination):
         preset = preset_of(words)
         if preset is not None:
             words = read_words(preset.text)
-        parts: dict[str, Part] = {}
+        parts: dict[str, Any] = {}
         feedback = ""
         for position, (key, part) in enumerate(words):
             word = _word(key, part, position)
@@ -107,11 +118,16 @@ class Strategy(Combination):
             shown = "auto" if part == AUTO else write(kind_of(word, part.name), part)
             if word == "architecture":
                 found += [] if part == AUTO else [shown]
+                found += [f"auto(budget={write_value(self.budget_s, Seconds)})"] if self._tries else []
             elif shown != _DEFAULTS[word]:
                 found.append(f"{word}={shown}")
         if _needs_feedback(self.codec):
             found.append("feedback=off")
         return " ".join(found) or "auto"
+
+    @property
+    def _tries(self) -> bool:
+        return self.architecture == AUTO and self.budget_s > 0
 
     def resolve(self, group: Group, *, hosts: int = 1, inproc: bool = False) -> Strategy:
         """The same strategy with every ``auto`` replaced by what runs in that group when nothing is measured.
@@ -144,6 +160,8 @@ class Strategy(Combination):
             # Owners read and write their peers' memory on shm; two levels spare the links between hosts that have
             # several ranks, with a codec too (``costs.levels``); elsewhere a ring keeps every link evenly busy.
             architecture = Part({"shm": "direct", "auto": "hierarchical"}.get(transport.name, "ring"))
+            if self.budget_s and group.workers > 2:
+                architecture = Part(SAME_BITS)  # whatever buckets there are
         codec = NONE if self.codec == AUTO else self.codec
         carrier = way_of(replace(self, codec=codec).codec_object()).carrier
         places = len(group.members_by_node()) if group.nodes else hosts

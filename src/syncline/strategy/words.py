@@ -79,6 +79,11 @@ _ELSEWHERE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """What other libraries and papers call a word's values, and what it is here, the nearest first."""
 
 
+def known_sync(given: object) -> bool:
+    """Whether a strategy is synchronous, and waits for all workers."""
+    return bind("sync", BSP) == getattr(given, "sync", None)
+
+
 def kind_of(word: str, name: str) -> str:
     """The registry's kind of a word's part: an architecture is an algorithm, or a collective of a library."""
     return "collectives" if word == "architecture" and name in registry.names("collectives") else WORDS[word]
@@ -198,7 +203,8 @@ def vocabulary() -> list[Word]:
 
 
 _AUTO_SUMMARY = {
-    "architecture": "The fastest for each size of array, measured when the run starts.",
+    "architecture": "The fastest for each size of array, measured when the run starts; auto(budget=60s) also tries"
+    " schedules.",
     "codec": "None, bf16, or int8 or int4 with error feedback: the fastest, measured when the run starts.",
     "schedule": "Starts as fixed, then what is predicted to be fastest from the times of a few steps.",
     "transport": "shm among the processes of one host, tcp between hosts.",

@@ -24,6 +24,7 @@ from ..errors import PlanError, UsageError
 from ..nouns import Group
 from ..plans.check import check
 from ..plans.plan import Plan
+from ..plans.sums import order_of_additions
 from ..session.session import Session
 from ..strategy.choice import Choice, choose
 from ..strategy.strategy import Strategy
@@ -59,6 +60,8 @@ def tune(session: Session) -> None:
     """
     with session.engine.uncounted():  # starting is no communication of the training
         plans = _common(session, _plans(session.strategy, session.group))
+        if session.strategy.budget_s:
+            plans = same_bits(plans)
         kept = _kept(session, plans) if session.rank == 0 and mode() != "fresh" else None
         table = json.loads(session.tell_all(json.dumps([] if kept is None else kept.table).encode()))
         choice = Choice.read(table) if table else _measure(session, plans)
@@ -92,6 +95,16 @@ def _plans(strategy: Strategy, group: Group) -> dict[str, Plan]:
         entry.name: _plan(entry, group) for entry in entries if not any(each.required for each in entry.parameters)
     }
     return {name: plan for name, plan in found.items() if plan is not None}
+
+
+def same_bits(plans: Mapping[str, Plan]) -> dict[str, Plan]:
+    """Those that add in the order of the first one, wherever an element lies: which of them runs changes no bit.
+
+    The first one alone where its chunks are added in different orders.
+    """
+    orders = {name: order_of_additions(plan) for name, plan in plans.items()}
+    first = next(iter(plans))
+    return {name: plan for name, plan in plans.items() if name == first or (orders[name] or name) == orders[first]}
 
 
 def _plan(entry: registry.Entry, group: Group) -> Plan | None:

@@ -11,7 +11,7 @@ is as fast as the best, give or take ``MARGIN``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..costs.iteration import IterationTimes, predict_iteration
@@ -37,6 +37,10 @@ MEASURING = "merged"
 CANDIDATES = (FIRST, "fixed(bucket=8MiB)", "fixed(bucket=2MiB)", "wait_free", "merged", "priority", "split")
 """The simplest first."""
 
+MORE = ("fixed(bucket=1MiB)", "fixed(bucket=4MiB)", "fixed(bucket=64MiB)", "priority(slice=1MiB)",
+        "priority(slice=16MiB)", "split(slice=1MiB)")  # fmt: skip
+"""Tried beside them where there is a budget for trials."""
+
 MARGIN = 0.02
 
 CROSSING_COST = 0.05
@@ -51,13 +55,13 @@ def is_wanted(asked: Strategy, workers: int) -> bool:
     return asked.schedule == AUTO and workers > 1 and together and mode() != "off"
 
 
-def candidates(strategy: Strategy, crossing: bool) -> list[Strategy]:
+def candidates(strategy: Strategy, crossing: bool, texts: Sequence[str] = CANDIDATES) -> list[Strategy]:
     """The strategy with each schedule that goes with the rest of it; ``crossing`` says if steps may end in the next.
 
     None may where servers hold the weights: scripts that look at gradients are refused there, not waited for.
     """
     found, crossing = [], crossing and not strategy.server_holds_weights
-    for text in CANDIDATES:
+    for text in texts:
         try:
             one = replace(strategy, schedule=read_part(text))
         except StrategyError:
@@ -108,6 +112,35 @@ def choose_schedule(
     others = "" if by is first else f", {_ms(beside.whole_s)} with {_text(first)}"
     why = f"predicted {_ms(times.whole_s)} per iteration{others}, {_ms(times.computing_s)} computing"
     return _chosen(by, laid, cost, why)
+
+
+def worth_a_trial(
+    strategy: Strategy,
+    layers: Sequence[Layer],
+    cost: LinearCost | None,
+    lay: Lay,
+    crossing: bool,
+    fits: Callable[[Strategy], bool],
+) -> list[Layout]:
+    """The layouts of all schedules that ``fits`` takes, the first one first, then those that are predicted to be fast.
+
+    Of schedules that lie and go alike one is left. Raises UsageError where the first one cannot be laid out.
+    """
+    found: dict[object, tuple[float, Layout]] = {}
+    offered = [one for one in candidates(strategy, crossing, (*CANDIDATES, *MORE)) if fits(one)]
+    for one in offered:
+        try:
+            laid = lay(one)
+            schedule = one.schedule_object()
+            seconds = 0.0 if cost is None else predict_iteration(layers, laid, schedule, one.sync_mode(), cost).whole_s
+        except UsageError:
+            if one is offered[0]:
+                raise
+            continue
+        goes = schedule.release, schedule.phases, schedule.apply, schedule.in_flight
+        found.setdefault((laid.buckets, laid.priorities, goes), (seconds, _chosen(one, laid, cost, "not tried")))
+    first, *others = found.values()
+    return [first[1], *(laid for _, laid in sorted(others, key=lambda pair: pair[0]))]
 
 
 def _simplest(offered: Sequence[Strategy], lay: Lay, cost: LinearCost | None, why: str) -> Layout:

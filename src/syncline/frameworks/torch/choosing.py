@@ -6,6 +6,7 @@
     waiting     the best of the others runs, for some time; twice as long each time, unless iterations have been crossed
                 for longer than that
     watching    it does, and every rank watches its script again
+    trying      in place of a prediction: layouts run in turn for some steps each, under ``auto(budget=...)``
     over        the best runs, and none that crosses iterations goes with the strategy
 
 Steps may end in the next iteration only where that pays: where no rank looks at gradients between backward and the
@@ -23,6 +24,7 @@ are not crossed.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -32,9 +34,11 @@ from ...costs.network import LinearCost
 from ...errors import UsageError
 from ...nouns import Layer
 from ...session.layout import Lay, Layout
+from ...session.programs import has_phases, planned
 from ...session.tickets import STEP, Ticket
 from ...strategy.strategy import Strategy
-from ...tuning.schedule_choice import candidates, choose_schedule, with_measuring_buckets
+from ...tuning.schedule_choice import candidates, choose_schedule, with_measuring_buckets, worth_a_trial
+from ...tuning.trials import STEPS, Trials
 from .compiled import is_compiled
 from .gradients import REPLACES
 from .parts import updates_alone
@@ -55,7 +59,7 @@ _UNCOUNTED, _MEASURED = 2, 6
 _PATIENCE = 100
 """Steps until scripts are watched again, at first: a checkpoint looks at all weights, and then nobody for long."""
 
-_BEGUN, _MEASURING, _CROSSING, _WAITING, _WATCHING, _OVER = range(6)
+_BEGUN, _MEASURING, _CROSSING, _WAITING, _WATCHING, _TRYING, _OVER = range(7)
 
 
 class Choosing:
@@ -67,6 +71,8 @@ class Choosing:
         self._steps = 0  # in this phase
         self._refused = False  # by this rank
         self._seen = False  # that some rank objects, in this phase
+        self._trials: Trials | None = None  # of rank 0, where the strategy has a budget for some
+        self._until_s = time.perf_counter() + replica.session.strategy.budget_s
         replica.gradients.measured = False
         replica.session.schedules.pop(replica.first_key, None)  # of the same model, prepared before
 
@@ -94,7 +100,7 @@ class Choosing:
 
     def flags(self) -> int:
         """What this rank's ticket says."""
-        watched = self._phase in (_MEASURING, _CROSSING, _WATCHING)
+        watched = self._phase in (_MEASURING, _CROSSING, _WATCHING, _TRYING)
         found = _OBJECTS if watched and self.objects() else 0
         if self._replica.session.rank == 0 and self._wants_another:
             found |= REPLACES
@@ -103,15 +109,17 @@ class Choosing:
     @property
     def _wants_another(self) -> bool:
         """Whether rank 0 shall choose after the step that begins; the last one that is measured says it by itself."""
-        if self._phase == _CROSSING:
-            return self._seen
-        wanted = {_BEGUN: _UNCOUNTED, _WAITING: self._patience, _WATCHING: _MEASURED}.get(self._phase)
+        if self._seen and self._crosses_now:
+            return True
+        wanted = {_BEGUN: _UNCOUNTED, _WAITING: self._patience, _WATCHING: _MEASURED, _TRYING: STEPS}.get(self._phase)
         return wanted is not None and self._steps + 1 >= wanted
 
     def saw(self, tickets: Sequence[Ticket]) -> None:
         """A step is over."""
         self._steps += 1
         self._seen |= any(ticket.kind == STEP and ticket.flags & _OBJECTS for ticket in tickets)
+        if self._phase == _TRYING and self._trials is not None:
+            self._trials.step_ended()
 
     # Another layout.
 
@@ -125,15 +133,45 @@ class Choosing:
             return with_measuring_buckets(self._strategy, lay)
         if self._phase == _WAITING and resumed is None:
             return self._replica.gradients.layout
-        watched = self._phase in (_MEASURING, _WATCHING)
-        return choose_schedule(self._strategy, layers, cost, lay, watched and not (self._seen or objected))
+        watched = self._phase in (_MEASURING, _WATCHING, _TRYING)
+        crossing = watched and not (self._seen or objected)
+        if self._phase == _MEASURING and self._strategy.budget_s:
+            layouts = worth_a_trial(self._strategy, layers, cost, lay, crossing, self._keeps_bits)
+            self._trials = Trials(layouts, self._until_s, time.perf_counter, self._crossed_by)
+        if self._trials is None:
+            return choose_schedule(self._strategy, layers, cost, lay, crossing)
+        if self._phase not in (_MEASURING, _TRYING):
+            return self._trials.best(crossing=crossing)
+        if not crossing:
+            self._trials.refuse_crossing()
+        return self._trials.following()
+
+    def _crossed_by(self, layout: Layout) -> bool:
+        return _crosses(layout.strategy_in(self._strategy))
+
+    def _keeps_bits(self, strategy: Strategy) -> bool:
+        """Whether a schedule leaves the order of additions: one in two phases does where every algorithm has these.
+
+        Where an algorithm has none a ring takes its place, which adds in another order.
+        """
+        session = self._replica.session
+        if strategy.schedule_object().phases == "whole" or session.world_size == 2:
+            return True
+        names = {session.strategy.architecture.name} if session.choice is None else session.choice.names
+        return all(has_phases(planned(name, session.group)) for name in names)
 
     def replaced(self) -> None:
         """The layout is another one, or was found to be best again."""
         if self._phase == _CROSSING and self._steps > self._patience // 2:  # longer than ranks have waited for it
             self._patience = _PATIENCE
         self._seen, self._steps = False, 0
-        if self._phase == _BEGUN:
+        if self._replica.gradients.layout.trial:
+            self._phase = _TRYING
+            if self._replica.crossing is not None:
+                self._replica.crossing.watches = not self._crosses_now
+            if self._trials is not None:
+                self._trials.began()
+        elif self._phase == _BEGUN:
             self._phase = _MEASURING
             self._watch()
             forward = self._crossed is not None and not is_compiled(self._replica.model)
@@ -158,6 +196,10 @@ class Choosing:
             self._phase = _BEGUN
             self._replica.gradients.measured = False
             self._detach()
+
+    @property
+    def _crosses_now(self) -> bool:
+        return self._replica.gradients.schedule.apply != "step"
 
     def _settle(self) -> None:
         crossing = self._replica.crossing

@@ -80,6 +80,8 @@ def chosen(text: str | None) -> Strategy:
         raise UsageError(f"{found}: torch's process groups have no parameter servers; {remedy}")
     if found.sync.name != "bsp":
         raise UsageError(f"{found}: the collectives of a process group are synchronous; {remedy}")
+    if found.budget_s:
+        raise UsageError(f"{found}: a process group has no schedule, so that none can be tried; {remedy}")
     if found.codec != NONE:
         codec = replace(Strategy.parse(""), codec=found.codec)
         raise UsageError(

@@ -1,0 +1,135 @@
+"""``auto(budget=...)``: schedules are tried on the live run, and no bit of the weights tells which, or whether."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from choosing_runs import schedule_of
+from toy import Here, fill, on_group, weights
+
+from syncline import checkpoint
+from syncline.tuning.trials import STEPS
+
+COUNT = 8 + 12 * STEPS
+"""Steps in which all that fits is tried, and some more."""
+
+
+@pytest.fixture(autouse=True)
+def tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCLINE_TUNING", "on")
+
+
+def make(_: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Float32, in which the order of additions shows, with tensors of sizes that no number of ranks divides."""
+    layers = torch.nn.Linear(37, 53), torch.nn.Tanh(), torch.nn.Linear(53, 41), torch.nn.Tanh(), torch.nn.Linear(41, 7)
+    model = fill(torch.nn.Sequential(*layers))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def data(number: int) -> torch.Tensor:
+    return torch.randn(24, 37, generator=torch.Generator().manual_seed(number))
+
+
+def plain(here: Here, number: int) -> None:
+    here.model(here.share(data(number))).pow(2).mean().backward()
+    here.optimizer.step()
+    here.optimizer.zero_grad()
+
+
+def trained(seen: list[str], script: Callable[[Here, int], None] = plain) -> Callable[[Here], dict[str, torch.Tensor]]:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for number in range(COUNT):
+            script(here, number)
+            if here.rank == 0 and here.session is not None:
+                seen.append(schedule_of(here))
+        return weights(here.model)
+
+    return body
+
+
+def run(group: Any, strategy: str, workers: int, seen: list[str], script: Callable[[Here, int], None] = plain) -> Any:
+    first, *others = on_group(group, strategy, workers, make, trained(seen, script), weight=1)
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+    return first
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_a_run_that_tries_schedules_has_the_bits_of_one_that_does_not(group: Any, workers: int) -> None:
+    seen: list[str] = []
+    found = run(group, "auto(budget=60s)", workers, seen)
+    assert {"fixed", "merged", "wait_free", "priority"} <= set(seen)
+    assert len(set(seen[-STEPS:])) == 1
+    for schedule in ("fixed", "wait_free", "priority"):
+        wanted = run(group, f"halving_doubling schedule={schedule}", workers, [])
+        assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def test_other_buckets_do_change_bits_on_a_ring(group: Any) -> None:
+    """So that the law above could fail."""
+    fixed, alone = (run(group, f"ring schedule={name}", 3, []) for name in ("fixed", "wait_free"))
+    assert not all(torch.equal(fixed[name], alone[name]) for name in fixed)
+
+
+def test_iterations_are_not_crossed_where_the_script_looks_at_gradients(group: Any) -> None:
+    def script(here: Here, number: int) -> None:
+        here.model(here.share(data(number))).pow(2).mean().backward()
+        torch.nn.utils.clip_grad_norm_(here.model.parameters(), 0.5)
+        here.optimizer.step()
+        here.optimizer.zero_grad()
+
+    seen: list[str] = []
+    run(group, "auto(budget=60s)", 2, seen, script)
+    assert "wait_free" in seen
+    assert not any(name.startswith(("priority", "split")) for name in seen)
+
+
+def test_a_script_that_looks_late_ends_the_trials_of_what_crosses(group: Any) -> None:
+    def script(here: Here, number: int) -> None:
+        (plain if number < 8 + 2 * STEPS else looks)(here, number)
+
+    def looks(here: Here, number: int) -> None:
+        here.model(here.share(data(number))).pow(2).mean().backward()
+        torch.nn.utils.clip_grad_norm_(here.model.parameters(), 0.5)
+        here.optimizer.step()
+        here.optimizer.zero_grad()
+
+    seen: list[str] = []
+    run(group, "auto(budget=60s)", 2, seen, script)
+    assert not any(name.startswith(("priority", "split")) for name in seen[8 + 3 * STEPS :])
+
+
+def test_a_budget_that_is_spent_leaves_what_was_first(group: Any) -> None:
+    seen: list[str] = []
+    run(group, "auto(budget=1us)", 2, seen)
+    assert set(seen) == {"fixed", "merged"}
+    assert set(seen[8:]) == {"fixed"}
+
+
+def test_a_checkpoint_names_what_was_chosen_and_the_run_goes_on_with_it(group: Any) -> None:
+    def body(here: Here) -> tuple[list[str], list[str]]:
+        assert here.session is not None
+        before, after = [], []
+        prepared = [here.session.prepared[0]]
+        middle: dict[str, Any] = {}
+        for number in range(COUNT):
+            plain(here, number)
+            before.append(schedule_of(here))
+            if number == 8 + STEPS:
+                middle = copy.deepcopy(checkpoint.save(here.session, prepared))
+        over = checkpoint.save(here.session, prepared)
+        assert [one["measured"] for one in (middle["layouts"][0], over["layouts"][0])] == [False, True]
+        checkpoint.load(here.session, prepared, over)
+        for number in range(4):
+            plain(here, number)
+            after.append(schedule_of(here))
+        return before, after
+
+    found = on_group(group, "auto(budget=60s)", 2, make, body, weight=1)
+    assert found[0] == found[1]
+    before, after = found[0]
+    assert set(after) == {before[-1]}

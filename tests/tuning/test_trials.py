@@ -1,0 +1,81 @@
+"""Trials: which layout comes next, and which is taken, where steps take what they are said to take."""
+
+from __future__ import annotations
+
+import pytest
+
+from syncline.session.layout import Layout
+from syncline.tuning.trials import CLEARLY, MOST, STEPS, TURNS, Trials
+
+
+class Run:
+    """A run whose steps take so many seconds by the name of the layout."""
+
+    def __init__(self, seconds: dict[str, float], until_s: float = 1e9) -> None:
+        self.now_s, self.seconds = 0.0, seconds
+        layouts = [Layout((), (), (), name) for name in seconds]
+        self.trials = Trials(layouts, until_s, lambda: self.now_s, lambda layout: layout.schedule.startswith("cross"))
+        self.ran: list[str] = []
+
+    def go(self) -> Layout:
+        """Until nothing is tried any more."""
+        while (layout := self.trials.following()).trial:
+            self.ran.append(layout.schedule)
+            self.trials.began()
+            for step in range(STEPS):
+                self.now_s += self.seconds[layout.schedule] * (5 if step == 0 else 1)  # the first one takes longer
+                self.trials.step_ended()
+        return layout
+
+
+def test_the_fastest_is_taken_and_every_one_has_run() -> None:
+    run = Run({"first": 1.0, "a": 0.9, "b": 0.5, "c": 0.8})
+    found = run.go()
+    assert found.schedule == "b"
+    assert set(run.ran) == {"first", "a", "b", "c"}
+    assert run.ran.count("first") == TURNS
+    assert run.ran.count("b") == TURNS
+    assert "500 ms per iteration, 1000 ms with first, of 4 that were tried on the live run" in found.reason
+    assert not found.trial
+
+
+def test_the_first_stays_where_nothing_is_clearly_faster() -> None:
+    assert Run({"first": 1.0, "a": 1.0 - CLEARLY / 2}).go().schedule == "first"
+    assert Run({"first": 1.0, "a": 1.0 - 2 * CLEARLY}).go().schedule == "a"
+
+
+def test_what_the_budget_does_not_last_for_is_not_tried() -> None:
+    run = Run({"first": 1.0, "a": 0.9, "b": 0.5}, until_s=10.0)
+    assert run.go().schedule == "a"
+    assert run.ran == ["first", "a"]
+
+
+def test_nothing_is_tried_when_the_budget_is_spent() -> None:
+    run = Run({"first": 1.0, "a": 0.9}, until_s=0.0)
+    assert run.go().schedule == "first"
+    assert run.ran == []
+
+
+def test_no_more_than_so_many_run_in_a_turn() -> None:
+    run = Run({"first": 1.0, **{f"n{number}": 1.0 + number for number in range(30)}})
+    run.go()
+    assert len(set(run.ran)) == MOST
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_what_crosses_is_not_run_any_more_once_that_is_refused(after: int) -> None:
+    run = Run({"first": 1.0, "cross a": 0.1, "b": 0.5, "cross c": 0.2})
+    for _ in range(after):
+        run.trials.following()
+        run.trials.began()
+        run.trials.step_ended()
+        run.trials.step_ended()
+    run.trials.refuse_crossing()
+    assert run.go().schedule == "b"
+    assert not any(name.startswith("cross") for name in run.ran)
+
+
+def test_the_best_of_those_that_do_not_cross_is_known_too() -> None:
+    run = Run({"first": 1.0, "cross a": 0.1, "b": 0.5})
+    assert run.go().schedule == "cross a"
+    assert run.trials.best(crossing=False).schedule == "b"
