@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
@@ -132,6 +133,30 @@ def test_a_stranger_who_calls_first_is_kept_out(how: str, curve: str, near: froz
             second.close()
             refused.close(0)
             caller.close(0)
+
+
+def test_the_end_of_a_stranger_is_not_that_of_the_peer_who_gets_its_descriptor() -> None:
+    mine, theirs = places()
+    with ThreadPoolExecutor(1) as threads, contextlib.ExitStack() as opened:
+        forming = threads.submit(Zmq, mine)
+        while (text := mine.store.get("transport/0")) is None:
+            assert not forming.done()
+        host, port = json.loads(text)["at"]["1"].removeprefix("tcp://").split(":")
+        strangers = [opened.enter_context(socket.create_connection((host, int(port)), LIMIT_S)) for _ in range(64)]
+        for stranger in strangers:  # all are there at once, so their numbers are many
+            assert stranger.recv(1)
+        for stranger in strangers:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(60))
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(1 << 10):
+                    pass
+        second = Zmq(theirs)
+        first = forming.result(LIMIT_S)
+        try:
+            assert exchange(first, second, LARGE).all()
+        finally:
+            threads.submit(first.close)
+            second.close()
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x01\x00NULL" + bytes(60)])

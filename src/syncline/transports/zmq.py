@@ -161,12 +161,16 @@ class _Body:
 
 @dataclass
 class _Line:
-    """The socket of a peer, and what tells of its connection, which has the number ``fd`` inside libzmq."""
+    """The socket of a peer, and what tells of its connection, which has the number ``fd`` inside libzmq.
+
+    A stranger that was refused may have had that number before; so it counts from when libzmq has let the peer in.
+    """
 
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     monitor_fd: int
     fd: int = -1
+    is_in: bool = False
     body: _Body | None = None
     pulls: dict[int, _Body] = field(default_factory=dict)
     pushes: dict[int, tuple[Bytes, Event]] = field(default_factory=dict)
@@ -296,7 +300,9 @@ class Zmq(Enveloped):
             ended = False
             while self._has_come(line.monitor):
                 told, _ = line.monitor.recv_multipart(self._dontwait)
-                ended = ended or _EVENT.unpack(told)[1] == line.fd
+                what, fd = _EVENT.unpack(told)
+                line.is_in = line.is_in or what == self._zmq.EVENT_HANDSHAKE_SUCCEEDED
+                ended = ended or (line.is_in and fd == line.fd and what == self._zmq.EVENT_DISCONNECTED)
             if ended:
                 while self._read(peer, line):  # what came before the end
                     pass
@@ -416,7 +422,7 @@ class _Start:
             socket.setsockopt(option, value)
         if self._keys is not None:
             socket.curve_publickey, socket.curve_secretkey = self._keys
-        monitor = socket.get_monitor_socket(library.EVENT_DISCONNECTED)
+        monitor = socket.get_monitor_socket(library.EVENT_DISCONNECTED | library.EVENT_HANDSHAKE_SUCCEEDED)
         monitor_fd = monitor.getsockopt(library.FD)
         assert isinstance(monitor_fd, int)
         self._lines[peer] = _Line(socket, monitor, monitor_fd)
