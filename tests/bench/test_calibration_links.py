@@ -67,3 +67,9 @@ def test_all_ranks_get_the_same_and_rank_0_decides(group: Callable[..., list[Any
     link = fit_link(first)
     assert link.beta[0].value >= 0
     assert set(link.off) == {one.cell.nbytes for one in first}
+
+
+def test_messages_grow_no_more_when_the_budget_is_long_spent(group: Callable[..., list[Any]]) -> None:
+    first, *others = group("ring", 2, lambda session: measure(session, (0, 1), 1e-9, lambda *_: None))
+    assert all(other == first for other in others)
+    assert {one.cell.nbytes for one in first} == {TINY.nbytes, *SIZES[:5]}

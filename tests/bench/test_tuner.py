@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +17,11 @@ from syncline.bench.tuner.guard import judge
 from syncline.bench.warm import Trained, WarmRanks
 from syncline.errors import SynclineError, UsageError
 from syncline.nouns import Layer, Spec
+from syncline.predict.networks import load_network
 from syncline.report.rows import Point, Row
 from syncline.report.tuning_rows import Tuned
 from syncline.strategy.strategy import Strategy
+from syncline.strategy.words import AUTO
 
 LAYERS = tuple(Layer(Spec(f"w{number}", (300_000,)), 1e-3, 2e-3) for number in range(6))
 
@@ -295,3 +298,41 @@ def test_layers_that_only_take_time_say_nothing_of_accuracy(tmp_path: Path) -> N
     trace.write_text("name,elements,forward_s,backward_s\nfc,1000,0.001,0.001\n")
     with pytest.raises(UsageError, match="replays times and learns nothing"):
         request_of(workload=f"trace:{trace}", lossy=True)
+
+
+class Networked(Pretended):
+    """Ranks between which the network is slow, and layers are known."""
+
+    def calibrate(self, *_: Any) -> Any:
+        return load_network("alpha=50us,rate=10Mbit")
+
+    def train(self, *arguments: Any, **options: Any) -> Trained:
+        return replace(super().train(*arguments, **options), layers=LAYERS)
+
+
+def test_codecs_that_are_predicted_to_be_fast_are_measured_first() -> None:
+    """Those too whose payloads only one architecture takes, which is then the one that was left open."""
+
+    def seconds(text: str) -> float:
+        return 0.1 if "codec" not in text else 0.02 if "topk" in text else 0.05
+
+    ranks = Networked(seconds, lambda _: FALLING)
+    found = tuned(request_of(searcher="bayes", lossy=True), ranks)
+    assert "topk" in ranks.ran[1]
+    assert "topk" in found.best
+    assert "gains" in found.explanation
+
+
+@pytest.mark.parametrize("schedule", ["fixed(bucket=1MiB)", "merged", "priority(slice=2MiB)"])
+def test_an_architecture_that_is_left_open_is_predicted_as_the_best_with_the_same_words(schedule: str) -> None:
+    asked = request_of(workers=4, strategy=f"schedule={schedule} transport=tcp", lossy=True)
+    found = tuned(asked, Networked(by_schedule, lambda _: FALLING))
+    predicted = {Strategy.parse(one.strategy): one.predicted_s for one in found.tried}
+    might_run = [
+        seconds
+        for one, seconds in predicted.items()
+        if one.architecture != AUTO and one.roles is None and replace(one, architecture=AUTO) == asked.asked
+        if one.architecture.arguments.get("pieces", 1) == 1
+    ]
+    assert len(might_run) > 3
+    assert predicted[asked.asked] == min(filter(None, might_run))

@@ -38,6 +38,9 @@ Told = Callable[[float, str], None]
 _LONGEST_S = 0.2
 """Messages that are foreseen to take longer are not sent: their time follows from shorter ones."""
 
+_LEAST_SIZES, _PATIENCE = 5, 2
+"""On slow links no larger messages are sent once so many sizes have taken so many times the budget."""
+
 _GROWTH = 4
 _LONG_BYTES = 16 << 20
 """Runs of so many bytes need no other before them."""
@@ -93,14 +96,16 @@ class _Measuring:
         """Every cell that is short enough, with its seconds."""
         self._round([TINY])  # first uses load code and map memory
         found = {TINY: self._round([TINY])[TINY][0]}
-        for nbytes in SIZES:
+        begun = time.perf_counter()
+        for count, nbytes in enumerate(SIZES, 1):
             cells = cells_of(nbytes, self._most_bytes)
             if not cells:
                 break
             self._told(0.0, f"messages of up to {units.size(nbytes)}")
             found |= {cell: times[0] for cell, times in self._round(cells).items()}
             lone_s = found[cells[0]] / cells[0].messages
-            if not self._agreed(lone_s * _GROWTH <= _LONGEST_S):
+            spent = count >= _LEAST_SIZES and time.perf_counter() - begun > _PATIENCE * self._budget_s
+            if not self._agreed(lone_s * _GROWTH <= _LONGEST_S and not spent):
                 break
         return found
 

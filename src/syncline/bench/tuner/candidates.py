@@ -195,6 +195,15 @@ def text_of(candidate: Mapping[str, Any]) -> str:
     return text
 
 
+def text_left_open(candidate: Mapping[str, Any]) -> str | None:
+    """The strategy that leaves the architecture to the run, which may then choose this candidate's; None: it cannot."""
+    strategy = _parsed(*(candidate[name] for name in _WORDS))
+    if strategy.architecture == AUTO or strategy.roles is not None or candidate.get("pieces", PIECES[0]) != PIECES[0]:
+        return None
+    others = {name: choice for name, choice in candidate.items() if name != "pieces"}
+    return text_of({**others, "architecture": AUTO.name})
+
+
 def _schedule(candidate: Mapping[str, Any]) -> Part:
     """The schedule with its sizes."""
     sizes = ", ".join(f"{name}={candidate[name]}" for name in _SIZES if name in candidate)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from ...report.files import keep_text
 from ...report.tuning_rows import Tried, Tuned
 from ...searchers import Searcher
 from ...strategy.strategy import Strategy
-from ...strategy.words import AUTO
+from ...strategy.words import AUTO, NONE
 from ...workloads import Trace, TracedLayer, Workload, load
 from ..calibration.request import request_of
 from ..cases import Case, Comparison, comparison_of, console_beside
@@ -41,7 +42,7 @@ from ..machine import provenance
 from ..progress import Display
 from ..site import Site, site_of
 from ..warm import Trained, WarmRanks
-from .candidates import Offer, changes_mathematics, choices_of, text_of
+from .candidates import Offer, changes_mathematics, choices_of, text_left_open, text_of
 from .foresight import Foresight
 from .guard import judge
 
@@ -49,7 +50,7 @@ FINAL_SHARE = 0.3
 """Of the budget, for measuring the best few in turn."""
 
 FINALISTS = 3
-CALIBRATING_SHARE, PREDICTING_SHARE, GUARD_SHARE = 0.15, 0.2, 0.25
+CALIBRATING_SHARE, PREDICTING_SHARE, GUARD_SHARE = 0.1, 0.1, 0.25
 SHARE_OF_A_CANDIDATE = 1 / 20
 """Of the budget, for the iterations of one measurement, as far as ``COUNTED`` allows."""
 
@@ -264,6 +265,8 @@ class Course:
         self._request, self._keep, self._clock = request, keep, clock
         self._begun = clock()
         self._book, self._offered = Book(), list[str]()
+        self._might_run = defaultdict[str, list[str]](list)  # by a candidate that leaves its architecture open
+        self._predictions: dict[str, float | None] = {}
         self._foresight = Foresight(None, {}, request.case.workers, clock)
         self._networks: dict[str, Cluster] = {}
         self._explanation = ""
@@ -386,6 +389,9 @@ class Course:
         request = self._request
         space = self._offer(layers).space(self._predicted)
         self._offered = [text_of(candidate) for candidate in space.candidates]
+        for candidate, text in zip(space.candidates, self._offered, strict=True):
+            if (left_open := text_left_open(candidate)) is not None:
+                self._might_run[left_open].append(text)
         first = {axis.name: axis.choices[0] for axis in space.axes}
         plainest = sorted(space.candidates, key=lambda one: sum(one[name] != first[name] for name in one))
         for candidate in plainest:  # what differs least from all that comes first is predicted first: time may be up
@@ -397,19 +403,24 @@ class Course:
         return made
 
     def _predicted(self, text: str) -> float | None:
-        """Of an architecture that is chosen when the run starts, that of the best one that might be."""
+        """The seconds of a candidate, as far as there was time to predict them."""
+        if text not in self._predictions:
+            self._predictions[text] = self._predict(text)
+        return self._predictions[text]
+
+    def _predict(self, text: str) -> float | None:
+        """Of an architecture that is measured when the run starts, that of the best one that might be chosen."""
         strategy = Strategy.parse(text)
-        if strategy.architecture != AUTO or strategy.schedule == AUTO:
+        if strategy.architecture != AUTO or strategy.schedule == AUTO or strategy.codec != NONE:
             return self._foresight.seconds(text)
-        others = [one for one in self._offered if one.partition(" ")[2] == text and not one.startswith("ps(")]
-        known = [seconds for one in others if (seconds := self._foresight.seconds(one)) is not None]
+        known = [seconds for one in self._might_run[text] if (seconds := self._foresight.seconds(one)) is not None]
         return min(known, default=None)
 
     def _expected_s(self, text: str | None) -> float:
         """What measuring a candidate will take; of any, what the default's iterations would."""
         usual_s = self._book.measured_s(self._request.default) or 0.0
-        predicted = None if text is None else self._foresight.seconds(text)
-        usually = self._foresight.seconds(self._request.default)
+        predicted = None if text is None else self._predictions.get(text)
+        usually = self._predictions.get(self._request.default)
         each_s = usual_s if predicted is None or not usually else usual_s * predicted / usually
         return self._overhead_s + each_s * (self._uncounted(text) + self._counted(each_s))
 
@@ -511,7 +522,7 @@ class Course:
         if fastest and usual_s is not None and cast(float, book.counts_s(fastest[0])) < usual_s * (1 - CLEARLY):
             best = fastest[0]
         texts = list(dict.fromkeys([*fastest, *book.times_s, *self._offered]))
-        unseen = sorted(texts[len(fastest) :], key=lambda text: self._foresight.seconds(text) or float("inf"))
+        unseen = sorted(texts[len(fastest) :], key=lambda text: self._predictions.get(text) or float("inf"))
         tried = tuple(self._tried(text, best) for text in [*fastest, *unseen])
         return replace(
             self._origin,
@@ -533,7 +544,7 @@ class Course:
         if text == best and book.why.get(text):
             why = f"best: {why}"
         times = tuple(book.times_s.get(text, ()))
-        return Tried(text, self._foresight.seconds(text), book.measured_s(text), why, times, book.efficiency.get(text))
+        return Tried(text, self._predictions.get(text), book.measured_s(text), why, times, book.efficiency.get(text))
 
 
 def _apart(text: str) -> bool:
