@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from syncline.bench.messages import Job, Mailbox, Message, Sender
+from syncline.bench import messages
+from syncline.bench.messages import Connection, Job, Mailbox, Message
 from syncline.errors import SynclineError
 
 
@@ -22,17 +22,16 @@ def receive_all(mailbox: Mailbox) -> list[tuple[int, Message]]:
 
 
 def test_a_job_survives_the_command_line() -> None:
-    job = Job("digits", "ps(servers=1) 'quoted' \n\"lines\"", 64, 100, 3, (7, 8))
+    job = Job("digits", "ps(servers=1) 'quoted' \n\"lines\"", 64, 100, 3, ("/a /b", "/c /d"))
     assert Job.from_json(job.to_json()) == job
 
 
 def test_messages_arrive_whole_in_order_with_their_sender() -> None:
     long = "x" * 1_000_000
     with Mailbox(2) as mailbox:
-        senders = [Sender(os.dup(fd)) for fd in mailbox.fds]
-        mailbox.release()
+        senders = [Connection(address) for address in mailbox.addresses]
 
-        def talk(sender: Sender) -> None:
+        def talk(sender: Connection) -> None:
             for index in range(3):
                 sender.send("progress", index=index, text=long)
             sender.close()
@@ -51,10 +50,9 @@ def test_messages_arrive_whole_in_order_with_their_sender() -> None:
 
 def test_numbers_that_json_does_not_have_become_null() -> None:
     with Mailbox(1) as mailbox:
-        sender = Sender(os.dup(mailbox.fds[0]))
+        sender = Connection(mailbox.addresses[0])
         sender.send("progress", loss=float("nan"), nested=[{"a": float("-inf")}])
         sender.close()
-        mailbox.release()
         ((_, message),) = receive_all(mailbox)
     assert message == {"kind": "progress", "loss": None, "nested": [{"a": None}]}
 
@@ -62,9 +60,23 @@ def test_numbers_that_json_does_not_have_become_null() -> None:
 @pytest.mark.parametrize("line", [b"hello", b"[1]", b'{"no": "kind"}', b"\xff\xfe"])
 def test_a_report_that_cannot_be_read_names_its_sender(line: bytes) -> None:
     with Mailbox(2) as mailbox:
-        os.write(mailbox.fds[1], line + b"\n")
+        Path(mailbox.addresses[1].split()[0]).write_bytes(line + b"\n")
         with pytest.raises(SynclineError, match="process 1 sent a report that cannot be read"):
             mailbox.receive(10.0)
+
+
+def test_a_report_is_as_long_as_it_may_be_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose end has not come: no sender fills the starter's memory."""
+    line = b'{"kind": "result"}'
+    monkeypatch.setattr(messages, "LINE_BYTES", len(line))
+    for sent in (line + b" \n", line + b" "):
+        with Mailbox(1) as mailbox:
+            up = Path(mailbox.addresses[0].split()[0])
+            up.write_bytes(line + b"\n")
+            assert mailbox.receive(10.0) == [(0, {"kind": "result"})]
+            up.write_bytes(sent)
+            with pytest.raises(SynclineError, match=f"process 0 sent a report of more than {len(line)} bytes"):
+                mailbox.receive(10.0)
 
 
 def test_nothing_stays_open() -> None:
@@ -77,23 +89,25 @@ def test_nothing_stays_open() -> None:
 
 def test_half_a_line_at_the_end_is_dropped() -> None:
     with Mailbox(1) as mailbox:
-        os.write(mailbox.fds[0], b'{"kind": "result"}\n{"kind": "res')
-        mailbox.release()
+        Path(mailbox.addresses[0].split()[0]).write_bytes(b'{"kind": "here"}\n{"kind": "result"}\n{"kind": "res')
         assert receive_all(mailbox) == [(0, {"kind": "result"})]
 
 
-def test_a_process_that_inherits_nothing_opens_its_pipe_in_proc() -> None:
+def test_the_end_of_a_line_is_that_of_its_process_and_orders_come_down_it() -> None:
     with Mailbox(2) as mailbox:
-        senders = [Sender(os.open(f"/proc/{os.getpid()}/fd/{fd}", os.O_WRONLY)) for fd in mailbox.fds]
-        senders[1].send("hello", at=1)
+        connections = [Connection(address) for address in mailbox.addresses]
+        connections[1].send("hello", at=1)
         assert mailbox.receive(5.0) == [(1, {"kind": "hello", "at": 1})]
-        senders[1].close()
-        assert mailbox.receive(0.0) == []  # not the end, while it is open here
-        mailbox.release(1)
+        mailbox.receive(0.0)
+        mailbox.tell({"do": "this"})
+        assert [connection.hear() for connection in connections] == [{"do": "this"}] * 2
+        connections[1].close()
         assert mailbox.receive(5.0) == []
-        assert mailbox.ended == [1]
-        assert mailbox.open
-        mailbox.release()
-        senders[0].close()
+        assert (mailbox.ended, mailbox.open) == ([1], True)
+        mailbox.tell({"do": "that"})  # to who is there
+        assert connections[0].hear() == {"do": "that"}
+        mailbox.close_orders()
+        assert connections[0].hear() is None
+        connections[0].close()
         mailbox.receive(5.0)
         assert (mailbox.ended, mailbox.open) == ([1, 0], False)

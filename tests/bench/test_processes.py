@@ -19,16 +19,17 @@ import json, os, signal, sys, time
 from syncline.launch.environment import recognise
 rank = recognise().rank
 job = json.loads(sys.argv[1])
-pipe = os.fdopen(job["report_fds"][rank], "w", buffering=1)
+pipe = open(job["reports"][rank].split()[0], "w", buffering=1)
 def send(kind, **content):
     print(json.dumps({"kind": kind, **content}), file=pipe)
+send("here")
 def result(sha256="a"):
     names = ("loading_s h2d_s forward_s backward_s update_s step_s exposed_comm_s iteration_s compute_s "
              "images_per_s bytes_sent_per_step").split()
     send("result", iterations=10, warmup=2, measures=dict.fromkeys(names, 1.0 + rank), chosen="ring transport=shm",
          curve=[{"iteration": 10, "seconds": 1.0, "loss": 0.5, "accuracy": None, "test_loss": None}],
          sent={}, received={}, sha256=sha256, start_s=0.5, peak_bytes=1 << 28,
-         staleness={}, version_lag={}, waited_s={}, mean_compute_s=1.0)
+         staleness={}, version_lag={}, waited_s={}, mean_compute_s=1.0, cpu_s=5.0 + rank)
 def forever():
     while True:
         signal.pause()
@@ -54,11 +55,14 @@ if rank == 0:
     send("progress", iteration=10, loss=0.5, images_per_s=100.0)
 if rank < 2:
     result()
+else:
+    send("served", cpu_s=9.0)
 """
     row, shown = row_of(script, workers=2, servers=1)
     assert row.error is None
     assert row.finished
     assert row.images_per_s == 1.0 + 2.0
+    assert row.cpu_s_per_step == (5.0 + 6.0 + 9.0) / 10
     assert (row.workers, row.servers, row.batch) == (2, 1, 64)
     assert "iteration 10/10, loss 0.5000" in shown
     assert shown.splitlines()[-1] == "ring: done"

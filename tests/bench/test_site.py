@@ -61,7 +61,7 @@ def test_without_a_rate_there_is_no_lab(labs: list[FakeLab]) -> None:
     with site_of(4, None, print) as site:
         assert site == HERE
     assert labs == []
-    assert (HERE.options, HERE.rate, HERE.name) == ({}, None, None)
+    assert (HERE.lab, HERE.rate, HERE.name) == (None, None, None)
 
 
 def test_a_lab_lives_as_long_as_the_comparison(labs: list[FakeLab]) -> None:
@@ -70,7 +70,7 @@ def test_a_lab_lives_as_long_as_the_comparison(labs: list[FakeLab]) -> None:
         (lab,) = labs
         assert (lab.hosts, lab.rate, lab.open) == (3, 1e8, True)
         assert (site.name, site.goodput_bytes_per_s) == ("100Mbit", 11e6)
-        assert site.options == {"place": lab.placement}
+        assert id(site.lab) == id(lab)
     assert not lab.open
     assert said == ["lab: 3 hosts, links of 100Mbit, goodput 88 Mbit/s"]
 
@@ -96,7 +96,7 @@ def test_rows_in_a_lab_get_the_bound_of_its_link(
     quiet = Console(file=io.StringIO(), force_terminal=False, width=80)
     assert compare.carry_out(comparison, 10.0, quiet, quiet) == 0
     assert [lab.hosts for lab in labs] == [3]
-    assert {tuple(site.options) for site in seen} == {("place",)}
+    assert [id(site.lab) for site in seen] == [id(lab) for lab in labs] * 3
     data = json.loads((tmp_path / "r.json").read_text())
     assert (data["lab"], data["goodput_bytes_per_s"]) == ("100Mbit", 11e6)
     payload = 1e8 / 8 * 1448 / 1514

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -11,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from syncline.bench.messages import Job, Mailbox, Message, Sender
+from syncline.bench.messages import Connection, Job, Mailbox, Message
 from syncline.report.rows import BASELINE
 
 torch = pytest.importorskip("torch")
 
 from syncline.bench import looks, train  # noqa: E402
 from syncline.bench.frameworks.torch import digest  # noqa: E402
+from syncline.bench.sides import Side  # noqa: E402
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
 
@@ -30,16 +30,15 @@ def one_thread() -> Iterator[None]:
 
 
 def job_of(**changes: Any) -> Job:
-    values = {"workload": "digits", "strategy": BASELINE, "batch": 64, "iterations": 5, "seed": 1, "report_fds": ()}
+    values = {"workload": "digits", "strategy": BASELINE, "batch": 64, "iterations": 5, "seed": 1, "reports": ()}
     return Job(**{**values, **changes})
 
 
-def messages_of(job: Job, side: train.Side | None = None) -> list[Message]:
+def messages_of(job: Job, side: Side | None = None) -> list[Message]:
     """What training in this process reports; few enough to fit into the pipe."""
     with Mailbox(1) as mailbox:
-        with closing(Sender(os.dup(mailbox.fds[0]))) as sender:
-            mailbox.release()
-            train.train(job, side or train.side_of(job.strategy), sender)
+        with closing(Connection(mailbox.addresses[0])) as connection:
+            train.train(job, side or train.side_of(job.strategy), connection)
         found = []
         while mailbox.open:
             found += [message for _, message in mailbox.receive(10.0)]
@@ -175,8 +174,7 @@ def test_a_worker_without_a_batch_reports_zeros(monkeypatch: pytest.MonkeyPatch)
 def test_a_failure_is_reported_and_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with Mailbox(1) as mailbox:
-        job = job_of(workload="nothing_like_it", report_fds=(os.dup(mailbox.fds[0]),))
-        mailbox.release()
+        job = job_of(workload="nothing_like_it", reports=mailbox.addresses)
         with pytest.raises(ValueError, match="nothing_like_it"):
             train.main(job.to_json())
         ((_, message),) = mailbox.receive(10.0)

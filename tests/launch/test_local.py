@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from syncline.errors import UsageError
-from syncline.launch.local import LocalRun, Outcome, launch
+from syncline.launch.local import Ending, LocalRun, Outcome, launch
 from syncline.launch.placement import Placement, bind_here
 
 LIMIT_S = 30.0
@@ -254,6 +254,20 @@ def test_the_others_may_say_why_they_fail_too() -> None:
                 writer = -1
     assert outcome.status == 128 + signal.SIGKILL
     assert outcome.text == "rank 1 was killed by SIGKILL; rank 0 ended with status 3"
+
+
+@pytest.mark.parametrize(
+    ("status", "how"),
+    [
+        (128, "ended with status 128"),
+        (129, "was killed by SIGHUP"),
+        (192, "was killed by SIGRTMAX"),
+        (193, "ended with status 193"),
+    ],
+)
+def test_a_status_beyond_the_last_signal_is_a_status(status: int, how: str) -> None:
+    """Open MPI's launcher ends with 213 where it does not know an option."""
+    assert Ending(0, "rank 0", status, told=False).how == how
 
 
 def test_a_process_that_ends_well_does_not_end_the_run() -> None:

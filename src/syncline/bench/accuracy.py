@@ -32,6 +32,7 @@ from .collectives.display import Display, Task
 from .compare import INTERRUPTED, SILENCE_LIMIT_S
 from .machine import provenance
 from .processes import measure
+from .site import Site
 
 SEEDS = (0, 1, 2)
 
@@ -90,6 +91,7 @@ def run(
     report_path: Path | None = None,
     resume_path: Path | None = None,
     console: Console | None = None,
+    launcher: str = "auto",
 ) -> int:
     """Train what ``request_of`` says, print the table and write the files; returns the exit status.
 
@@ -98,7 +100,7 @@ def run(
     is written again unless ``json_path`` names another. Raises UsageError before any process starts.
     """
     paths = {"--json": json_path or resume_path, "--markdown": markdown_path, "--report": report_path}
-    request = request_of(workload, workers, seeds, codecs, strategies, epochs, iterations)
+    request = request_of(workload, workers, seeds, codecs, strategies, epochs, iterations, launcher)
     target, markdown, report = result_paths(paths)
     console = console or console_beside(target, markdown, report)
     result = _origin(request)
@@ -131,6 +133,7 @@ def request_of(
     strategies: Sequence[str] = (),
     epochs: int | None = None,
     iterations: int | None = None,
+    launcher: str = "auto",
 ) -> Request:
     """A checked request for strategies, or for codecs, all where neither is named; raises UsageError with the remedy.
 
@@ -147,7 +150,9 @@ def request_of(
         raise UsageError("--codecs and --strategies exclude each other: name a codec as a strategy, direct codec=int8")
     ways = () if strategies else ways_of(codecs)
     asked = strategies or [strategy_of(way) for way in ways]
-    comparison = comparison_of(workload, workers, asked, epochs, iterations, None, seeds[0], None, None)
+    comparison = comparison_of(
+        workload, workers, asked, epochs, iterations, None, seeds[0], None, None, launcher=launcher
+    )
     if not comparison.scored:
         raise UsageError(f"the workload {workload} has no test set, so it has no accuracy: use digits or cifar10:PATH")
     texts = [case.strategy for case in comparison.cases]
@@ -189,11 +194,12 @@ def carry_out(request: Request, keeper: _Keeper, display: Display) -> None:
     """Run the trainings that are not there yet, one after the other, each kept as soon as it has ended."""
     there = {run.key for run in keeper.result.runs}
     todo = [training for training in request.trainings if training.key not in there]
+    site = Site(launcher=request.comparison.launcher)
     with display.task("accuracy", sum(training.case.iterations for training in todo)) as task:
         progress = _Progress(task)
         for number, training in enumerate(todo, 1):
             progress.doing = f"{number}/{len(todo)} {training.label}"
-            row = measure(training.case, request.comparison.workload, training.seed, SILENCE_LIMIT_S, progress)
+            row = measure(training.case, request.comparison.workload, training.seed, SILENCE_LIMIT_S, progress, site)
             run = run_of(training, row)
             keeper.add(run)
             if run.error is not None:

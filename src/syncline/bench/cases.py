@@ -23,6 +23,8 @@ from ..timeline.folder import checked_target
 from ..workloads import AT_ONCE, EVEN, Pipeline, Speed, Trace, Workload, load
 from .contenders import Contender, belongs, check_peers, check_strategies, contender_of
 from .frameworks import DEFAULT, check_workload, frameworks_of
+from .launchers import AUTO, Launcher, read_launcher
+from .site import check_site
 
 LOOKS = 8
 """How often in an epoch a model is looked at whose time to an accuracy is asked for."""
@@ -61,7 +63,7 @@ class Comparison:
 
     ``lab`` is the rate of the links between the hosts of a lab, None to run on this machine as it is. ``trace`` is that
     of a replayed workload, from which the rows get their bounds, with ``pipeline`` and ``speed``. ``scored`` says that
-    there is a test set, ``target`` is the accuracy whose time is asked for.
+    there is a test set, ``target`` is the accuracy whose time is asked for, ``launcher`` starts the processes.
     """
 
     workload: str
@@ -78,6 +80,7 @@ class Comparison:
     timeline_path: Path | None = None
     speed: Speed = EVEN
     target: float | None = None
+    launcher: Launcher = AUTO
 
     @property
     def processes(self) -> int:
@@ -100,6 +103,7 @@ def comparison_of(
     target: float | None = None,
     evaluate_every: int | None = None,
     framework: str | Sequence[str] = DEFAULT,
+    launcher: str = "auto",
 ) -> Comparison:
     """Check the whole comparison and say what it will do; raises UsageError or another error with the remedy.
 
@@ -111,7 +115,8 @@ def comparison_of(
     _check_numbers(epochs, iterations, batch, evaluate_every, target, seed)
     timeline = None if timeline_path is None else checked_target(timeline_path)
     json_file, report_file, timeline = result_paths({"--json": json_path, "--report": report_path, "--trace": timeline})
-    rate = None if lab is None else _rate(lab)
+    rate, starts = None if lab is None else _rate(lab), read_launcher(launcher)
+    check_site(starts, in_lab=rate is not None)
     chosen = [framework] if isinstance(framework, str) else list(framework)
     contenders = {count: _contenders(strategies, count, one_host=rate is None) for count in counts}
     every = [one for found in contenders.values() for one in found]
@@ -147,6 +152,7 @@ def comparison_of(
         timeline_path=timeline,
         speed=loaded.speed,
         target=target,
+        launcher=starts,
     )
 
 

@@ -11,6 +11,7 @@ A row that fails is listed with its error and does not stop the others. The resu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def run(
     target: float | None = None,
     evaluate_every: int | None = None,
     framework: str | Sequence[str] = DEFAULT,
+    launcher: str = "auto",
 ) -> int:
     """Compare the strategies on the workload and return the exit status.
 
@@ -62,7 +64,7 @@ def run(
     row may go without any report before it counts as failed. With ``lab``, a rate such as ``1Gbit``, every process has
     a host of its own behind links of that rate. The timeline is of all rows that Syncline runs. With a ``target`` the
     rows say when they were that accurate, to the nearest of the looks that are taken every ``evaluate_every`` steps.
-    ``framework`` trains; of several each has all rows.
+    ``framework`` trains; of several each has all rows. ``launcher`` starts the processes (``launchers``).
     Raises UsageError before any process starts.
     """
     comparison = comparison_of(
@@ -80,6 +82,7 @@ def run(
         target,
         evaluate_every,
         framework,
+        launcher,
     )
     limit = SILENCE_LIMIT_S if timeout is None else timeout
     if limit <= 0:
@@ -94,7 +97,7 @@ def carry_out(comparison: Comparison, limit_s: float, progress: Console, output:
     assembly = None if comparison.timeline_path is None else Assembly(comparison.timeline_path)
     interrupted = False
     try:
-        with Display(progress) as display, site_of(comparison.processes, comparison.lab, display.say) as site:
+        with Display(progress) as display, _site(comparison, display) as site:
             result = replace(result, lab=site.name, goodput_bytes_per_s=site.goodput_bytes_per_s)
             for case in comparison.cases:
                 env = {} if assembly is None else assembly.environ(_title(case, comparison))
@@ -116,6 +119,10 @@ def carry_out(comparison: Comparison, limit_s: float, progress: Console, output:
     if interrupted:
         return INTERRUPTED
     return 0 if all(row.finished for row in result.rows) else 1
+
+
+def _site(comparison: Comparison, display: Display) -> AbstractContextManager[Site]:
+    return site_of(comparison.processes, comparison.lab, display.say, comparison.launcher)
 
 
 def _empty(comparison: Comparison) -> Result:

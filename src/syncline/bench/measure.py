@@ -151,8 +151,17 @@ def warmup(iterations: int) -> int:
     return min(10, iterations // 5)
 
 
-def row_of(strategy: str, workers: int, servers: int, batch: int, reports: Sequence[Mapping[str, Any]]) -> Row:
+def row_of(
+    strategy: str,
+    workers: int,
+    servers: int,
+    batch: int,
+    reports: Sequence[Mapping[str, Any]],
+    served_s: float = 0.0,
+) -> Row:
     """One row made of the reports of all its workers, in rank order; what a worker does not know is None.
+
+    ``served_s`` is the processor time of its servers.
 
     A worker that had no batch, as a slow one may where all take them from a pool, has no part in medians.
     """
@@ -167,6 +176,7 @@ def row_of(strategy: str, workers: int, servers: int, batch: int, reports: Seque
     digests = {str(report["sha256"]) for report in reports}
     curve = _curve(reports)
     scored = [point for point in curve if point.accuracy is not None]
+    iterations = round(sum(steps) / workers)
     losses = [point.loss for point in curve if point.loss is not None]
     return Row(
         strategy,
@@ -178,7 +188,8 @@ def row_of(strategy: str, workers: int, servers: int, batch: int, reports: Seque
         chosen=str(first["chosen"]),
         framework_version=first.get("version"),
         servers=servers,
-        iterations=round(sum(steps) / workers),
+        iterations=iterations,
+        cpu_s_per_step=(served_s + sum(report["cpu_s"] for report in reports)) / iterations if iterations else None,
         warmup=int(_furthest(reports)["warmup"]),
         batch=batch,
         replica_sha256=digests.pop() if len(digests) == 1 else None,

@@ -6,6 +6,7 @@ text names the process that failed first, since the others usually fail because 
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections import deque
@@ -15,10 +16,11 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ..errors import SynclineError
-from ..launch.local import LocalRun, Outcome
+from ..launch.local import GRACE_S, LocalRun, Outcome
 from ..report.rows import Row
 from .cases import Case
 from .frameworks import framework_of
+from .launchers import LOCAL, Launcher
 from .measure import row_of
 from .messages import Job, Mailbox, Message
 from .site import HERE, Site
@@ -61,23 +63,26 @@ def measure(
     """
     processes = case.workers + case.servers
     display.begin(case.name, processes, case.iterations)
-    with Mailbox(processes) as mailbox:
-        fds = tuple(mailbox.fds)
-        looks = case.evaluate_every, case.target
-        job = Job(workload, case.strategy, case.batch, case.iterations, seed, fds, *looks, case.framework)
-        watch = RowWatch(case, display, limit_s)
-        command = [sys.executable, *script, job.to_json()]
-        env = {**framework_of(case.framework).capabilities["environ"], **env}
-        try:
-            started = LocalRun(
-                command, processes, servers=case.servers, env=env, pass_fds=fds, on_output=watch.output, **site.options
+    row = Row(case.strategy, case.workers, servers=case.servers, batch=case.batch)
+    try:
+        launcher = site.launcher_of(case.strategy)
+        with site.mailbox(launcher, processes) as mailbox:
+            looks = case.evaluate_every, case.target
+            job = Job(
+                workload, case.strategy, case.batch, case.iterations, seed, mailbox.addresses, *looks, case.framework
             )
-            with started:
-                mailbox.release()
-                watch.follow(mailbox, started)
-        except SynclineError as error:
-            watch.failure = str(error)
-    row = watch.row()
+            command = [sys.executable, *script, job.to_json()]
+            env = {**framework_of(case.framework).capabilities["environ"], **env, **mailbox.environ}
+            watch = RowWatch(case, display, limit_s, launcher=launcher)
+            started = site.run(launcher, command, processes, servers=case.servers, env=env, on_output=watch.output)
+            try:
+                with started:
+                    watch.follow(mailbox, started)
+            except SynclineError as error:
+                watch.failure = str(error)
+            row = replace(watch.row(), launcher=launcher.text)
+    except SynclineError as error:
+        row = replace(row, error=str(error))
     display.end("done" if row.error is None else "failed")
     return row
 
@@ -85,12 +90,16 @@ def measure(
 class RowWatch:
     """What is known of a row while its processes run; with ``stay`` these go on when the row is there (``warm``)."""
 
-    def __init__(self, case: Case, display: Progress, limit_s: float, *, stay: bool = False) -> None:
+    def __init__(
+        self, case: Case, display: Progress, limit_s: float, *, stay: bool = False, launcher: Launcher = LOCAL
+    ) -> None:
         self.failure: str | None = None
-        self._stay, self._failed_at = stay, 0.0
+        self._stay, self._failed_at, self._launcher = stay, 0.0, launcher
+        self._lost: tuple[float, int] | None = None  # the first worker whose line ended before its result, and when
         self._case, self._display, self._limit_s = case, display, limit_s
         self._outcome: Outcome | None = None
         self._results: dict[int, Message] = {}
+        self._served_s = 0.0  # processor time of servers
         self._errors: list[tuple[float, int, str]] = []
         self._printed: dict[int, deque[str]] = {}
         self._heard = time.monotonic()
@@ -103,11 +112,22 @@ class RowWatch:
         """Take reports until all processes have ended; raises SynclineError after too long a silence."""
         while not self._over(started):
             self._take(mailbox.receive(_POLL_S))
+            self._look_for_lost(mailbox)
             silent = time.monotonic() - self._heard
             if silent > self._limit_s:
                 raise SynclineError(f"no report for {silent:.0f} s, so the row was ended: raise the limit if it works")
         while self._outcome is not None and mailbox.open and (last := mailbox.receive(0.0)):
             self._take(last)
+
+    def _look_for_lost(self, mailbox: Mailbox) -> None:
+        """Raise SynclineError a while after a launched worker has gone, where neither launcher nor the others end."""
+        if self._launcher == LOCAL:
+            return
+        if self._lost is None:
+            gone = (rank for rank in mailbox.ended if rank < self._case.workers and rank not in self._results)
+            self._lost = next(((time.monotonic(), rank) for rank in gone), None)
+        elif time.monotonic() - self._lost[0] > GRACE_S:
+            raise SynclineError(self._launched_error())
 
     def _over(self, started: LocalRun) -> bool:
         """Whether nothing more will be reported: processes have ended, or wait for the next job."""
@@ -132,13 +152,16 @@ class RowWatch:
         if len(self._results) < case.workers:
             return Row(case.strategy, case.workers, servers=case.servers, batch=case.batch, error=error)
         reports = [self._results[rank] for rank in range(case.workers)]
-        return replace(row_of(case.strategy, case.workers, case.servers, case.batch, reports), error=error)
+        row = row_of(case.strategy, case.workers, case.servers, case.batch, reports, self._served_s)
+        return replace(row, error=error)
 
     def _take(self, messages: Sequence[tuple[int, Message]]) -> None:
         for rank, message in messages:
             self._heard = time.monotonic()
             if message["kind"] == "result":
                 self._results[rank] = message
+            elif message["kind"] == "served":
+                self._served_s += message["cpu_s"]
             elif message["kind"] == "error":
                 self._failed_at = self._failed_at or self._heard
                 self._errors.append((message["at"], rank, message["text"]))
@@ -153,6 +176,8 @@ class RowWatch:
             return None
         if self.failure is not None or (outcome is None and not self._errors):
             return self.failure or "the processes were not followed to their end"
+        if self._launcher != LOCAL:
+            return self._launched_error() if missing or self._errors or (outcome and outcome.status) else None
         endings = () if outcome is None else outcome.endings
         failed = [ending for ending in endings if ending.status and not ending.told]
         culprit = next((ending for ending in failed if ending.status > 128), failed[0] if failed else None)
@@ -165,6 +190,21 @@ class RowWatch:
         if outcome is not None and outcome.status:
             return outcome.text
         return f"rank {missing[0]} ended with status 0 but without a result" if missing else None
+
+    def _launched_error(self) -> str:
+        """Why a row failed that a launcher has started: who is gone without a word, what ranks say, how it ended."""
+        told = [(rank, f"{self._name(rank)}: {text}") for _, rank, text in sorted(self._errors)]
+        ended = "; ".join(f"{self._launcher.name} {ending.how}" for ending in getattr(self._outcome, "endings", ()))
+        silent = self._lost is not None and all(rank != self._lost[1] for rank, _ in told)
+        if silent and self._lost is not None:
+            first = f"{self._name(self._lost[1])} ended without a result"
+            return "\n".join(filter(None, (f"{first}; {ended}" if ended else first, *(text for _, text in told[:1]))))
+        if told:
+            return told[0][1]
+        missing = [rank for rank in range(self._case.workers) if rank not in self._results]
+        which = f" before rank {missing[0]} had a result" if missing else ""
+        remedy = "" if self._lost else f"; see whether it works alone: {shlex.join(self._launcher.words)} -n 2 hostname"
+        return "\n".join((f"{ended or self._launcher.name}{which}{remedy}", *self._printed.get(0, ())))
 
     def _name(self, rank: int) -> str:
         workers = self._case.workers

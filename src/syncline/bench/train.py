@@ -3,7 +3,7 @@
 Owns the training loop and where its clock ticks; the loop is the one a user would write, with ``prepare`` and nothing
 else between it and the plain framework (``frameworks``), which is the only one that is imported. Strategy ``single``
 does not touch Syncline's communication at all: it is the peer that all others are compared with. Further peers, such as
-``ddp``, take Syncline's place behind the same calls. JOB is the JSON of ``Job``; results go to the pipe that it names
+``ddp``, take Syncline's place behind the same calls. JOB is the JSON of ``Job``; results go to the line that it names
 for this process. One thread per process, so that rows with more processes do not get more of it each.
 
 Stages of an iteration: *loading* waits for the next batch of the workload, which takes the time that its pipeline says
@@ -36,7 +36,7 @@ from .contenders import peer_of
 from .frameworks import Training, framework_of
 from .looks import Looks
 from .measure import IterationClock, Record
-from .messages import Job, Sender
+from .messages import Connection, Job, connect
 from .sides import Alone, Counters, Side
 
 _REPORT_EVERY_S = 0.1
@@ -45,20 +45,20 @@ _REPORT_EVERY_S = 0.1
 def main(text: str) -> None:
     """Run the job; a failure is told to the process that started this one, and raised."""
     job = Job.from_json(text)
-    with closing(Sender(job.report_fds[recognise().rank])) as sender:
+    with closing(connect(job.reports)) as connection:
         try:
             framework_of(job.framework).target.loaded()  # type: ignore[attr-defined]
             begun = time.perf_counter()
-            train(job, side_of(job.strategy), sender, time.perf_counter() - begun, recognise().rank)
+            train(job, side_of(job.strategy), connection, time.perf_counter() - begun, recognise().rank)
         except Exception as error:
-            sender.send("error", at=time.monotonic(), text=f"{type(error).__name__}: {error}")
+            connection.fail(error)
             raise
 
 
 def train(
     job: Job,
     side: Side,
-    sender: Sender,
+    connection: Connection,
     joined_s: float = 0.0,
     process: int = 0,
     workload: Workload | None = None,
@@ -73,8 +73,12 @@ def train(
     kind = cast("type[Training]", framework_of(job.framework).target)
     version = kind.loaded()
     training = kind(workload, job, process)
-    begun = time.perf_counter()
-    training.prepare(side, workload.weight if weighed(job.strategy) else 1)
+    begun, used_s = time.perf_counter(), time.process_time()
+    try:
+        training.prepare(side, workload.weight if weighed(job.strategy) else 1)
+    except SystemExit:  # a server, when all workers have left
+        connection.send("served", cpu_s=time.process_time() - used_s)
+        raise
     start_s = joined_s + time.perf_counter() - begun
     rank, world = side.rank(), side.world_size()
     epoch = workload.steps_per_epoch(job.batch, world)
@@ -82,6 +86,7 @@ def train(
     looks = Looks(training, every=every, epoch=epoch, target=job.target, keeps=keeps)
     source = batches(workload, rank, world, job, training.taken)
     start = side.stats()
+    used_s = time.process_time()
     record = Record(job.iterations, counted=start.blocked_s is not None, fused=training.fused, warmup=job.warmup)
     with closing(Feed(source, workload.pipeline)) as feed:
         loop = _Loop(training, workload, job, side)
@@ -89,20 +94,20 @@ def train(
         while loop.iterate(feed, record):
             if rank == 0 and time.monotonic() - told > _REPORT_EVERY_S:
                 told = time.monotonic()
-                _tell(sender, record, world)
+                _tell(connection, record, world)
             looks.look(record)
     if rank == 0:
-        _tell(sender, record, world)
-    end = side.stats()
+        _tell(connection, record, world)
+    end, used_s = side.stats(), time.process_time() - used_s
     # Who has no more batches holds nobody up here; whom a bound on staleness stops would wait for it at a barrier.
     training.consolidate(side)
     side.barrier()
     training.pause()
-    outcome = _outcome(training, start, end, record.done) | {"version": version}
+    outcome = _outcome(training, start, end, record.done) | {"version": version, "cpu_s": used_s}
     # Waits of workers in step are part of their exchanges, and nobody tells them apart.
     outcome["waited_s"] = _by_text(end.waited_s) if pooled(job.strategy) or end.waited_s else None
     looks.end(record)
-    sender.send("result", **record.report(), start_s=start_s, **outcome, **beside())
+    connection.send("result", **record.report(), start_s=start_s, **outcome, **beside())
     side.shutdown()
 
 
@@ -160,9 +165,9 @@ def side_of(strategy: str) -> Side:
     return side
 
 
-def _tell(sender: Sender, record: Record, world: int) -> None:
+def _tell(connection: Connection, record: Record, world: int) -> None:
     rates = record.measures["images_per_s"][-20:]
-    sender.send(
+    connection.send(
         "progress",
         iteration=record.position,
         loss=record.last_loss,

@@ -2,8 +2,8 @@
 
 Starting a rank costs seconds (the interpreter, the framework, the data), a session in it a tenth of one. Who measures
 many strategies for a few steps each therefore keeps the ranks. Each row still joins, prepares a fresh model from the
-same seed, trains, and leaves, as a script would. Orders go down a pipe per process, one JSON object per line; what the
-ranks report comes up as it does for ``processes``, whose ``RowWatch`` makes the row.
+same seed, trains, and leaves, as a script would. Orders go down the line to every process, and what the ranks report
+comes up as it does for ``processes``, whose ``RowWatch`` makes the row.
 
 After a failure nothing is known of the ranks any more: they are ended, and started anew for the next row. All ranks are
 workers, so that strategies with server processes of their own are not for them.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import time
 from collections import deque
@@ -39,7 +38,8 @@ from .calibration.command import calibrated
 from .calibration.request import Request
 from .cases import Case
 from .frameworks import Training, framework_of
-from .messages import Job, Mailbox, Message, Sender
+from .launchers import LOCAL
+from .messages import Connection, Job, Mailbox, Message, connect
 from .processes import Progress, RowWatch
 from .site import HERE, Site
 from .train import side_of, train
@@ -54,12 +54,11 @@ _KEPT_LINES = 12
 
 @dataclass(frozen=True)
 class Seats:
-    """What every rank is started with: its pipes by rank, and what it will train."""
+    """What every rank is started with: what it will train, and where the rank of each number finds its line."""
 
     workload: str
     framework: str
-    report_fds: tuple[int, ...]
-    order_fds: tuple[int, ...]
+    reports: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,6 @@ class WarmRanks:
         self._stack: ExitStack | None = None
         self._mailbox: Mailbox
         self._run: LocalRun
-        self._orders: list[int] = []
         self._printed: deque[tuple[int, str]] = deque(maxlen=_KEPT_LINES)
         self._heard: Callable[[int, str], None] = self._note
 
@@ -98,30 +96,13 @@ class WarmRanks:
         begun = time.monotonic()
         with ExitStack() as stack:
             self._mailbox = stack.enter_context(Mailbox(self._workers))
-            reading = []
-            for _ in range(self._workers):
-                for_rank, for_us = os.pipe()
-                reading.append(for_rank)
-                self._orders.append(for_us)
-            stack.callback(self._close_orders)
-            seats = Seats(self._workload, self._framework, tuple(self._mailbox.fds), tuple(reading))
+            seats = Seats(self._workload, self._framework, self._mailbox.addresses)
             command = [sys.executable, *SCRIPT, json.dumps(asdict(seats))]
             env = framework_of(self._framework).capabilities["environ"]
-            try:
-                self._run = stack.enter_context(
-                    LocalRun(
-                        command,
-                        self._workers,
-                        env=env,
-                        pass_fds=(*seats.report_fds, *reading),
-                        on_output=lambda rank, line: self._heard(rank, line),
-                        **self._site.options,
-                    )
-                )
-            finally:
-                for fd in reading:
-                    os.close(fd)
-            self._mailbox.release()
+            run = self._site.run(
+                LOCAL, command, self._workers, env=env, on_output=lambda rank, line: self._heard(rank, line)
+            )
+            self._run = stack.enter_context(run)
             self._collect("ready", range(self._workers), START_LIMIT_S, "starting")
             self._stack = stack.pop_all()
         return time.monotonic() - begun
@@ -134,7 +115,7 @@ class WarmRanks:
     def end(self) -> None:
         """Let the ranks go; the next row starts others."""
         if self._stack is not None:
-            self._close_orders()  # which each reads as the end
+            self._mailbox.close_orders()  # which each reads as the end
             stack, self._stack = self._stack, None
             limit = time.monotonic() + 5.0
             while self._run.poll(_POLL_S) is None and time.monotonic() < limit:
@@ -186,9 +167,7 @@ class WarmRanks:
             stack.close()
 
     def _order(self, kind: str, content: Mapping[str, Any]) -> None:
-        line = json.dumps({"kind": kind, **content}).encode() + b"\n"
-        for fd in self._orders:
-            os.write(fd, line)
+        self._mailbox.tell({"kind": kind, **content})
 
     def _collect(self, kind: str, ranks: range, limit_s: float, what: str) -> dict[int, Message]:
         """One message of that kind of each rank; raises SynclineError for one that fails or does not come in time."""
@@ -212,10 +191,6 @@ class WarmRanks:
     def _note(self, rank: int, line: str) -> None:
         self._printed.append((rank, line))
 
-    def _close_orders(self) -> None:
-        while self._orders:
-            os.close(self._orders.pop())
-
 
 def _layers(told: Message) -> tuple[Layer, ...]:
     return tuple(
@@ -231,31 +206,30 @@ def main(text: str) -> None:
     """Be a rank until there are no orders any more; a failure is told, and ends it."""
     told = json.loads(text)
     rank = recognise().rank
-    seats = Seats(told["workload"], told["framework"], tuple(told["report_fds"]), tuple(told["order_fds"]))
-    os.set_inheritable(seats.order_fds[rank], False)
-    with closing(Sender(seats.report_fds[rank])) as sender, os.fdopen(seats.order_fds[rank]) as orders:
+    seats = Seats(told["workload"], told["framework"], tuple(told["reports"]))
+    with closing(connect(seats.reports)) as connection:
         try:
             cast("type[Training]", framework_of(seats.framework).target).loaded()
             workload = load(seats.workload)
-            sender.send("ready")
-            for line in orders:
-                _carry_out(json.loads(line), workload, sender, rank)
+            connection.send("ready")
+            while order := connection.hear():
+                _carry_out(order, workload, connection, rank)
                 gc.collect()  # models in circles of hooks, of hundreds of megabytes
                 gc.freeze()  # what is left was loaded, and stays
         except Exception as error:
-            sender.send("error", at=time.monotonic(), text=f"{type(error).__name__}: {error}")
+            connection.fail(error)
             raise
 
 
-def _carry_out(order: dict[str, Any], workload: Workload, sender: Sender, rank: int) -> None:
+def _carry_out(order: dict[str, Any], workload: Workload, connection: Connection, rank: int) -> None:
     if order.pop("kind") == "calibrate":
         found = calibrated(Request.from_json(order["request"]), recognise(), Console(quiet=True))
-        sender.send("calibrated", network=None if found is None else to_json(found.cluster))
+        connection.send("calibrated", network=None if found is None else to_json(found.cluster))
         return
-    job = replace(Job(**{**order, "report_fds": ()}), workload=workload.name)
+    job = replace(Job(**{**order, "reports": ()}), workload=workload.name)
     begun = time.perf_counter()
     side = side_of(job.strategy)
-    train(job, side, sender, time.perf_counter() - begun, rank, workload, _measured_layers)
+    train(job, side, connection, time.perf_counter() - begun, rank, workload, _measured_layers)
 
 
 def _measured_layers() -> dict[str, Any]:

@@ -23,6 +23,16 @@ EPOCHS = click.option("--epochs", type=click.IntRange(min=1), help="Passes over 
 ITERATIONS = click.option("--iterations", type=click.IntRange(min=1), help="Training steps, instead of --epochs.")
 
 
+LAUNCHER = click.option(
+    "--launcher",
+    default="auto",
+    show_default=True,
+    metavar="TEXT",
+    help="What starts the processes: local (this command), mpirun, mpiexec, openmpi, mpich or srun, or the path of one,"
+    " with arguments of its own: 'mpirun --hostfile hosts'. auto: local, and mpirun for transport=mpi.",
+)
+
+
 def check_length(epochs: int | None, iterations: int | None) -> None:
     """Raise click's UsageError when a training is given two lengths."""
     if epochs is not None and iterations is not None:

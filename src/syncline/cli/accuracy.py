@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ._options import EPOCHS, FILE, ITERATIONS, JSON, OLD_FILE, REPORT, Lists, check_length
+from ._options import EPOCHS, FILE, ITERATIONS, JSON, LAUNCHER, OLD_FILE, REPORT, Lists, check_length
 
 
 @click.command(cls=Lists)
@@ -28,6 +28,7 @@ from ._options import EPOCHS, FILE, ITERATIONS, JSON, OLD_FILE, REPORT, Lists, c
 @JSON
 @click.option("--markdown", "markdown_path", type=FILE, help="Write the table here.")
 @REPORT
+@LAUNCHER
 @click.option(
     "--resume", "resume_path", type=OLD_FILE,
     help="Keep this file's trainings, run the others, and write them to it (or to --json).",
@@ -40,6 +41,7 @@ def accuracy(
     strategies: tuple[str, ...],
     epochs: int | None,
     iterations: int | None,
+    launcher: str,
     json_path: Path | None,
     markdown_path: Path | None,
     report_path: Path | None,
@@ -62,5 +64,6 @@ def accuracy(
         markdown_path=markdown_path,
         report_path=report_path,
         resume_path=resume_path,
+        launcher=launcher,
     )
     sys.exit(status)

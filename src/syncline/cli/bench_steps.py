@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ._options import JSON, Lists
+from ._options import JSON, LAUNCHER, Lists
 
 
 @click.command("bench-steps", cls=Lists)
@@ -17,6 +17,7 @@ from ._options import JSON, Lists
 @click.option("--tensors", multiple=True, metavar="N...", help="Numbers of tensors, each a bucket; default: 1 10 40.")
 @click.option("--elements", type=click.IntRange(min=1), default=1000, show_default=True, help="float32 in a tensor.")
 @click.option("--repetitions", type=click.IntRange(min=1), default=300, show_default=True, help="Of every row.")
+@LAUNCHER
 @JSON
 def bench_steps(
     frameworks: tuple[str, ...],
@@ -25,6 +26,7 @@ def bench_steps(
     tensors: tuple[str, ...],
     elements: int,
     repetitions: int,
+    launcher: str,
     json_path: Path | None,
 ) -> None:
     """Measure what a step takes beyond the bare framework's and the exchange's, framework by framework."""
@@ -38,5 +40,6 @@ def bench_steps(
         tensors=[read_value(count, int, "--tensors") for count in read_list(tensors)],
         elements=elements,
         repetitions=repetitions,
+        launcher=launcher,
     )
     sys.exit(command.run(request, json_path=json_path))

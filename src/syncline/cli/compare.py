@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ._options import EPOCHS, ITERATIONS, JSON, REPORT, TRACE, Lists, check_length
+from ._options import EPOCHS, ITERATIONS, JSON, LAUNCHER, REPORT, TRACE, Lists, check_length
 
 
 @click.command(cls=Lists)
@@ -60,6 +60,7 @@ from ._options import EPOCHS, ITERATIONS, JSON, REPORT, TRACE, Lists, check_leng
     help="Look at the accuracy so often; default: once an epoch, with --target 8 times.",
 )
 @click.option("--lab", metavar="RATE", help="Give every process a host of its own behind links of RATE, such as 1Gbit.")
+@LAUNCHER
 def compare(
     workload: str,
     workers: tuple[int, ...],
@@ -76,6 +77,7 @@ def compare(
     target: float | None,
     evaluate_every: int | None,
     lab: str | None,
+    launcher: str,
 ) -> None:
     """Train one workload on a single worker and under every strategy, side by side."""
     check_length(epochs, iterations)
@@ -97,5 +99,6 @@ def compare(
         target=target,
         evaluate_every=evaluate_every,
         framework=framework,
+        launcher=launcher,
     )
     sys.exit(status)

@@ -92,8 +92,8 @@ class Ending:
             return "was ended by the launcher"
         if self.vanished:
             return "ended with status 0 in the middle of the run, without syncline.shutdown() (os._exit?)"
-        if self.status > 128:
-            number = self.status - 128
+        number = self.status - 128
+        if 0 < number < signal.NSIG:
             known = {item.value: item.name for item in signal.Signals}
             return f"was killed by {known.get(number, f'signal {number}')}"
         return f"ended with status {self.status}"

@@ -127,6 +127,11 @@ class Row:
     framework_version: str | None = None
     time_to_accuracy_s: float | None = None
     """Training time after which the model was first seen to be as accurate as was asked for; None if it never was."""
+    cpu_s_per_step: float | None = None
+    """Processor time of all workers and servers, user and kernel, for an iteration: the mean over the whole run. That
+    of servers counts from when they prepare the model."""
+    launcher: str = "local"
+    """What started the processes: ``local`` is ``compare`` itself, anything else what ``--launcher`` said."""
 
     @property
     def name(self) -> str:

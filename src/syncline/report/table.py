@@ -72,6 +72,12 @@ _COLUMNS = (
         3,
     ),
     _Column(
+        "cpu ms",
+        lambda row: Text(units.milliseconds(row.cpu_s_per_step)),
+        "cpu: processor time of all processes per iteration.",
+        8,
+    ),
+    _Column(
         "stale",
         lambda row: Text(staleness(row)),
         "stale: steps ahead of the slowest worker, mean (most).",
@@ -153,6 +159,7 @@ def remarks(result: Result) -> tuple[str, ...]:
             f"To acc is the training time after which the model was first seen to be {accuracy} accurate"
             + (f"; {', '.join(never)} never was." if never else ".")
         )
+    lines += _launched(result)
     lines += _slowest(result)
     lines += [f"{preset}: {note}." for preset, note in _noted(result).items()]
     found = [row for row in result.rows if row.iteration_s is not None and row.exposed_comm_s is None]
@@ -169,6 +176,19 @@ def remarks(result: Result) -> tuple[str, ...]:
     if any(row.replicas_equal is False for row in result.rows):
         lines.append("Replicas that differ at the end are a fault, unless the strategy lets them drift on purpose.")
     return tuple(lines)
+
+
+def _launched(result: Result) -> list[str]:
+    """Which rows had processes that a launcher has started."""
+    found: dict[str, list[str]] = {}
+    for row in result.rows:
+        if row.launcher != "local":
+            found.setdefault(row.launcher, []).append(result.label(row))
+    whole = len(result.rows)
+    return [
+        f"{launcher} started the processes of {'all rows' if len(rows) == whole else ', '.join(rows)}."
+        for launcher, rows in found.items()
+    ]
 
 
 def _slowest(result: Result) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,21 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..messages import Sender
+from ..messages import Connection
 
 Table = NDArray[np.float64]
 
 
 class Line:
-    """One rank's end; all ranks meet in the same order. ``pipes`` names those of every rank, as JSON."""
+    """One rank's end; all ranks meet in the same order. ``lines`` has the address of every rank's, as JSON."""
 
-    def __init__(self, pipes: str, rank: int, world: int) -> None:
+    def __init__(self, lines: str, rank: int, world: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing here is worth waiting for a tidy end
         self.rank, self.world = rank, world
-        reports, orders = json.loads(pipes)[rank]
-        self._sender = Sender(os.open(reports, os.O_WRONLY))
-        self._orders = os.fdopen(os.open(orders, os.O_RDONLY), "rb")
-        self.send("here")
+        self._connection = Connection(json.loads(lines)[rank])
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -40,7 +36,7 @@ class Line:
         try:
             yield
         except Exception as error:
-            self.send("error", at=time.time(), text=f"{type(error).__name__}: {error}")
+            self._connection.fail(error)
             traceback.print_exc()
             # At once: MPI would wait for all ranks at this one's exit.
             os._exit(1)
@@ -59,7 +55,7 @@ class Line:
     def send(self, kind: str, **content: Any) -> None:
         """Report something."""
         try:
-            self._sender.send(kind, **content)
+            self._connection.send(kind, **content)
         except BrokenPipeError:
             os._exit(1)  # nobody listens any more
 
@@ -81,7 +77,7 @@ class Line:
         return self._hear()
 
     def _hear(self) -> Any:
-        line = self._orders.readline()
-        if not line:
+        told = self._connection.hear()
+        if told is None:
             os._exit(1)  # the starter is gone
-        return json.loads(line)
+        return told

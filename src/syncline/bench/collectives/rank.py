@@ -1,4 +1,4 @@
-"""What each rank of ``syncline bench`` runs: ``python -m syncline.bench.collectives.rank WORK PIPES``.
+"""What each rank of ``syncline bench`` runs: ``python -m syncline.bench.collectives.rank WORK LINES``.
 
 A set of ranks has one contender, or measures the limits, and nothing else is in its processes but numpy and this.
 Owns the course of a repetition: what is timed and what is checked. Whose turn it is, the starter says.
@@ -26,10 +26,10 @@ from .request import calls_per_repetition, warm_calls
 from .work import Work
 
 
-def main(text: str, pipes: str) -> None:
+def main(text: str, lines: str) -> None:
     """Do what the starter orders for WORK; an error is reported before it ends the process."""
     work, environment = Work.from_json(text), recognise()
-    line = Line(pipes, environment.rank, environment.world)
+    line = Line(lines, environment.rank, environment.world)
     with line.telling():
         bench = Measurement(work, line) if work.contender else Limits(work, line)
         for order in line.orders():

@@ -20,10 +20,11 @@ from ...report.bench_rows import BenchResult, Measured
 from ...report.units import decimal_size as size_text
 from ..machine import provenance
 from ..messages import Message
+from ..site import LabLike
 from .contenders import Name
 from .display import Display, Task
 from .request import WARM_UP, Request, expected_s, missing
-from .start import SILENCE_S, Here, InLab, LabLike, Ranks, RanksFailed, Testbed
+from .start import SILENCE_S, Here, InLab, Ranks, RanksFailed, Testbed
 from .work import Work, turns_of
 
 RANK = ("-m", "syncline.bench.collectives.rank")

@@ -1,21 +1,18 @@
 """One set of ranks: started, given orders, listened to, and ended; who is to blame when it fails.
 
-Owns where ranks run (``Here`` or ``InLab``), the pipes to and from every rank, the ranks' meetings, and the reading of
-a failure. A set sleeps between two orders: its ranks are blocked in a read. Ranks under an MPI library's launcher
-inherit no descriptors, so every rank opens its pipes as files of this process in /proc. No pipe has a name in a folder
-that could be left behind, and ranks whose starter is gone find their orders at an end. Does not decide what is
-measured, or what happens after a failure.
+Owns where ranks run (``Here`` or ``InLab``), the ranks' meetings, and the reading of a failure. A set sleeps between
+two orders: its ranks are blocked in a read, and find their orders at an end when their starter is gone. Does not decide
+what is measured, or what happens after a failure.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
@@ -24,6 +21,7 @@ from ...errors import SynclineError
 from ...launch.local import LocalRun, Outcome, Output
 from ...launch.mpi_library import MpiLibrary, find_library
 from ..messages import Mailbox, Message
+from ..site import LabLike
 
 SILENCE_S = 300.0
 """A set of ranks of which nothing is heard for so long while it is at work is given up."""
@@ -36,24 +34,6 @@ _POLL_S = 0.5
 _KEPT_LINES = 6
 
 Heard = Callable[[Message], None]
-
-
-class LabLike(Protocol):
-    """What a bench needs of ``syncline.lab.Lab``: hosts that are joined by links of one rate."""
-
-    def placement(self, rank: int, per_host: int = 1) -> Any:
-        """What LocalRun needs to start a rank inside its host."""
-        ...
-
-    def mpi_command(
-        self, ranks: int, command: Sequence[str], library: str, per_host: int = 1
-    ) -> tuple[list[str], dict[str, str]]:
-        """What starts an MPI job in the lab: arguments, and additions to the environment."""
-        ...
-
-    def goodput(self, seconds: float = 2.0) -> float:
-        """What one TCP stream between two hosts gets, in bytes per second."""
-        ...
 
 
 class Testbed(Protocol):
@@ -102,7 +82,7 @@ class RanksFailed(SynclineError):
 class Ranks:
     """A set of ranks as a context: its processes are ready on entry, and none is left on exit.
 
-    ``script`` is what Python runs in every rank, with ``work`` and the names of its pipes as arguments; ``library``
+    ``script`` is what Python runs in every rank, with ``work`` and the addresses of all lines as arguments; ``library``
     names the MPI library under whose launcher the ranks run, if any. Raises RanksFailed.
     """
 
@@ -117,7 +97,6 @@ class Ranks:
     ) -> None:
         self._work, self._ranks, self._place = work, ranks, place
         self._script, self._library, self._limit_s = script, library, limit_s
-        self._orders: list[int] = []
         self._printed: deque[str] = deque(maxlen=_KEPT_LINES)
         self._errors: list[tuple[float, int, str]] = []
         self._first: int | None = None  # to close its pipe without having done what it was told to
@@ -125,14 +104,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         with ExitStack() as stack:
             self._mailbox = stack.enter_context(Mailbox(self._ranks))
-            for _ in range(self._ranks):
-                reading, writing = os.pipe()
-                os.close(reading)  # the rank opens one of its own
-                stack.callback(os.close, writing)
-                self._orders.append(writing)
-            own = f"/proc/{os.getpid()}/fd"
-            pipes = [(f"{own}/{up}", f"{own}/{down}") for up, down in zip(self._mailbox.fds, self._orders, strict=True)]
-            command = [sys.executable, *self._script, self._work, json.dumps(pipes)]
+            command = [sys.executable, *self._script, self._work, json.dumps(self._mailbox.addresses)]
             run = self._place.run(command, self._ranks, self._library, self._print)
             self._run = stack.enter_context(run)
             self._follow(None, self._limit_s)
@@ -159,7 +131,7 @@ class Ranks:
         Raises RanksFailed, after which the set can only be left, when a rank fails, or when nothing is heard of any for
         ``limit_s`` seconds.
         """
-        self._tell(json.dumps(what))
+        self._mailbox.tell(what)
         self._follow(heard, limit_s)
 
     def end(self) -> None:
@@ -168,11 +140,6 @@ class Ranks:
         outcome = self._run.wait(_END_S)
         if outcome.status:
             raise RanksFailed(self._failure(outcome, set()))
-
-    def _tell(self, line: str) -> None:
-        for fd in self._orders:
-            with suppress(BrokenPipeError):  # its end is seen by other means
-                os.write(fd, line.encode() + b"\n")
 
     def _follow(self, heard: Heard | None, limit_s: float) -> None:
         """Listen until all ranks have done what they were told to, and let them meet meanwhile."""
@@ -183,8 +150,6 @@ class Ranks:
             messages = self._mailbox.receive(_POLL_S if outcome is None else 0.0)
             for rank, message in messages:
                 match message["kind"]:
-                    case "here":
-                        self._mailbox.release(rank)
                     case "done":
                         busy.discard(rank)
                     case "meet":
@@ -194,7 +159,7 @@ class Ranks:
                     case _ if heard is not None:
                         heard(message)
             if len(meeting) == self._ranks:
-                self._tell(json.dumps([meeting[rank] for rank in range(self._ranks)]))
+                self._mailbox.tell([meeting[rank] for rank in range(self._ranks)])
                 meeting.clear()
             if self._first is None:
                 self._first = next((rank for rank in self._mailbox.ended if rank in busy), None)

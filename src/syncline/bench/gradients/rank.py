@@ -1,4 +1,4 @@
-"""What each rank of ``syncline bench-gradients`` runs: ``python -m syncline.bench.gradients.rank WORK PIPES``.
+"""What each rank of ``syncline bench-gradients`` runs: ``python -m syncline.bench.gradients.rank WORK LINES``.
 
 Owns the course of a repetition: whose turn it is, what is timed and what is checked. Forms take turns, in an order that
 is drawn anew for every repetition; the gradients are written anew before each, as backward would have, and what a form
@@ -28,10 +28,10 @@ STRATEGY = "auto transport=shm schedule=fifo"
 """One exchange of all gradients after backward, as the source has it, by whatever algorithm is the fastest."""
 
 
-def main(text: str, pipes: str) -> None:
+def main(text: str, lines: str) -> None:
     """Measure the models of WORK as the starter orders them; an error is reported before it ends the process."""
     work, environment = Work.from_json(text), recognise()
-    line = Line(pipes, environment.rank, environment.world)
+    line = Line(lines, environment.rank, environment.world)
     with line.telling():
         bench = _Bench(work, environment, line)
         for order in line.orders():

@@ -7,7 +7,6 @@ the transport; what a step takes beyond both is what this is about.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from ... import api
 from ...process import process
 from ...session.session import Session
 from ...session.tickets import STEP, step_argument
-from ..messages import Sender
+from ..messages import connect
 from .loops import LEARNING_RATE, loop_of
 
 WARM_UP = 20
@@ -31,14 +30,14 @@ QUIET = 5
 
 @dataclass(frozen=True)
 class Work:
-    """What to measure, and through which descriptors ranks report; ``tensors`` are each a bucket."""
+    """What to measure, and where each rank finds its line; ``tensors`` are each a bucket."""
 
     framework: str
     strategy: str
     tensors: tuple[int, ...]
     elements: int
     repetitions: int
-    report_fds: tuple[int, ...]
+    reports: tuple[str, ...]
 
 
 class BareExchange:
@@ -68,14 +67,14 @@ def main(text: str) -> None:
     import json
 
     work = Work(**json.loads(text))
-    with closing(Sender(work.report_fds[int(os.environ["RANK"])])) as sender:
+    with closing(connect(work.reports)) as connection:
         try:
             api.init(work.strategy)
             for tensors in work.tensors:
-                sender.send("measured", tensors=tensors, **measure(work, tensors))
+                connection.send("measured", tensors=tensors, **measure(work, tensors))
             api.shutdown()
         except Exception as error:
-            sender.send("error", at=time.time(), text=f"{type(error).__name__}: {error}")
+            connection.fail(error)
             raise
 
 

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ...errors import SynclineError, UsageError
-from ...launch.local import LocalRun
 from ...report.step_rows import StepResult, StepRow
 from ...strategy.strategy import Strategy
 from ...sync import Agrees
 from ..collectives.display import Display
+from ..launchers import AUTO, Launcher, read_launcher
 from ..machine import provenance
-from ..messages import Mailbox, Message
+from ..messages import Message
+from ..site import Site
 from .loops import check_framework, installed
 from .rank import Work
 
@@ -35,6 +36,7 @@ class Request:
     tensors: tuple[int, ...]
     elements: int
     repetitions: int
+    launcher: Launcher = AUTO
 
     @property
     def whole_strategy(self) -> str:
@@ -50,6 +52,7 @@ def request_of(
     tensors: Sequence[int] = (),
     elements: int = 1000,
     repetitions: int = 300,
+    launcher: str = "auto",
 ) -> Request:
     """A checked request; raises UsageError with the remedy."""
     for name in frameworks:
@@ -58,7 +61,8 @@ def request_of(
     for name, least, value in (("tensors", 1, min(counts)), ("elements", 1, elements), ("ranks", 2, ranks)):
         if value < least:
             raise UsageError(f"--{name} has to be {least} or more, got {value}")
-    request = Request(tuple(frameworks) or tuple(installed()), strategy, ranks, counts, elements, repetitions)
+    names = tuple(frameworks) or tuple(installed())
+    request = Request(names, strategy, ranks, counts, elements, repetitions, read_launcher(launcher))
     parsed = Strategy.parse(request.whole_strategy)
     mode = parsed.sync_mode()
     if parsed.servers or parsed.server_holds_weights or isinstance(mode, Agrees) or not mode.merges:
@@ -96,17 +100,18 @@ def _measured(request: Request, framework: str, progress: object) -> tuple[dict[
     """What rank 0 has measured of a framework, by number of tensors, and why there is no more."""
     found: dict[int, Message] = {}
     errors: list[str] = []
-    with Mailbox(request.ranks) as mailbox:
-        fds = tuple(mailbox.fds)
-        work = Work(framework, request.whole_strategy, request.tensors, request.elements, request.repetitions, fds)
+    site = Site(launcher=request.launcher)
+    launcher = site.launcher_of(request.whole_strategy)
+    with site.mailbox(launcher, request.ranks) as mailbox:
+        elements, repetitions, reports = request.elements, request.repetitions, mailbox.addresses
+        work = Work(framework, request.whole_strategy, request.tensors, elements, repetitions, reports)
         command = [sys.executable, *RANK, json.dumps(asdict(work))]
-        env = {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+        env = {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", **mailbox.environ}
         heard = time.monotonic()
-        with LocalRun(command, request.ranks, env=env, pass_fds=fds, on_output=lambda *_: None) as started:
-            mailbox.release()
-            outcome = None
-            while mailbox.open or outcome is None:
-                for rank, message in mailbox.receive(_POLL_S):
+        with site.run(launcher, command, request.ranks, env=env, on_output=lambda *_: None) as started:
+            messages, outcome = mailbox.receive(_POLL_S), started.poll()
+            while messages or outcome is None:
+                for rank, message in messages:
                     heard = time.monotonic()
                     if message["kind"] == "error":
                         errors.append(f"rank {rank}: {message['text']}")
@@ -116,6 +121,7 @@ def _measured(request: Request, framework: str, progress: object) -> tuple[dict[
                 outcome = outcome or started.poll()
                 if time.monotonic() - heard > SILENCE_S:
                     raise SynclineError(f"bench-steps: no rank has reported anything for {SILENCE_S:.0f} s")
+                messages = mailbox.receive(_POLL_S if outcome is None else 0.0)
         if outcome.status and not errors:
             errors.append(outcome.text)
     return found, errors[0] if errors else None
