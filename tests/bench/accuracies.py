@@ -11,6 +11,8 @@ from click.testing import CliRunner, Result
 
 from syncline.bench.accuracy import strategy_of
 from syncline.bench.cases import Case
+from syncline.bench.launchers import AUTO
+from syncline.bench.site import Site
 from syncline.cli import cli
 from syncline.report.accuracy_rows import AccuracyResult, AccuracyRun
 from syncline.report.rows import Point, Row
@@ -34,7 +36,8 @@ class Trained:
         self.cases: list[Case] = []
         self._spoil = spoil
 
-    def __call__(self, case: Case, workload: str, seed: int, limit_s: float, progress: Any) -> Row:
+    def __call__(self, case: Case, workload: str, seed: int, limit_s: float, progress: Any, site: Site) -> Row:
+        assert site.launcher == AUTO
         assert workload == "digits"
         assert limit_s > 0
         self.asked.append((case.strategy, seed))

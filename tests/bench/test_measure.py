@@ -69,7 +69,7 @@ def report_of(durations: list[float], sha256: str = "a", **changes: Any) -> dict
     record = record_of(durations, **{key: changes.pop(key) for key in ("samples", "loss", "sent") if key in changes})
     record.evaluated(0.5, 0.25)
     peers = {"chosen": "ring transport=shm", "sha256": sha256, "sent": {}, "received": {}}
-    peers |= {"start_s": 0.5, "peak_bytes": 1 << 28, "staleness": {}, "version_lag": {}, "waited_s": None}
+    peers |= {"start_s": 0.5, "cpu_s": 1.0, "peak_bytes": 1 << 28, "staleness": {}, "version_lag": {}, "waited_s": None}
     # In a run `sent` per peer comes from the transport, here it is not what the test is about.
     return {**record.report(), **peers, **changes}
 
@@ -96,7 +96,8 @@ def test_curves_stay_short_and_reach_the_last_iteration(count: int) -> None:
 def test_a_row_sums_throughput_and_takes_medians_of_the_rest() -> None:
     reports = [report_of([0.1] * 10, sent=100), report_of([0.2] * 10, sent=300), report_of([0.2] * 10, sent=200)]
     reports[1] |= {"start_s": 2.0, "peak_bytes": 1 << 29}
-    row = row_of("ring", 3, 0, 24, reports)
+    row = row_of("ring", 3, 0, 24, reports, served_s=0.5)
+    assert row.cpu_s_per_step == pytest.approx(3.5 / 10)  # of all workers and servers
     assert (row.start_s, row.peak_bytes) == (0.5, 1 << 29)  # the heaviest worker is what a machine has to hold
     assert row.images_per_s == pytest.approx(8 / 0.1 + 8 / 0.2 + 8 / 0.2)
     assert row.iteration_s == pytest.approx(0.2)
@@ -124,7 +125,14 @@ def test_what_nobody_counts_is_unknown_and_not_zero() -> None:
     for _ in range(4):
         record.add({**dict.fromkeys(STAGES, 0.01), "iteration_s": 0.1, "compute_s": 0.1}, 1.0, 8, 0)
     report = {**record.report(), "chosen": "ddp", "sha256": "a", "sent": {}, "received": {}}
-    report |= {"start_s": 0.5, "peak_bytes": 1 << 28, "staleness": {}, "version_lag": {}, "waited_s": None}
+    report |= {
+        "start_s": 0.5,
+        "cpu_s": 1.0,
+        "peak_bytes": 1 << 28,
+        "staleness": {},
+        "version_lag": {},
+        "waited_s": None,
+    }
     row = row_of("ddp", 2, 0, 16, [report, report])
     assert (row.exposed_comm_s, row.compute_s, row.bytes_sent_per_step, row.traffic) == (None, None, None, ())
     assert row.iteration_s == pytest.approx(0.1)

@@ -21,7 +21,7 @@ def test_a_list_takes_all_values_up_to_the_next_option(compared: Recorder) -> No
 def test_compare_passes_everything_on(compared: Recorder) -> None:
     compared.result = 130
     line = "compare --workload cifar10:/data --epochs 3 --batch 64 --seed 5 --report p.html --timeout 9.5 --lab 1gbit"
-    line += " --target 0.97 --evaluate-every 4 --framework numpy jax"
+    line += " --target 0.97 --evaluate-every 4 --framework numpy jax --launcher local"
     assert call(*line.split(), "--trace", "t.json").exit_code == 130
     assert compared.args == ("cifar10:/data", (4,), ("ring", "ps(servers=1)"))
     assert compared.kwargs == {
@@ -37,6 +37,7 @@ def test_compare_passes_everything_on(compared: Recorder) -> None:
         "target": 0.97,
         "evaluate_every": 4,
         "framework": ("numpy", "jax"),
+        "launcher": "local",
     }
 
 

@@ -24,6 +24,8 @@ from .rows import Result, Row
 _GAP = 2
 _NAME_MOST = 17
 """For wider parts of a strategy's text no column is given up."""
+_EXTRA = 8
+"""The rank of what is shown where there is room, and of which nothing is said where there is none."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ _COLUMNS = (
         "cpu ms",
         lambda row: Text(units.milliseconds(row.cpu_s_per_step)),
         "cpu: processor time of all processes per iteration.",
-        8,
+        _EXTRA,
     ),
     _Column(
         "stale",
@@ -123,7 +125,7 @@ class _Fitted:
             table.add_row(Text(broken(row.name, name)), *(_cell(column, row) for column in columns))
         yield table
         yield Text(" ".join(column.means for column in columns if column.means), style="dim")
-        left_out = ", ".join(column.title for column in every if column not in columns)
+        left_out = ", ".join(column.title for column in every if column not in columns and column.rank < _EXTRA)
         if left_out:
             yield Text(f"No room for {left_out}: a wider terminal shows them, and --json has them.", style="dim")
 

@@ -7,14 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ...errors import SynclineError, UsageError
 from ...report.step_rows import StepResult, StepRow
 from ...strategy.strategy import Strategy
 from ...sync import Agrees
 from ..collectives.display import Display
-from ..launchers import AUTO, Launcher, read_launcher
+from ..launchers import LOCAL, Launcher, read_launcher
 from ..machine import provenance
 from ..messages import Message
 from ..site import Site
@@ -36,7 +36,7 @@ class Request:
     tensors: tuple[int, ...]
     elements: int
     repetitions: int
-    launcher: Launcher = AUTO
+    launcher: Launcher = LOCAL
 
     @property
     def whole_strategy(self) -> str:
@@ -62,14 +62,14 @@ def request_of(
         if value < least:
             raise UsageError(f"--{name} has to be {least} or more, got {value}")
     names = tuple(frameworks) or tuple(installed())
-    request = Request(names, strategy, ranks, counts, elements, repetitions, read_launcher(launcher))
+    request = Request(names, strategy, ranks, counts, elements, repetitions)
     parsed = Strategy.parse(request.whole_strategy)
     mode = parsed.sync_mode()
     if parsed.servers or parsed.server_holds_weights or isinstance(mode, Agrees) or not mode.merges:
         raise UsageError(
             f"--strategy {strategy!r}: give an allreduce, as ring or direct, of which a step is one exchange"
         )
-    return request
+    return replace(request, launcher=Site(launcher=read_launcher(launcher)).launcher_of(request.whole_strategy))
 
 
 def measure(request: Request, display: Display) -> StepResult:
@@ -100,8 +100,7 @@ def _measured(request: Request, framework: str, progress: object) -> tuple[dict[
     """What rank 0 has measured of a framework, by number of tensors, and why there is no more."""
     found: dict[int, Message] = {}
     errors: list[str] = []
-    site = Site(launcher=request.launcher)
-    launcher = site.launcher_of(request.whole_strategy)
+    site, launcher = Site(launcher=request.launcher), request.launcher
     with site.mailbox(launcher, request.ranks) as mailbox:
         elements, repetitions, reports = request.elements, request.repetitions, mailbox.addresses
         work = Work(framework, request.whole_strategy, request.tensors, elements, repetitions, reports)
