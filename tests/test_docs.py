@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,23 @@ def test_commands_parse(page: str, line: str) -> None:  # noqa: ARG001 - names t
         Strategy.parse(context.params["strategy"])
     for text in context.params.get("strategies", ()):
         assert text == BASELINE or contender_of(text, 4, one_host=True).text
+
+
+def test_the_table_of_copies_has_every_transport_and_every_peer_of_the_bench() -> None:
+    """Each registered one has a row that says what is copied at either end, and what bounds it."""
+    section = (ROOT / "docs" / "bench.md").read_text().partition("## Who copies what, how often\n")[2]
+    rows = re.findall(r"^\| (`[^|]*) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section.partition("\n## ")[0], re.MULTILINE)
+    told = {name for row in rows for name in re.findall(r"`([^`]+)`", row[0])}
+    libraries = {
+        str(item.capabilities.get("library")) for item in map(partial(registry.get, "peers"), peers_of_bench())
+    }
+    whole = {re.sub(rf"^({'|'.join(libraries)}):", "mpi:", name) for name in peers_of_bench()}  # of any MPI library
+    assert told == {*registry.names("transports"), *whole, "mpi(onesided=on)"}
+
+
+def peers_of_bench() -> list[str]:
+    """The peers that are there for their collectives."""
+    return [name for name in registry.names("peers") if "collectives" in registry.get("peers", name).capabilities]
 
 
 def test_the_table_of_strategies_in_the_readme_is_built() -> None:

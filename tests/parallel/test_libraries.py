@@ -53,7 +53,7 @@ def test_processes_over_libraries_train_as_one(pool: Pool, address: str, strateg
 def test_the_weights_are_those_of_tcp_bit_for_bit(pool: Pool, address: str, strategy: str) -> None:
     processes = 4 + strategy.startswith("ps")
     found: dict[str, Any] = {}
-    for transport in ("tcp", "zmq", "grpc"):
+    for transport in ("tcp", "zmq", "grpc", "ucx"):
         case = everyone(processes, address, f"{strategy} transport={transport}", CASES)
         with pool.start(bodies.train, case) as group:
             found[transport] = group.results()
@@ -168,6 +168,17 @@ def mpi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def test_ranks_of_mpirun_train_as_one(mpi: list[list[Any]]) -> None:
     for results in mpi[: len(TRAIN)]:
         check_training(results)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)"])
+def test_the_weights_over_mpi_are_those_of_tcp_bit_for_bit(library: str, strategy: str, tmp_path: Path) -> None:
+    """On four workers, in both forms of the transport."""
+    transports = "tcp", "mpi", "mpi(onesided=on)"
+    parts = [["train", f"{strategy} transport={transport}", CASES] for transport in transports]
+    found = run_bodies(library, 4 + strategy.startswith("ps"), tmp_path, *parts)
+    assert len({pickle.dumps(weights) for weights in found}) == 1
+    check_training(found[0])
 
 
 def test_collectives_over_mpi(mpi: list[list[Any]]) -> None:
