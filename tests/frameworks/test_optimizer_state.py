@@ -102,6 +102,68 @@ def test_a_run_is_resumed_from_the_state_of_one_worker(group: Any, strategy: str
     same_as_alone(group, strategy, 2, make, go_on)
 
 
+class WithScalars(torch.nn.Module):
+    """Of a layer, if any, and scalars."""
+
+    def __init__(self, layer: bool) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.layer = torch.nn.Linear(4, 3) if layer else torch.nn.Identity()
+        self.shift = torch.nn.Parameter(torch.tensor(-0.5))
+        fill(self).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x) * self.scale + self.shift)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"),
+    [
+        (torch.optim.Adam, True),
+        (torch.optim.Adam, False),
+        (torch.optim.Adagrad, False),
+        (torch.optim.NAdam, True),
+        (torch.optim.ASGD, True),
+    ],
+)
+@pytest.mark.parametrize("strategy", SERVED)
+def test_a_run_with_scalars_is_resumed(group: Any, strategy: str, kind: Any, layer: bool) -> None:
+    """Whose momentum and whose count of steps have the same shape; loaded before prepare, which tries the state."""
+
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = WithScalars(layer)
+        return model, kind(model.parameters(), lr=0.02)
+
+    def steps(here: Here, numbers: range) -> None:
+        for step in numbers:
+            here.optimizer.zero_grad()
+            here.model(here.share(batch(step))).square().sum(1).mean().backward()
+            here.optimizer.step()
+
+    def first(here: Here) -> dict[str, Any]:
+        steps(here, range(3))
+        return copy.deepcopy({"model": here.model.state_dict(), "optimizer": here.optimizer.state_dict()})
+
+    saved = alone(make, first)
+
+    def resumed(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, made = make(index)
+        model.load_state_dict(saved["model"])
+        made.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        return model, made
+
+    def go_on(here: Here) -> dict[str, Any]:
+        steps(here, range(3, 5))
+        here.optimizer.load_state_dict(copy.deepcopy(here.optimizer.state_dict()))
+        steps(here, range(5, 7))
+        return {"state": copy.deepcopy(here.optimizer.state_dict()), "weights": weights(here.model)}
+
+    wanted = alone(resumed, go_on)
+    for found in on_group(group, strategy, 2, resumed, go_on):
+        same_state(found["state"], wanted["state"])
+        close(found["weights"], wanted["weights"])
+
+
 @pytest.mark.parametrize("strategy", SERVED)
 def test_state_of_parameters_that_are_not_contiguous(group: Any, strategy: str) -> None:
     """Records are in memory order; state_dict has the parameters' shapes and a single process's values."""

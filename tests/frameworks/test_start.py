@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from toy import STRATEGIES, batch, close, fill, loss_of, mlp, on_group, same_as_alone, train, weights
+from toy import STRATEGIES, Here, alone, batch, close, fill, loss_of, mlp, on_group, same_as_alone, train, weights
 
 from syncline.errors import MismatchError, SynclineError, UsageError
 from syncline.frameworks.torch import Options, prepare
+from syncline.frameworks.torch.parts import probe_parts
 from syncline.frameworks.torch.shard import probe
 from syncline.strategy.strategy import Strategy
 
@@ -342,6 +344,7 @@ def test_a_value_that_first_changes_later_is_an_error(group: Any) -> None:
         def step(self, closure: None = None) -> None:  # noqa: ARG002
             for one in self.param_groups:
                 for tensor in one["params"]:
+                    tensor.sub_(one["lr"] * tensor.grad)
                     state = self.state[tensor]
                     state["count"] = state.get("count", 0) + 1
                     if state["count"] == 5:
@@ -357,7 +360,7 @@ def test_a_value_that_first_changes_later_is_an_error(group: Any) -> None:
             here.model(torch.ones(3, 4, dtype=torch.float64)).sum().backward()
             here.optimizer.step()
 
-    with pytest.raises(SynclineError, match=r"changed 'lr' of a parameter group itself, from 0\.1 to 0\.01"):
+    with pytest.raises(SynclineError, match=r"changed 'lr' of parameter group 0 itself, from 0\.1 to 0\.01"):
         on_group(group, "ps(servers=1)", 2, make, body)
 
 
@@ -404,26 +407,291 @@ def test_an_owner_without_a_slice_of_a_group_need_not_count_in_it(group: Any, st
     same_as_alone(group, strategy, 2, make, body)
 
 
-def test_a_count_in_an_attribute_goes_on_in_another_layout(group: Any) -> None:
-    class Attribute(Counting):
-        count = 0
+class InAttribute(Counting):
+    """Moves by the rate over a count of steps that it keeps in an attribute, and saves it with its state."""
 
-        @torch.no_grad()
-        def step(self, closure: None = None) -> None:  # noqa: ARG002
-            self.count += 1
-            for one in self.param_groups:
-                for tensor in one["params"]:
-                    tensor.sub_(one["lr"] / self.count * tensor.grad)
+    count: Any = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
+        steps = self.advance()
+        for one in self.param_groups:
+            for tensor in one["params"]:
+                tensor.sub_(one["lr"] / steps * tensor.grad)
+
+    def advance(self) -> float:
+        self.count += 1
+        return self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": copy.deepcopy(self.count)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        super().load_state_dict({key: value for key, value in state.items() if key != "count"})
+
+
+class InDictionary(InAttribute):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count = {"step": 0, 3: (1.5, None)}
+
+    def advance(self) -> float:
+        self.count["step"] += 1
+        return self.count["step"]
+
+
+class InList(InAttribute):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count = []
+
+    def advance(self) -> float:
+        self.count.append(2.0)
+        return sum(self.count)
+
+
+class InTensor(InAttribute):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count = torch.tensor(0.0, dtype=torch.float64)
+
+    def advance(self) -> float:
+        self.count += 1
+        return self.count.item()
+
+
+class Alone(InDictionary):
+    updates_parameters_alone = True
+
+
+IN_ATTRIBUTES = [InAttribute, InDictionary, InList, InTensor, Alone]
+
+
+@pytest.mark.parametrize("made", IN_ATTRIBUTES)
+@pytest.mark.parametrize(
+    "strategy", ["ps(servers=1)", "ps(servers=2)", "ps(servers=2, on=workers)", "ps(servers=2) schedule=merged"]
+)
+def test_what_an_optimizer_counts_in_an_attribute_advances_and_is_told(
+    group: Any, strategy: str, made: type[InAttribute]
+) -> None:
+    """Between steps the script loads an earlier state, whose count is another."""
 
     def make(index: int) -> Any:  # noqa: ARG001
         model = mlp()
-        return model, two_groups(model, Attribute)
+        return model, two_groups(model, made)
 
-    def body(here: Any) -> dict[str, torch.Tensor]:
-        train(here, range(9))
+    def body(here: Here) -> dict[str, Any]:
+        told = []
+        train(here, range(2))
+        saved = copy.deepcopy(here.optimizer.state_dict())
+        for step in range(2, 9):
+            train(here, range(step, step + 1))
+            if step == 4:
+                here.optimizer.load_state_dict(copy.deepcopy(saved))
+            told.append(copy.deepcopy(here.optimizer.count))
+        return {**weights(here.model), "told": told}
+
+    wanted = alone(make, body)
+    for found in on_group(group, strategy, 2, make, body):
+        assert found.pop("told") == wanted["told"]
+        close(found, {name: value for name, value in wanted.items() if name != "told"})
+
+
+def test_the_attributes_of_an_optimizer_that_is_tried_stay_as_they_are() -> None:
+    for made in IN_ATTRIBUTES:
+        optimizer = two_groups(mlp(), made)
+        before = copy.deepcopy(optimizer.count)
+        probe(optimizer, owners=2)
+        assert optimizer.count == before
+
+
+def test_an_attribute_that_the_script_sets_between_steps_reaches_the_owners(group: Any) -> None:
+    class Scaled(Counting):
+        factor = 1.0
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # noqa: ARG002
+            for one in self.param_groups:
+                for tensor in one["params"]:
+                    tensor.sub_(self.factor * one["lr"] * tensor.grad)
+
+    def make(index: int) -> Any:  # noqa: ARG001
+        model = mlp()
+        return model, two_groups(model, Scaled)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(4):
+            here.optimizer.factor = 1.0 / (1 + step // 2)
+            train(here, range(step, step + 1))
         return weights(here.model)
 
-    same_as_alone(group, "ps(servers=2) schedule=merged", 2, make, body)
+    for strategy in ("ps(servers=2)", "ps(servers=2, on=workers)"):
+        same_as_alone(group, strategy, 2, make, body)
+
+
+@pytest.mark.parametrize("word", ["sync=asp", "sync=ssp(staleness=1)", "schedule=priority"])
+def test_where_workers_cannot_all_be_told_an_attribute_that_advances_is_refused(group: Any, word: str) -> None:
+    def make() -> Any:
+        model = mlp()
+        return model, two_groups(model, InDictionary)
+
+    assert "InDictionary changes its attribute 'count' itself" in refused(group, make, strategy=f"ps(servers=1) {word}")
+
+
+def test_an_optimizer_that_says_it_updates_parameters_alone_is_tried_on_attributes_of_its_own() -> None:
+    optimizer = two_groups(mlp(), Alone)
+    with pytest.raises(UsageError, match="its update of a parameter depends on others"):
+        probe_parts(optimizer)
+    assert optimizer.count == {"step": 0, 3: (1.5, None)}
+
+
+class Sums(InAttribute):
+    """Learns of all gradients in an attribute."""
+
+    def advance(self) -> float:
+        self.count += float(sum(one.grad.abs().sum() for group in self.param_groups for one in group["params"]))
+        return 1.0
+
+
+def test_an_attribute_that_depends_on_all_tensors_needs_one_owner(group: Any) -> None:
+    def make() -> Any:
+        model = mlp()
+        return model, two_groups(model, Sums)
+
+    probe(make()[1], owners=1)
+    text = refused(group, make, strategy="ps(servers=2)")
+    assert "computes the attribute 'count' from all tensors" in text
+    assert "servers=1" in text
+
+
+TAKEN = [0]
+
+
+class InGlobal(InAttribute):
+    def advance(self) -> float:
+        TAKEN[0] += 1
+        return TAKEN[0]
+
+
+class InClass(InAttribute):
+    def advance(self) -> float:
+        InClass.count += 1
+        return self.count
+
+
+class InDictionaryOfClass(InAttribute):
+    count = {"step": 0}  # noqa: RUF012 - that is the mistake that scripts make
+
+    def advance(self) -> float:
+        self.count["step"] += 1
+        return self.count["step"]
+
+
+class InObject(InAttribute):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.clock = Clock()
+
+    def advance(self) -> float:
+        self.clock.time += 1
+        return self.clock.time
+
+
+class Clock:
+    time = 0
+
+
+def in_closure() -> type[InAttribute]:
+    taken = 0
+
+    class InClosure(InAttribute):
+        def advance(self) -> float:
+            nonlocal taken
+            taken += 1
+            return taken
+
+    return InClosure
+
+
+class Momentum(InAttribute):
+    """Would lose its momentum where other slices take the place of these."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
+        for one in self.param_groups:
+            for tensor in one["params"]:
+                buffer = self.count.setdefault(tensor, torch.zeros_like(tensor))
+                tensor.sub_(one["lr"] * buffer.mul_(0.9).add_(tensor.grad))
+
+
+class OfItsOwn(InAttribute):
+    """Owners would go on without an update."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.tensors = [tensor for one in self.param_groups for tensor in one["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
+        for tensor in self.tensors:
+            if tensor.grad is not None:
+                tensor.sub_(0.1 * tensor.grad)
+
+
+class Drawing(InAttribute):
+    def advance(self) -> float:
+        return float(torch.rand(()))
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [
+        (InGlobal, "it changes 'TAKEN', a global variable of "),
+        (InClass, "it changes 'count' of the class InClass"),
+        (InDictionaryOfClass, "it changes 'count' of the class InDictionaryOfClass"),
+        (Momentum, "it keeps tensors in its attribute 'count'"),
+        (OfItsOwn, "its step() changes none of the tensors in param_groups"),
+        (InObject, "it changes 'time' of the object in its attribute 'clock'"),
+        (in_closure(), "it changes 'taken', a variable around InClosure.advance()"),
+        (Drawing, "it draws random numbers, or keeps something outside of itself"),
+    ],
+)
+def test_what_an_optimizer_keeps_where_owners_cannot_tell_is_refused_by_name(
+    group: Any, made: type[InAttribute], named: str
+) -> None:
+    def make() -> Any:
+        model = mlp()
+        return model, two_groups(model, made)
+
+    text = refused(group, make, strategy="ps(servers=1)")
+    assert named in text
+    assert "in an attribute" in text
+    assert "ps(update=worker)" in text
+
+
+WARNED = False
+
+
+class WarnsOnce(Counting):
+    """Says something once, and remembers that for all of its kind."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
+        global WARNED
+        WARNED = True
+        for one in self.param_groups:
+            for tensor in one["params"]:
+                tensor.sub_(one["lr"] * tensor.grad)
+
+
+def test_what_an_optimizer_does_once_for_all_of_its_kind_is_no_count() -> None:
+    assert not any(probe(two_groups(mlp(), WarnsOnce), owners=2).own)
+    assert WARNED
 
 
 class StateBeside(Counting):
@@ -439,16 +707,29 @@ class ListInGroup(Counting):
     def step(self, closure: None = None) -> None:  # noqa: ARG002
         for one in self.param_groups:
             one.setdefault("seen", []).append(1.0)
+            for tensor in one["params"]:
+                tensor.sub_(one["lr"] / len(one["seen"]) * tensor.grad)
 
 
-@pytest.mark.parametrize(
-    ("made", "key"), [(StateBeside, "'k' in its state"), (ListInGroup, "'seen' of parameter group 0")]
-)
-def test_what_owners_cannot_tell_is_refused(group: Any, made: type[Counting], key: str) -> None:
+def test_a_list_in_a_group_grows_and_is_told(group: Any) -> None:
+    def make(index: int) -> Any:  # noqa: ARG001
+        model = mlp()
+        return model, two_groups(model, ListInGroup)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        train(here, range(5))
+        seen = [float(sum(one["seen"])) for one in here.optimizer.param_groups]
+        return weights(here.model) | {"seen": torch.tensor(seen, dtype=torch.float64)}
+
+    for strategy in ("ps(servers=2)", "ps(servers=1, on=workers)"):
+        same_as_alone(group, strategy, 2, make, body)
+
+
+def test_what_belongs_to_no_parameter_is_refused(group: Any) -> None:
     def make() -> Any:
         model = mlp()
-        return model, two_groups(model, made)
+        return model, two_groups(model, StateBeside)
 
     text = refused(group, make, strategy="ps(servers=1)")
-    assert key in text
+    assert "'k' in its state" in text
     assert "which owners cannot tell" in text

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypedDict
 
 from ..compression.updates import Updates
 from ..engine.runs import chunk_edges
+from ..errors import UsageError
 from ..nouns import Bucket, Slice
 from ..plans.plan import Plan
 from .momenta import gathered, parted
@@ -71,7 +72,7 @@ class Optimizer(Protocol):
         ...
 
     def advanced(self) -> Groups:
-        """The values of the groups that the optimizer itself changes in an update, as they are now."""
+        """The values of the groups, and what it has beside them, that the optimizer changes in an update, as of now."""
         ...
 
     def state(self) -> list[State]:
@@ -128,12 +129,20 @@ class Shard:
                 optimizers[worker if len(optimizers) > 1 else 0].apply(groups, scale)
 
     def advanced(self) -> list[Record]:
-        """The values of the groups that the optimizer itself changes: records of no elements of tensor ``group``."""
-        return [
-            Record(Slice(number, 0, 0), key, value)
-            for number, group in enumerate(self._whole.advanced())
-            for key, value in group.items()
-        ]
+        """The values of the groups that the optimizer itself changes: records of no elements of tensor ``group``.
+
+        Of those that make the updates; raises UsageError where they have come to different ones.
+        """
+        found: dict[tuple[int, str], Any] = {}
+        for _, (optimizer, *_) in self._parts.values():
+            for number, group in enumerate(optimizer.advanced()):
+                for key, value in group.items():
+                    if found.setdefault((number, key), value) != value:
+                        raise UsageError(
+                            f"the updates of different buckets have come to {found[number, key]} and {value} as {key!r}"
+                            f" of the optimizer's group {number}: use ps(update=worker)"
+                        )
+        return [Record(Slice(number, 0, 0), key, value) for (number, key), value in found.items()]
 
     def state(self) -> list[Record]:
         """The optimizer's state, slice by slice."""

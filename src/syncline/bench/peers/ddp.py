@@ -24,12 +24,10 @@ from ...nouns import Size
 from ...registry import register
 from ...strategy.strategy import Strategy
 from ..sides import NoCounts
-from ..store import open_store
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-_TIMEOUT_S = 120.0
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _BUCKET = Size(25 << 20)
 
@@ -55,7 +53,7 @@ class DDP:
         Strategy.parse(f"codec={self.codec}")
 
     def join(self) -> Member:
-        """Become a member of the run's Gloo group; raises GroupError when the others cannot be reached."""
+        """Become a member of the run's group; raises what torch raises when the others cannot be reached."""
         return Member(self, recognise())
 
 
@@ -68,8 +66,7 @@ class Member:
         self._peer, self._dist = peer, dist
         if environment.address.startswith("127."):
             os.environ.setdefault(_INTERFACE, "lo")
-        prefix = dist.PrefixStore("ddp", open_store(environment, _TIMEOUT_S))  # type: ignore[no-untyped-call,attr-defined,unused-ignore]
-        dist.init_process_group(peer.group, store=prefix, rank=environment.rank, world_size=environment.world)
+        dist.init_process_group(peer.group)
 
     def rank(self) -> int:
         """This worker's rank."""

@@ -23,8 +23,9 @@ import torch
 from ...errors import SynclineError, UsageError
 from ...serving.records import Record, pack, unpack
 from ...session.session import Session
+from .own_values import attributes, group_values
 from .served import Client
-from .shard import group_values, records_of, whole_state
+from .shard import records_of, whole_state
 
 Groups = list[dict[str, Any]]
 
@@ -90,7 +91,7 @@ class Served:
         self._client.settle("optimizer.load_state_dict()")
         whole = self._whole(fetch=False)
         whole.load_state_dict(dict(state))
-        _take_values(self.param_groups, whole)
+        _take_values(self, whole)
         self._client.worker.load(records_of(whole, self._client.parameters))
 
     def add_param_group(self, group: dict[str, Any]) -> None:  # noqa: ARG002
@@ -145,7 +146,7 @@ class Parted:
         """With a whole state this is a plain optimizer again."""
         whole = _plain_like(self)
         whole.load_state_dict(dict(state))
-        _take_values(self.param_groups, whole)
+        _take_values(self, whole)
         _restore(self, whole.state)
 
 
@@ -233,7 +234,7 @@ def _with_state(name: str) -> Callable[..., Any]:
                 f"{type(whole).__name__}.{name}() changes the optimizer's state, which the owners of the weights hold:"
                 " use ps(update=worker)"
             )
-        _take_values(self.param_groups, whole)
+        _take_values(self, whole)
         return found
 
     return call
@@ -282,9 +283,11 @@ def _in_order(state: Mapping[Any, Any], groups: Groups) -> dict[Any, Any]:
     return {one: state[one] for group in groups for one in group["params"] if one in state}
 
 
-def _take_values(groups: Groups, loaded: torch.optim.Optimizer) -> None:
-    for mine, other in zip(groups, loaded.param_groups, strict=True):
+def _take_values(optimizer: Any, loaded: torch.optim.Optimizer) -> None:
+    """Of the groups and the attributes."""
+    for mine, other in zip(optimizer.param_groups, loaded.param_groups, strict=True):
         mine.update({key: value for key, value in other.items() if key != "params"})
+    vars(optimizer).update({name: vars(loaded)[name] for name in attributes(loaded) if name in vars(loaded)})
 
 
 def _parted() -> UsageError:

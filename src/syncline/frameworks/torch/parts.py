@@ -18,6 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ...errors import UsageError
 from .computing import Telling
+from .own_values import own_attributes
 from .shard import state_like
 
 Values = list[dict[str, Any]]
@@ -146,7 +147,9 @@ def _probe_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Non
     for together in (True, False):
         tensors = [tensor.clone().requires_grad_() for tensor in start]
         one: torch.optim.Optimizer = object.__new__(plain)
-        vars(one).update({key: value for key, value in vars(optimizer).items() if key not in ("state", *_OURS)})
+        vars(one).update(
+            {key: value for key, value in own_attributes(optimizer).items() if key not in ("state", *_OURS)}
+        )
         one._optimizer_step_pre_hooks, one._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         one.param_groups = [{**group, "params": tensors}]
         one.state = defaultdict(dict)

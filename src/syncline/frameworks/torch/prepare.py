@@ -29,11 +29,12 @@ from .computing import steps_of
 from .intact import Forms
 from .optimizer import give_back, put_together, take_over
 from .options import Named, Options, Selection
+from .own_values import OwnValues, group_values
 from .parts import updates_alone
 from .pulling import pull_by_layer
 from .replica import Replica
 from .served import Client, model_of
-from .shard import OwnValues, Probed, SlicedOptimizer, group_values, probe, records_of, whole_state
+from .shard import Probed, SlicedOptimizer, probe, records_of, whole_state
 from .staging import Copier
 from .stepping import defer_steps, end_deferred_steps
 from .storage import Array, Storage, layers_of
@@ -223,7 +224,8 @@ def _attach_served(session: Session, optimizer: torch.optim.Optimizer, probed: P
         session, model_of(replica.gradients, weights), build, learnt, apart=updates_alone(optimizer)
     )
     replica.gradients.push = worker.push
-    own = OwnValues(optimizer, probed.own) if any(probed.own) else None
+    together = session.strategy.sync_mode().merges and not by_layer
+    own = OwnValues(optimizer, probed.own) if together else None
     client = Client(replica, weights, worker, keeps_state=probed.keeps_state, own=own)
     if by_layer:
         pull_by_layer(replica, optimizer, client, weights)

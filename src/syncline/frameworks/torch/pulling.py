@@ -21,8 +21,8 @@ import torch
 from ...engine.step import Apply
 from .crossing import Crossing
 from .owed import Owed
+from .own_values import group_values
 from .served import Client
-from .shard import group_values
 from .stepping import watch_zero_grad
 from .storage import Storage
 

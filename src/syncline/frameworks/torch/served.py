@@ -32,8 +32,9 @@ from ...session.tickets import Meeting
 from ...sync import backup_of
 from .gradients import Gradients
 from .intact import Contents
+from .own_values import OwnValues
 from .replica import Replica
-from .shard import OwnValues, as_elements, in_memory_order, whole_state
+from .shard import as_elements, in_memory_order, whole_state
 from .storage import Storage
 
 if TYPE_CHECKING:
@@ -193,7 +194,8 @@ class Client:
         In a step that was skipped owners have not taken what the script has changed, which counts in the next one.
         """
         if self._own is not None:
-            found = self.worker.owners.advanced()  # which all workers may have to ask together
+            # All workers may have to ask together.
+            found = self.worker.owners.advanced() if self._own.advance else []
             if not skipped:
                 self._own.take(found)
 

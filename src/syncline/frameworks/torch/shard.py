@@ -10,27 +10,39 @@ again, put together as if one process had trained.
 from __future__ import annotations
 
 import copy
-import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from ...errors import NotBuiltError, UsageError
 from ...nouns import Slice
 from ...serving.records import Elements, Record, State
 from ...serving.shard import Groups, Holding
+from .own_values import (
+    attributes,
+    beyond,
+    is_plain,
+    name_of,
+    near,
+    own_attributes,
+    places,
+    plain,
+    put,
+    refusal,
+    same,
+    told,
+    values_of,
+)
 from .storage import as_torch, dtype_name, memory, view_like
 
 
 class SlicedOptimizer:
     """A user's optimizer on what a process owns; it updates the holdings' weights in place.
 
-    ``own`` are the keys of each group that the optimizer itself changes, as ``probe`` has found them; ``optimizer`` is
-    told the attributes, since the next one on other slices is made of it.
+    ``own`` are the keys of each group, and behind them the attributes, that the optimizer itself changes, as ``probe``
+    has found them; ``optimizer`` is told the attributes, since the next one on other slices is made of it.
     """
 
     def __init__(
@@ -56,26 +68,32 @@ class SlicedOptimizer:
         if scale != 1.0:
             for gradient in self._gradients:
                 gradient.mul_(scale)
-        for group, values in zip(self._optimizer.param_groups, groups, strict=True):
+        for group, values in zip(self._optimizer.param_groups, groups[: len(self._own) - 1], strict=True):
             group.update(values)
+        for values in groups[len(self._own) - 1 :]:
+            put(vars(self._optimizer), values)
+        before = [*groups[: len(self._own) - 1], attributes(self._optimizer)]
         with torch.inference_mode(mode=False), torch.autocast("cpu", enabled=False):
             self._optimizer.step()
-        # Counts in attributes go on in the next optimizer; those in groups are sent to it.
+        # Attributes go on in the next optimizer; values of groups are sent to it.
         vars(self._model).update({key: value for key, value in vars(self._optimizer).items() if key not in _LEFT_OUT})
-        for group, values, own in zip(self._optimizer.param_groups, groups, self._own, strict=True):
-            for key, value in values.items():
-                if key not in own and not _same(_plain(key, group[key]), value):
-                    raise _refusal(
+        after = values_of(self._optimizer)
+        for number, (old, new, own) in enumerate(zip(before, after, self._own, strict=True)):
+            for key, value in old.items():
+                if key in new and key not in own and not same(new[key], value):
+                    raise refusal(
                         type(self._optimizer).__name__,
-                        f"it has changed {key!r} of a parameter group itself, from {value} to {group[key]}, which it"
-                        f" did not in the {_TRIED_STEPS} steps that were tried, so that workers would not be told",
+                        f"it has changed {name_of(key, number, len(after))} itself, from {value} to {new[key]}, which"
+                        f" it did not in the {_TRIED_STEPS} steps that were tried, so that workers would not be told",
                     )
 
     def advanced(self) -> Groups:
-        """As plain values; nothing of groups without slices here, in which an optimizer need not count."""
+        """As texts; nothing of groups without slices here, in which an optimizer need not count."""
+        groups = self._optimizer.param_groups
+        of_some = any(group["params"] for group in groups)
         return [
-            {key: _plain(key, group[key]) for key in sorted(own & group.keys())} if group["params"] else {}
-            for group, own in zip(self._optimizer.param_groups, self._own, strict=True)
+            told(place, own) if place.get("params", of_some) else {}
+            for place, own in zip(places(self._optimizer), self._own, strict=True)
         ]
 
     def state(self) -> list[State]:
@@ -133,7 +151,7 @@ def on_slices(
     for one, part in zip(slices, parts, strict=True):
         of_tensor[one.tensor].append(part)
     clone = copy.copy(optimizer)
-    vars(clone).update({key: value for key, value in vars(optimizer).items() if key not in _LEFT_OUT})
+    vars(clone).update({key: value for key, value in own_attributes(optimizer).items() if key not in _LEFT_OUT})
     # The user's hooks belong to the user's optimizer and run once per step, on the worker.
     clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     clone.state = defaultdict(dict)
@@ -149,10 +167,10 @@ def on_slices(
 
 @dataclass(frozen=True)
 class Probed:
-    """What an optimizer does: whether it keeps a state, and which values of each group it may change itself.
+    """What an optimizer does: whether it keeps a state, and the names of values that it may change (``OwnValues``).
 
-    One that was seen to change a value may change every number and word of the group: Prodigy's estimate first changes
-    after some steps.
+    One that was seen to change a value of a group may change every number and word of all groups, and so with
+    attributes: Prodigy's estimate first changes after some steps.
     """
 
     keeps_state: bool
@@ -169,7 +187,7 @@ _TRIED_STEPS = len(_SCALES)
 def probe(optimizer: torch.optim.Optimizer, owners: int = 1) -> Probed:
     """Raise UsageError unless the optimizer gives the same result on the slices of so many owners as on whole tensors.
 
-    Some steps with the values of its groups, on a matrix and a vector of random numbers for each: once whole, and once
+    Some steps with the values of its groups, on a matrix and a vector of random numbers for each: twice whole, and once
     cut into flat slices, which are those of two owners where there are several.
     """
     name = type(optimizer).__name__
@@ -182,6 +200,7 @@ def probe(optimizer: torch.optim.Optimizer, owners: int = 1) -> Probed:
     ]
     shapes = _SHAPES * len(groups)
     start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    uncut = [Slice(number, 0, one.numel()) for number, one in enumerate(start)]
     cuts = [
         Slice(part.tensor + len(_SHAPES) * number, part.start, part.stop)
         for number in range(len(groups))
@@ -189,50 +208,86 @@ def probe(optimizer: torch.optim.Optimizer, owners: int = 1) -> Probed:
     ]
     shares = [cuts] if owners == 1 else [cuts[::3] + cuts[1::3], cuts[2::3]]
     try:
-        whole, (a,) = _tried(optimizer, groups, start, [[Slice(i, 0, one.numel()) for i, one in enumerate(start)]])
+        whole, (a,) = _tried(optimizer, groups, start, [uncut])
+        again, (b,) = _tried(optimizer, groups, start, [uncut])
         parts, several = _tried(optimizer, groups, start, shares)
+        before, outside = values_of(a), dict[str, Any]()
         for scale in _SCALES:
             gradients = [scale * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-            for one, tensor in [*whole, *parts]:
+            for one, tensor in [*whole, *again, *parts]:
                 tensor.grad = gradients[one.tensor].reshape(-1)[one.start : one.stop].reshape(tensor.shape).clone()
-            for made in (a, *several):
+            for made in (a, b, *several):
                 made.step()
+            outside = outside or beyond(a)  # from the first step on: what is done once, as a warning, is no count
     except Exception as error:
-        raise _refusal(name, f"it does not work on flat slices ({type(error).__name__}: {error})") from error
-    for one, part in parts:
-        expected = whole[one.tensor][1].detach().reshape(-1)[one.start : one.stop]
-        if not torch.allclose(part.detach(), expected, rtol=1e-9, atol=1e-12):
-            raise _refusal(name, f"its update of an element depends on other elements{fewer}")
-    before, after = group_values(groups), group_values(a.param_groups)
-    _check_tellable(name, a, before, after)
-    changes = before != after
-    own = tuple(
-        frozenset(key for key, value in group.items() if changes and not isinstance(value, list)) for group in after
-    )
+        raise refusal(name, f"it does not work on flat slices ({type(error).__name__}: {error})") from error
+    _check_tellable(optimizer, a, outside)
+    if not _agree(whole, again):
+        raise refusal(
+            name,
+            "two of it come to different weights from the same start and gradients: it draws random numbers, or keeps"
+            f" something outside of itself; {_KEEP}",
+        )
+    if all(torch.equal(tensor, start[one.tensor]) for one, tensor in whole):
+        raise refusal(name, f"its step() changes none of the tensors in param_groups; {_KEEP}")
+    if not _agree(whole, parts):
+        raise refusal(name, f"its update of an element depends on other elements{fewer}")
+    own = _own(before, values_of(a))
     for made in several:
-        for number, (keys, mine, theirs) in enumerate(zip(own, a.param_groups, made.param_groups, strict=True)):
+        for number, (keys, mine, theirs) in enumerate(zip(own, values_of(a), values_of(made), strict=True)):
             for key in sorted(keys):
-                if not _near(_plain(key, mine[key]), _plain(key, theirs[key])):
-                    raise _refusal(
-                        name,
-                        f"it computes {key!r} of parameter group {number} from all tensors of the group{fewer}",
-                    )
+                if key not in theirs or not near(mine[key], theirs[key]):
+                    of = "it is given" if number == len(groups) else "of the group"
+                    raise refusal(name, f"it computes {name_of(key, number, len(own))} from all tensors {of}{fewer}")
     return Probed(any(a.state.values()), own)
 
 
-def _check_tellable(
-    name: str, tried: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
-) -> None:
-    """Raise UsageError for what an optimizer has learnt where owners tell nobody of it."""
+def _agree(whole: Sequence[tuple[Slice, torch.Tensor]], parts: Sequence[tuple[Slice, torch.Tensor]]) -> bool:
+    """Whether parts have what whole tensors have there."""
+    return all(
+        torch.allclose(
+            part.detach().reshape(-1),
+            whole[one.tensor][1].detach().reshape(-1)[one.start : one.stop],
+            rtol=1e-9,
+            atol=1e-12,
+            equal_nan=True,
+        )
+        for one, part in parts
+    )
+
+
+def _own(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> tuple[frozenset[str], ...]:
+    """The keys of what may change in each group, and behind them the attributes."""
+    changed = [
+        {key for key, value in new.items() if key not in old or not same(old[key], value)}
+        for old, new in zip(before, after, strict=True)
+    ]
+    groups, attributes = any(changed[:-1]), any(changed[-1:])
+    return tuple(
+        frozenset(key for key, value in new.items() if key in keys or (any_of and not isinstance(value, (list, dict))))
+        for new, keys, any_of in zip(after, changed, [*[groups] * (len(after) - 1), attributes], strict=True)
+    )
+
+
+_KEEP = "keep it in param_groups, in an attribute, or in the state of each parameter"
+
+
+def _check_tellable(given: torch.optim.Optimizer, tried: torch.optim.Optimizer, before: Mapping[str, Any]) -> None:
+    """Raise UsageError for what a tried optimizer has learnt where owners can tell nobody of it.
+
+    ``before`` is what its class reached beyond it after the first step.
+    """
+    name = type(tried).__name__
     for of in tried.state:
         if not isinstance(of, torch.Tensor):
-            raise _refusal(name, f"it keeps {of!r} in its state beside that of parameters, which owners cannot tell")
-    for number, (old, new) in enumerate(zip(before, after, strict=True)):
-        for key, value in new.items():
-            if isinstance(value, list) and old.get(key) != value:
-                raise _refusal(
-                    name, f"it changes {key!r} of parameter group {number}, a list, which owners cannot tell"
-                )
+            raise refusal(name, f"it keeps {of!r} in its state beside that of parameters, which owners cannot tell")
+    for key, value in vars(tried).items():
+        holds = key not in _LEFT_OUT and isinstance(value, (list, dict)) and not is_plain(value)
+        if holds and is_plain(vars(given).get(key)):
+            raise refusal(name, f"it keeps tensors in its attribute {key!r}, which owners cannot tell; {_KEEP}")
+    for place, value in beyond(tried).items():
+        if place not in before or not same(plain(place, before[place]), plain(place, value)):
+            raise refusal(name, f"it changes {place}, which owners cannot tell; {_KEEP}")
 
 
 def _tried(
@@ -271,32 +326,48 @@ def _tried(
 
 def state_like(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> dict[str, Any]:
     """State as the optimizer has it for a parameter of that group (Adagrad makes it at construction), if it has any."""
+    known = _elementwise_keys(optimizer)
     for parameter in group["params"]:
         state = optimizer.state.get(parameter)
         if state:
             return {
                 key: torch.full_like(tensor, float(value.double().mean()), requires_grad=False)
-                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
+                if _elementwise(key, value, parameter, known)
                 else copy.deepcopy(value)
                 for key, value in state.items()
             }
     return {}
 
 
-def _refusal(name: str, why: str) -> UsageError:
-    return UsageError(
-        f"{name} cannot run on a parameter server that holds slices of the weights: {why};"
-        " use ps(update=worker), ring or another allreduce, or an element-wise optimizer such as SGD or Adam"
+def _elementwise_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Under which the state of parameters that are no scalars has an element for each of theirs."""
+    return frozenset(
+        key
+        for parameter, state in optimizer.state.items()
+        if isinstance(parameter, torch.Tensor) and parameter.dim() > 0
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
     )
+
+
+def _elementwise(key: str, value: Any, parameter: torch.Tensor, known: frozenset[str]) -> bool:
+    """Whether a value of a parameter's state has an element for each of the parameter's.
+
+    A scalar's momentum and its count of steps have the same shape: other parameters tell them apart, by ``known``, and
+    if there are none the name that torch itself goes by.
+    """
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return False
+    return value.dim() > 0 or (key in known if known else key != "step")
 
 
 def records_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[Record]:
     """A whole optimizer's state as records: what a user loaded or trained before."""
-    found = []
+    found, known = [], _elementwise_keys(optimizer)
     for index, parameter in enumerate(parameters):
         whole = Slice(index, 0, parameter.numel())
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
+            if _elementwise(key, value, parameter, known):
                 value = in_memory_order(value, parameter)
             found.append(Record(whole, key, _said(value)))
     return found
@@ -326,72 +397,3 @@ def in_memory_order(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     flat = torch.empty(value.numel(), dtype=value.dtype)
     view_like(flat, like).copy_(value)
     return flat
-
-
-class OwnValues:
-    """The values of an optimizer's groups that it changes itself, on a worker: owners' optimizers do, and tell.
-
-    A worker sends the owners such a value only where the script has changed it since it was told.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, own: Sequence[frozenset[str]]) -> None:
-        self._optimizer, self._own = optimizer, own
-        self._told: list[dict[str, Any]] = [{} for _ in own]  # nothing: at first all is sent
-
-    def to_send(self, groups: Groups) -> list[dict[str, Any]]:
-        """The values of the groups without what owners have from themselves."""
-        return [
-            {key: value for key, value in group.items() if key not in told or not _same(told[key], value)}
-            for group, told in zip(groups, self._told, strict=True)
-        ]
-
-    def forget(self) -> None:
-        """Send all again: other owners have the slices now."""
-        self._told = [{} for _ in self._own]
-
-    def take(self, records: Sequence[Record]) -> None:
-        """Give the optimizer what its owners have told; raises UsageError where they tell different things."""
-        found: dict[tuple[int, str], Any] = {}
-        for record in records:
-            at = record.slice.tensor, record.key
-            if at not in found:
-                found[at] = record.value
-            elif not _same(found[at], record.value):
-                raise _refusal(
-                    type(self._optimizer).__mro__[2].__name__,
-                    f"owners of different slices have come to {found[at]} and {record.value} as {at[1]!r} of parameter"
-                    f" group {at[0]}",
-                )
-        for number, (group, own) in enumerate(zip(self._optimizer.param_groups, self._own, strict=True)):
-            self._told[number] = {key: found[number, key] for key in own if (number, key) in found}
-            group.update(self._told[number])
-
-
-def group_values(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The values of an optimizer's groups without their tensors, as JSON can say them."""
-    return [{key: _plain(key, value) for key, value in group.items() if key != "params"} for group in groups]
-
-
-def _plain(key: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, (tuple, list)):
-        return [_plain(key, item) for item in value]
-    if isinstance(value, np.generic):
-        return value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise NotBuiltError(f"the optimizer's group value {key!r} is a {type(value).__name__}, which cannot be sent")
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two plain values, or a plain one and a tensor of one element, are the same; NaN is itself."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-    return bool(one == other) or (one != one and other != other)
-
-
-def _near(one: Any, other: Any) -> bool:
-    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12) or _same(one, other)
-    return _same(one, other)

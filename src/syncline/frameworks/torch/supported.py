@@ -213,7 +213,7 @@ def check_momentum(strategy: Strategy, optimizer: torch.optim.Optimizer, keeps_s
 
 
 def check_own_values(strategy: Strategy, optimizer: torch.optim.Optimizer, own: Sequence[frozenset[str]]) -> None:
-    """Raise UsageError for values of groups that the optimizer changes itself, where workers cannot be told them."""
+    """Raise UsageError for values of groups, or attributes, that the optimizer changes itself if none can be told."""
     if not any(own):
         return
     why = ""
@@ -222,8 +222,9 @@ def check_own_values(strategy: Strategy, optimizer: torch.optim.Optimizer, own: 
     elif strategy.schedule_object().apply != "step":
         why = f"under schedule={strategy.schedule.name} its update is made bucket by bucket"
     if why:
+        what = "values of its parameter groups" if any(own[:-1]) else f"its attribute {min(own[-1])!r}"
         raise UsageError(
-            f"{type(optimizer).__name__} changes values of its parameter groups itself in step(), and {why}: use"
+            f"{type(optimizer).__name__} changes {what} itself in step(), and {why}: use"
             " sync=bsp without backup workers, with schedule=fixed, ps(update=worker), or an optimizer that keeps what"
             " it counts in its state"
         )
