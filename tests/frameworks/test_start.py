@@ -655,7 +655,7 @@ class Drawing(InAttribute):
         (InClass, "it changes 'count' of the class InClass"),
         (InDictionaryOfClass, "it changes 'count' of the class InDictionaryOfClass"),
         (Momentum, "it keeps tensors in its attribute 'count'"),
-        (OfItsOwn, "its step() changes none of the tensors in param_groups"),
+        (OfItsOwn, "it keeps its parameters in its attribute 'tensors'"),
         (InObject, "it changes 'time' of the object in its attribute 'clock'"),
         (in_closure(), "it changes 'taken', a variable around InClosure.advance()"),
         (Drawing, "it draws random numbers, or keeps something outside of itself"),
@@ -670,7 +670,7 @@ def test_what_an_optimizer_keeps_where_owners_cannot_tell_is_refused_by_name(
 
     text = refused(group, make, strategy="ps(servers=1)")
     assert named in text
-    assert "in an attribute" in text
+    assert "param_groups" in text
     assert "ps(update=worker)" in text
 
 
@@ -692,6 +692,26 @@ class WarnsOnce(Counting):
 def test_what_an_optimizer_does_once_for_all_of_its_kind_is_no_count() -> None:
     assert not any(probe(two_groups(mlp(), WarnsOnce), owners=2).own)
     assert WARNED
+
+
+class SlowToStart(OfItsOwn):
+    """Changes nothing in its first steps, and keeps its parameters for something else."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
+        for one in self.param_groups:
+            one["step"] += 1
+            for tensor in one["params"]:
+                if one["step"] > 5:
+                    tensor.sub_(one["lr"] * tensor.grad)
+
+
+def test_an_optimizer_that_changes_nothing_at_first_is_not_refused_for_that() -> None:
+    optimizer = two_groups(mlp(), SlowToStart)
+    with pytest.raises(UsageError, match="'tensors'"):
+        probe(optimizer)
+    optimizer.tensors.clear()
+    assert probe(optimizer, owners=2).own[0]
 
 
 class StateBeside(Counting):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...errors import SynclineError
 from ...nouns import Slice
 from ...serving.records import Elements, Record, State
 from ...serving.shard import Groups, Holding
@@ -219,6 +220,8 @@ def probe(optimizer: torch.optim.Optimizer, owners: int = 1) -> Probed:
             for made in (a, b, *several):
                 made.step()
             outside = outside or beyond(a)  # from the first step on: what is done once, as a warning, is no count
+    except SynclineError:
+        raise
     except Exception as error:
         raise refusal(name, f"it does not work on flat slices ({type(error).__name__}: {error})") from error
     _check_tellable(optimizer, a, outside)
@@ -228,8 +231,13 @@ def probe(optimizer: torch.optim.Optimizer, owners: int = 1) -> Probed:
             "two of it come to different weights from the same start and gradients: it draws random numbers, or keeps"
             f" something outside of itself; {_KEEP}",
         )
-    if all(torch.equal(tensor, start[one.tensor]) for one, tensor in whole):
-        raise refusal(name, f"its step() changes none of the tensors in param_groups; {_KEEP}")
+    # Some change nothing in their first steps, RAdam among them: that alone says little.
+    if all(torch.equal(tensor, start[one.tensor]) for one, tensor in whole) and (key := _holds_tensors(optimizer)):
+        raise refusal(
+            name,
+            f"its step() changes none of the tensors in param_groups, and it keeps its parameters in its attribute"
+            f" {key!r}, which owners cannot exchange for slices; let it go over param_groups",
+        )
     if not _agree(whole, parts):
         raise refusal(name, f"its update of an element depends on other elements{fewer}")
     own = _own(before, values_of(a))
@@ -288,6 +296,16 @@ def _check_tellable(given: torch.optim.Optimizer, tried: torch.optim.Optimizer, 
     for place, value in beyond(tried).items():
         if place not in before or not same(plain(place, before[place]), plain(place, value)):
             raise refusal(name, f"it changes {place}, which owners cannot tell; {_KEEP}")
+
+
+def _holds_tensors(optimizer: torch.optim.Optimizer) -> str:
+    """The name of an attribute, beside the groups, that has a parameter in it, or nothing."""
+    parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    for name, value in vars(optimizer).items():
+        held = [*value, *value.values()] if isinstance(value, dict) else value
+        if name not in _LEFT_OUT and isinstance(held, (list, tuple, set)) and parameters & set(map(id, held)):
+            return name
+    return ""
 
 
 def _tried(
