@@ -47,12 +47,6 @@ def test_a_schedule_beside_the_budget_is_refused_when_it_is_asked_for_and_printe
     check_asked(Strategy.parse("ring schedule=fixed"))
 
 
-def test_more_than_two_workers_run_an_algorithm_of_one_order() -> None:
-    asked = Strategy.parse("auto(budget=60s)")
-    assert asked.resolve(Group(2)).architecture.name == "direct"
-    assert {asked.resolve(Group(n), hosts=n).architecture.name for n in (3, 4, 8)} == {"halving_doubling"}
-
-
 def test_a_framework_that_replaces_no_layouts_refuses_it() -> None:
     with pytest.raises(UsageError, match=r"leave the budget out.*syncline tune --framework jax"):
         check_schedule(Strategy.parse("auto(budget=60s)").resolve(Group(2)), "JAX")

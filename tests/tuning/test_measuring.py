@@ -48,6 +48,18 @@ def test_slow_links_stop_the_measuring_of_large_arrays() -> None:
     assert plan_course({"ring": 2e-4, "tree": 3e-4}, 1.0, 4) == Course(("ring", "tree"), 2, 9)
 
 
+def test_schedules_are_tried_among_plans_of_one_order_where_these_are_not_slower() -> None:
+    def worth(workers: int, **times_s: float) -> list[str]:
+        plans = {name: registry.get("algorithms", name).target(Group(workers)) for name in times_s}
+        return list(tuning._worth_trials({name: [1e-6, seconds] for name, seconds in times_s.items()}, plans))
+
+    near, far = 1 + tuning.SLOWER / 2, 1 + 2 * tuning.SLOWER
+    assert worth(4, ring=1.0, tree=9.0, halving_doubling=near) == ["halving_doubling", "tree"]
+    assert worth(4, ring=1.0, tree=9.0, halving_doubling=far) == []
+    assert worth(4, ring=1.0, direct=2.0) == []
+    assert set(worth(2, ring=1.0, tree=9.0, halving_doubling=far)) == {"ring", "tree", "halving_doubling"}
+
+
 def test_candidates_differ_and_the_choice_by_topology_comes_first() -> None:
     def names(workers: int, strategy: str = "transport=shm", nodes: tuple[int, ...] = (), hosts: int = 1) -> list[str]:
         group = Group(workers, nodes=nodes)

@@ -19,10 +19,12 @@ from syncline.tuning.schedule_choice import (
     CANDIDATES,
     CROSSING_COST,
     MARGIN,
+    UNLIKELY,
     candidates,
     choose_schedule,
     is_wanted,
     with_measuring_buckets,
+    worth_a_trial,
 )
 
 MEGABYTE = 1 << 18
@@ -186,6 +188,36 @@ def test_the_simplest_counts_of_those_that_are_predicted_to_be_as_fast_as_the_be
     best_s, mine = min(whole_s.values()), str(found.strategy_in(strategy("ring")))
     fast = [text for text, seconds in whole_s.items() if seconds <= best_s * (1 + MARGIN)]
     assert fast[0] == mine
+
+
+@given(models, st.builds(LinearCost, st.floats(0, 0.01), st.floats(1e-12, 1e-8)), st.booleans())
+def test_what_runs_without_trials_is_tried_first_and_then_what_is_predicted_not_to_be_far_behind(
+    layers: list[Layer], cost: LinearCost, crossing: bool
+) -> None:
+    made = Made(layers, cost)
+    found = worth_a_trial(strategy("ring"), layers, cost, made.lay, crossing, lambda _: True)
+    alike = [one for one in found if one.travels_like(made.chosen(crossing))]
+    assert found[0] in alike
+    ends = [layout.strategy_in(strategy("ring")).schedule_object().apply == "step" for layout in found]
+    assert any(ends)
+    assert crossing or all(ends)
+    expected_s = []
+    for layout, by_itself in zip(found, ends, strict=True):
+        one = layout.strategy_in(strategy("ring"))
+        whole_s = predict_iteration(layers, layout, one.schedule_object(), one.sync_mode(), cost).whole_s
+        expected_s.append(whole_s * (1.0 if by_itself else 1 + CROSSING_COST))
+    assert expected_s[1:-1] == sorted(expected_s[1:-1])  # the last one may be there for ending its steps by itself
+    assert all(seconds <= min(expected_s) * (1 + UNLIKELY) for seconds in expected_s[:-1])
+
+
+def test_what_may_not_be_tried_is_not_even_where_it_would_run_without_trials() -> None:
+    made = Made(model(20, MEGABYTE, 0.01, 0.02), SLOW)
+    chosen = made.chosen().schedule
+    found = worth_a_trial(
+        strategy("ring"), made.layers, SLOW, made.lay, True, lambda one: write("schedules", one.schedule) != chosen
+    )
+    assert chosen not in [one.schedule for one in found]
+    assert len(found) > 1
 
 
 @pytest.mark.parametrize(

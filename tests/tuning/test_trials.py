@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from syncline.session.layout import Layout
-from syncline.tuning.trials import CLEARLY, MOST, STEPS, TURNS, Trials
+from syncline.tuning.trials import CLEARLY, FAR, MOST, NEAR, STEPS, TURNS, Trials
 
 
 class Run:
@@ -16,27 +16,62 @@ class Run:
         layouts = [Layout((), (), (), name) for name in seconds]
         self.trials = Trials(layouts, until_s, lambda: self.now_s, lambda layout: layout.schedule.startswith("cross"))
         self.ran: list[str] = []
+        self.steps: dict[str, int] = {}
 
     def go(self) -> Layout:
         """Until nothing is tried any more."""
         while (layout := self.trials.following()).trial:
             self.ran.append(layout.schedule)
             self.trials.began()
-            for step in range(STEPS):
+            step, ends = 0, False
+            while not ends:
+                ends = self.trials.ends
                 self.now_s += self.seconds[layout.schedule] * (5 if step == 0 else 1)  # the first one takes longer
                 self.trials.step_ended()
+                self.steps[layout.schedule] = self.steps.get(layout.schedule, 0) + 1
+                step += 1
         return layout
 
 
 def test_the_fastest_is_taken_and_every_one_has_run() -> None:
-    run = Run({"first": 1.0, "a": 0.9, "b": 0.5, "c": 0.8})
+    run = Run({"first": 1.0, "a": 0.96, "b": 0.95, "c": 0.99})
     found = run.go()
     assert found.schedule == "b"
     assert set(run.ran) == {"first", "a", "b", "c"}
-    assert run.ran.count("first") == TURNS
-    assert run.ran.count("b") == TURNS
-    assert "500 ms per iteration, 1000 ms with first, of 4 that were tried on the live run" in found.reason
+    assert run.ran.count("first") == run.ran.count("b") == TURNS
+    assert "950 ms per iteration, 1000 ms with first, of 4 that were tried on the live run" in found.reason
     assert not found.trial
+
+
+def test_what_is_far_behind_the_best_ends_early_and_runs_no_more() -> None:
+    run = Run({"first": 1.0, "far": 1.01 + FAR, "behind": 1.01 + NEAR, "near": 1.0 + NEAR / 2})
+    assert run.go().schedule == "first"
+    assert run.steps["far"] == 3  # that fills, that counts, that ends
+    assert run.ran.count("far") == run.ran.count("behind") == 1
+    assert run.steps["behind"] == STEPS
+    assert run.ran.count("near") == run.ran.count("first") == TURNS
+
+
+def test_the_first_runs_no_more_either_when_it_is_far_behind() -> None:
+    run = Run({"first": 2.0, "a": 1.0, "b": 1.01})
+    assert run.go().schedule == "a"
+    assert run.ran.count("first") == 1
+
+
+def test_a_single_step_that_is_held_up_ends_no_trial() -> None:
+    run = Run({"first": 1.0, "a": 0.9})
+    run.trials.following()
+    run.trials.began()
+    for seconds in (5.0, 1.0, 1.0, 1.0, 1.0):
+        run.now_s += seconds
+        run.trials.step_ended()
+    run.trials.following()
+    run.trials.began()
+    for seconds in (5.0, 0.9, 9.0):
+        assert not run.trials.ends
+        run.now_s += seconds
+        run.trials.step_ended()
+    assert not run.trials.ends
 
 
 def test_the_first_stays_where_nothing_is_clearly_faster() -> None:
@@ -45,9 +80,10 @@ def test_the_first_stays_where_nothing_is_clearly_faster() -> None:
 
 
 def test_what_the_budget_does_not_last_for_is_not_tried() -> None:
-    run = Run({"first": 1.0, "a": 0.9, "b": 0.5}, until_s=10.0)
+    run = Run({"first": 1.0, "a": 0.9, "b": 0.5}, until_s=15.0)
     assert run.go().schedule == "a"
     assert run.ran == ["first", "a"]
+    assert run.now_s < 17.0  # a trial ends with the budget
 
 
 def test_nothing_is_tried_when_the_budget_is_spent() -> None:
@@ -57,7 +93,7 @@ def test_nothing_is_tried_when_the_budget_is_spent() -> None:
 
 
 def test_no_more_than_so_many_run_in_a_turn() -> None:
-    run = Run({"first": 1.0, **{f"n{number}": 1.0 + number for number in range(30)}})
+    run = Run({"first": 1.0, **{f"n{number}": 1.0 + number / 1000 for number in range(30)}})
     run.go()
     assert len(set(run.ran)) == MOST
 
@@ -66,10 +102,11 @@ def test_no_more_than_so_many_run_in_a_turn() -> None:
 def test_what_crosses_is_not_run_any_more_once_that_is_refused(after: int) -> None:
     run = Run({"first": 1.0, "cross a": 0.1, "b": 0.5, "cross c": 0.2})
     for _ in range(after):
-        run.trials.following()
+        layout = run.trials.following()
         run.trials.began()
-        run.trials.step_ended()
-        run.trials.step_ended()
+        for _ in range(2):
+            run.now_s += run.seconds[layout.schedule]
+            run.trials.step_ended()
     run.trials.refuse_crossing()
     assert run.go().schedule == "b"
     assert not any(name.startswith("cross") for name in run.ran)
@@ -79,3 +116,9 @@ def test_the_best_of_those_that_do_not_cross_is_known_too() -> None:
     run = Run({"first": 1.0, "cross a": 0.1, "b": 0.5})
     assert run.go().schedule == "cross a"
     assert run.trials.best(crossing=False).schedule == "b"
+
+
+def test_where_iterations_may_not_be_crossed_the_best_is_one_that_does_not_even_before_any_has_run() -> None:
+    run = Run({"cross first": 1.0, "cross a": 0.1, "b": 0.5})
+    run.trials.refuse_crossing()
+    assert run.trials.best().schedule == "b"

@@ -25,6 +25,7 @@ from ..errors import MismatchError, UsageError
 from ..nouns import Bucket, Group, Layer
 from ..plans.messages import Program
 from ..plans.plan import Plan
+from ..plans.sums import order_of_additions
 from ..strategy.choice import Choice
 from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
@@ -273,6 +274,15 @@ class Session(Communicator):
         """From now on choose the algorithm by size: ``architecture=auto``. All workers call it with the same table."""
         self.choice = choice
         self.strategy = replace(self.strategy, architecture=AUTO)  # and its budget, if it has one
+
+    @property
+    def adds_in_one_order(self) -> bool:
+        """Whether every algorithm that may run adds in one order wherever an element lies: no bucket changes a bit."""
+        if self.choice is None:
+            orders = {order_of_additions(self.strategy.plan(self.group))}
+        else:
+            orders = {order_of_additions(planned(name, self.group)) for name in self.choice.names}
+        return len(orders) == 1 and None not in orders
 
     def resume_with(self, choice: Choice) -> None:
         """Choose as a run before did; all workers call it, and a worker with another table is named.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .strategy import Strategy
 
 SAME_BITS = "halving_doubling"
-"""Runs where nothing is measured, between more than two workers: a ring's bytes, and one order of additions."""
+"""A ring's bytes, and one order of additions."""
 
 
 def budget_of(part: Part) -> float:

@@ -40,7 +40,7 @@ from ..nouns import Group, Seconds
 from ..sync import Averages, Mixes, backup_of
 from .combination import Combination
 from .grammar import Part, nearest, read_part, read_words, write_value
-from .live import SAME_BITS, budget_of, check_live
+from .live import budget_of, check_live
 from .parts import build, write
 from .presets import preset_of
 from .rules import fault_of, nearest_that_works
@@ -160,8 +160,6 @@ class Strategy(Combination):
             # Owners read and write their peers' memory on shm; two levels spare the links between hosts that have
             # several ranks, with a codec too (``costs.levels``); elsewhere a ring keeps every link evenly busy.
             architecture = Part({"shm": "direct", "auto": "hierarchical"}.get(transport.name, "ring"))
-            if self.budget_s and group.workers > 2:
-                architecture = Part(SAME_BITS)  # whatever buckets there are
         codec = NONE if self.codec == AUTO else self.codec
         carrier = way_of(replace(self, codec=codec).codec_object()).carrier
         places = len(group.members_by_node()) if group.nodes else hosts

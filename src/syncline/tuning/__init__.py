@@ -27,6 +27,7 @@ from ..plans.plan import Plan
 from ..plans.sums import order_of_additions
 from ..session.session import Session
 from ..strategy.choice import Choice, choose
+from ..strategy.live import SAME_BITS
 from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO
 from . import cache
@@ -60,14 +61,15 @@ def tune(session: Session) -> None:
     """
     with session.engine.uncounted():  # starting is no communication of the training
         plans = _common(session, _plans(session.strategy, session.group))
-        if session.strategy.budget_s:
-            plans = same_bits(plans)
         kept = _kept(session, plans) if session.rank == 0 and mode() != "fresh" else None
         table = json.loads(session.tell_all(json.dumps([] if kept is None else kept.table).encode()))
         choice = Choice.read(table) if table else _measure(session, plans)
     session.run_by(choice)
     log.info("rank %d: architecture=auto runs %s", session.rank, choice)
 
+
+SLOWER = 0.03
+"""How much longer large arrays may take where schedules are tried, since trials win a few percent of an iteration."""
 
 _ONE_PASS_BYTES = 1 << 20
 """Arrays in shared memory from this size on: nothing moves less than one pass, whatever a noisy moment measured."""
@@ -97,14 +99,17 @@ def _plans(strategy: Strategy, group: Group) -> dict[str, Plan]:
     return {name: plan for name, plan in found.items() if plan is not None}
 
 
-def same_bits(plans: Mapping[str, Plan]) -> dict[str, Plan]:
-    """Those that add in the order of the first one, wherever an element lies: which of them runs changes no bit.
+def of_one_order(plans: Mapping[str, Plan]) -> dict[str, Plan]:
+    """Those that add in one order wherever an element lies: which of them runs, in whatever buckets, changes no bit.
 
-    The first one alone where its chunks are added in different orders.
+    Of several such orders that of halving-doubling, which sends a ring's bytes; empty where nothing has one.
     """
-    orders = {name: order_of_additions(plan) for name, plan in plans.items()}
-    first = next(iter(plans))
-    return {name: plan for name, plan in plans.items() if name == first or (orders[name] or name) == orders[first]}
+    orders = {name: found for name, plan in plans.items() if (found := order_of_additions(plan)) is not None}
+    if not orders:
+        return {}
+    first = SAME_BITS if SAME_BITS in orders else next(iter(orders))
+    names = sorted(orders, key=lambda name: name != first)
+    return {name: plans[name] for name in names if orders[name] == orders[first]}
 
 
 def _plan(entry: registry.Entry, group: Group) -> Plan | None:
@@ -166,16 +171,28 @@ def _kept(session: Session, plans: Mapping[str, Plan]) -> Choice | None:
 
 def _measure(session: Session, plans: Mapping[str, Plan]) -> Choice:
     times_s = Measuring(session, plans).times()
-    choice = choose(SIZES, times_s)
-    if session.strategy.transport.name == "shm":
-        choice = choice.until(_ONE_PASS_BYTES, next(iter(times_s)))
+    if session.strategy.budget_s and (alike := _worth_trials(times_s, plans)):
+        choice = choose(SIZES, alike)
+    else:
+        choice = choose(SIZES, times_s)
+        if session.strategy.transport.name == "shm":
+            choice = choice.until(_ONE_PASS_BYTES, next(iter(times_s)))
     table = session.tell_all(json.dumps(choice.table).encode())  # rank 0's, whatever others would round to
     if session.rank == 0:
         cache.write(_key(session, plans), choice, SIZES, times_s)
     return Choice.read(json.loads(table))
 
 
+def _worth_trials(times_s: Mapping[str, list[float]], plans: Mapping[str, Plan]) -> dict[str, list[float]]:
+    """The times of plans of one order; none where large arrays take clearly longer by these than by others."""
+    alike = {name: times_s[name] for name in of_one_order(plans) if name in times_s}
+    if not alike or min(found[-1] for found in alike.values()) > (1 + SLOWER) * min(t[-1] for t in times_s.values()):
+        return {}
+    return alike
+
+
 def _key(session: Session, plans: Mapping[str, Plan]) -> str:
     assert session.roll is not None
     places = [(member.host, member.machine, member.cores) for member in session.roll.members]
-    return cache.key_of(str(session.strategy.transport), places, {name: plan.digest for name, plan in plans.items()})
+    digests = {name: plan.digest for name, plan in plans.items()}
+    return cache.key_of(str(session.strategy.transport), places, digests, tries=session.strategy.budget_s > 0)

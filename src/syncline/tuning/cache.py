@@ -32,12 +32,15 @@ _MOST_FILES = 64
 """Machines start anew and labs come and go: the oldest tables are removed."""
 
 
-def key_of(transport: str, places: Sequence[tuple[str, str, int]], plans: Mapping[str, str]) -> str:
+def key_of(
+    transport: str, places: Sequence[tuple[str, str, int]], plans: Mapping[str, str], *, tries: bool = False
+) -> str:
     """The name of the table for processes in these places: the host, machine and number of cores of each.
 
-    ``plans`` are the algorithms to choose from with a digest of each: one that is installed later is measured too.
+    ``plans`` are the algorithms to choose from with a digest of each: one that is installed later is measured too. A
+    run that ``tries`` schedules chooses from fewer of them, so it keeps a table of its own.
     """
-    facts = [__version__, _source_digest(), transport, [list(place) for place in places], sorted(plans.items())]
+    facts = [__version__, _source_digest(), transport, [list(place) for place in places], sorted(plans.items()), tries]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 

@@ -41,6 +41,9 @@ MORE = ("fixed(bucket=1MiB)", "fixed(bucket=4MiB)", "fixed(bucket=64MiB)", "prio
         "priority(slice=16MiB)", "split(slice=1MiB)")  # fmt: skip
 """Tried beside them where there is a budget for trials."""
 
+UNLIKELY = 0.25
+"""What is predicted to take longer than the best by this share of it is not tried."""
+
 MARGIN = 0.02
 
 CROSSING_COST = 0.05
@@ -122,25 +125,46 @@ def worth_a_trial(
     crossing: bool,
     fits: Callable[[Strategy], bool],
 ) -> list[Layout]:
-    """The layouts of all schedules that ``fits`` takes, the first one first, then those that are predicted to be fast.
+    """The layouts that may be the fastest, of schedules that ``fits`` takes: that of ``choose_schedule`` first.
 
-    Of schedules that lie and go alike one is left. Raises UsageError where the first one cannot be laid out.
+    The others come in the order of their predictions, without those that are far behind; one whose steps end by
+    themselves is always among them. Of schedules that lie and go alike one is left. Raises UsageError where no
+    schedule can be laid out.
     """
+    chosen = choose_schedule(strategy, layers, cost, lay, crossing)
     found: dict[object, tuple[float, Layout]] = {}
-    offered = [one for one in candidates(strategy, crossing, (*CANDIDATES, *MORE)) if fits(one)]
-    for one in offered:
+    quiet: tuple[float, Layout] | None = None
+    for one in candidates(strategy, crossing, (*CANDIDATES, *MORE)):
+        if not fits(one):
+            continue
         try:
             laid = lay(one)
-            schedule = one.schedule_object()
-            seconds = 0.0 if cost is None else predict_iteration(layers, laid, schedule, one.sync_mode(), cost).whole_s
         except UsageError:
-            if one is offered[0]:
-                raise
             continue
+        schedule = one.schedule_object()
+        row = _expected_s(one, layers, laid, cost), _chosen(one, laid, cost, "not tried")
         goes = schedule.release, schedule.phases, schedule.apply, schedule.in_flight
-        found.setdefault((laid.buckets, laid.priorities, goes), (seconds, _chosen(one, laid, cost, "not tried")))
-    first, *others = found.values()
-    return [first[1], *(laid for _, laid in sorted(others, key=lambda pair: pair[0]))]
+        found.setdefault((laid.buckets, laid.priorities, goes), row)
+        if schedule.apply == "step" and (quiet is None or row[0] < quiet[0]):
+            quiet = row
+    rows = sorted(found.values(), key=lambda row: (row[1].schedule != chosen.schedule, row[0]))
+    if not rows or quiet is None:
+        return [chosen]
+    least_s = min(seconds for seconds, _ in rows)
+    left = [laid for seconds, laid in rows if seconds <= least_s * (1 + UNLIKELY) or laid is rows[0][1]]
+    return left if quiet[1] in left else [*left, quiet[1]]
+
+
+def _expected_s(one: Strategy, layers: Sequence[Layer], laid: Layout, cost: LinearCost | None) -> float:
+    """Seconds of an iteration, the same for all where nothing can be predicted."""
+    schedule = one.schedule_object()
+    if cost is None:
+        return 0.0
+    try:
+        whole_s = predict_iteration(layers, laid, schedule, one.sync_mode(), cost).whole_s
+    except Exception:  # ``choose_schedule`` has named it
+        return 0.0
+    return whole_s * (1 + CROSSING_COST * (schedule.apply != "step"))
 
 
 def _simplest(offered: Sequence[Strategy], lay: Lay, cost: LinearCost | None, why: str) -> Layout:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,7 +39,7 @@ from ...session.programs import has_phases, planned
 from ...session.tickets import STEP, Ticket
 from ...strategy.strategy import Strategy
 from ...tuning.schedule_choice import candidates, choose_schedule, with_measuring_buckets, worth_a_trial
-from ...tuning.trials import STEPS, Trials
+from ...tuning.trials import Trials
 from .compiled import is_compiled
 from .gradients import REPLACES
 from .parts import updates_alone
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from .replica import Replica
 
 log = logging.getLogger("syncline")
+
+_UNTRIED = "; no other schedule was tried, since other buckets change the order in which the fastest algorithm adds"
 
 _OBJECTS = 2
 """Flag of any rank's ticket: it cannot cross iterations, or its script has looked since the last one."""
@@ -111,7 +114,9 @@ class Choosing:
         """Whether rank 0 shall choose after the step that begins; the last one that is measured says it by itself."""
         if self._seen and self._crosses_now:
             return True
-        wanted = {_BEGUN: _UNCOUNTED, _WAITING: self._patience, _WATCHING: _MEASURED, _TRYING: STEPS}.get(self._phase)
+        if self._phase == _TRYING:
+            return self._trials is not None and self._trials.ends
+        wanted = {_BEGUN: _UNCOUNTED, _WAITING: self._patience, _WATCHING: _MEASURED}.get(self._phase)
         return wanted is not None and self._steps + 1 >= wanted
 
     def saw(self, tickets: Sequence[Ticket]) -> None:
@@ -135,11 +140,14 @@ class Choosing:
             return self._replica.gradients.layout
         watched = self._phase in (_MEASURING, _WATCHING, _TRYING)
         crossing = watched and not (self._seen or objected)
-        if self._phase == _MEASURING and self._strategy.budget_s:
+        keeps_bits = self._replica.session.adds_in_one_order
+        if self._phase == _MEASURING and self._strategy.budget_s and keeps_bits:
             layouts = worth_a_trial(self._strategy, layers, cost, lay, crossing, self._keeps_bits)
             self._trials = Trials(layouts, self._until_s, time.perf_counter, self._crossed_by)
         if self._trials is None:
-            return choose_schedule(self._strategy, layers, cost, lay, crossing)
+            found = choose_schedule(self._strategy, layers, cost, lay, crossing)
+            untried = self._strategy.budget_s and not keeps_bits
+            return replace(found, reason=f"{found.reason}{_UNTRIED}") if untried else found
         if self._phase not in (_MEASURING, _TRYING):
             return self._trials.best(crossing=crossing)
         if not crossing:
