@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,8 @@ from syncline.bench.site import Site, check_site
 from syncline.errors import HandshakeError, SynclineError, UsageError
 from syncline.launch.mpi_library import LIBRARIES, MpiLibrary, find_library
 from syncline.report.rows import Row
-from syncline.wire.handshake import run_id
+from syncline.wire.doors import CALLERS
+from syncline.wire.handshake import HELLO_BYTES, run_id
 from syncline.wire.listener import dial
 
 SRUN = """#!{python}
@@ -371,6 +374,20 @@ def test_a_process_that_does_not_say_where_it_is_ends_the_run() -> None:
         line.sendall(b'{"kind": "here"}\n')
         with pytest.raises(SynclineError, match="process 0 does not say where it is: another version"):
             heard(mailbox, lambda: False)
+
+
+def test_strangers_keep_no_rank_out() -> None:
+    """Whether they are silent, stop in the middle, or talk nonsense: more than are kept waiting."""
+    said = b"", bytes(HELLO_BYTES - 1), bytes(range(256)) * 4
+    with RemoteMailbox(1) as mailbox, ExitStack() as strangers:
+        host, _, port = mailbox.addresses[0].rpartition(":")
+        for number in range(CALLERS + 10):
+            stranger = strangers.enter_context(socket.create_connection((host, int(port))))
+            stranger.sendall(said[number % 3])
+        with call(mailbox, 0) as line:
+            line.sendall(b'{"kind": "here", "network": "a", "address": "10.1.2.3", "port": 5}\n')
+            heard(mailbox, lambda: mailbox._places)
+            assert line.makefile().readline() == '{"address": "127.0.0.1", "port": 5}\n'
 
 
 @pytest.mark.parametrize(("networks", "address"), [(("a", "a"), "127.0.0.1"), (("a", "b"), "10.1.2.3")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 
@@ -36,6 +37,18 @@ def test_the_frameworks_differ_as_their_papers_say() -> None:
     releases = [strategy.schedule_object().release for strategy in (caffe_mpi, cntk, mxnet, tensorflow)]
     assert releases[1] not in (releases[0], *releases[2:])  # only CNTK sends nothing while backward goes on
     assert len({releases[0], *releases[2:]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "library"), [("mxnet", "zmq"), ("tensorflow", "grpc"), ("caffe-mpi", "auto"), ("cntk", "auto")]
+)
+def test_a_preset_talks_over_the_library_of_its_framework(name: str, library: str) -> None:
+    """NCCL knows collectives on GPUs only, so whoever sums with it there talks over what is the fastest here."""
+    package = None if library == "auto" else registry.get("transports", library).capabilities["package"]
+    if package is not None and find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    assert Strategy.parse(name).transport.name == library
+    assert PRESETS[name].note == ("" if package else f"the original sums with {PRESETS[name].library}")
 
 
 def test_a_preset_stands_alone() -> None:
