@@ -134,7 +134,8 @@ def _runs(pid: int) -> bool:
 
 def test_launchers_are_found_by_name_or_path(tmp_path: Path, srun: str) -> None:
     assert (read_launcher("auto"), read_launcher(" local ")) == (AUTO, LOCAL)
-    found = read_launcher(srun)
+    found = read_launcher(f" {srun} ")
+    assert found == read_launcher(srun)
     assert (found.kind, found.words[1:], found.name) == ("srun", ("--nodes=2",), "srun")
     for said, kind in (("mpirun (Open MPI) 4.1.2", "openmpi"), ("HYDRA build details:", "mpich")):
         own = executable(tmp_path / "mpiexec", f"#!/bin/sh\necho '{said}'\n")

@@ -76,6 +76,7 @@ def read_launcher(text: str) -> Launcher:
     ``auto``, ``local``, ``openmpi`` and ``mpich`` stand alone or before arguments of that launcher; ``mpirun``,
     ``mpiexec`` and ``srun`` may be paths.
     """
+    text = text.strip()
     try:
         words = shlex.split(text)
     except ValueError as error:
