@@ -13,6 +13,7 @@ import gc
 import importlib
 import io
 import json
+import mmap
 import os
 import runpy
 import selectors
@@ -167,6 +168,7 @@ def load_parts() -> None:
 def group(made: Combination, limit_s: float, tell: bool) -> tuple[dict[str, Any], list[str]]:
     """Fork the ranks of a combination and wait for their end; how it was, and what rank 0 imported if it is to tell."""
     processes, addresses = made.workers + made.servers, [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    shared = mmap.mmap(-1, processes)
     deadline, said = time.monotonic() + limit_s, [b""] * processes
     pids: list[int] = []
     with tempfile.TemporaryFile() as output, selectors.DefaultSelector() as selector:
@@ -175,7 +177,7 @@ def group(made: Combination, limit_s: float, tell: bool) -> tuple[dict[str, Any]
                 mine, theirs = os.pipe()
                 pid = os.fork()
                 if pid == 0:
-                    rank(made, index, addresses, theirs, output.fileno(), tell and index == 0)
+                    rank(made, index, addresses, shared, theirs, output.fileno(), tell and index == 0)
                 pids.append(pid)
                 os.close(theirs)
                 selector.register(mine, selectors.EVENT_READ, index)
@@ -211,7 +213,15 @@ def group(made: Combination, limit_s: float, tell: bool) -> tuple[dict[str, Any]
     return {"kind": "failed", "text": f"{what}; {printed[-300:]}"}, modules
 
 
-def rank(made: Combination, index: int, addresses: Sequence[str], line: int, output: int, tell: bool) -> None:
+def rank(
+    made: Combination,
+    index: int,
+    addresses: Sequence[str],
+    shared: mmap.mmap,
+    line: int,
+    output: int,
+    tell: bool,
+) -> None:
     """Be a rank: say how it ended, and end."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     for number in (1, 2):
@@ -222,7 +232,7 @@ def rank(made: Combination, index: int, addresses: Sequence[str], line: int, out
             move_to_another_host()
         import trainings
 
-        place = trainings.Place(made.strategy, index, made.workers + made.servers, addresses[0], made.turns)
+        place = trainings.Place(made.strategy, index, made.workers + made.servers, addresses[0], made.turns, shared)
         before = set(sys.modules)
         digests = trainings.train(made.framework, made.scenario, place, addresses)
         end = {"kind": "trained", "digests": digests}

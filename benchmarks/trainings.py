@@ -14,9 +14,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import mmap
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,13 +31,17 @@ Digests = dict[str, str]
 
 @dataclass
 class Place:
-    """Where a training takes place: one of a rank's sessions (``part``), and what the one before has left."""
+    """Where a training takes place: one of a rank's sessions (``part``), and what the one before has left.
+
+    ``made`` is memory that all ranks share: how many steps each worker has made, where ``step_uneven`` counts them.
+    """
 
     strategy: str
     rank: int
     processes: int
     address: str
     turns: bool
+    made: mmap.mmap
     part: int = 0
     kept: dict[str, Any] = field(default_factory=dict)
     digests: Digests = field(default_factory=dict)
@@ -52,6 +59,14 @@ class Place:
                 act()
             syncline.barrier()
         return None
+
+    def step_uneven(self, act: Callable[[], None], last: bool) -> None:
+        """The same without barriers, to which workers without batches do not come; ``last`` says that this has none."""
+        rank, mine = syncline.rank(), self.made[syncline.rank()]
+        while self.turns and any(self.made[other] < mine + (other < rank) for other in range(syncline.world_size())):
+            time.sleep(1e-3)
+        act()
+        self.made[rank] = 255 if last else mine + 1
 
 
 def digest(value: Any) -> str:
@@ -182,12 +197,14 @@ class Torch:
             schedule.load_state_dict(place.kept["schedule"])
         losses: list[float] = []
         with syncline.join() if self.uneven else contextlib.nullcontext():
-            for number in range(self.steps + (syncline.rank() if self.uneven else 0)):
+            steps = self.steps + (syncline.rank() if self.uneven else 0)
+            for number in range(steps):
                 if number == self.again_after:
                     model.frozen.requires_grad_(True)
                     model.first.requires_grad_(False)
                     syncline.prepare(model, optimizer, **options)
-                place.step(lambda number=number: losses.append(self._step(model, optimizer, number)))
+                step = partial(place.step_uneven, last=number + 1 == steps) if self.uneven else place.step
+                step(lambda number=number: losses.append(self._step(model, optimizer, number)))
                 schedule.step()
         place.note("losses", losses)
         place.note("weights", model.state_dict())

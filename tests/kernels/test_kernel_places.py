@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from syncline.kernels import places
-from syncline.kernels.private import private_folder, read_file
+from syncline.kernels.private import path_of, private_folder, read_file
 
 
 @pytest.fixture
@@ -148,3 +148,21 @@ def test_who_has_no_home_keeps_it_in_a_temporary_folder(
 
 def homeless(path: Path) -> Path:
     raise RuntimeError(f"Could not determine home directory for {path}")
+
+
+def test_folders_that_killed_processes_have_left_are_removed_and_those_in_use_are_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(places.tempfile, "tempdir", str(tmp_path))
+    with places.of_its_own() as used:
+        in_use = path_of(used).resolve()
+        (in_use / "code.o").write_bytes(b"code")
+        left, young = (in_use.with_name(in_use.name + end) for end in ("left", "young"))
+        for folder in (left, young):
+            folder.mkdir(mode=0o700)
+            (folder / "code.o").write_bytes(b"code")
+        for folder in (in_use, left):
+            os.utime(folder, (0, 0))
+        with places.of_its_own() as other:
+            assert {in_use, young, path_of(other).resolve()} == set(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [young]

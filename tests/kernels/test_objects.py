@@ -141,6 +141,14 @@ def replaced(path: Path, change: Mapping[str, object]) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
 
 
+def damaged(folder: Path, library: Callable[[bytes], bytes]) -> None:
+    """With other bytes in other files of the same names: who changes one that is mapped takes its memory away."""
+    for file in folder.glob(f"{NAME}-*.so"):
+        changed = library(file.read_bytes())
+        file.unlink()
+        file.write_bytes(changed)
+
+
 def unlinked(folder: Path, code: Callable[[bytes], bytes | None]) -> None:
     """Without a library the object is what counts."""
     replaced(folder / f"{NAME}.json", {"library": None, "linker": None})
@@ -156,8 +164,8 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "nothing": lambda folder: [file.unlink() for file in folder.iterdir()],
     "no object": lambda folder: unlinked(folder, lambda _: None),
     "half an object": lambda folder: unlinked(folder, lambda code: code[:99]),
-    "half a library": lambda folder: [file.write_bytes(file.read_bytes()[:99]) for file in folder.glob(f"{NAME}-*.so")],
-    "another's library": lambda folder: [file.write_bytes(b"!") for file in folder.glob(f"{NAME}-*.so")],
+    "half a library": lambda folder: damaged(folder, lambda library: library[:99]),
+    "another's library": lambda folder: damaged(folder, lambda _: b"!"),
     "no manifest": lambda folder: (folder / f"{NAME}.json").unlink(),
     "half a manifest": lambda folder: (folder / f"{NAME}.json").write_text('{"sources": "'),
     "another's manifest": lambda folder: (folder / f"{NAME}.json").write_text("[1, 2]"),
@@ -175,7 +183,8 @@ def test_what_is_not_of_this_text_or_damaged_is_made_anew(
 
     def compile_again(folder: int, modules: list[str]) -> None:
         compilations.append(modules)
-        shutil.copytree(folder_of(made), objects.path_of(folder), dirs_exist_ok=True)
+        for name, content in files(made).items():
+            places.keep(folder, name, content)
 
     monkeypatch.setattr(objects, "_compile", compile_again)
     assert total_of(own()) == 10
@@ -205,7 +214,7 @@ def test_without_a_place_code_is_made_for_this_process_alone(
     own: Callable[[], ModuleType], made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else's place, one that stays locked, and one that became another's since it was looked at."""
-    monkeypatch.setattr(objects.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(places.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(objects, "_compile", lambda fd, _: shutil.copytree(
         folder_of(made), objects.path_of(fd), dirs_exist_ok=True))  # fmt: skip
     kept = tmp_path / "cache" / "kernels"

@@ -25,15 +25,14 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from ..errors import SynclineError
-from .places import alone, keep, place_for
+from .places import alone, keep, of_its_own, place_for
 from .private import NotPrivateError, path_of, private_folder, read_file
 
 log = logging.getLogger("syncline")
@@ -96,14 +95,8 @@ def _open(module: str) -> Mapping[str, Addresses]:
             NotPrivateError,
         ) as error:  # it has changed since, or stays locked
             _say_once(f"machine code is not kept in {place.path}, this process compiles for itself: {error}")
-    with _folder_of_its_own() as folder:
+    with of_its_own() as folder:
         return {made: _functions(folder, made) for made in _make(folder, module)}
-
-
-@contextlib.contextmanager
-def _folder_of_its_own() -> Iterator[int]:
-    with tempfile.TemporaryDirectory(prefix="syncline-") as own, private_folder(Path(own).parent, Path(own).name) as fd:
-        yield fd
 
 
 @cache
@@ -195,11 +188,12 @@ def _link(folder: int, module: str) -> None:
 
 def _linked(linker: str, code: bytes) -> tuple[bytes, str]:
     """A shared library made of an object, or nothing, and what the linker said."""
-    with tempfile.TemporaryDirectory(prefix="syncline-") as own:
-        given, made = Path(own, "code.o"), Path(own, "code.so")
+    with of_its_own() as own:
+        given, made = path_of(own) / "code.o", path_of(own) / "code.so"
         given.write_bytes(code)
+        command = [linker, "-shared", "-z", "noexecstack", "-o", str(made), str(given), *_c_library()]
         try:
-            said = _run([linker, "-shared", "-z", "noexecstack", "-o", str(made), str(given), *_c_library()])
+            said = _run(command, None, own)
             return made.read_bytes() if made.exists() else b"", said
         except (OSError, subprocess.SubprocessError) as error:
             return b"", str(error)

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import tempfile
 import threading
 import time
@@ -27,6 +28,9 @@ log = logging.getLogger("syncline")
 
 LOCK_S = 180.0
 """How long a process waits for another one that compiles before it does so for itself."""
+
+LEFT_S = 60.0
+"""After so many seconds without a change a folder that no process has locked is one that a killed process has left."""
 
 _given_up = threading.Event()
 """Who has waited so long once does not wait again."""
@@ -70,6 +74,20 @@ def place_for(name: str) -> CacheFolder | None:
 def _places(name: str) -> list[CacheFolder]:
     temporary = Path(tempfile.gettempdir())
     return [CacheFolder(cache_home(), ("syncline", name)), CacheFolder(temporary, (f"syncline-{os.getuid()}", name))]
+
+
+@contextlib.contextmanager
+def of_its_own() -> Iterator[int]:
+    """A descriptor of a folder that nobody else uses; it is gone at the end, those of killed processes before."""
+    begins = f"syncline-{os.getuid()}-code-"
+    for left in Path(tempfile.gettempdir()).glob(f"{begins}*"):
+        with contextlib.suppress(OSError, NotPrivateError), private_folder(left.parent, left.name) as folder:
+            if time.time() - os.fstat(folder).st_mtime > LEFT_S:  # younger ones may not be locked yet
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=begins) as own, private_folder(Path(own).parent, Path(own).name) as folder:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # until whoever has it open ends, programs that are given it too
+        yield folder
 
 
 def keep(folder: int, name: str, what: bytes | Mapping[str, Any]) -> None:

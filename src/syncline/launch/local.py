@@ -50,7 +50,10 @@ TERM_S = 5.0
 """From SIGTERM to SIGKILL after a failure."""
 
 STOP_S = 2.0
-"""From an interrupt, passed on to all, to SIGKILL."""
+"""From an interrupt, passed on to all, to SIGKILL: scripts may want to save something."""
+
+LEFT_S = 1.0
+"""The same for processes that have nothing to save."""
 
 TIMED_OUT = 124
 """The exit status of a run that outlasted its time limit, as timeout(1) has it."""
@@ -134,6 +137,8 @@ class LocalRun:
     ``pass_fds`` are inherited by all. With ``on_output`` what they print is passed to it line by line from inside
     ``poll`` and ``wait``, else it passes through. ``place`` says where each rank is started. A command that itself
     starts the ranks, as mpirun does, is run with ``processes=1, ranked=False``: it gets no rank, world size or store.
+    After an interrupt processes have ``stop_s`` seconds, and ranks ``LEFT_S`` at most if the context is left before
+    they have ended.
     """
 
     def __init__(
@@ -146,6 +151,7 @@ class LocalRun:
         pass_fds: Sequence[int] = (),
         on_output: Output | None = None,
         grace_s: float = GRACE_S,
+        stop_s: float = STOP_S,
         place: Placing = here,
         ranked: bool = True,
     ) -> None:
@@ -156,7 +162,7 @@ class LocalRun:
         self._command = tuple(command)
         self._processes, self._servers = processes, servers
         self._env, self._pass_fds = dict(env or {}), tuple(pass_fds)
-        self._on_output, self._grace_s = on_output, grace_s
+        self._on_output, self._grace_s, self._stop_s = on_output, grace_s, stop_s
         self._ranked = ranked
         self._placements = [place(rank) for rank in range(processes)]
         self._children: list[Child] = []
@@ -187,6 +193,8 @@ class LocalRun:
     ) -> None:
         try:
             if len(self._endings) < len(self._children):
+                if self._ranked:  # a launcher needs its time to end its own
+                    self._stop_s = min(self._stop_s, LEFT_S)
                 self.stop(signal.SIGINT if kind is KeyboardInterrupt else signal.SIGTERM)
                 self.wait()
         finally:
@@ -306,7 +314,7 @@ class LocalRun:
             now = time.monotonic()
             if self._stopped is None:
                 self._stopped = status
-                self._due = deque([(now, number), (now + STOP_S, signal.SIGKILL)])
+                self._due = deque([(now, number), (now + self._stop_s, signal.SIGKILL)])
             else:
                 self._due = deque([(now, signal.SIGKILL)])
 
@@ -374,6 +382,7 @@ def launch(
     servers: int = 0,
     env: Mapping[str, str] | None = None,
     on_output: Output | None = None,
+    stop_s: float = STOP_S,
     place: Placing = here,
     ranked: bool = True,
     timeout_s: float | None = None,
@@ -382,7 +391,9 @@ def launch(
 
     In the main thread SIGINT, SIGTERM and SIGHUP end the run at once instead of the caller.
     """
-    started = LocalRun(command, processes, servers=servers, env=env, on_output=on_output, place=place, ranked=ranked)
+    started = LocalRun(
+        command, processes, servers=servers, env=env, on_output=on_output, stop_s=stop_s, place=place, ranked=ranked
+    )
     with started as run, _forwarding(run):
         return run.wait(timeout_s)
 

@@ -25,6 +25,8 @@ LEGEND = (
 def render(result: Tuned, width: int) -> RenderableType:
     """The table of what has run, and the result in words."""
     shown = [row for row in result.tried if row.times_s or row.why.startswith(("failed", "refused"))]
+    if not shown:
+        return Text("\n".join(["no rows", *summary(result)]))
     lines = [LEGEND, *summary(result)]
     table = grouped_table("strategy", lambda row: row.strategy, _COLUMNS, shown, width, lambda row: row.strategy)
     return Group(table, *(Text(line, style="dim" if line is LEGEND else "") for line in lines))

@@ -24,7 +24,7 @@ from rich.text import Text
 from ... import api
 from ...errors import UsageError
 from ...launch.environment import Environment, recognise
-from ...launch.local import launch
+from ...launch.local import LEFT_S, launch
 from ...launch.placement import Placing, here
 from ...nouns import Rate
 from ...predict.networks import to_json
@@ -70,7 +70,7 @@ def _start(request: Request, console: Console) -> int:
 
             lab = stack.enter_context(Lab(ranks // request.per_host, Rate(request.lab_rate)))
             place = partial(lab.placement, per_host=request.per_host)
-        outcome = launch(command, ranks, place=place)
+        outcome = launch(command, ranks, place=place, stop_s=LEFT_S)
     if outcome.status == 128 + signal.SIGINT:
         raise KeyboardInterrupt  # whoever of all that Ctrl-C reaches has ended first
     if outcome.status:
