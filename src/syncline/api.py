@@ -13,7 +13,7 @@ from . import checkpoint
 from .errors import NotBuiltError, UsageError
 from .process import process
 from .sampling import Sampler, sampler_of
-from .sampling.order import Order
+from .sampling.order import SampleOrder
 from .session.groups import WorkerGroup
 from .session.groups import new_group as make_group
 from .session.session import Session
@@ -380,7 +380,7 @@ def sampler(
     share the samples out, and call it.
     """
     samples = dataset if isinstance(dataset, int) else len(dataset)
-    return sampler_of(process.within(group), Order(samples, batch_size, seed, shuffle))
+    return sampler_of(process.within(group), SampleOrder(samples, batch_size, seed, shuffle))
 
 
 def stats(*, group: Group | None = None) -> Stats:

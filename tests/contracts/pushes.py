@@ -113,7 +113,7 @@ class Training:
     def push(self, worker: Worker, step: int) -> None:
         mine = gradient_of(self.session.rank, step)
         self.gradients[0][:], self.gradients[1][:] = np.resize(mine[:-1], self.gradients[0].size), mine[-1:]
-        self.session.engine.wait(*[worker.push(bucket, f"bucket {bucket}") for bucket in range(2)])
+        self.session.engine.wait(*[worker.start(bucket) for bucket in range(2)])
 
     def pull(self, worker: Worker) -> Array:
         self.session.engine.wait(*[worker.pull(bucket) for bucket in range(2)])

@@ -250,7 +250,7 @@ def test_a_run_in_the_order_of_its_log_gives_the_same_bits(run_on: Run, place: s
             gradient = drawn_at(np.concatenate(training.weights), session.rank, step)
             training.gradients[0][:], training.gradients[1][:] = gradient[:-1], gradient[-1:]
             assert worker is not None
-            session.engine.wait(*[worker.push(bucket, f"bucket {bucket}") for bucket in range(2)])
+            session.engine.wait(*[worker.start(bucket) for bucket in range(2)])
             worker.step([{"lr": LR, "momentum": factor, "nesterov": False}])
             training.pull(worker)
         if worker is not None:

@@ -17,6 +17,7 @@ from syncline import registry
 from syncline.engine import driver
 from syncline.engine import exchange as exchange_module
 from syncline.engine.engine import Engine
+from syncline.engine.order import Order, When
 from syncline.errors import ClosedError, PeerTimeout, SynclineError, UsageError
 from syncline.nouns import Group
 from syncline.plans.messages import Program, compile_program
@@ -84,9 +85,10 @@ def thread(target: Callable[[], Any]) -> Iterator[list[BaseException]]:
 def test_a_thread_that_waits_drives_itself() -> None:
     drivers: list[threading.Thread] = []
     with engines("inproc") as (one, two):
-        two.exchange(program(1), np.ones(3), 0, "sum")
-        work = one.exchange(
-            program(0), np.ones(3), 0, "sum", before=lambda: drivers.append(threading.current_thread()), announce=False
+        two.start(Order(program(1), np.ones(3), 0, "sum"))
+        work = one.start(
+            Order(program(0), np.ones(3), 0, "sum"),
+            When(before=lambda: drivers.append(threading.current_thread()), announce=False),
         )
         one.wait(work, timeout=LIMIT_S)
     assert drivers == [threading.current_thread()]
@@ -95,22 +97,23 @@ def test_a_thread_that_waits_drives_itself() -> None:
 def test_what_another_thread_posts_is_done_by_the_one_that_drives(kind: str) -> None:
     """The driver waits for what comes last of all; nobody may wait for it to wake up by itself."""
     with engines(kind) as (one, two):
-        last = one.exchange(program(0), np.ones(3), 0, "last", announce=False)
+        last = one.start(Order(program(0), np.ones(3), 0, "last"), When(announce=False))
         with thread(lambda: one.wait(last, timeout=LIMIT_S)) as faults:
             for key in range(1, 20):
                 works = [
-                    engine.exchange(program(rank), np.ones(3), key, "between") for rank, engine in enumerate((one, two))
+                    engine.start(Order(program(rank), np.ones(3), key, "between"))
+                    for rank, engine in enumerate((one, two))
                 ]
                 one.wait(works[0], timeout=LIMIT_S)
                 two.wait(works[1], timeout=LIMIT_S)
-            two.run(program(1), np.ones(3), 0, "last")
+            two.run(Order(program(1), np.ones(3), 0, "last"))
         assert faults == []
 
 
 def test_a_fault_found_elsewhere_wakes_the_thread_that_drives(kind: str) -> None:
     with engines(kind) as (one, _):
         started = threading.Event()
-        work = one.exchange(program(0), np.ones(3), 0, "sum", before=started.set, announce=False)
+        work = one.start(Order(program(0), np.ones(3), 0, "sum"), When(before=started.set, announce=False))
         fault = SynclineError("found by the watcher")
         with thread(lambda: one.wait(work)) as faults:
             assert started.wait(LIMIT_S)
@@ -120,7 +123,7 @@ def test_a_fault_found_elsewhere_wakes_the_thread_that_drives(kind: str) -> None
 
 def test_a_wait_ends_with_its_time_while_it_drives() -> None:
     with engines("shm") as (one, _):
-        work = one.exchange(program(0), np.ones(3), 0, "sum", announce=False)
+        work = one.start(Order(program(0), np.ones(3), 0, "sum"), When(announce=False))
         with pytest.raises(PeerTimeout, match=r"sum: not done within 0\.01 s"):
             one.wait(work, timeout=0.01)
         assert one.error is None
@@ -144,10 +147,10 @@ def test_a_wait_ends_though_the_transport_has_more_to_write() -> None:
     one, two = Engine(transport), Engine(hub.transport(1))
     try:
         for name in ("driving", "beside the driver"):
-            late = one.exchange(program(0), np.ones(3), 0 if name == "driving" else 1, name, announce=False)
+            late = one.start(Order(program(0), np.ones(3), 0 if name == "driving" else 1, name), When(announce=False))
             with pytest.raises(PeerTimeout, match=name):
                 one.wait(late, timeout=0.0)
-        done = [engine.exchange(program(rank), np.ones(3), 2, "sum") for rank, engine in enumerate((one, two))]
+        done = [engine.start(Order(program(rank), np.ones(3), 2, "sum")) for rank, engine in enumerate((one, two))]
         one.wait(done[0], timeout=LIMIT_S)
     finally:
         transport.clogged = False
@@ -161,7 +164,7 @@ def test_a_run_that_the_end_cuts_short_does_not_return_as_if_it_were_done(
 ) -> None:
     monkeypatch.setattr(driver, "_FLUSH_S", 0.05)
     one, two = (Engine(end) for end in ends(kind, 2))
-    with thread(lambda: one.run(program(0), np.ones(3), 0, "sum")) as faults:
+    with thread(lambda: one.run(Order(program(0), np.ones(3), 0, "sum"))) as faults:
         while not one.monitor.under_way:
             pass
         one.close()
@@ -183,7 +186,7 @@ def test_an_interrupt_ends_the_wait_and_the_engine(of: str) -> None:
 
         while one.monitor.driver or not one.transport.idle:
             pass  # the first words of a transport: the progress thread says them
-        work = one.exchange(program(0), np.ones(3), 0, "sum", before=started.set, announce=False)
+        work = one.start(Order(program(0), np.ones(3), 0, "sum"), When(before=started.set, announce=False))
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
         try:
             with pytest.raises(KeyboardInterrupt), thread(interrupt):
@@ -210,7 +213,7 @@ def test_an_interrupt_while_another_thread_drives_ends_the_engine_too(
         monkeypatch.setattr(one, "_explain", lambda error: told.append(error) or error)
         asleep = threading.Event()
         driving = threading.get_ident()
-        work = one.exchange(program(0), np.ones(3), 0, "sum")
+        work = one.start(Order(program(0), np.ones(3), 0, "sum"))
         while one.monitor.driver in (0, driving):
             pass  # the progress thread takes it
 
@@ -231,7 +234,7 @@ def test_an_interrupt_while_another_thread_drives_ends_the_engine_too(
         with pytest.raises(how), thread(interrupt):
             wait()
         monkeypatch.undo()
-        for call in (lambda: one.wait(work), lambda: one.exchange(program(0), np.ones(3), 1, "next")):
+        for call in (lambda: one.wait(work), lambda: one.start(Order(program(0), np.ones(3), 1, "next"))):
             with pytest.raises(ClosedError, match=f"interrupted by {how.__name__}"):
                 call()
         assert [type(error) for error in told] == [ClosedError]  # and so the others learn of it
@@ -240,21 +243,21 @@ def test_an_interrupt_while_another_thread_drives_ends_the_engine_too(
 
 def test_a_run_is_driven_though_the_driver_stops_before_it_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with engines("inproc") as (one, two):
-        one.exchange(program(0), np.ones(3), 0, "of the progress thread")
+        one.start(Order(program(0), np.ones(3), 0, "of the progress thread"))
         while not one.monitor.driver:
             pass  # the progress thread takes it
-        exchange = one.exchange
+        start = one.start
 
-        def exchange_after_it(*given: Any, **options: Any) -> Any:
-            two.run(program(1), np.ones(3), 0, "of the progress thread")
+        def start_after_it(*given: Any, **options: Any) -> Any:
+            two.run(Order(program(1), np.ones(3), 0, "of the progress thread"))
             while one.monitor.driver:
                 pass  # it hands over
-            return exchange(*given, **options)
+            return start(*given, **options)
 
-        monkeypatch.setattr(one, "exchange", exchange_after_it)
-        two.exchange(program(1), np.ones(3), 1, "sum")
+        monkeypatch.setattr(one, "start", start_after_it)
+        two.start(Order(program(1), np.ones(3), 1, "sum"))
         array, blocked_s = np.ones(3), one.blocked_s
-        with thread(lambda: one.run(program(0), array, 1, "sum")) as faults:
+        with thread(lambda: one.run(Order(program(0), array, 1, "sum"))) as faults:
             pass
         assert faults == []
         assert (array == 2).all()
@@ -275,13 +278,13 @@ def test_an_interrupt_where_a_thread_stops_to_drive_leaves_no_driver(
             hand_over()
 
         monkeypatch.setattr(one.monitor, "hand_over", interrupted)
-        two.exchange(program(1), np.ones(3), 0, "sum")
-        work = one.exchange(program(0), np.ones(3), 0, "sum", announce=False) if waits else None
+        two.start(Order(program(1), np.ones(3), 0, "sum"))
+        work = one.start(Order(program(0), np.ones(3), 0, "sum"), When(announce=False)) if waits else None
         with pytest.raises(KeyboardInterrupt):
-            one.run(program(0), np.ones(3), 0, "sum") if work is None else one.wait(work)
+            one.run(Order(program(0), np.ones(3), 0, "sum")) if work is None else one.wait(work)
         assert one.monitor.driver != threading.get_ident()
         with pytest.raises(ClosedError, match="interrupted by KeyboardInterrupt"):
-            one.run(program(0), np.ones(3), 1, "next")
+            one.run(Order(program(0), np.ones(3), 1, "next"))
 
 
 def test_a_fault_that_comes_while_an_interrupt_is_explained_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,9 +347,9 @@ def test_a_call_out_of_a_handler_is_refused_while_its_thread_drives(kind: str, w
     def handle(number: int, frame: object) -> None:  # noqa: ARG001
         try:
             if waits:
-                one.wait(one.exchange(program(0), np.ones(3), 1, "checkpoint"))
+                one.wait(one.start(Order(program(0), np.ones(3), 1, "checkpoint")))
             else:
-                one.run(program(0), np.ones(3), 1, "checkpoint")
+                one.run(Order(program(0), np.ones(3), 1, "checkpoint"))
         except UsageError as error:
             refused.append((str(error), one.monitor.driver == threading.get_ident()))
         handled.set()
@@ -361,13 +364,13 @@ def test_a_call_out_of_a_handler_is_refused_while_its_thread_drives(kind: str, w
             os.kill(os.getpid(), signal.SIGUSR1)
             one.transport.wake()  # a signal that another thread has taken is handled when the main one runs next
             handled.wait(LIMIT_S)
-            two.run(program(1), np.ones(3), 0, "sum")
+            two.run(Order(program(1), np.ones(3), 0, "sum"))
 
         while one.monitor.driver or not one.transport.idle:
             pass  # the first words of a transport: the progress thread says them
         array = np.ones(3)
         with thread(interrupt) as faults:
-            one.run(program(0), array, 0, "sum")
+            one.run(Order(program(0), array, 0, "sum"))
         assert faults == []
         assert (array == 2).all()
         assert one.error is None
@@ -387,9 +390,11 @@ def test_threads_may_share_an_engine(kind: str, world: int) -> None:
             for i in range(rounds):
                 array = np.full(number + 1, rank + 1.0)
                 if i % 2:
-                    engine.run(program(rank, world), array, number, "sum")
+                    engine.run(Order(program(rank, world), array, number, "sum"))
                 else:
-                    engine.wait(engine.exchange(program(rank, world), array, number, "sum", announce=i % 4 == 0))
+                    engine.wait(
+                        engine.start(Order(program(rank, world), array, number, "sum"), When(announce=i % 4 == 0))
+                    )
                 assert (array == world * (world + 1) / 2).all()
 
         faults = [

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from two_engines import LIMIT_S, engines, ring
 
+from syncline.engine.order import Order, When
 from syncline.engine.work import Lane
 from syncline.errors import PeerTimeout, SynclineError
 from syncline.plans.messages import Program
@@ -17,7 +18,7 @@ from syncline.plans.messages import Program
 def test_an_exchange_sums_and_its_work_is_done() -> None:
     arrays = [np.arange(5.0), np.ones(5)]
     with engines() as both:
-        works = [engine.exchange(ring(rank), arrays[rank], 0, "sum") for rank, engine in enumerate(both)]
+        works = [engine.start(Order(ring(rank), arrays[rank], 0, "sum")) for rank, engine in enumerate(both)]
         for engine, work in zip(both, works, strict=True):
             engine.wait(work, timeout=LIMIT_S)
             assert work.done
@@ -31,17 +32,13 @@ def test_a_lane_keeps_order_and_never_has_more_in_flight_than_it_may() -> None:
     arrays = [[np.ones(3) for _ in range(10)] for _ in range(2)]
     with engines() as both:
         mine = [
-            both[0].exchange(
-                ring(0),
-                arrays[0][key],
-                key,
-                f"bucket {key}",
-                lane=lane,
-                before=lambda key=key: started.append((key, lane.active)),
+            both[0].start(
+                Order(ring(0), arrays[0][key], key, f"bucket {key}"),
+                When(lane=lane, before=lambda key=key: started.append((key, lane.active))),
             )
             for key in range(10)
         ]
-        theirs = [both[1].exchange(ring(1), arrays[1][key], key, "bucket") for key in reversed(range(10))]
+        theirs = [both[1].start(Order(ring(1), arrays[1][key], key, "bucket")) for key in reversed(range(10))]
         both[0].wait(*mine, timeout=LIMIT_S)
         both[1].wait(*theirs, timeout=LIMIT_S)
         assert lane.active == 0
@@ -52,24 +49,27 @@ def test_a_lane_keeps_order_and_never_has_more_in_flight_than_it_may() -> None:
 def test_a_work_starts_when_its_gate_is_done_and_its_program_may_depend_on_it() -> None:
     order: list[str] = []
     with engines() as both:
-        gate = both[0].exchange(ring(0), np.ones(1), 0, "gate", before=lambda: order.append("gate"))
+        gate = both[0].start(Order(ring(0), np.ones(1), 0, "gate"), When(before=lambda: order.append("gate")))
 
         def program() -> Program:
             assert gate.done
             return ring(0)
 
         lane = Lane(1)
-        gated = both[0].exchange(program, np.ones(1), 1, "gated", gate=gate, before=lambda: order.append("gated"))
-        in_lane = both[0].exchange(
-            program, np.ones(1), 2, "in a lane", lane=lane, gate=gate, before=lambda: order.append("in a lane")
+        gated = both[0].start(
+            Order(program, np.ones(1), 1, "gated"), When(gate=gate, before=lambda: order.append("gated"))
         )
-        behind = both[0].exchange(
-            ring(0), np.ones(1), 3, "behind it", lane=lane, before=lambda: order.append("behind it")
+        in_lane = both[0].start(
+            Order(program, np.ones(1), 2, "in a lane"),
+            When(lane=lane, gate=gate, before=lambda: order.append("in a lane")),
         )
-        others = [both[1].exchange(ring(1), np.ones(1), key, "other") for key in (3, 2, 1)]
+        behind = both[0].start(
+            Order(ring(0), np.ones(1), 3, "behind it"), When(lane=lane, before=lambda: order.append("behind it"))
+        )
+        others = [both[1].start(Order(ring(1), np.ones(1), key, "other")) for key in (3, 2, 1)]
         with pytest.raises(PeerTimeout, match=r"gated: not done within 0 s"):
             both[0].wait(gated, timeout=0.0)
-        others.append(both[1].exchange(ring(1), np.ones(1), 0, "other"))
+        others.append(both[1].start(Order(ring(1), np.ones(1), 0, "other")))
         both[0].wait(gate, gated, in_lane, behind, timeout=LIMIT_S)
         both[1].wait(*others, timeout=LIMIT_S)
     assert order[0] == "gate"
@@ -86,24 +86,25 @@ def test_what_is_handed_over_behind_something_else_wakes_nobody_again(monkeypatc
 
     with engines() as (engine, other):
         wake = engine.transport.wake
-        works = [engine.exchange(ring(0), np.ones(3), 0, "held up", before=hold_up)]
+        works = [engine.start(Order(ring(0), np.ones(3), 0, "held up"), When(before=hold_up))]
         assert came.wait(LIMIT_S)
         monkeypatch.setattr(engine.transport, "wake", lambda: (rung.append(1), wake()))
-        works += [engine.exchange(ring(0), np.ones(3), key, "behind it") for key in range(1, 5)]
+        works += [engine.start(Order(ring(0), np.ones(3), key, "behind it")) for key in range(1, 5)]
         assert len(rung) == 1
         go.set()
-        theirs = [other.exchange(ring(1), np.ones(3), key, "other") for key in range(5)]
+        theirs = [other.start(Order(ring(1), np.ones(3), key, "other")) for key in range(5)]
         engine.wait(*works, timeout=LIMIT_S)
         other.wait(*theirs, timeout=LIMIT_S)
 
 
 def test_a_gate_that_is_done_does_not_hold_up() -> None:
     with engines() as both:
-        gates = [engine.exchange(ring(rank), np.ones(1), 0, "gate") for rank, engine in enumerate(both)]
+        gates = [engine.start(Order(ring(rank), np.ones(1), 0, "gate")) for rank, engine in enumerate(both)]
         for engine, gate in zip(both, gates, strict=True):
             engine.wait(gate, timeout=LIMIT_S)
         works = [
-            engine.exchange(ring(rank), np.ones(1), 1, "gated", gate=gates[rank]) for rank, engine in enumerate(both)
+            engine.start(Order(ring(rank), np.ones(1), 1, "gated"), When(gate=gates[rank]))
+            for rank, engine in enumerate(both)
         ]
         for engine, work in zip(both, works, strict=True):
             engine.wait(work, timeout=LIMIT_S)
@@ -164,7 +165,7 @@ def test_allocate_gives_zeroed_memory_of_the_type() -> None:
 
 def test_waiting_is_counted_and_what_is_done_costs_nothing() -> None:
     with engines() as both:
-        works = [engine.exchange(ring(rank), np.ones(1), 0, "sum") for rank, engine in enumerate(both)]
+        works = [engine.start(Order(ring(rank), np.ones(1), 0, "sum")) for rank, engine in enumerate(both)]
         both[0].wait(works[0], timeout=LIMIT_S)
         blocked = both[0].blocked_s
         assert blocked >= 0
@@ -205,7 +206,9 @@ def test_doing_names_the_oldest_exchange_and_counts_the_others() -> None:
     with engines() as both:
         started = threading.Event()
         for key in range(3):
-            both[0].exchange(ring(0), np.ones(4), key, f"bucket {key}", before=started.set if key == 2 else None)
+            both[0].start(
+                Order(ring(0), np.ones(4), key, f"bucket {key}"), When(before=started.set if key == 2 else None)
+            )
         assert started.wait(LIMIT_S)
         both[0].allocate(1, np.dtype(np.uint8))  # tasks run in order: all three have started
         assert both[0].doing == "bucket 0 and 2 more"

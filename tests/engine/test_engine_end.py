@@ -9,6 +9,7 @@ import pytest
 from two_engines import LIMIT_S, engines, ring
 
 from syncline.engine.engine import Engine
+from syncline.engine.order import Order, When
 from syncline.errors import ClosedError, PeerLost, SynclineError
 from syncline.transports.inproc import Hub
 
@@ -37,13 +38,13 @@ def test_a_fault_in_the_progress_thread_reaches_present_and_later_waiters() -> N
         def broken() -> None:
             raise ValueError("in the progress thread")
 
-        both[0].exchange(ring(0), np.ones(1), 0, "bucket", before=broken)
+        both[0].start(Order(ring(0), np.ones(1), 0, "bucket"), When(before=broken))
         for thread in threads:
             thread.join(LIMIT_S)
         assert caught == [explained, explained]
         for call in (
             lambda: both[0].wait(),
-            lambda: both[0].exchange(ring(0), np.ones(1), 5, "bucket"),
+            lambda: both[0].start(Order(ring(0), np.ones(1), 5, "bucket")),
             lambda: both[0].send(1, 5, b"", "message"),
             lambda: both[0].wait_any([stuck], until=lambda: False),
         ):
@@ -62,7 +63,7 @@ def test_the_first_fault_stays() -> None:
 def test_a_peer_that_dies_is_named_with_what_was_under_way() -> None:
     hub = Hub(2)
     engine = Engine(hub.transport(0))
-    works = [engine.exchange(ring(0), np.ones(4), key, f"bucket {key}") for key in range(2)]
+    works = [engine.start(Order(ring(0), np.ones(4), key, f"bucket {key}")) for key in range(2)]
     hub.kill(1)
     with pytest.raises(PeerLost, match=r"bucket \d: .* rank 1") as caught:
         engine.wait(*works, timeout=LIMIT_S)
@@ -75,7 +76,7 @@ def test_a_tolerant_work_neither_fails_when_its_peer_leaves_nor_holds_up_the_end
     left: set[int] = set()
     engine = Engine(hub.transport(0), has_left=left.__contains__)
     request = engine.recv(1, 7, 8, "a request", tolerant=True)
-    step = engine.exchange(ring(0), np.ones(4), 0, "the next step", tolerant=True)
+    step = engine.start(Order(ring(0), np.ones(4), 0, "the next step", tolerant=True))
     assert engine.doing == "no exchange"
     left.add(1)
     hub.kill(1)
@@ -103,7 +104,7 @@ def test_close_finishes_what_is_under_way_and_frees_everything() -> None:
     both = [Engine(hub.transport(rank)) for rank in range(2)]
     arrays = [np.ones(100_000), np.ones(100_000)]
     for rank, engine in enumerate(both):
-        engine.exchange(ring(rank), arrays[rank], 0, "the last exchange")
+        engine.start(Order(ring(rank), arrays[rank], 0, "the last exchange"))
     said: list[bool] = []
     closing = [
         threading.Thread(target=engine.close, args=(lambda engine=engine: said.append(engine._thread.is_alive()),))
@@ -118,7 +119,7 @@ def test_close_finishes_what_is_under_way_and_frees_everything() -> None:
     for engine in both:
         assert not engine._thread.is_alive()
         with pytest.raises(ClosedError):
-            engine.exchange(ring(0), arrays[0], 1, "too late")
+            engine.start(Order(ring(0), arrays[0], 1, "too late"))
         with pytest.raises(ClosedError):
             engine.transport.poll(0.0)
         engine.close()

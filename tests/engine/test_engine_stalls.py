@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from two_engines import LIMIT_S, engines, ring
 
+from syncline.engine.order import Order, When
 from syncline.errors import PeerTimeout
 from syncline.wire.culprit import Answer, Culprit, Found, Waits, find_culprit
 
 
 def test_nothing_moving_for_the_limit_names_whom_it_waits_for() -> None:
     with engines(limit_s=0.01) as both:
-        work = both[0].exchange(ring(0), np.ones(4), 0, "bucket 0 (weight)")
+        work = both[0].start(Order(ring(0), np.ones(4), 0, "bucket 0 (weight)"))
         with pytest.raises(PeerTimeout, match=r"nothing has moved .*rank 1 \(bucket 0 \(weight\)\)") as caught:
             both[0].wait(work, timeout=LIMIT_S)
         assert caught.value.rank == 1
@@ -29,7 +30,7 @@ def test_a_message_that_creeps_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> N
     with engines(limit_s=0.01) as both:
         bytes_so_far = itertools.count()
         monkeypatch.setattr(both[0].transport, "traffic", lambda: ({1: next(bytes_so_far)}, {}))
-        work = both[0].exchange(ring(0), np.ones(4), 0, "bucket 0")
+        work = both[0].start(Order(ring(0), np.ones(4), 0, "bucket 0"))
         with pytest.raises(PeerTimeout, match="not done within"):
             both[0].wait(work, timeout=0.3)
         monkeypatch.undo()
@@ -50,7 +51,7 @@ def test_who_had_only_not_read_its_messages_yet_is_not_blamed() -> None:
         return Found(Culprit(2, "has not come to bucket 0"), late | {1: said})
 
     with engines(limit_s=0.01, find_culprit=search) as both:
-        work = both[0].exchange(ring(0), np.ones(4), 0, "bucket 0")
+        work = both[0].start(Order(ring(0), np.ones(4), 0, "bucket 0"))
         with pytest.raises(PeerTimeout, match=r"rank 1 \(bucket 0\); rank 2 has not come") as caught:
             both[0].wait(work, timeout=LIMIT_S)
         assert caught.value.rank == 2
@@ -60,7 +61,7 @@ def test_an_answer_shows_whether_a_process_has_looked_and_moved() -> None:
     with engines() as both:
         asked = both[0].answer
         assert asked().still(asked())
-        work = both[0].exchange(ring(0), np.ones(4), 0, "bucket 0")
+        work = both[0].start(Order(ring(0), np.ones(4), 0, "bucket 0"))
         deadline = time.monotonic() + LIMIT_S
         before, waits = asked(), asked()
         while not (waits.waits and waits.still(before)):  # being asked wakes it: it does not wait for its turn
@@ -68,7 +69,7 @@ def test_an_answer_shows_whether_a_process_has_looked_and_moved() -> None:
             before, waits = waits, asked()
         assert waits.waits == {1: "bucket 0"}
         assert not waits.still(waits)
-        both[1].wait(both[1].exchange(ring(1), np.ones(4), 0, "bucket 0"), timeout=LIMIT_S)
+        both[1].wait(both[1].start(Order(ring(1), np.ones(4), 0, "bucket 0")), timeout=LIMIT_S)
         both[0].wait(work, timeout=LIMIT_S)
         assert not asked().waits
         assert asked().moves > waits.moves
@@ -113,9 +114,9 @@ def test_one_that_does_not_come_back_from_what_it_called_is_named_with_the_time_
         return find_culprit(0, waits, lambda peer: both[peer].answer())
 
     with engines(limit_s=0.2, find_culprit=search) as both:
-        both[1].exchange(ring(1), np.ones(4), 0, "bucket 0", before=takes_long)
+        both[1].start(Order(ring(1), np.ones(4), 0, "bucket 0"), When(before=takes_long))
         assert called.wait(LIMIT_S)
-        work = both[0].exchange(ring(0), np.ones(4), 0, "bucket 0")
+        work = both[0].start(Order(ring(0), np.ones(4), 0, "bucket 0"))
         words = r"nothing has moved for (\d+\.\d) s, .*; rank 1 has not looked for messages for (\d+\.\d) s: something"
         try:
             with pytest.raises(PeerTimeout, match=words) as caught:

@@ -9,6 +9,7 @@ import numpy as np
 from mapped import machine, plan_of
 
 from syncline.engine.engine import Engine
+from syncline.engine.order import Order
 from syncline.engine.runs import Sign
 from syncline.errors import ClosedError, SynclineError
 from syncline.kernels.board import SIGN_WORDS
@@ -36,6 +37,6 @@ def test_while_a_run_is_under_way_no_other_is_begun() -> None:
         assert not work.done
         assert kept.begin(arrays[0].ctypes.data, 1, "second", sign, arrays[0]) is None
         assert not kept.run(arrays[0].ctypes.data, 1, "second", sign, LIMIT_S)
-        two.run(programs[1], arrays[1], 0, "first", sign, LIMIT_S)
+        two.run(Order(programs[1], arrays[1], 0, "first", sign=sign), LIMIT_S)
         one.wait(work, timeout=LIMIT_S)
         assert all((array == 2).all() for array in arrays)

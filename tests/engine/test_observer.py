@@ -14,6 +14,7 @@ from two_engines import LIMIT_S, ring
 from syncline.compression.reducers import Message, Reducer, Round, Sum
 from syncline.engine import trace
 from syncline.engine.engine import Engine
+from syncline.engine.order import CodedOrder, Order, When
 from syncline.engine.trace import Recorder, Span
 from syncline.engine.work import Lane, Work
 from syncline.errors import PeerTimeout
@@ -66,8 +67,10 @@ def exchange_all(engines: list[Engine]) -> list[list[Work]]:
     for rank, engine in enumerate(engines):
         lane = Lane(1)
         mine = [engine.send(1 - rank, 7, b"hello", "a message"), engine.recv(1 - rank, 7, 100, "a message")]
-        mine.append(engine.exchange(ring(rank), np.ones(6), 1, "bucket 1", lane=lane, priority=3.0))
-        mine.append(engine.reduce(lambda rank=rank: pieces(rank), lambda _, rank=rank: ring(rank), 2, "bucket 2"))
+        mine.append(engine.start(Order(ring(rank), np.ones(6), 1, "bucket 1"), When(lane=lane, priority=3.0)))
+        mine.append(
+            engine.start(CodedOrder(lambda rank=rank: pieces(rank), lambda _, rank=rank: ring(rank), 2, "bucket 2"))
+        )
         mine.append(engine.then("after", mine[:2]))
         works.append(mine)
     for engine, mine in zip(engines, works, strict=True):
@@ -125,8 +128,8 @@ def test_a_work_that_waits_for_its_gate_has_not_begun_to_run() -> None:
     one = recorder()
     with pair(one, None) as engines:
         gate = engines[0].promise("a gate")
-        gated = engines[0].exchange(ring(0), np.ones(4), 0, "gated", gate=gate)
-        theirs = engines[1].exchange(ring(1), np.ones(4), 0, "gated")
+        gated = engines[0].start(Order(ring(0), np.ones(4), 0, "gated"), When(gate=gate))
+        theirs = engines[1].start(Order(ring(1), np.ones(4), 0, "gated"))
         with pytest.raises(PeerTimeout):
             engines[0].wait(gated, timeout=0.01)
         assert not one.spans("run")
@@ -142,8 +145,8 @@ def test_a_work_that_waits_for_its_gate_has_not_begun_to_run() -> None:
 def test_a_call_that_blocks_is_a_wait_with_its_work_inside() -> None:
     one = recorder()
     with pair(one, None) as engines:
-        theirs = engines[1].exchange(ring(1), np.ones(4), 0, "sum")
-        engines[0].run(ring(0), np.ones(4), 0, "sum")
+        theirs = engines[1].start(Order(ring(1), np.ones(4), 0, "sum"))
+        engines[0].run(Order(ring(0), np.ones(4), 0, "sum"))
         engines[1].wait(theirs, timeout=LIMIT_S)
     times = lifetimes(one)
     (wait,), (work,) = one.spans("wait"), one.spans("work")
@@ -155,8 +158,8 @@ def test_where_nobody_observes_nothing_is_told_and_nothing_made(monkeypatch: pyt
     monkeypatch.setattr(trace, "Span", lambda *what, **more: made.append((what, more)))
     with pair(None, None) as engines:
         works = exchange_all(engines)
-        theirs = engines[1].exchange(ring(1), np.ones(4), 0, "sum")
-        engines[0].run(ring(0), np.ones(4), 0, "sum")
+        theirs = engines[1].start(Order(ring(1), np.ones(4), 0, "sum"))
+        engines[0].run(Order(ring(0), np.ones(4), 0, "sum"))
         engines[1].wait(theirs, timeout=LIMIT_S)
     assert made == []
     assert all(work.span is None for mine in works for work in mine)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from syncline.compression.reducers import Message, Reducer, Round, Total
+from syncline.engine.order import CodedOrder
 from syncline.errors import ProtocolError
 from syncline.session.session import Session
 
@@ -24,7 +25,7 @@ def run(session: Session, *rounds: Round) -> None:
     def program(_: int) -> Any:
         raise AssertionError("a plan sums")
 
-    session.engine.wait(session.engine.reduce(lambda: [reducer], program, 0, "a total"))
+    session.engine.wait(session.engine.start(CodedOrder(lambda: [reducer], program, 0, "a total")))
 
 
 def test_arrays_are_added_in_the_order_of_ranks(group: Any) -> None:

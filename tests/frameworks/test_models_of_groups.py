@@ -17,7 +17,7 @@ from syncline.errors import GradientError, MismatchError, PeerError, UsageError
 from syncline.frameworks import numpy
 from syncline.frameworks.torch import Options, Prepared, prepare
 from syncline.sampling import sampler_of
-from syncline.sampling.order import Order
+from syncline.sampling.order import SampleOrder
 from syncline.session.groups import WorkerGroup, new_group
 from syncline.session.session import Session
 
@@ -211,7 +211,7 @@ def test_samples_are_shared_out_among_a_group(group: Any) -> None:
     def body(session: Session) -> Any:
         made = [new_group(session, ranks) for ranks in ([0, 3], [1, 2])]
         one = made[session.rank in (1, 2)]
-        sampler = sampler_of(one.session, Order(40, 4, 0, True))
+        sampler = sampler_of(one.session, SampleOrder(40, 4, 0, True))
         return [index for part in sampler for index in part]
 
     for strategy in ("ring", "ps(servers=1, on=workers) sync=asp"):

@@ -8,25 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import UsageError
-from syncline.sampling.order import MOST_SAMPLES, MOST_SEED, Order
+from syncline.sampling.order import MOST_SAMPLES, MOST_SEED, SampleOrder
 
 
 @given(st.integers(1, 60), st.integers(0, 9), st.integers(0, 9))
 def test_an_epoch_is_a_permutation_of_its_own(samples: int, seed: int, epoch: int) -> None:
-    order = Order(samples, seed=seed)
+    order = SampleOrder(samples, seed=seed)
     assert sorted(order.indices(epoch)) == list(range(samples))
-    np.testing.assert_array_equal(order.indices(epoch), Order(samples, 4, seed).indices(epoch))
-    np.testing.assert_array_equal(Order(samples, shuffle=False).indices(epoch), np.arange(samples))
-    long = Order(1000, seed=seed)
+    np.testing.assert_array_equal(order.indices(epoch), SampleOrder(samples, 4, seed).indices(epoch))
+    np.testing.assert_array_equal(SampleOrder(samples, shuffle=False).indices(epoch), np.arange(samples))
+    long = SampleOrder(1000, seed=seed)
     assert (long.indices(epoch) != long.indices(epoch + 1)).any()
-    assert (long.indices(epoch) != Order(1000, seed=seed + 1).indices(epoch)).any()
+    assert (long.indices(epoch) != SampleOrder(1000, seed=seed + 1).indices(epoch)).any()
 
 
 @given(st.integers(1, 60), st.integers(1, 70))
 def test_shares_are_those_of_the_distributed_sampler(samples: int, world: int) -> None:
     from torch.utils.data import DistributedSampler
 
-    order = Order(samples, shuffle=False)
+    order = SampleOrder(samples, shuffle=False)
     for rank in range(world):
         theirs = DistributedSampler(range(samples), world, rank, shuffle=False)  # type: ignore[arg-type,var-annotated]
         assert order.positions(rank, world).tolist() == list(theirs)
@@ -34,8 +34,8 @@ def test_shares_are_those_of_the_distributed_sampler(samples: int, world: int) -
 
 @given(st.integers(1, 10**9), st.integers(1, 1000))
 def test_a_piece_is_a_batch_or_a_small_part_of_a_share(samples: int, workers: int) -> None:
-    assert Order(samples, 7).piece(workers) == 7
-    assert 1 <= Order(samples).piece(workers) <= max(1, samples // workers / 64)
+    assert SampleOrder(samples, 7).piece(workers) == 7
+    assert 1 <= SampleOrder(samples).piece(workers) <= max(1, samples // workers / 64)
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_a_piece_is_a_batch_or_a_small_part_of_a_share(samples: int, workers: in
 )
 def test_wrong_values_are_refused(values: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        Order(**{"samples": 10, **values})  # type: ignore[arg-type]
+        SampleOrder(**{"samples": 10, **values})  # type: ignore[arg-type]

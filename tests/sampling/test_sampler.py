@@ -12,7 +12,7 @@ import pytest
 import syncline
 from syncline.errors import MismatchError, ProtocolError, SynclineError, UsageError
 from syncline.sampling import Sampler, pools, sampler_of
-from syncline.sampling.order import MOST_EPOCHS, Order
+from syncline.sampling.order import MOST_EPOCHS, SampleOrder
 from syncline.sampling.pools import ASKED
 from syncline.session.session import Session
 
@@ -30,7 +30,7 @@ def drained(session: Session, sampler: Sampler, epochs: int) -> list[list[int]]:
 @pytest.mark.parametrize("samples", [1, 20, 41])
 def test_every_sample_comes_once_in_every_epoch(group: Any, workers: int, samples: int) -> None:
     def body(session: Session) -> Any:
-        return drained(session, sampler_of(session, Order(samples, 4)), 3)
+        return drained(session, sampler_of(session, SampleOrder(samples, 4)), 3)
 
     found = group(POOLED, workers, body)
     for epoch in range(3):
@@ -41,7 +41,7 @@ def test_who_is_slow_does_fewer(group: Any) -> None:
     """Rank 1 takes one batch, and comes back when the others have done all there is."""
 
     def body(session: Session) -> Any:
-        batches = iter(sampler_of(session, Order(40, 4, shuffle=False)))
+        batches = iter(sampler_of(session, SampleOrder(40, 4, shuffle=False)))
         taken = [next(batches)]
         session.barrier()
         if session.rank == 1:
@@ -58,7 +58,7 @@ def test_who_is_slow_does_fewer(group: Any) -> None:
 
 def test_a_worker_may_break_off_an_epoch_and_leave(group: Any) -> None:
     def body(session: Session) -> Any:
-        sampler = sampler_of(session, Order(30, 1))
+        sampler = sampler_of(session, SampleOrder(30, 1))
         if session.rank == 0:
             session.barrier()
             return [index for (index,) in sampler]
@@ -72,7 +72,7 @@ def test_a_worker_may_break_off_an_epoch_and_leave(group: Any) -> None:
 
 def test_samplers_of_one_run_have_pools_of_their_own(group: Any) -> None:
     def body(session: Session) -> Any:
-        first, second = sampler_of(session, Order(10)), sampler_of(session, Order(6, 2))
+        first, second = sampler_of(session, SampleOrder(10)), sampler_of(session, SampleOrder(6, 2))
         found: tuple[list[int], list[int]] = ([], [])
         one, other = iter(first), iter(second)
         found[0].append(next(one))
@@ -90,7 +90,7 @@ def test_samplers_of_one_run_have_pools_of_their_own(group: Any) -> None:
 
 def test_workers_in_step_have_equal_shares(group: Any) -> None:
     def body(session: Session) -> Any:
-        sampler = sampler_of(session, Order(10, 2, seed=3))
+        sampler = sampler_of(session, SampleOrder(10, 2, seed=3))
         lengths = len(sampler), sampler.pooled
         return lengths, [list(sampler) for _ in range(2)], list(reset(sampler, 0))
 
@@ -108,7 +108,7 @@ def test_a_server_that_runs_the_script_so_far_takes_part_in_nothing(group: Any, 
     """Scripts make their loaders before ``prepare``, which servers do not come back from."""
 
     def body(session: Session) -> Any:
-        sampler = sampler_of(session, Order(10, 2, shuffle=False))
+        sampler = sampler_of(session, SampleOrder(10, 2, shuffle=False))
         if session.is_worker:
             found = [index for batch in sampler for index in batch]
             session.barrier()
@@ -131,7 +131,7 @@ def reset(sampler: Sampler, epoch: int) -> Sampler:
 def test_workers_with_different_data_are_named(group: Any, strategy: str, name: str, other: int) -> None:
     def body(session: Session) -> None:
         values = {"samples": 10, "batch_size": 2, "seed": 1}
-        sampler_of(session, Order(**(values | ({name: other} if session.rank else {}))))  # type: ignore[arg-type]
+        sampler_of(session, SampleOrder(**(values | ({name: other} if session.rank else {}))))  # type: ignore[arg-type]
 
     with pytest.raises(MismatchError, match=f"sampler.*{name} is .* on rank"):
         group(strategy, 2, body)
@@ -151,7 +151,7 @@ def test_workers_with_different_data_are_named(group: Any, strategy: str, name: 
 )
 def test_what_no_worker_asks_ends_the_run_and_names_it(group: Any, message: Any, why: str) -> None:
     def body(session: Session) -> None:
-        sampler_of(session, Order(10, 2))
+        sampler_of(session, SampleOrder(10, 2))
         if session.rank == 1:
             data = message if isinstance(message, bytes) else json.dumps(message).encode()
             session.send(0, data, "a request", ASKED)
@@ -164,7 +164,7 @@ def test_what_no_worker_asks_ends_the_run_and_names_it(group: Any, message: Any,
 
 def test_a_request_that_is_too_long_ends_the_run(group: Any) -> None:
     def body(session: Session) -> None:
-        sampler_of(session, Order(10, 2))
+        sampler_of(session, SampleOrder(10, 2))
         if session.rank == 1:
             session.send(0, b" " * 257, "a request", ASKED)
         session.barrier()
@@ -183,7 +183,7 @@ def test_an_answer_that_is_none_is_named(group: Any, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(pools.Pools, "_send", lie)
     with pytest.raises(ProtocolError, match="the next batch of epoch 0 from rank 0 makes no sense"):
-        group(POOLED, 2, lambda session: list(sampler_of(session, Order(10, 2))))
+        group(POOLED, 2, lambda session: list(sampler_of(session, SampleOrder(10, 2))))
 
 
 # Alone, by the public call.
@@ -226,7 +226,7 @@ def test_an_epoch_is_a_whole_number(epoch: Any) -> None:
 
 def test_a_pool_has_no_length_and_no_epoch_twice(group: Any) -> None:
     def body(session: Session) -> None:
-        sampler = sampler_of(session, Order(10, 2))
+        sampler = sampler_of(session, SampleOrder(10, 2))
         assert sampler.pooled
         with pytest.raises(TypeError, match="has no length"):
             len(sampler)
@@ -244,8 +244,8 @@ def test_a_run_has_so_many_samplers(group: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pools, "MOST_SAMPLERS", 1)
 
     def body(session: Session) -> None:
-        sampler_of(session, Order(10, 2))
-        sampler_of(session, Order(10, 2))
+        sampler_of(session, SampleOrder(10, 2))
+        sampler_of(session, SampleOrder(10, 2))
 
     with pytest.raises(UsageError, match="up to 1 samplers"):
         group(POOLED, 2, body)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from syncline.engine.order import When
 from syncline.errors import MismatchError, ProtocolError
 from syncline.nouns import Bucket, Layer, Slice, Spec
 from syncline.serving.records import Elements, Record, State, states_of
@@ -97,7 +98,7 @@ class Training:
         """Push, have applied, pull."""
         session = self.session
         self.compute(number)
-        session.engine.wait(*[worker.push(bucket, "gradients") for bucket in range(len(self.buckets))])
+        session.engine.wait(*[worker.start(bucket) for bucket in range(len(self.buckets))])
         if max_norm is not None:
             worker.clip(max_norm)
         worker.step([{"lr": 0.25}])
@@ -163,10 +164,10 @@ def test_a_bucket_comes_back_while_others_have_not_gone(group: Any, place: str, 
             for turn, bucket in enumerate([1, 0] if number % 2 else [0, 1]):
                 if told == 0 and turn == 0:
                     worker.begin([{"lr": 0.25}])
-                worker.push(bucket, "gradients")
+                worker.start(bucket)
                 if told == 1 and turn == 0:
                     worker.begin([{"lr": 0.25}])
-                session.engine.wait(worker.pull(bucket, priority=bucket))
+                session.engine.wait(worker.pull(bucket, When(priority=bucket)))
         return np.concatenate(training.weights), worker.owners.state()
 
     weights, momentum = alone(range(4))
@@ -182,12 +183,12 @@ def test_an_optimizer_of_which_nobody_knows_waits_for_all_pushes(group: Any) -> 
         if worker is None:
             return None
         training.compute(0)
-        worker.push(0, "gradients")
+        worker.start(0)
         worker.step([{"lr": 0.25}])
         first = worker.pull(0)
         session.barrier()
         early = first.done
-        worker.push(1, "gradients")
+        worker.start(1)
         session.engine.wait(first, worker.pull(1))
         return early, np.concatenate(training.weights)
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline import registry
+from syncline.engine.order import Order
 from syncline.engine.work import Work
 from syncline.errors import MismatchError, PlanError, UsageError
 from syncline.nouns import Group
@@ -78,7 +79,7 @@ def test_exchanges_of_two_groups_and_of_all_are_under_way_together(group: Any) -
         row, column = row_and_column(session)
         arrays = [np.full(70_000, 1.0 + session.rank) for _ in range(3)]
         works = [
-            communicator.engine.exchange(communicator.allreduce_program(array.nbytes), array, key, "all")
+            communicator.engine.start(Order(communicator.allreduce_program(array.nbytes), array, key, "all"))
             for key, (communicator, array) in enumerate(zip((column, session, row), arrays, strict=True))
         ]
         session.engine.wait(*works)

@@ -11,6 +11,7 @@ import pytest
 
 from syncline import registry
 from syncline.engine.engine import Engine
+from syncline.engine.order import Order
 from syncline.errors import ProtocolError
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program
@@ -31,7 +32,7 @@ def test_nonsense_of_a_peer_names_rank_host_and_operation_and_all_are_told() -> 
     mine, theirs = socket.socketpair()
     engine = Engine(Tcp(0, {1: mine}), explain=ending.explain)
     plan = compile_program(registry.get("algorithms", "ring").target(Group(2)), 0)
-    work = engine.exchange(plan, np.ones(100_000), 0, "bucket 3")
+    work = engine.start(Order(plan, np.ones(100_000), 0, "bucket 3"))
     theirs.sendall(header(77, 5, 0, 0) + b"about")
     with pytest.raises(ProtocolError, match=r"^rank 0 \(host0, .*during bucket 3: rank 1 broke.*\(host1, ") as fault:
         engine.wait(work, timeout=LIMIT_S)

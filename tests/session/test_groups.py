@@ -11,6 +11,7 @@ from group_calls import all_calls, wanted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from syncline.engine.order import Order
 from syncline.engine.trace import Recorder
 from syncline.errors import UsageError
 from syncline.launch.connecting import in_process
@@ -108,7 +109,7 @@ def test_what_is_under_way_in_two_groups_and_in_all_ends_in_any_order(group: Any
         ):
             arrays.append((here.world_size, np.full(70_000, 1.0 + session.rank)))
             program = here.allreduce_program(arrays[-1][1].nbytes)
-            works.append(here.engine.exchange(program, arrays[-1][1], 7, "one key in all of them"))
+            works.append(here.engine.start(Order(program, arrays[-1][1], 7, "one key in all of them")))
         session.engine.wait(*works)
         return {size: float(array[0]) for size, array in arrays}
 
@@ -119,7 +120,7 @@ def test_what_is_under_way_in_two_groups_and_in_all_ends_in_any_order(group: Any
         large = new_group(session, [0, 1, 2])
         arrays = [np.full(70_000, 3.0) for _ in range(2)]
         works = [
-            here.engine.exchange(here.allreduce_program(array.nbytes), array, 7, "one key in all of them")
+            here.engine.start(Order(here.allreduce_program(array.nbytes), array, 7, "one key in all of them"))
             for here, array in zip((session, large.session), arrays, strict=True)
         ]
         session.engine.wait(*works)
@@ -181,7 +182,7 @@ def test_models_of_a_group_have_keys_that_no_other_has(group: Any) -> None:
         firsts = [one.session.enter_model(model) for one, model in zip(both, models, strict=True)]
         arrays = [np.full(9, float(number)) for number in range(2)]
         works = [
-            one.session.engine.exchange(one.session.bucket_program(72), array, first + MODEL_KEYS - 2, "a bucket")
+            one.session.engine.start(Order(one.session.bucket_program(72), array, first + MODEL_KEYS - 2, "a bucket"))
             for one, first, array in zip(both, firsts, arrays, strict=True)
         ]
         session.engine.wait(*works)

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..collectives import Collective
-from ..compression.reducers import Reducer
 from ..plans.messages import Program
 from ..transports import Bytes, Transport
 from ..wire.culprit import Found, Waits, find_culprit
@@ -24,8 +23,9 @@ from .driver import LIMIT_S, Driver
 from .exchange import Exchange
 from .kept import Kept
 from .mail import Mail
+from .order import NOW, UNANNOUNCED, CodedOrder, Order, When
 from .reducing import Reducing
-from .runs import Array, Run, Sign
+from .runs import Array, Run
 from .trace import Observer, begin
 from .work import Lane, Work
 
@@ -59,82 +59,39 @@ class Engine(Driver):
         """Whether the thread that drives has something to look at besides what is under way."""
         return bool(self.monitor.inbox) or self.monitor.ending
 
-    def exchange(
-        self,
-        program: Program | Collective | Callable[[], Program],
-        array: Array,
-        key: int,
-        label: str,
-        *,
-        lane: Lane | None = None,
-        gate: Work | None = None,
-        before: Callable[[], None] | None = None,
-        priority: float = 0.0,
-        tolerant: bool = False,
-        announce: bool = True,
-        sign: Sign | None = None,
-        after: Callable[[], None] | None = None,
-    ) -> Work:
-        """Run a plan, or a library's collective, over ``array``; it starts when ``gate`` is done, after ``before``.
-
-        The smallest ``priority`` goes first, in whatever is under way (``work``); ranks need not agree on it.
-        A program that depends on the gate's result is given as a function. A ``tolerant`` work does not mind peers
-        that leave, and nobody waits for it at the end. Whoever calls ``wait`` at once need not ``announce`` it to the
-        progress thread. A ``sign`` is shown where ``shows`` says so. ``after`` is called when all is exchanged, before
-        the work is done.
-        """
-        work = self._work(label, tolerant, key, priority)
-
-        def start() -> None:
-            chosen = program() if callable(program) else program
-            self._start(chosen, array, key, work, lane, sign, after)
-
-        self._enter(work, start, lane, gate, before, announce)
+    def start(self, order: Order | CodedOrder, when: When = NOW) -> Work:
+        """Exchange what an order says, behind this call."""
+        work = self._work(order.label, order.tolerant, order.key, when.priority)
+        if isinstance(order, CodedOrder):
+            begin = partial(self._begin_reducers, order, work, when.lane)
+        else:
+            begin = partial(self._begin_exchange, order, work, when.lane)
+        self._enter(work, begin, when)
         return work
 
-    def reduce(
-        self,
-        pieces: Callable[[], Sequence[Callable[[], Reducer]]],
-        program: Callable[[int], Program | Collective],
-        key: int,
-        label: str,
-        *,
-        lane: Lane | None = None,
-        gate: Work | None = None,
-        before: Callable[[], None] | None = None,
-        after: Callable[[], None] = lambda: None,
-        priority: float = 0.0,
-        tolerant: bool = False,
-    ) -> Work:
-        """Drive the reducers of a bucket; sums in it run ``program`` of their bytes. Otherwise as ``exchange``.
-
-        ``after`` is called, in the thread that drives, when all are done.
-        """
-        work = self._work(label, tolerant, key, priority)
+    def _begin_reducers(self, order: CodedOrder, work: Work, lane: Lane | None) -> None:
+        """Begin to drive the reducers of a bucket."""
 
         def finished() -> None:
-            self._reducing.pop(key, None)
-            after()
+            self._reducing.pop(order.key, None)
+            if order.after is not None:
+                order.after()
             self.finish(work, lane)
 
-        def start() -> None:
-            self._reducing[key] = Reducing(
-                self._exchange,
-                pieces(),
-                program,
-                key,
-                label,
-                priority=priority,
-                on_done=finished,
-                tolerant=tolerant,
-                has_left=self._has_left,
-                observer=self._observer,
-                within=work.span,
-            )
-            self._reducing[key].start()
-
-        self._enter(work, start, lane, gate, before)
-        return work
+        reducing = self._reducing[order.key] = Reducing(
+            self._exchange,
+            order.pieces(),
+            order.program,
+            order.key,
+            order.label,
+            priority=work.priority,
+            on_done=finished,
+            tolerant=order.tolerant,
+            has_left=self._has_left,
+            observer=self._observer,
+            within=work.span,
+        )
+        reducing.start()
 
     def shows(self, program: Program | Collective, array: Array) -> bool:
         """Whether ranks see each other's signs of such a run; the same on all ranks."""
@@ -144,32 +101,24 @@ class Engine(Driver):
         """Those who have not come to a run under way that shows signs; whom anything waits for where all have."""
         return self._exchange.absent(key, processes) or self.awaited
 
-    def run(
-        self,
-        program: Program | Collective,
-        array: Array,
-        key: int,
-        label: str,
-        sign: Sign | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        """Run a plan over ``array`` and return when it is done: ``exchange`` and ``wait`` with less in between.
+    def run(self, order: Order, timeout: float | None = None) -> None:
+        """Exchange what an order says, and return when it is done: ``start`` and ``wait`` with less in between.
 
         Raises PeerTimeout after ``timeout`` seconds; the run is still under way then.
         """
         self.check_not_driving()
-        work, begun = Work(label), time.perf_counter()
-        blocked = None if self._observer is None else begin(self._observer, "wait", label)
+        work, begun = Work(order.label), time.perf_counter()
+        blocked = None if self._observer is None else begin(self._observer, "wait", order.label)
 
         def start() -> None:
             if self._observer is not None:
-                work.span = begin(self._observer, "work", label, key=key)
-            self._start(program, array, key, work, None, sign)
+                work.span = begin(self._observer, "work", order.label, key=order.key)
+            self._begin_exchange(order, work, None)
 
         deadline = None if timeout is None else begun + timeout
         try:
             if not self._drive_here((work,), deadline, start):
-                work = self.exchange(program, array, key, label, announce=False, sign=sign)
+                work = self.start(order, UNANNOUNCED)
                 self._drive_here((work,), deadline)  # whoever drove may have stopped before it was handed over
             if not work.done:  # another one drives, or the end came first and with it a fault
                 self.monitor.wait((work,), deadline)
@@ -282,31 +231,23 @@ class Engine(Driver):
 
     # What becomes of it.
 
-    def _enter(
-        self,
-        work: Work,
-        start: Callable[[], None],
-        lane: Lane | None,
-        gate: Work | None,
-        before: Callable[[], None] | None,
-        announce: bool = True,
-    ) -> None:
-        """Have the thread that drives start a work, after ``before``, when its gate is done and its lane has room."""
+    def _enter(self, work: Work, start: Callable[[], None], when: When) -> None:
+        """Have the thread that drives start a work, when its gate is done and its lane has room."""
 
         def begin() -> None:
-            if before is not None:
-                before()
+            if when.before is not None:
+                when.before()
             start()
 
         def enter() -> None:
-            if lane is not None:
-                lane.enter(gate, begin, work.priority)
-            elif gate is not None:
-                gate.when_done(begin)
+            if when.lane is not None:
+                when.lane.enter(when.gate, begin, work.priority)
+            elif when.gate is not None:
+                when.gate.when_done(begin)
             else:
                 begin()
 
-        self._post(enter, work.tolerant, announce)
+        self._post(enter, work.tolerant, when.announce)
 
     def _work(self, label: str, tolerant: bool = False, key: int = -1, priority: float = 0.0) -> Work:
         """A work that is handed over."""
@@ -316,25 +257,17 @@ class Engine(Driver):
             work.span = begin(self._observer, "work", label, key=key, priority=priority)
         return work
 
-    def _start(
-        self,
-        chosen: Program | Collective,
-        array: Array,
-        key: int,
-        work: Work,
-        lane: Lane | None = None,
-        sign: Sign | None = None,
-        after: Callable[[], None] | None = None,
-    ) -> None:
-        """Begin what ``work`` stands for: a plan, or what the transport's library does by itself."""
+    def _begin_exchange(self, order: Order, work: Work, lane: Lane | None) -> None:
+        """Begin a plan, or what the transport's library does by itself."""
+        program = order.program() if callable(order.program) else order.program
 
         def done() -> None:
-            if after is not None:
-                after()
+            if order.after is not None:
+                order.after()
             self.finish(work, lane)
 
-        if isinstance(chosen, Collective):
-            self._exchange.hand_over(chosen, array, key, work.label, done, work.span)
+        if isinstance(program, Collective):
+            self._exchange.hand_over(program, order.array, order.key, work.label, done, work.span)
         else:
-            what = (work.label, work.priority, done, work.tolerant, work.span, sign)
-            self._exchange.start(Run(chosen, array, key, *what))
+            what = (work.label, work.priority, done, work.tolerant, work.span, order.sign)
+            self._exchange.start(Run(program, order.array, order.key, *what))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ..compression.compression import Compression
+from ..engine.order import CodedOrder, Order, When
 from ..engine.step import BucketPhase, Submit
 from ..engine.work import Lane, Work
 from ..errors import MismatchError
@@ -41,7 +41,6 @@ class BucketExchange:
     ) -> None:
         self._session, self._key, self._layout, self._arrays = session, key, layout, arrays
         self._mode, self._rule = mode, rule
-        self._labels = [f"bucket {i} ({one.describe(layout.layers)})" for i, one in enumerate(layout.buckets)]
         self._lane = Lane(in_flight)
         self._works: dict[BucketPhase, Work] = {}
         self._meeting: Meeting | None = None
@@ -49,10 +48,14 @@ class BucketExchange:
         self._kind = STEP
         self.worker: Worker | None = None
         """What pushes them, where owners hold the weights."""
-        self.compress()
+        self._compress()
 
     def compress(self) -> None:
         """Compress as the session's strategy says, with a memory that is empty; between steps."""
+        self._compress()
+        self.plan()
+
+    def _compress(self) -> None:
         layout, arrays = self._layout, self._arrays
         self.compression = self._session.compression(layout.layers, layout.buckets, arrays)
         self.apart: Compression | None = None
@@ -62,8 +65,17 @@ class BucketExchange:
 
     def plan(self) -> None:
         """Run what the session's strategy says now; between steps."""
-        plain = [] if self.worker is not None or self.compression is not None else self._arrays
-        self._programs = [self._session.bucket_program(array.nbytes) for array in plain]
+        self._orders = self._orders_of(self.compression)
+        self._orders_apart = [] if self.apart is None else self._orders_of(self.apart)
+
+    def _orders_of(self, compression: Compression | None) -> list[Order | CodedOrder]:
+        session, key, labels = self._session, self._key, self._layout.labels
+        if self.worker is not None:
+            return []
+        if compression is not None:
+            return [session.coded_order(compression, i, key + i, label) for i, label in enumerate(labels)]
+        programs = [session.bucket_program(array.nbytes) for array in self._arrays]
+        return [Order(programs[i], self._arrays[i], key + i, label) for i, label in enumerate(labels)]
 
     def agree(self, kind: int, step: int) -> None:
         """Find out whether all workers come for the same: buckets handed over from now on are of this kind and step."""
@@ -75,23 +87,20 @@ class BucketExchange:
     def submit(self, submit: Submit) -> None:
         """Hand a bucket over."""
         number, meeting = submit.operation.bucket, self._meeting
-        options: dict[str, Any] = {"lane": self._lane, "priority": submit.priority}
+        when = When(lane=self._lane, priority=submit.priority)
         if meeting is not None:  # there is none, ever, where pushes are not merged, which is refused for weights
-            options["gate"], options["before"] = meeting.work, self._check
-        self._works[submit.operation] = self._handed_over(number, self._labels[number], options)
+            when = When(meeting.work, self._check, self._lane, submit.priority)
+        self._works[submit.operation] = self._handed_over(number, when)
 
     def wait(self, operations: Sequence[BucketPhase]) -> None:
         """Until these have arrived."""
         self._session.engine.wait(*[self._works.pop(operation) for operation in operations])
 
-    def _handed_over(self, number: int, label: str, options: dict[str, Any]) -> Work:
+    def _handed_over(self, number: int, when: When) -> Work:
         if self.worker is not None:
-            return self.worker.push(number, label, **options)
-        compression = self.compression if self._kind == STEP or self.apart is None else self.apart
-        if compression is not None:
-            return self._session.reduce(compression, number, self._key + number, label, **options)
-        array, program = self._arrays[number], self._programs[number]
-        return self._session.engine.exchange(program, array, self._key + number, label, **options)
+            return self.worker.start(number, when)
+        orders = self._orders if self._kind == STEP or self.apart is None else self._orders_apart
+        return self._session.engine.start(orders[number], when)
 
     def _check(self) -> None:
         """Before a bucket goes, in the thread that drives: all workers have come for the same, which is seen once."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from ..engine.order import When
 from ..engine.step import Action, Agree, Apply, Steps, Submit, Wait
 from ..engine.trace import Span, begin
 from ..errors import GradientError, UsageError
@@ -226,7 +227,7 @@ class FlatModel:
         """The update is made by the owners, bucket by bucket as pushes come, and the weights are pulled behind it."""
         assert self.held is not None
         worker.step(self.weights.values())
-        pulls = [worker.pull(i, priority=priority) for i, priority in enumerate(self.layout.priorities)]
+        pulls = [worker.pull(i, When(priority=priority)) for i, priority in enumerate(self.layout.priorities)]
         self._do(self._steps.stepped())
         self.session.engine.wait(*pulls)
         self.weights.write(self.held.flat)

@@ -8,14 +8,14 @@
 from __future__ import annotations
 
 from ..session.session import Session
-from .order import Order
+from .order import SampleOrder
 from .pools import Pools
 from .sampler import Sampler, Shares, Split
 
 __all__ = ["Sampler", "sampler_of"]
 
 
-def sampler_of(session: Session, order: Order) -> Sampler:
+def sampler_of(session: Session, order: SampleOrder) -> Sampler:
     """This worker's sampler of that order; all workers call it, with the same, at the same point of their scripts.
 
     Raises MismatchError where a worker has another order. A server, which trains on nothing, gets the last worker's

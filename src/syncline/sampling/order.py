@@ -23,7 +23,7 @@ _MOST_PIECE = 256
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """So many samples, in batches of ``batch_size`` or one by one; raises UsageError for values that make no sense."""
 
     samples: int

@@ -15,7 +15,7 @@ from ..engine.work import Work
 from ..errors import UsageError
 from ..serving.messages import check_fields, nonsense, read_message
 from ..session.session import Session
-from .order import Order
+from .order import SampleOrder
 from .pool import Pool
 
 ASKED, GIVEN = 1 << 8, (1 << 8) + 1
@@ -31,7 +31,7 @@ class Pools:
     """One worker's access to the pools of the run, which it keeps if it is worker 0."""
 
     def __init__(self, session: Session) -> None:
-        self._session, self._orders = session, list[Order]()
+        self._session, self._orders = session, list[SampleOrder]()
         self._kept: list[Pool] = []
         self._here = set(range(session.world_size))  # the workers that may still ask
         if session.alone:
@@ -43,7 +43,7 @@ class Pools:
             for worker in self._here:
                 self._listen(worker)
 
-    def enter(self, order: Order) -> Pooled:
+    def enter(self, order: SampleOrder) -> Pooled:
         """One more pool; all workers enter the same ones in the same order."""
         number, workers = len(self._orders), self._session.world_size
         if number == MOST_SAMPLERS:

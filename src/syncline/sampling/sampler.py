@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
-from .order import MOST_EPOCHS, Order
+from .order import MOST_EPOCHS, SampleOrder
 
 
 class Shares(Protocol):
@@ -30,9 +30,9 @@ class Shares(Protocol):
 
 
 class Split:
-    """A share of its own for every worker, all of the same size: what ``Order.positions`` says."""
+    """A share of its own for every worker, all of the same size: what ``SampleOrder.positions`` says."""
 
-    def __init__(self, order: Order, rank: int, world: int) -> None:
+    def __init__(self, order: SampleOrder, rank: int, world: int) -> None:
         self._order, self._rank, self._world = order, rank, world
         self.size = -(-order.samples // world)
 
@@ -51,7 +51,7 @@ class Sampler:
     none.
     """
 
-    def __init__(self, order: Order, shares: Shares) -> None:
+    def __init__(self, order: SampleOrder, shares: Shares) -> None:
         self._order, self._shares = order, shares
         self._epoch = 0
 

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from ..compression.compression import Compression
 from ..compression.reducers import Held, Message, Operand, Reducer, Round
 from ..compression.reducers.owners import share_out, taking
 from ..compression.versions import Hearing, Telling
+from ..engine.order import CodedOrder, Order, When
 from ..engine.runs import chunk_edges
 from ..engine.work import Work
 from ..errors import UsageError
@@ -68,8 +68,24 @@ class Plans:
         self._programs = {
             worker: tuple(compiled(half, session.index) for half in halves) for worker, halves in plans.items()
         }
+        self._push, self._pull = self._orders(session.index, model.gradients, model.weights)
         self._rooms: dict[int, list[Array]] = {}
+        self._expect: dict[int, list[Order]] = {}  # by worker
+        self._send: dict[int, list[Order]] = {}
         self._held: Sequence[Array] = ()  # the owner's weights
+
+    def _orders(
+        self, worker: int, pushed: Sequence[Array], pulled: Sequence[Array], *, owner: bool = False
+    ) -> tuple[list[Order], list[Order]]:
+        """This process's part in what that worker pushes and pulls, by bucket; nothing where it is no worker."""
+        if worker not in self._programs:
+            return [], []
+        (push, pull), keys = self._programs[worker], self._keys
+        pushes, pulls = _labels(self._session, self._model, worker, owner)
+        return (
+            [Order(push, array, keys.push(worker, i), pushes[i], tolerant=owner) for i, array in enumerate(pushed)],
+            [Order(pull, array, keys.pull(worker, i), pulls[i]) for i, array in enumerate(pulled)],
+        )
 
     @property
     def mine(self) -> list[slice] | None:
@@ -80,36 +96,32 @@ class Plans:
         edges = [chunk_edges(bucket.elements, len(self._places)) for bucket in self._model.layout.buckets]
         return [slice(one[chunk], one[chunk + 1]) for one in edges]
 
-    def push(self, number: int, label: str, **options: Any) -> Work:
+    def push(self, number: int, when: When) -> Work:
         """One exchange with the owners."""
-        me, array = self._session.index, self._model.gradients[number]
-        program, key = self._programs[me][0], self._keys.push(me, number)
-        return self._session.engine.exchange(program, array, key, label, **options)
+        return self._session.engine.start(self._push[number], when)
 
-    def pull(self, number: int, label: str, **options: Any) -> Work:
+    def pull(self, number: int, when: When) -> Work:
         """One exchange with the owners."""
-        me, array = self._session.index, self._model.weights[number]
-        program, key = self._programs[me][1], self._keys.pull(me, number)
-        return self._session.engine.exchange(program, array, key, label, **options)
+        return self._session.engine.start(self._pull[number], when)
 
     def begin(self, workers: Sequence[int]) -> None:
         """One array for both: a worker pushes when it has pulled."""
         found = rooms(self._session, self._model.gradients, self.mine or (), len(workers))
         self._rooms = dict(zip(workers, found, strict=True))
+        for worker, room in self._rooms.items():
+            self._expect[worker], self._send[worker] = self._orders(worker, room, room, owner=True)
 
-    def expect(self, worker: int, number: int, label: str, gate: Work | None) -> Work:
+    def expect(self, worker: int, number: int, gate: Work | None) -> Work:
         """The other end of ``push``."""
-        program, array, key = self._programs[worker][0], self._rooms[worker][number], self._keys.push(worker, number)
-        return self._session.engine.exchange(program, array, key, label, gate=gate, tolerant=True)
+        return self._session.engine.start(self._expect[worker][number], When(gate))
 
     def pushed(self, worker: int, number: int) -> Array:
         """The array, or the own worker's gradients."""
         return self._rooms.get(worker, self._model.gradients)[number]
 
-    def send(self, worker: int, number: int, label: str, gate: Work | None) -> Work:
+    def send(self, worker: int, number: int, gate: Work | None) -> Work:
         """The other end of ``pull``."""
-        program, array, key = self._programs[worker][1], self._rooms[worker][number], self._keys.pull(worker, number)
-        return self._session.engine.exchange(program, array, key, label, gate=gate)
+        return self._session.engine.start(self._send[worker][number], When(gate))
 
     def hold(self, weights: Sequence[Array]) -> Sequence[Array]:
         """They are sent as they are."""
@@ -138,7 +150,14 @@ class Payloads:
         self._owners = compression.participant.owners
         self._edges = [self._edges_of(number) for number in range(len(model.layout.buckets))]
         self._pushed: dict[int, list[Array]] = {}
-        self._takes: dict[tuple[int, int], list[Callable[[], Reducer]]] = {}
+        buckets, me = range(len(model.layout.buckets)), session.index
+        pushes, pulls = _labels(session, model, me, owner=False)
+        self._push = [session.coded_order(compression, i, self._keys.push(me, i), pushes[i]) for i in buckets]
+        self._pull = [
+            session.reducers_order(partial(self._receiving, i), self._keys.pull(me, i), pulls[i]) for i in buckets
+        ]
+        self._expect: dict[int, list[CodedOrder]] = {}  # by worker
+        self._send_labels: dict[int, list[str]] = {}
         self._known: list[Array] = []  # of an owner, as the workers of the newest version have them
         self._telling: dict[int, Telling] = {}  # of an owner, by bucket
         self._has: dict[tuple[int, int], int] = defaultdict(int)  # the version that a worker has of a bucket
@@ -160,13 +179,11 @@ class Payloads:
         owner = self._compression.participant.owner
         return None if owner < 0 else [slice(edges[owner], edges[owner + 1]) for edges in self._edges]
 
-    def push(self, number: int, label: str, **options: Any) -> Work:
+    def push(self, number: int, when: When) -> Work:
         """The worker's half of a reduction to owners."""
-        return self._session.reduce(
-            self._compression, number, self._keys.push(self._session.index, number), label, **options
-        )
+        return self._session.engine.start(self._push[number], when)
 
-    def pull(self, number: int, label: str, **options: Any) -> Work:
+    def pull(self, number: int, when: When) -> Work:
         """A message from each owner."""
         if number not in self._hearing:
             shares, room = self._shares_of(number, self._model.weights[number]), self._compression.participant.room
@@ -174,8 +191,7 @@ class Payloads:
             self._hearing[number] = {
                 place: Hearing(share, room) for place, share in places if share and place != self._session.index
             }
-        key = self._keys.pull(self._session.index, number)
-        return self._reduce([partial(self._receive, number)], key, label, **options)
+        return self._session.engine.start(self._pull[number], when)
 
     def hold(self, weights: Sequence[Array]) -> Sequence[Array]:
         """The workers have others than these, the owner's own."""
@@ -215,27 +231,37 @@ class Payloads:
         """Codecs decode to float32."""
         for worker in workers:
             self._pushed[worker] = [np.zeros(array.size, np.float32) for array in self._model.weights]
-            for number, array in enumerate(self._pushed[worker]):
-                parts = self._compression.parts_of(worker, number, array)
-                self._takes[worker, number] = taking(parts, self._compression.participant, worker)
+            pushes, self._send_labels[worker] = _labels(self._session, self._model, worker, owner=True)
+            self._expect[worker] = [
+                self._session.reducers_order(
+                    self._taking(worker, number, array), self._keys.push(worker, number), pushes[number], tolerant=True
+                )
+                for number, array in enumerate(self._pushed[worker])
+            ]
 
-    def expect(self, worker: int, number: int, label: str, gate: Work | None) -> Work:
+    def _taking(self, worker: int, number: int, array: Array) -> Callable[[], list[Callable[[], Reducer]]]:
+        parts = self._compression.parts_of(worker, number, array)
+        taken = taking(parts, self._compression.participant, worker)
+        return lambda: taken
+
+    def expect(self, worker: int, number: int, gate: Work | None) -> Work:
         """The owner's half of a reduction of one worker's payloads."""
-        key = self._keys.push(worker, number)
-        return self._reduce(self._takes[worker, number], key, label, gate=gate, tolerant=True)
+        return self._session.engine.start(self._expect[worker][number], When(gate))
 
     def pushed(self, worker: int, number: int) -> Array:
         """The array, or the own worker's gradients, which are what its payload says."""
         return self._pushed.get(worker, self._model.gradients)[number]
 
-    def send(self, worker: int, number: int, label: str, gate: Work | None) -> Work:
+    def send(self, worker: int, number: int, gate: Work | None) -> Work:
         """That message."""
         said = self._messages.pop((worker, number), None)
         sends = [] if said is None else [Message(worker, said)]
-        return self._reduce([partial(_sending, sends)], self._keys.pull(worker, number), label, gate=gate)
+        key, label = self._keys.pull(worker, number), self._send_labels[worker][number]
+        order = self._session.reducers_order(lambda: [partial(_sending, sends)], key, label)
+        return self._session.engine.start(order, When(gate))
 
-    def _reduce(self, pieces: Sequence[Callable[[], Reducer]], key: int, label: str, **options: Any) -> Work:
-        return self._session.engine.reduce(lambda: pieces, self._session.bucket_program, key, label, **options)
+    def _receiving(self, number: int) -> list[Callable[[], Reducer]]:
+        return [partial(self._receive, number)]
 
     def _receive(self, number: int) -> Reducer:
         """What the owners tell of a bucket's weights."""
@@ -268,6 +294,16 @@ def rooms(session: Session, like: Sequence[Array], mine: Sequence[slice], count:
         ]
         for turn in range(count)
     ]
+
+
+def _labels(session: Session, model: Model, worker: int, owner: bool) -> tuple[list[str], list[str]]:
+    """How messages call the pushes and pulls of each bucket, to a worker itself or to an ``owner``."""
+    numbers = range(len(model.layout.buckets))
+    if not owner:
+        return list(model.layout.labels), [f"weights of bucket {number}" for number in numbers]
+    who = session.called(worker)
+    pushes = [f"bucket {number} of {who}" for number in numbers]
+    return pushes, [f"weights of bucket {number} to {who}" for number in numbers]
 
 
 def _aligned(nbytes: int) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from ..compression.compression import Compression
 from ..compression.updates import Updates
+from ..engine.order import CodedOrder, Order, When
 from ..engine.work import Work
 from ..plans.messages import Program
 from ..session.keys import WEIGHT_KEYS
@@ -31,7 +31,8 @@ class Merged:
     """
 
     def __init__(self, session: Session, traffic: Planned | Coded, layout: Layout, apart: bool) -> None:
-        self._engine, self._traffic, self._priorities = session.engine, traffic, layout.priorities
+        self._engine, self._traffic = session.engine, traffic
+        self._whens = [When(priority=priority) for priority in layout.priorities]
         buckets = range(len(layout.buckets))
         self._updating = Updating(session.engine, len(buckets), apart)
         self._pulls: dict[int, Work] = {}
@@ -74,12 +75,12 @@ class Merged:
 
     def _go_on(self, number: int) -> None:
         """A bucket has been updated."""
-        self._pulls[number] = self._traffic.pull(number, priority=self._priorities[number])
+        self._pulls[number] = self._traffic.pull(number, self._whens[number])
         self._pushes[number] = self._post(number)
         self._expect(number)
 
     def _post(self, number: int) -> Work:
-        return self._traffic.post(number, priority=self._priorities[number])
+        return self._traffic.post(number, self._whens[number])
 
 
 class Planned:
@@ -89,26 +90,29 @@ class Planned:
 
     def __init__(self, session: Session, model: Model) -> None:
         self._session, self._model, self.buckets = session, model, len(model.layout.buckets)
-        self._plan, pull = session.strategy.halves(session.group)
-        self._push, self._pull = (compiled(half, session.index) for half in (self._plan, pull))
+        self._plan, half = session.strategy.halves(session.group)
+        push, pull, layout = compiled(self._plan, session.index), compiled(half, session.index), model.layout
+        arrays = list(zip(model.gradients, model.weights, strict=True))
+        first = model.first_key
+        self._push = [Order(push, arrays[i][0], first + i, layout.labels[i]) for i in range(self.buckets)]
+        self._post = planned_posts(push, model.gradients)
+        self._pull = [Order(pull, arrays[i][1], WEIGHT_KEYS + first + i, _weights_of(i)) for i in range(self.buckets)]
 
-    def push(self, number: int, label: str, **options: Any) -> Work:
+    def push(self, number: int, when: When) -> Work:
         """One exchange."""
-        array, key = self._model.gradients[number], self._model.first_key + number
-        return self._session.engine.exchange(self._push, array, key, label, **options)
+        return self._session.engine.start(self._push[number], when)
 
-    def post(self, number: int, **options: Any) -> Work:
+    def post(self, number: int, when: When) -> Work:
         """One exchange, which never ends when the workers leave."""
-        return post_plan(self._session, self._push, number, self._model.gradients[number], **options)
+        return self._session.engine.start(self._post[number], when)
 
     def exchanges(self, apart: bool) -> Merged:
         """Of all workers at once."""
         return Merged(self._session, self, self._model.layout, apart)
 
-    def pull(self, number: int, **options: Any) -> Work:
+    def pull(self, number: int, when: When) -> Work:
         """One exchange."""
-        key, label = WEIGHT_KEYS + self._model.first_key + number, f"weights of bucket {number}"
-        return self._session.engine.exchange(self._pull, self._model.weights[number], key, label, **options)
+        return self._session.engine.start(self._pull[number], when)
 
     def holdings(self) -> list[Holding] | None:
         """Chunks of the plan."""
@@ -131,28 +135,34 @@ class Coded:
         self._session, self._model, self._compression = session, model, compression
         self.buckets = len(model.layout.buckets)
         self._updates = Updates(compression, model.weights)
+        first, labels, updates = model.first_key, model.layout.labels, self._updates
+        self._push = [session.coded_order(compression, i, first + i, labels[i]) for i in range(self.buckets)]
+        self._post = coded_posts(session, compression)
+        self._pull = [
+            session.reducers_order(partial(updates.pieces, i), WEIGHT_KEYS + first + i, _weights_of(i))
+            for i in range(self.buckets)
+        ]
 
     @property
     def keeps(self) -> bool:
         """As the codec does."""
         return self._updates.keeps
 
-    def push(self, number: int, label: str, **options: Any) -> Work:
+    def push(self, number: int, when: When) -> Work:
         """The first half of a reduction."""
-        return self._session.reduce(self._compression, number, self._model.first_key + number, label, **options)
+        return self._session.engine.start(self._push[number], when)
 
-    def post(self, number: int, **options: Any) -> Work:
+    def post(self, number: int, when: When) -> Work:
         """The first half of a reduction, which never ends when the workers leave."""
-        return post_coded(self._session, self._compression, number, **options)
+        return self._session.engine.start(self._post[number], when)
 
     def exchanges(self, apart: bool) -> Merged:
         """Of all workers at once."""
         return Merged(self._session, self, self._model.layout, apart)
 
-    def pull(self, number: int, **options: Any) -> Work:
+    def pull(self, number: int, when: When) -> Work:
         """What corresponds to the second half."""
-        key, label = WEIGHT_KEYS + self._model.first_key + number, f"weights of bucket {number}"
-        return self._session.pull(self._updates, number, key, label, **options)
+        return self._session.engine.start(self._pull[number], when)
 
     def holdings(self) -> list[Holding] | None:
         """Whole blocks of the codec, with weights of the owner's."""
@@ -171,21 +181,16 @@ class Coded:
         engine.wait(engine.then("resume", (), partial(self._compression.resume_at, step)))
 
 
-def post_plan(session: Session, program: Program, number: int, gradient: Array, **options: Any) -> Work:
-    """Post a server's part in the next exchange of a bucket; it never ends when the workers leave."""
-    return session.engine.exchange(program, gradient, number, f"bucket {number}", tolerant=True, **options)
+def planned_posts(program: Program, gradients: Sequence[Array]) -> list[Order]:
+    """A server's part in the next exchange of every bucket; it never ends when the workers leave."""
+    return [Order(program, array, number, f"bucket {number}", tolerant=True) for number, array in enumerate(gradients)]
 
 
-def post_coded(session: Session, compression: Compression, number: int, **options: Any) -> Work:
-    """The same as ``post_plan`` for compressed gradients."""
-    return session.reduce(compression, number, number, f"bucket {number}", tolerant=True, **options)
+def coded_posts(session: Session, compression: Compression) -> list[CodedOrder]:
+    """The same for compressed gradients."""
+    numbers = range(compression.buckets)
+    return [session.coded_order(compression, number, number, f"bucket {number}", tolerant=True) for number in numbers]
 
 
-def push_plan(session: Session, program: Program, gradients: Sequence[Array]) -> list[Work]:
-    """``post_plan`` of every bucket."""
-    return [post_plan(session, program, number, array) for number, array in enumerate(gradients)]
-
-
-def push_coded(session: Session, compression: Compression) -> list[Work]:
-    """``post_coded`` of every bucket."""
-    return [post_coded(session, compression, number) for number in range(compression.buckets)]
+def _weights_of(number: int) -> str:
+    return f"weights of bucket {number}"

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from ..engine.order import When
 from ..engine.work import Work
 from ..session.session import Session
 from .protocol import ALL
@@ -44,11 +45,11 @@ class Carrier(Protocol):
         """The elements that this process owns of every bucket, None where it is no owner."""
         ...
 
-    def push(self, number: int, label: str, **options: Any) -> Work:
-        """Start this worker's push of a bucket; ``options`` are those of ``Engine.exchange``."""
+    def push(self, number: int, when: When) -> Work:
+        """Start this worker's push of a bucket."""
         ...
 
-    def pull(self, number: int, label: str, **options: Any) -> Work:
+    def pull(self, number: int, when: When) -> Work:
         """Start this worker's pull of a bucket."""
         ...
 
@@ -56,7 +57,7 @@ class Carrier(Protocol):
         """Make room at this owner for what these workers push and pull."""
         ...
 
-    def expect(self, worker: int, number: int, label: str, gate: Work | None) -> Work:
+    def expect(self, worker: int, number: int, gate: Work | None) -> Work:
         """Post this owner's part in a worker's next push, behind ``gate``; it never ends when the worker leaves."""
         ...
 
@@ -64,7 +65,7 @@ class Carrier(Protocol):
         """Where the owner finds that push, an array of the bucket's size; also that of its own worker."""
         ...
 
-    def send(self, worker: int, number: int, label: str, gate: Work | None) -> Work:
+    def send(self, worker: int, number: int, gate: Work | None) -> Work:
         """Send a worker, behind ``gate``, what ``put`` has made ready."""
         ...
 
@@ -95,20 +96,20 @@ class Single:
         mine = carrier.mine
         self._owned = None if mine is None else _Owned(session, model, carrier, mine)
 
-    def push(self, number: int, label: str, **options: Any) -> Work:
+    def push(self, number: int, when: When) -> Work:
         """As the carrier does."""
-        work = self._carrier.push(number, label, **options)
+        work = self._carrier.push(number, when)
         if self._owned is not None:
-            self._owned.produced(number, work if self._carrier.encodes else options.get("gate"))
+            self._owned.produced(number, work if self._carrier.encodes else when.gate)
         return work
 
-    def pull(self, number: int, gate: Work | None = None, **options: Any) -> Work:
+    def pull(self, number: int, when: When) -> Work:
         """As the carrier does, behind what this process sends itself."""
-        label = f"weights of bucket {number}"
         given = None if self._owned is None else self._owned.take_given(number)
         if given is not None:
-            gate = self._session.engine.then(label, [given, *([] if gate is None else [gate])])
-        return self._carrier.pull(number, label, gate=gate, **options)
+            gates = [given, *([] if when.gate is None else [when.gate])]
+            when = when._replace(gate=self._session.engine.then(f"weights of bucket {number}", gates))
+        return self._carrier.pull(number, when)
 
     def exchanges(self, apart: bool) -> _Owned:  # noqa: ARG002 - nothing waits here
         """One for each worker."""
@@ -237,8 +238,7 @@ class _Owned:
         A worker that meets the others, or has just met them, has all that was sent before; this process may not have
         seen that yet, and goes on with the key when it has.
         """
-        label = f"weights of bucket {number} to {self._session.called(worker)}"
-        sent = self._carrier.send(worker, number, label, self._sends.get((worker, number)))
+        sent = self._carrier.send(worker, number, self._sends.get((worker, number)))
         self._sends[worker, number] = sent
         expected = self._pushes[worker][number]
         return self._expect(worker, number, sent) if expected.done else expected
@@ -256,4 +256,4 @@ class _Owned:
         return self._session.engine.promise(label, tolerant=True)
 
     def _expect(self, worker: int, number: int, gate: Work | None) -> Work:
-        return self._carrier.expect(worker, number, f"bucket {number} of {self._session.called(worker)}", gate)
+        return self._carrier.expect(worker, number, gate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..compression.compression import Compression
+from ..engine.order import CodedOrder, Order
 from ..engine.work import Work
 from ..errors import ProtocolError
 from ..nouns import Bucket
@@ -15,7 +16,7 @@ from ..session.programs import compiled
 from ..session.replacing import LABEL as REPLACING
 from ..session.replacing import Recompressing
 from ..session.session import Session
-from .merged import push_coded, push_plan
+from .merged import coded_posts, planned_posts
 from .records import Array
 
 Lay = Callable[[Sequence[Bucket]], Sequence[Array]]
@@ -64,9 +65,10 @@ class Summing:
     def _post(self) -> None:
         session, self._exchanges = self._session, self._exchanges + 1
         if self._compression is None:
-            self._posted = push_plan(session, self._program, self._gradients)
+            orders: Sequence[Order | CodedOrder] = planned_posts(self._program, self._gradients)
         else:
-            self._posted = push_coded(session, self._compression)
+            orders = coded_posts(session, self._compression)
+        self._posted = [session.engine.start(order) for order in orders]
 
     def _replace(self, heard: Heard, lay: Lay) -> None:
         """As ``session.replacing`` has it."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..compression.compression import Compression
+from ..engine.order import When
 from ..engine.work import Work
 from ..session.layout import Layout
 from .records import Array, Record
@@ -71,12 +72,12 @@ class Traffic(Protocol):
         """How many there are."""
         ...
 
-    def push(self, number: int, label: str, **options: Any) -> Work:
-        """Start this worker's part in the push of a bucket; ``options`` are those of ``Engine.exchange``."""
+    def push(self, number: int, when: When) -> Work:
+        """Start this worker's part in the push of a bucket."""
         ...
 
-    def pull(self, number: int, **options: Any) -> Work:
-        """Start this worker's part in the pull of a bucket's weights; ``options`` as for ``push``."""
+    def pull(self, number: int, when: When) -> Work:
+        """Start this worker's part in the pull of a bucket's weights."""
         ...
 
     def exchanges(self, apart: bool) -> Exchanges:

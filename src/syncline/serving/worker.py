@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
+from ..engine.order import NOW, When
 from ..engine.work import Work
 from ..errors import UsageError
 from ..session.replacing import copy_weights
@@ -104,10 +104,10 @@ class Worker:
         self.steps += pulls
         return pulls
 
-    def push(self, number: int, label: str, **options: Any) -> Work:
-        """Start the push of a bucket whose gradients are complete; ``options`` are those of ``Engine.exchange``."""
-        work = self._pushes[number] = self._traffic.push(number, label, **options)
-        self._pushed[number] = self.owners.updated(number, work)
+    def start(self, bucket: int, when: When = NOW) -> Work:
+        """Push a bucket whose gradients are complete."""
+        work = self._pushes[bucket] = self._traffic.push(bucket, when)
+        self._pushed[bucket] = self.owners.updated(bucket, work)
         return work
 
     def consolidate(self, call: str = "consolidate()") -> list[Work]:
@@ -125,14 +125,9 @@ class Worker:
         """The last one of each bucket."""
         return list(self._pushes.values())
 
-    def pull(self, number: int, **options: Any) -> Work:
+    def pull(self, number: int, when: When = NOW) -> Work:
         """Start the pull of a bucket's new weights, behind its push, if there is one, and ``step`` or ``begin``."""
-        return self._traffic.pull(number, gate=self._pushed.pop(number, None), **options)
-
-    def exchange(self, number: int, label: str, **options: Any) -> Work:
-        """Push and pull a bucket of a step that has begun."""
-        self.push(number, label, **options)
-        return self.pull(number, priority=options.get("priority", 0.0))
+        return self._traffic.pull(number, when._replace(gate=self._pushed.pop(number, None)))
 
     def weights(self) -> list[Record]:
         """The weights as the owners have them, with what the script has changed; all workers call it."""
@@ -172,6 +167,18 @@ class Worker:
         self._pushes = {}
         self._traffic = traffic_of(self._session, model)
         self.owners.move_in(self._traffic, len(model.layout.buckets))
+
+
+class PushThenPull:
+    """Pushes each bucket of a step that has begun, and pulls it at once."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def start(self, bucket: int, when: When = NOW) -> Work:
+        """The work is that of the pull."""
+        self._worker.start(bucket, when)
+        return self._worker.pull(bucket, When(priority=when.priority))
 
 
 def attach(session: Session, model: Model, build: Build, learnt: list[Record], *, apart: bool = False) -> Worker:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..collectives import Collective
 from ..engine.engine import Engine
+from ..engine.order import NOW, UNANNOUNCED, Order
 from ..engine.runs import Sign
 from ..engine.work import Work
 from ..errors import MismatchError, PeerTimeout, UsageError, within
@@ -144,7 +145,7 @@ class Communicator:
         room: int = 0,
         signed: bool = False,
     ) -> Meeting:
-        """Start showing tickets to all workers; ``announce`` as for ``Engine.exchange``.
+        """Start showing tickets to all workers; ``announce`` as in ``When``.
 
         Each may bring along bytes, up to the ``room`` that all give for it at every call that could meet this one.
         Those who come ``signed`` for one call bring as many bytes: where ranks see each other's signs there is no more
@@ -161,7 +162,8 @@ class Communicator:
         work = None
         if self.world_size > 1:
             sign = self.sign(mine) if shown else None
-            work = self.engine.exchange(program, table.reshape(-1), key, CALLS[kind], announce=announce, sign=sign)
+            order = Order(program, table.reshape(-1), key, CALLS[kind], sign=sign)
+            work = self.engine.start(order, NOW if announce else UNANNOUNCED)
             self.hold(key, work)
         return Meeting(work, table, mine, lambda rank, theirs: self.mismatch(rank, theirs, mine))
 
@@ -275,11 +277,11 @@ class Communicator:
         gather = self._program("all_gather")
         sizes = np.zeros(self.world_size, np.int64)
         sizes[self.rank] = len(data)
-        self.engine.run(gather, sizes, self.call_key(), "gather")
+        self.engine.run(Order(gather, sizes, self.call_key(), "gather"))
         widest = max(1, int(sizes.max()))
         table = np.zeros(self.world_size * widest, np.uint8)
         table[self.rank * widest : self.rank * widest + len(data)] = np.frombuffer(data, np.uint8)
-        self.engine.run(gather, table, self.call_key(), "gather")
+        self.engine.run(Order(gather, table, self.call_key(), "gather"))
         return [table[rank * widest : rank * widest + int(size)].tobytes() for rank, size in enumerate(sizes)]
 
     def tell_all(self, data: bytes, root: int = 0) -> bytes:
@@ -295,7 +297,7 @@ class Communicator:
 
     def run(self, program: Program | Collective, array: Array, label: str) -> None:
         """Run a plan, or a library's collective, over the workers' arrays, at the same point of their scripts."""
-        self.engine.run(program, array, self.call_key(), label)
+        self.engine.run(Order(program, array, self.call_key(), label))
 
     # What runs.
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..engine.order import Order
 from ..engine.work import Work
 from ..errors import ProtocolError
 from ..nouns import Group
@@ -35,7 +36,7 @@ class Everyone:
     def broadcast(self, array: Array, key: int, label: str, tolerant: bool = False) -> Work:
         """Start a broadcast from worker 0; every process calls it."""
         program = compiled(broadcast_plan(self._group.processes, 0), self._member.index)
-        return self._member.engine.exchange(program, array, key, label, tolerant=tolerant)
+        return self._member.engine.start(Order(program, array, key, label, tolerant))
 
     def tell(self, data: bytes, label: str) -> bytes:
         """The bytes of worker 0 on every process; what others give does not count."""
@@ -76,7 +77,7 @@ class Everyone:
         if self._member.alone:
             return
         program = compiled(planned("direct_all_gather", Group(self._group.processes)), self._member.index)
-        self._member.engine.run(program, np.zeros(self._group.processes, np.uint8), _TOLD_KEY, label)
+        self._member.engine.run(Order(program, np.zeros(self._group.processes, np.uint8), _TOLD_KEY, label))
 
     def share(self, processes: Sequence[int], data: bytes, label: str) -> Iterator[bytes]:
         """What each of these processes gives, one after the other, on all of them; they are the same at every call."""
@@ -88,10 +89,10 @@ class Everyone:
         sizes = np.zeros(len(ranks), np.int64)
         sizes[here] = len(data)
         gather = compiled(among(planned("direct_all_gather", Group(len(ranks))), ranks), self._member.index)
-        engine.run(gather, sizes, _SHARE_KEY, label)
+        engine.run(Order(gather, sizes, _SHARE_KEY, label))
         for place, size in enumerate(sizes):
             self._check_size(int(size), ranks[place], _MOST_SHARED_BYTES, label)
             body = np.frombuffer(data, np.uint8).copy() if place == here else np.zeros(int(size), np.uint8)
             program = compiled(among(broadcast_plan(len(ranks), place), ranks), self._member.index)
-            engine.run(program, body, _SHARE_KEY, label)
+            engine.run(Order(program, body, _SHARE_KEY, label))
             yield body.tobytes()

@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from ..compression.cuts import join_cuts
@@ -53,6 +53,11 @@ class Layout:
     reason: str = ""
     cost: LinearCost | None = None
     trial: bool = False
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """How messages and timelines call each bucket."""
+        return tuple(f"bucket {number} ({one.describe(self.layers)})" for number, one in enumerate(self.buckets))
 
     def travels_like(self, other: Layout) -> bool:
         """Whether tensors travel alike, whatever times have been measured."""

@@ -25,6 +25,7 @@ import numpy as np
 from ..collectives import Collective
 from ..compression.compression import Compression
 from ..compression.saved import Saved, as_bytes, from_bytes
+from ..engine.order import CodedOrder, Order
 from ..engine.work import Work
 from ..errors import ProtocolError, SynclineError, UsageError
 from ..nouns import Bucket, Layer, numpy_dtype
@@ -84,9 +85,10 @@ def push_nothing(
     for number, array in enumerate(zeros):
         key, label = first_key + number, f"{LABEL}, bucket {number}"
         if empty is None:
-            works.append(session.engine.exchange(program(array.nbytes), array, key, label))
+            order: Order | CodedOrder = Order(program(array.nbytes), array, key, label)
         else:
-            works.append(session.reduce(empty, number, key, label))
+            order = session.coded_order(empty, number, key, label)
+        works.append(session.engine.start(order))
     session.engine.wait(*works)
 
 

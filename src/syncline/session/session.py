@@ -16,9 +16,9 @@ from typing import Any, Literal
 from .. import registry
 from ..collectives import Collective
 from ..compression.compression import Compression
-from ..compression.reducers import Participant
-from ..compression.updates import Updates
+from ..compression.reducers import Participant, Reducer
 from ..engine.driver import LIMIT_S
+from ..engine.order import CodedOrder
 from ..engine.trace import Observer
 from ..engine.work import Work
 from ..errors import MismatchError, UsageError
@@ -253,14 +253,24 @@ class Session(Communicator):
             name = f"{name}, or rank {others} of its host"
         return Compression(self.strategy.codec_object(), layers, buckets, arrays, me, **how, name=name)
 
-    def reduce(self, compression: Compression, number: int, key: int, label: str, **options: Any) -> Work:
-        """Start the reduction of a compressed bucket; ``options`` are those of ``Engine.reduce``."""
+    def coded_order(
+        self, compression: Compression, number: int, key: int, label: str, *, tolerant: bool = False
+    ) -> CodedOrder:
+        """The order for the reduction of a compressed bucket."""
         pieces, after = partial(compression.pieces, number), partial(compression.finish, number)
-        return self.engine.reduce(pieces, self.bucket_program, key, label, after=after, **options)
+        return self.reducers_order(pieces, key, label, tolerant=tolerant, after=after)
 
-    def pull(self, updates: Updates, number: int, key: int, label: str, **options: Any) -> Work:
-        """Start to tell, or to hear, how a bucket's weights have been updated; ``options`` as for ``reduce``."""
-        return self.engine.reduce(partial(updates.pieces, number), self.bucket_program, key, label, **options)
+    def reducers_order(
+        self,
+        pieces: Callable[[], Sequence[Callable[[], Reducer]]],
+        key: int,
+        label: str,
+        *,
+        tolerant: bool = False,
+        after: Callable[[], None] | None = None,
+    ) -> CodedOrder:
+        """The order for what these reducers do, sums in which run the plan of a bucket."""
+        return CodedOrder(pieces, self.bucket_program, key, label, tolerant, after)
 
     def _participant(self) -> Participant:
         """This process among those that reduce what is compressed: owners are the servers, or else all workers."""

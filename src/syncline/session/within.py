@@ -23,6 +23,7 @@ from ..collectives import Collective
 from ..compression.reducers import Lengths, Message, Reducer, Round, Sum
 from ..engine.blocked import Blocked
 from ..engine.engine import Engine
+from ..engine.order import NOW, CodedOrder, Order, When
 from ..engine.runs import KEYS, Array
 from ..engine.work import Work
 from ..errors import ClosedError, UsageError
@@ -78,51 +79,39 @@ class EngineWithin:
 
     # What is handed over.
 
-    def exchange(
-        self,
-        program: Program | Collective | Callable[[], Program],
-        array: Array,
-        key: int,
-        label: str,
-        **options: Any,
-    ) -> Work:
-        """As ``Engine.exchange``."""
-        known = program if callable(program) else self._program(program)
+    def start(self, order: Order | CodedOrder, when: When = NOW) -> Work:
+        """As ``Engine.start``."""
+        return self._of.start(self._reduction(order) if isinstance(order, CodedOrder) else self._order(order), when)
 
-        def start() -> Program:
+    def _order(self, order: Order) -> Order:
+        asked = order.program
+        known = asked if callable(asked) else self._program(asked)
+
+        def program() -> Program:
             found = self._program(known()) if callable(known) else known
-            self._count_plan(found.plan, array.nbytes)
+            self._count_plan(found.plan, order.array.nbytes)
             return found
 
-        return self._of.exchange(start, array, self._key(key), self._label(label), **options)
+        return order._replace(program=program, key=self._key(order.key), label=self._label(order.label))
 
-    def run(self, program: Program | Collective, array: Array, key: int, label: str, **options: Any) -> None:
+    def _reduction(self, order: CodedOrder) -> CodedOrder:
+        def pieces() -> list[Callable[[], Reducer]]:
+            return [partial(self._reducer, piece) for piece in order.pieces()]
+
+        def program(nbytes: int) -> Program:
+            return self._program(order.program(nbytes))
+
+        key, label = self._key(order.key), self._label(order.label)
+        return order._replace(pieces=pieces, program=program, key=key, label=label)
+
+    def run(self, order: Order, timeout: float | None = None) -> None:
         """As ``Engine.run``."""
-        found = self._program(program)
-        self._count_plan(found.plan, array.nbytes)
         with self._blocked():
-            self._of.run(found, array, self._key(key), self._label(label), **options)
+            self._of.run(self._order(order), timeout)
 
     def shows(self, program: Program | Collective, array: Array) -> bool:  # noqa: ARG002 - whatever it is
         """As ``Engine.shows``: ranks of a group meet before, and show nothing with an exchange itself."""
         return False
-
-    def reduce(
-        self,
-        pieces: Callable[[], Sequence[Callable[[], Reducer]]],
-        program: Callable[[int], Program | Collective],
-        key: int,
-        label: str,
-        **options: Any,
-    ) -> Work:
-        """As ``Engine.reduce``."""
-
-        def translated() -> list[Callable[[], Reducer]]:
-            return [partial(self._reducer, piece) for piece in pieces()]
-
-        return self._of.reduce(
-            translated, lambda nbytes: self._program(program(nbytes)), self._key(key), self._label(label), **options
-        )
 
     def send(self, dst: int, tag: int, data: Any, label: str, tolerant: bool = False) -> Work:
         """As ``Engine.send``."""

@@ -116,4 +116,4 @@ def _exchange(session: Session, compression: Compression | None, array: np.ndarr
     if compression is None:
         session.run(session.allreduce_program(array.nbytes), array, "choosing a codec")
     else:
-        session.engine.wait(session.reduce(compression, 0, 0, "choosing a codec"))
+        session.engine.wait(session.engine.start(session.coded_order(compression, 0, 0, "choosing a codec")))

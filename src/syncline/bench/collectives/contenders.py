@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ... import collectives, registry
 from ...codecs import warmup_of
 from ...compression.compression import Compression
+from ...engine.order import Order
 from ...errors import UsageError
 from ...launch.connecting import connect_session
 from ...launch.environment import recognise
@@ -185,9 +186,10 @@ class Syncline:
     def run(self) -> None:
         """One exchange of a whole bucket."""
         if self._compression is not None:
-            self._session.engine.wait(self._session.reduce(self._compression, 0, 0, "bench"))
+            engine = self._session.engine
+            engine.wait(engine.start(self._session.coded_order(self._compression, 0, 0, "bench")))
         else:
-            self._session.engine.run(self._program, self._array, 0, "bench")
+            self._session.engine.run(Order(self._program, self._array, 0, "bench"))
 
     def result(self) -> Array:
         """The array; after a reduce-scatter this rank's part of it."""

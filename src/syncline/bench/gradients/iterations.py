@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # what frameworks on torch call
 
+from ...engine.order import Order
 from ...frameworks.torch import prepare
 from ...report.gradient_rows import BARE, CONTIGUOUS
 from ...session.session import Session
@@ -111,7 +112,8 @@ class Ground:
 
     def exchange(self, array: np.ndarray[Any, np.dtype[np.float32]], number: int = 0) -> None:
         """Sum an array over the ranks in place, as a bucket is summed."""
-        self.session.engine.run(self.session.bucket_program(array.nbytes), array, self.key + number, "gradients")
+        program = self.session.bucket_program(array.nbytes)
+        self.session.engine.run(Order(program, array, self.key + number, "gradients"))
 
     def _summed(self, mean: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
         found = mean.reshape(-1).numpy() * np.float32(self.ranks)
@@ -246,7 +248,7 @@ class _Layerwise:
             return
         program = ground.session.bucket_program
         works = [
-            engine.exchange(program(array.nbytes), array, ground.key + number, f"gradient {number}")
+            engine.start(Order(program(array.nbytes), array, ground.key + number, f"gradient {number}"))
             for number, array in enumerate(arrays)
         ]
         engine.wait(*works)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ... import api
+from ...engine.order import Order, When
 from ...process import process
 from ...session.session import Session
 from ...session.tickets import STEP, step_argument
@@ -55,7 +56,7 @@ class BareExchange:
         self._count += 1
         engine, program = self._session.engine, self._program
         works = [
-            engine.exchange(program, array, self._key + number, f"bucket {number}", gate=meeting.work)
+            engine.start(Order(program, array, self._key + number, f"bucket {number}"), When(meeting.work))
             for number, array in enumerate(self._arrays)
         ]
         engine.wait(*works)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ...engine.order import Order, When
 from ...engine.work import Work
 from ...kernels import cpu
 from ...plans.messages import Program
@@ -59,7 +60,7 @@ class Buffers:
             return self._session.broadcast_program(first)
 
         gate = self._staging.down(self._pair, meeting.work, "buffers")
-        exchange = self._session.engine.exchange(program, self._packed, self._key, "buffers", gate=gate)
+        exchange = self._session.engine.start(Order(program, self._packed, self._key, "buffers"), When(gate))
         return [self._staging.up(self._pair, exchange, "buffers")]
 
     def finish(self) -> None:
@@ -111,11 +112,10 @@ class MeanBuffers:
         self._pair.device.div_(self._session.world_size if mix is None else 1)
         self._parts = parts
         label, session = "mean of buffers", self._session
-        exchange = session.engine.exchange(
-            session.allreduce_program(self._packed.nbytes) if mix is None else mix, self._packed, self._key, label,
-            gate=self._staging.down(self._pair, meeting.work, label),
-            before=lambda: cpu.weigh(self._packed, self._share_of(meeting)),
-        )  # fmt: skip
+        program = session.allreduce_program(self._packed.nbytes) if mix is None else mix
+        gate = self._staging.down(self._pair, meeting.work, label)
+        when = When(gate, before=lambda: cpu.weigh(self._packed, self._share_of(meeting)))
+        exchange = session.engine.start(Order(program, self._packed, self._key, label), when)
         self._works.append(self._staging.up(self._pair, exchange, label))
 
     def finish(self) -> None:

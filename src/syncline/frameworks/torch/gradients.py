@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import torch
 from ...collectives import Collective
 from ...compression.compression import Compression
 from ...costs.network import LinearCost
+from ...engine.order import CodedOrder, Exchanger, Order, When
 from ...engine.step import BucketPhase, Phase
 from ...engine.work import Lane, Work
 from ...errors import UsageError
@@ -77,6 +78,8 @@ class Gradients:
         """Where the gradients of the present step are made."""
         self._compressions: list[Compression] = []  # of each storage, where there is a codec
         self._reduced: dict[int, Work] = {}  # the last reduction of each bucket, where steps overlap
+        self._orders: dict[tuple[int, int, Phase], Order | CodedOrder] = {}  # by storage, bucket and phase
+        self._planned, self._chosen = session.strategy, session.choice  # what they run
         self.compress()
         self._exchanges = 0  # in this layout
         self._shown: Meeting | None = None  # of the last step, where what rank 0 tells in it counts
@@ -98,8 +101,8 @@ class Gradients:
     program: Callable[[int], Program] | None = None
     """Gives what exchanges weights after a step in place of the strategy's architecture."""
 
-    push: Callable[..., Work] | None = None
-    """Starts the push of a bucket by its number and label, where others own the weights."""
+    owners: Exchanger | None = None
+    """Takes the buckets where others own the weights."""
 
     on_replacing: Callable[[], Callable[[], None]] | None = None
     """Called when another layout is about to take the place of this one; what it gives is called when it has."""
@@ -127,7 +130,7 @@ class Gradients:
             self._compressions = [compression, *(compression.fresh(buckets, other.arrays) for other in others)]
         else:
             self._compressions = [compression, *(compression.beside(other.arrays) for other in others)]
-        self._reduced = {}
+        self._reduced, self._orders = {}, {}
 
     def close(self) -> None:
         """Gradients keep their values."""
@@ -168,70 +171,83 @@ class Gradients:
         if after is None:
             after = self.staging.down(pair, None if meeting is None else meeting.work, label)
         work = self._exchange(operation, storage, meeting, after, priority)
-        stays = operation.phase == "reduce_scatter" or self.push is not None
+        stays = operation.phase == "reduce_scatter" or self.owners is not None
         return work if stays else self.staging.up(pair, work, label)
 
     def _exchange(
         self, operation: BucketPhase, storage: Storage, meeting: Meeting | None, gate: Work | None, priority: float
     ) -> Work:
-        options: dict[str, Any] = {"lane": self._lanes[operation.phase], "gate": gate, "priority": priority}
+        before = None
         if meeting is not None and operation.phase != "all_gather":
-            options["before"] = partial(self._correct, storage.arrays[operation.bucket], meeting)
+            before = partial(self._correct, storage.arrays[operation.bucket], meeting)
+        when = When(gate, before, self._lanes[operation.phase], priority)
         if self._costs is not None and operation.phase != "all_gather":
-            return self._timed(self._costs, operation, storage, options)
-        return self._begin(operation, storage, options)
+            return self._timed(self._costs, operation, when)
+        return self._begin(operation, when)
 
-    def _timed(self, costs: BucketTimes, operation: BucketPhase, storage: Storage, options: dict[str, Any]) -> Work:
+    def _timed(self, costs: BucketTimes, operation: BucketPhase, when: When) -> Work:
         """Measure the exchange, without what comes before."""
-        before = options.get("before")
 
         def begin() -> None:
-            if before is not None:
-                before()
+            if when.before is not None:
+                when.before()
             costs.begin(operation.bucket)
 
-        work = self._begin(operation, storage, options | {"before": begin})
+        work = self._begin(operation, when._replace(before=begin))
         return self.session.engine.then(work.label, [work], partial(costs.end, operation.bucket))
 
-    def pull(self, number: int, start: Callable[..., Work], **options: Any) -> Work:
+    def pull(self, number: int, start: Callable[[int, When], Work], priority: float) -> Work:
         """Pull a bucket's new weights, as ``start`` does; in steps that are measured one exchange follows the other."""
         if self.measured:
-            return start(number, **options)
-        options["lane"], costs = self._lanes["allreduce"], self._pull_costs
+            return start(number, When(priority=priority))
+        lane, costs = self._lanes["allreduce"], self._pull_costs
         if costs is None:
-            return start(number, **options)
-        work = start(number, before=partial(costs.begin, number), **options)
+            return start(number, When(lane=lane, priority=priority))
+        work = start(number, When(before=partial(costs.begin, number), lane=lane, priority=priority))
         return self.session.engine.then(work.label, [work], partial(costs.end, number))
 
-    def _begin(self, operation: BucketPhase, storage: Storage, options: dict[str, Any]) -> Work:
+    def _begin(self, operation: BucketPhase, when: When) -> Work:
         number = operation.bucket
-        bucket, array = storage.buckets[number], storage.arrays[number]
-        key, label = self._key(operation), f"bucket {number} ({bucket.describe(self.layout.layers)})"
-        if self.push is not None:
-            return self.push(number, label, **options)
-        if self._compressions:
-            return self._reduce(operation, key, label, options)
-        program: Program | Collective
-        if self.program is not None and self._averages is not None and self._averages.averages(operation.step):
-            program = self.program(operation.step)
-        elif operation.phase == "allreduce":
-            program = self.session.bucket_program(array.nbytes)
-        else:
-            program = self.session.bucket_phase_program(operation.phase, array.nbytes)
-            label = f"{label}, {operation.phase.replace('_', '-')}"
-        return self.session.engine.exchange(program, array, key, label, **options)
-
-    def _reduce(self, operation: BucketPhase, key: int, label: str, options: dict[str, Any]) -> Work:
-        """Reduce a compressed bucket, behind that of the step before: what it has left goes into this one."""
-        compression = self._compressions[self._place(operation.step)]
-        before = self._reduced.get(operation.bucket)
-        if before is not None and not before.done:
-            gate = options["gate"]
-            options["gate"] = before if gate is None else self.session.engine.then(label, [gate, before])
-        work = self.session.reduce(compression, operation.bucket, key, label, **options)
+        if self.owners is not None:
+            return self.owners.start(number, when)
+        order, before = self._order(operation), self._reduced.get(number)
+        if before is not None and not before.done:  # what a codec has left of the step before goes into this one
+            gate = before if when.gate is None else self.session.engine.then(order.label, [when.gate, before])
+            when = when._replace(gate=gate)
+        work = self.session.engine.start(order, when)
         if len(self._compressions) > 1:
-            self._reduced[operation.bucket] = work
+            self._reduced[number] = work
         return work
+
+    def _order(self, operation: BucketPhase) -> Order | CodedOrder:
+        """What exchanges a bucket, made once for what runs; but where weights go another way after every step."""
+        averages, step, session = self._averages, operation.step, self.session
+        if self.program is not None and not self._compressions and averages is not None and averages.averages(step):
+            return self._plain(operation, self.program(step))
+        if self._planned is not session.strategy or self._chosen is not session.choice:
+            self._orders, self._planned, self._chosen = {}, session.strategy, session.choice
+        what = self._place(step), operation.bucket, operation.phase
+        order = self._orders.get(what)
+        if order is None:
+            order = self._orders[what] = self._order_anew(operation)
+        return order
+
+    def _order_anew(self, operation: BucketPhase) -> Order | CodedOrder:
+        session, number = self.session, operation.bucket
+        if self._compressions:
+            compression, label = self._compressions[self._place(operation.step)], self.layout.labels[number]
+            return session.coded_order(compression, number, self._key(operation), label)
+        nbytes = self.storage_of(operation.step).arrays[number].nbytes
+        if operation.phase == "allreduce":
+            return self._plain(operation, session.bucket_program(nbytes))
+        return self._plain(operation, session.bucket_phase_program(operation.phase, nbytes))
+
+    def _plain(self, operation: BucketPhase, program: Program | Collective) -> Order:
+        label, phase = self.layout.labels[operation.bucket], operation.phase
+        if phase != "allreduce":
+            label = f"{label}, {phase.replace('_', '-')}"
+        array = self.storage_of(operation.step).arrays[operation.bucket]
+        return Order(program, array, self._key(operation), label)
 
     def _key(self, operation: BucketPhase) -> int:
         """Of two phases of a bucket, and of two steps, both may be under way."""
@@ -359,7 +375,7 @@ class Gradients:
         if self.layout.travels_like(before) and not passed.anew:
             return
         compression = Recompressing(session, self.compression)
-        program = session.bucket_program if self.push is None else session.push_program
+        program = session.bucket_program if self.owners is None else session.push_program
         push_nothing(session, program, before.buckets, self.compression, self.first_key)
         for storage in self.storages:
             storage.cut(self.layout.buckets)

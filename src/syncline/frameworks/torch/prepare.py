@@ -223,7 +223,7 @@ def _attach_served(session: Session, optimizer: torch.optim.Optimizer, probed: P
     worker = attach_to_owners(
         session, model_of(replica.gradients, weights), build, learnt, apart=updates_alone(optimizer)
     )
-    replica.gradients.push = worker.push
+    replica.gradients.owners = worker
     together = session.strategy.sync_mode().merges and not by_layer
     own = OwnValues(optimizer, probed.own) if together else None
     client = Client(replica, weights, worker, keeps_state=probed.keeps_state, own=own)

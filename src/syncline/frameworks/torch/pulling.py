@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...engine.step import Apply
+from ...serving.worker import PushThenPull
 from .crossing import Crossing
 from .owed import Owed
 from .own_values import group_values
@@ -91,6 +92,6 @@ def pull_by_layer(replica: Replica, optimizer: torch.optim.Optimizer, client: Cl
     """Let the steps of a model end in the next iteration, each layer waiting for its own weights."""
     crossing = Pulling(replica, optimizer, client, weights)
     replica.crossing = client.crossing = crossing
-    replica.gradients.push = client.worker.exchange
+    replica.gradients.owners = PushThenPull(client.worker)
     replica.listeners.begin = lambda: client.begin(group_values(optimizer.param_groups))
     watch_zero_grad(crossing)

@@ -201,7 +201,7 @@ class Client:
 
     def _start_pulls(self) -> list[Work]:
         return [
-            self.replica.gradients.pull(number, self.worker.pull, priority=priority)
+            self.replica.gradients.pull(number, self.worker.pull, priority)
             for number, priority in enumerate(self.replica.gradients.layout.priorities)
         ]
 

@@ -14,16 +14,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ....collectives import Collective
-from ....engine.runs import Sign
+from ....engine.order import Order
 from ....engine.work import Work
 from ....errors import PeerTimeout, within
-from ....plans.messages import Program
 from ....session.communicator import Communicator
 from ....session.tickets import Meeting
 
@@ -31,12 +29,9 @@ Steps = Iterator[Sequence[Work]]
 
 
 class Single(NamedTuple):
-    """The one exchange that a collective is, shown to all ranks by a ``sign``; ``done`` is called after it."""
+    """The one exchange that a collective is, shown to all ranks by its sign; ``done`` is called after it."""
 
-    program: Program | Collective
-    array: NDArray[Any]
-    key: int
-    sign: Sign
+    order: Order
     done: Callable[[], None]
 
 
@@ -60,7 +55,7 @@ class Call:
     def finish(self, timeout_s: float) -> None:
         """Wait for everything here; PeerTimeout names who has not come, or the limit, after ``timeout_s``."""
         if isinstance(self.meeting, Single):
-            run_single(self.us, self.meeting, self.label, timeout_s)
+            run_single(self.us, self.meeting, timeout_s)
             return
         deadline = time.monotonic() + timeout_s
         try:
@@ -76,9 +71,8 @@ class Call:
         """Let it go on behind the script; the work is done when the call is."""
         engine, meeting = self.us.engine, self.meeting
         if isinstance(meeting, Single):
-            program, array, key, sign, done = meeting
-            work = engine.exchange(program, array, key, self.label, sign=sign, after=done)
-            self.us.hold(key, work)
+            work = engine.start(meeting.order._replace(after=meeting.done))
+            self.us.hold(meeting.order.key, work)
             return work
         promised = engine.promise(self.label)
         self.us.hold(self.key, promised)
@@ -98,15 +92,15 @@ class Call:
         return promised
 
 
-def run_single(us: Communicator, single: Single, label: str, timeout_s: float) -> None:
+def run_single(us: Communicator, single: Single, timeout_s: float) -> None:
     """Make an exchange here; PeerTimeout names who has not come, or the limit, after ``timeout_s``."""
     engine = us.engine
     try:
-        engine.run(single.program, single.array, single.key, label, single.sign, timeout_s)
+        engine.run(single.order, timeout_s)
     except PeerTimeout:
         if engine.error is not None:
             raise
-        raise us.late(label, sorted(engine.absent(single.key, us.ranks)), timeout_s) from None
+        raise us.late(single.order.label, sorted(engine.absent(single.order.key, us.ranks)), timeout_s) from None
     single.done()
 
 

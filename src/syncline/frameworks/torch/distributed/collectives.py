@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ....engine.order import UNANNOUNCED, Order
 from ....engine.work import Work
 from ....errors import MismatchError
 from ....session.communicator import Communicator
@@ -77,7 +78,7 @@ class Collectives:
                 data[:] = call.brought[root, : data.size]
             elif us.world_size > 1:
                 program = us.broadcast_program(root)
-                yield [us.engine.exchange(program, data, call.key, call.label, announce=False)]
+                yield [us.engine.start(Order(program, data, call.key, call.label), UNANNOUNCED)]
             done()
 
         return self._call(BROADCAST, str(root), sizes, data, rest)
@@ -98,7 +99,7 @@ class Collectives:
                 _fill(table[us.rank], mine)
                 if us.world_size > 1:
                     program = us.phase_program("all_gather", table.nbytes)
-                    yield [us.engine.exchange(program, table.reshape(-1), call.key, call.label, announce=False)]
+                    yield [us.engine.start(Order(program, table.reshape(-1), call.key, call.label), UNANNOUNCED)]
             done()
 
         return self._call(ALL_GATHER, "", sizes, mine, rest)
@@ -121,7 +122,7 @@ class Collectives:
                 done(reduction.of([parts[0]], 1))
             elif reduction.adds(parts.dtype):
                 program = us.phase_program("reduce_scatter", parts.nbytes)
-                yield [us.engine.exchange(program, parts.reshape(-1), call.key, call.label, announce=False)]
+                yield [us.engine.start(Order(program, parts.reshape(-1), call.key, call.label), UNANNOUNCED)]
                 reduction.finish(parts[us.rank], us.world_size)
                 done(parts[us.rank])
             else:
@@ -185,7 +186,7 @@ class Collectives:
         self.calls += 1
         argument, flags = shown(what, sizes)
         ticket, key = us.come(kind, argument, flags=flags)
-        single = Single(program, array, key, us.sign(ticket), done)
+        single = Single(Order(program, array, key, CALLS[kind], sign=us.sign(ticket)), done)
         return Call(us, CALLS[kind], single, us.call_key(), self.calls, iter(()))
 
     def _reduce(self, kind: int, what: str, array: Array, reduction: Reduction, sizes: Sizes, done: Done) -> Call:
@@ -213,7 +214,7 @@ class Collectives:
                 pass
             elif reduction.adds(array.dtype):
                 program = us.allreduce_program(array.nbytes)
-                yield [us.engine.exchange(program, array, call.key, call.label, announce=False)]
+                yield [us.engine.start(Order(program, array, call.key, call.label), UNANNOUNCED)]
                 reduction.finish(array, world)
             else:
                 yield from self._by_owners(call, array, reduction)
@@ -230,7 +231,8 @@ class Collectives:
         yield from self._swap(call, _rows(parts), _rows(come))
         parts[us.rank] = reduction.of(list(come), world)
         program = us.phase_program("all_gather", parts.nbytes)
-        yield [us.engine.exchange(program, parts.reshape(-1).view(np.uint8), call.key, call.label, announce=False)]
+        order = Order(program, parts.reshape(-1).view(np.uint8), call.key, call.label)
+        yield [us.engine.start(order, UNANNOUNCED)]
         array[:] = parts.reshape(-1)[: array.size]
 
     def _swap(self, call: Call, out: Mapping[int, Array], into: Mapping[int, Array]) -> Steps:

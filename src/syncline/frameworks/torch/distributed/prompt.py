@@ -16,6 +16,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from ....engine.kept import Kept
+from ....engine.order import Order
 from ....engine.work import Work
 from ....errors import PeerTimeout
 from ....plans.messages import Program
@@ -62,7 +63,7 @@ class Prompt:
             sign = us.sign(ticket)
             if not prepared.kept.run(tensor.data_ptr(), key, _LABEL, sign, timeout_s):
                 array = memory_of(tensor).numbers
-                us.engine.run(prepared.kept.program, array, key, _LABEL, sign, timeout_s)
+                us.engine.run(Order(prepared.kept.program, array, key, _LABEL, sign=sign), timeout_s)
         except PeerTimeout:
             if us.engine.error is not None:
                 raise
@@ -83,7 +84,7 @@ class Prompt:
             work = prepared.kept.begin(tensor.data_ptr(), key, _LABEL, sign, tensor)
             if work is None:
                 array = memory_of(tensor).numbers
-                work = us.engine.exchange(prepared.kept.program, array, key, _LABEL, sign=sign)
+                work = us.engine.start(Order(prepared.kept.program, array, key, _LABEL, sign=sign))
             else:
                 prepared.work = work
             if not work.done:
