@@ -140,7 +140,12 @@ def combinations(words: Words, scenarios: Scenarios) -> Iterator[Combination]:
         return Combination(framework, scenario, text, servers, **where)
 
     def home(word: str) -> str:
-        """Where updates are by themselves, servers; else what the text chooses, alike on both sides."""
+        """Where updates are by themselves, servers; else what the text chooses, alike on both sides.
+
+        Groups of workers have no servers of their own beside them.
+        """
+        if word.startswith("in groups"):
+            return ("ring", f"{SERVED[:-1]}, on=workers)")[TURNS.search(word) is not None or crc32(word.encode()) % 2]
         if "sync=" in word:
             return SERVED if TURNS.search(word) else "ring"
         return ("ring", SERVED)[crc32(word.encode()) % 2]

@@ -233,6 +233,50 @@ class Torch:
         return float(loss.detach())
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Two models, each of a group of workers; groups overlap, so one worker trains both.
+
+    Each group makes calls of collectives besides, and all workers meet in the end.
+    """
+
+    members: tuple[tuple[int, ...], ...] = ((0, 2), (1, 2))
+    steps: int = 4
+    parts: int = 1
+
+    def __call__(self, place: Place) -> None:
+        import torch
+
+        made, losses, told = [], [], []
+        for number, ranks in enumerate(self.members):
+            group = syncline.new_group(ranks)
+            torch.manual_seed(10 * number + syncline.rank())
+            if group.rank >= 0:
+                model = torch.nn.Sequential(torch.nn.Linear(7, 67), torch.nn.Tanh(), torch.nn.Linear(67, 5))
+                optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+                syncline.prepare(model, optimizer, group=group)
+                made.append((model, optimizer, group))
+
+        def act(number: int) -> None:
+            for model, optimizer, _ in made:
+                draw = torch.Generator().manual_seed(100 * number + syncline.rank())
+                optimizer.zero_grad()
+                loss = model(torch.randn(4, 7, generator=draw)).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss.detach()))
+
+        for number in range(self.steps):
+            place.step(lambda number=number: act(number))
+            told += [syncline.allreduce(np.array(losses[-1:]), group=group) for *_, group in made]
+        place.note("told", told)
+        place.note("losses", losses)
+        place.note("weights", [model.state_dict() for model, *_ in made])
+        syncline.consolidate()
+        place.note("brought together", [model.state_dict() for model, *_ in made])
+        syncline.barrier()
+
+
 # torch.distributed, whose groups Syncline is a backend of.
 
 
@@ -493,6 +537,7 @@ FRAMEWORKS: dict[str, dict[str, Any]] = {
         "prepared again": Torch("adam", again_after=3),
         "resumed": Torch("adamw", steps=3, parts=2),
         "long": Torch(steps=14),
+        "in groups": Groups(),
     },
     "numpy": {"plain": Numpy(), "descent": Numpy(_descent), "resumed": Numpy(steps=3, parts=2)},
     "jax": {"plain": Jax(), "momentum": Jax("momentum"), "resumed": Jax(steps=3, parts=2)},

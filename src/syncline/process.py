@@ -195,7 +195,7 @@ class Process:
     def _forget(self) -> None:
         """In a forked child (a data loader's worker): the connections are the parent's."""
         if self.joined is not None:
-            self.joined.member.forget_in_child()
+            self.joined.member.process.forget_in_child()
         if self._recording is not None:
             self._recording.file.forget()
 

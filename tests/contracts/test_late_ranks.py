@@ -92,7 +92,9 @@ def watch(sessions: list[Session]) -> None:
     for session in sessions:
         roll = Roll(session.index, tuple(members), "a run", b"")
         end = session.ending
-        end.watcher = Watcher(roll, socks[session.index], session.member.on_peer_failure, end.left, LIMIT_S, end.answer)
+        end.watcher = Watcher(
+            roll, socks[session.index], session.member.process.on_peer_failure, end.left, LIMIT_S, end.answer
+        )
         end.watcher.came_back()
         end.watcher.start()
 

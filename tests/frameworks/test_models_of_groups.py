@@ -374,14 +374,15 @@ def test_owners_of_a_group_name_workers_by_their_rank_in_the_run(group: Any, str
         group(strategy, 3, body)
 
 
+class Plain:
+    def __init__(self) -> None:
+        self.lr = 0.1
+
+    def update(self, weights: Any, gradient: Any, state: Any) -> None:  # noqa: ARG002
+        weights -= self.lr * gradient
+
+
 def test_a_dictionary_of_arrays_is_a_model_of_a_group_too(group: Any) -> None:
-    class Plain:
-        def __init__(self) -> None:
-            self.lr = 0.1
-
-        def update(self, weights: Any, gradient: Any, state: Any) -> None:  # noqa: ARG002
-            weights -= self.lr * gradient
-
     def body(session: Session) -> Any:
         made = [new_group(session, ranks) for ranks in ([0, 2], [1, 3])]
         one = made[session.rank % 2]
@@ -396,6 +397,18 @@ def test_a_dictionary_of_arrays_is_a_model_of_a_group_too(group: Any) -> None:
         found = group(strategy, 4, body)
         for rank, one in enumerate(found):
             np.testing.assert_allclose(one, [-0.3 * (1 + rank % 2)] * 3)
+
+
+def test_a_gradient_that_does_not_fit_an_array_of_a_group_is_named(group: Any) -> None:
+    def body(session: Session) -> None:
+        one = new_group(session, [1, 2])
+        if one.rank >= 0:
+            handed = numpy.adapt(one.session, {"w": np.zeros(3)}, Plain(), dict(numpy._OPTIONS))
+            assert handed is not None
+            handed.result[1].step({"w": np.zeros(4)})
+
+    with pytest.raises(GradientError, match=r"the gradient of 'w'.*group of ranks 1-2|group of ranks 1-2.*'w'"):
+        group("ring", 3, body)
 
 
 def test_a_codec_of_two_levels_is_none_in_a_group_on_one_host_and_says_so(group: Any) -> None:

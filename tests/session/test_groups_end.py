@@ -11,9 +11,9 @@ import pytest
 from group_calls import all_calls, wanted
 
 from syncline.errors import ClosedError, UsageError
+from syncline.session.grouped import GROUPS
 from syncline.session.groups import WorkerGroup, new_group
 from syncline.session.session import Session
-from syncline.session.within import GROUPS
 
 
 def test_an_ended_group_says_so_and_gives_its_number_back(group: Any) -> None:
@@ -47,6 +47,22 @@ def test_a_group_whose_number_only_some_have_given_back_gets_a_new_one(group: An
         return [all_calls(one.session, session.rank) for one in (third, second, first)]
 
     assert group("ring", 2, body) == [[wanted((0, 1))] * 3] * 2
+
+
+def test_a_group_that_was_made_within_another_gives_its_number_back_to_the_same_processes(group: Any) -> None:
+    """Which the other one counts differently."""
+
+    def body(session: Session) -> Any:
+        outer = new_group(session, [1, 2, 3])
+        if outer.rank < 0:
+            return None
+        inner = outer.session.split([1, 2])
+        if inner is not None:
+            inner.barrier()
+            inner.give_back()
+        return session.member.process.given_back
+
+    assert [found and set(found) for found in group("ring", 4, body)] == [None, {}, {(2, 3)}, {(2, 3)}]
 
 
 def test_a_process_is_in_so_many_groups_at_a_time(group: Any) -> None:

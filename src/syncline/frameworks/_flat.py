@@ -143,7 +143,7 @@ class FlatModel:
             if not self._alone:
                 self._do(self._steps.produced(tensor))
         except BaseException as error:
-            self.session.member.interrupted(error)  # the others wait for the rest of this step
+            self.session.member.process.interrupted(error)  # the others wait for the rest of this step
             raise
 
     def _mark(self) -> None:
@@ -187,7 +187,7 @@ class FlatModel:
             if not self._alone and self._mode.merges:
                 self.session.coordination.begun()
         except BaseException as error:
-            self.session.member.interrupted(error)
+            self.session.member.process.interrupted(error)
             raise
         finally:
             if optimizing is not None:

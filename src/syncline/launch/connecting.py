@@ -220,7 +220,12 @@ def _begin(
         try:
             ending = session.ending
             ending.watcher = Watcher(
-                formed.roll, formed.control, session.member.on_peer_failure, ending.left, liveness_s, ending.answer
+                formed.roll,
+                formed.control,
+                session.member.process.on_peer_failure,
+                ending.left,
+                liveness_s,
+                ending.answer,
             )
             ending.watcher.start()
         except BaseException as error:

@@ -37,7 +37,7 @@ class Pools:
         if session.alone:
             return
         # The last of all that is done then: who waits here must have left what others' steps wait for.
-        session.member.before_end.insert(0, self._leave)
+        session.member.process.before_end.insert(0, self._leave)
         if session.rank == KEEPER:
             self._over = session.engine.promise("the others' last batches", tolerant=True)
             for worker in self._here:

@@ -148,7 +148,7 @@ class Server:
         return [request]
 
     def _all_left(self) -> bool:
-        left = self._gone | self._session.ending.left_already()
+        left = self._gone | self._session.member.left_already()
         return left.issuperset(range(self._session.group.workers))
 
     # As ``Moves``.

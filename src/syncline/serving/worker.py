@@ -195,7 +195,7 @@ def attach(session: Session, model: Model, build: Build, learnt: list[Record], *
             remote.load(learnt)
         if not together:
             session.barrier()  # before it has, nothing may be applied
-            session.member.before_end.append(partial(remote.leave, None))
+            session.member.process.before_end.append(partial(remote.leave, None))
         return Worker(session, remote, traffic)
     holdings = traffic.holdings()
     shard = None if holdings is None else shard_of(session, holdings, build, learnt, apart=apart)
@@ -203,5 +203,5 @@ def attach(session: Session, model: Model, build: Build, learnt: list[Record], *
         return Worker(session, LocalOwners(session, shard, len(model.layout.buckets)), traffic)
     remote = RemoteOwners(session)
     over = None if shard is None else serve_beside(session, shard, traffic)
-    session.member.before_end.append(partial(remote.leave, over))
+    session.member.process.before_end.append(partial(remote.leave, over))
     return Worker(session, remote, traffic)

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..collectives import Collective
-from ..engine.engine import Engine
 from ..engine.order import NOW, UNANNOUNCED, Order
 from ..engine.runs import Sign
 from ..engine.work import Work
@@ -26,8 +25,8 @@ from ..nouns import Group
 from ..plans.messages import Program
 from ..plans.plan import Plan
 from .callers import Callers
+from .grouped import AnyEngine, AnyMember
 from .keys import CallKeys
-from .member import Member
 from .numbers import Numbers
 from .programs import among, broadcast_plan, compiled, has_phases, phases_of, planned
 from .tickets import (
@@ -61,7 +60,7 @@ class Communicator:
     ``number`` is the same on all of them, and of no other communicator of theirs: keys follow from it.
     """
 
-    def __init__(self, member: Member, ranks: Sequence[int], plan: Planner, number: int = 0) -> None:
+    def __init__(self, member: AnyMember, ranks: Sequence[int], plan: Planner, number: int = 0) -> None:
         self.member, self.ranks, self.number = member, tuple(ranks), number
         self.is_worker = member.index in self.ranks
         """Whether this process is one of the ranks; a server is not."""
@@ -89,7 +88,7 @@ class Communicator:
         return len(self.ranks)
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> AnyEngine:
         """The engine; raises ClosedError after the end, in forked children, and in a world of one worker."""
         return self.member.engine
 
@@ -169,7 +168,7 @@ class Communicator:
 
     def come(self, kind: int, argument: int = 0, weight: float = 0.0, flags: int = 0) -> tuple[Ticket, int]:
         """Come to the next call: the ticket for it, and the key of its first exchange."""
-        self.member.check_usable()
+        self.member.process.check_usable()
         if not self.is_worker:
             raise UsageError(
                 f"{self.member.name(self.index)} takes no part in {CALLS[kind]}: servers run the script up to"
@@ -218,10 +217,9 @@ class Communicator:
     def late(self, label: str, missing: Sequence[int], timeout: float) -> PeerTimeout:
         """The error for processes that have not come in time, told to all."""
         names = ", ".join(self.member.name(index) for index in missing)
-        late = PeerTimeout(
-            f"{self.titled(label)}: not reached {within(timeout)} by {names}", rank=missing[0] if missing else -1
-        )
-        self.member.fail(late)
+        first = self.member.number(missing[0]) if missing else -1
+        late = PeerTimeout(f"{self.titled(label)}: not reached {within(timeout)} by {names}", rank=first)
+        self.member.process.fail(late)
         return late
 
     def barrier(self, timeout: float | None = None) -> None:
@@ -240,7 +238,7 @@ class Communicator:
             try:
                 yield
             except BaseException as error:
-                self.member.interrupted(error)
+                self.member.process.interrupted(error)
                 raise
 
     def allreduce(self, array: Array, average: bool = True) -> None:
@@ -326,7 +324,7 @@ class Communicator:
         """The error for workers that came for different calls."""
         text = f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}"
         error = MismatchError(self.titled(f"{text}; {remedy(theirs, ours)}"))
-        self.member.fail(error)
+        self.member.process.fail(error)
         return error
 
     def titled(self, text: str) -> str:
@@ -339,7 +337,7 @@ class Communicator:
     def give_back(self) -> None:
         """Nothing more is done here among these ranks, which may use the number again; unless something goes on."""
         if self.number and not self._keys.held:
-            self.numbers.give_back(self.ranks, self.number, self._calls)
+            self.numbers.give_back(range(self.world_size), self.number, self._calls)
 
     def call_key(self) -> int:
         """The key of one more exchange of a call; all workers take as many for each.

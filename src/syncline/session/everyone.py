@@ -12,8 +12,8 @@ from ..engine.work import Work
 from ..errors import ProtocolError
 from ..nouns import Group
 from .communicator import Array
+from .grouped import AnyMember
 from .keys import BUCKET_KEYS
-from .member import Member
 from .programs import among, broadcast_plan, compiled, planned
 
 _TOLD_KEY, _SHARE_KEY = BUCKET_KEYS, BUCKET_KEYS + 1
@@ -30,7 +30,7 @@ class Heard(NamedTuple):
 class Everyone:
     """All processes of ``group``, as one of them sees them."""
 
-    def __init__(self, member: Member, group: Group) -> None:
+    def __init__(self, member: AnyMember, group: Group) -> None:
         self._member, self._group = member, group
 
     def broadcast(self, array: Array, key: int, label: str, tolerant: bool = False) -> Work:
@@ -45,7 +45,7 @@ class Everyone:
             self._member.engine.wait(self.broadcast(size, _TOLD_KEY, label))
             return self._told(size, data, label)
         except BaseException as error:
-            self._member.interrupted(error)
+            self._member.process.interrupted(error)
             raise
 
     def listen(self, label: str) -> Heard:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from ..errors import UsageError
 from ..plans.plan import ranks_text
+from .grouped import GROUPS
 from .session import Session
-from .within import GROUPS
 
 
 class WorkerGroup:

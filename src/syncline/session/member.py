@@ -71,8 +71,13 @@ class Member:
             ending.answer = self._engine.answer
 
     @property
+    def process(self) -> Member:
+        """What is one for a process, whatever groups it is in: it fails, and it ends."""
+        return self
+
+    @property
     def title(self) -> str:
-        """How messages call the group of processes, where these are some of the run's (``within``)."""
+        """How messages call the group of processes, where these are some of the run's (``grouped``)."""
         return ""
 
     @property
@@ -94,8 +99,12 @@ class Member:
         return role + (self.roll.name(index) if self.roll is not None else f"rank {index}")
 
     def number(self, index: int) -> int:
-        """The number in the run of a process, which is its own unless these are some of them (``within``)."""
+        """The number in the run of a process, which is its own unless these are some of them (``grouped``)."""
         return index
+
+    def left_already(self) -> frozenset[int]:
+        """The processes that have said goodbye, as far as that is known here."""
+        return self.ending.left_already()
 
     @property
     def forked(self) -> bool:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import PeerTimeout, UsageError
-from .member import Member
+from .grouped import AnyMember
 from .tickets import SPLIT, Ticket, making, numbers_of
 
 COMMUNICATORS = 1 << 10
@@ -34,7 +34,7 @@ class Numbers:
 
     def __init__(
         self,
-        member: Member,
+        member: AnyMember,
         ranks: Sequence[int],
         agree: Callable[[int, int, float | None, int], list[Ticket]],
         late: Callable[[str, Sequence[int], float], PeerTimeout],
@@ -49,25 +49,25 @@ class Numbers:
         """
         member = self._member
         try:
-            with member.splitting:
+            with member.process.splitting:
                 return self._agree_on(chosen, timeout)
         except BaseException as error:
-            member.interrupted(error)
+            member.process.interrupted(error)
             raise
 
     def _agree_on(self, chosen: tuple[int, ...], timeout: float | None) -> int:
         member = self._member
-        processes = tuple(self._ranks[rank] for rank in chosen)
-        free = member.given_back.get(processes, [])
-        asked = making(chosen, member.communicators, free[-1][0] if free else 0)
+        processes = self._processes(chosen)
+        free = member.process.given_back.get(processes, [])
+        asked = making(chosen, member.process.communicators, free[-1][0] if free else 0)
         tickets = self._agree(SPLIT, zlib.crc32(str(chosen).encode()), timeout, asked)
         numbers = [numbers_of(tickets[rank]) for rank in chosen]
         number, again = max(new for new, _ in numbers), {old for _, old in numbers}
         if len(again) == 1 and 0 not in again:
-            return free.pop()[0] if member.index in processes else again.pop()
+            return free.pop()[0] if member.process.index in processes else again.pop()
         _check(number)
-        if member.index in processes:
-            member.communicators = number + 1
+        if member.process.index in processes:
+            member.process.communicators = number + 1
         return number
 
     def agree_within(self, chosen: tuple[int, ...], name: str, timeout: float | None = None) -> int:
@@ -78,12 +78,12 @@ class Numbers:
         behind as many calls: then what each has told the others of it has come, and nothing of it is left.
         """
         member, label = self._member, f"making the group {name}"
-        free = member.given_back.get(tuple(self._ranks[rank] for rank in chosen), [])
-        mine = _FOUNDING.pack(member.communicators, *(free[-1] if free else (0, 0)))
+        free = member.process.given_back.get(self._processes(chosen), [])
+        mine = _FOUNDING.pack(member.process.communicators, *(free[-1] if free else (0, 0)))
         peers = [self._ranks[rank] for rank in chosen if self._ranks[rank] != member.index]
         tag = _FOUNDING_MESSAGES | zlib.crc32(f"{name} {chosen}".encode())
-        with member.splitting:
-            number = member.communicators
+        with member.process.splitting:
+            number = member.process.communicators
             if peers:
                 engine = member.engine
                 sent = [engine.send(peer, tag, mine, label) for peer in peers]
@@ -102,15 +102,19 @@ class Numbers:
             if free and alike:
                 return free.pop()[0]
             _check(number)
-            member.communicators = number + 1
+            member.process.communicators = number + 1
         return number
 
-    def give_back(self, processes: tuple[int, ...], number: int, calls: int = 0) -> None:
-        """Nothing is under way here any more in the group of these processes of that number, and nothing will be.
+    def give_back(self, ranks: Iterable[int], number: int, calls: int = 0) -> None:
+        """Nothing is under way here any more in the group of these ranks of that number, and nothing will be.
 
         ``calls`` is how many were made in it, where its ranks have not met since.
         """
-        self._member.given_back.setdefault(processes, []).append((number, calls))
+        self._member.process.given_back.setdefault(self._processes(ranks), []).append((number, calls))
+
+    def _processes(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Their numbers in the run."""
+        return tuple(self._member.number(self._ranks[rank]) for rank in ranks)
 
 
 def _check(number: int) -> None:

@@ -35,12 +35,12 @@ from .communicator import Array, Communicator
 from .coordination import Coordination
 from .ending import Ending
 from .everyone import Everyone
+from .grouped import AnyMember, GroupMember
 from .keys import BUCKET_KEYS
 from .member import Member
 from .programs import compiled, has_phases, phases_of, planned
 from .stats import Stats
 from .tickets import TABLE
-from .within import member_within
 
 MODEL_KEYS = 1 << 16
 """Keys of one model among those of buckets: several models may be in flight at once."""
@@ -70,7 +70,7 @@ class Session(Communicator):
         member = Member(group, index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s, observer=observer)
         self._begin(strategy, group, member)
 
-    def _begin(self, strategy: Strategy, group: Group, member: Member, number: int = 0) -> None:
+    def _begin(self, strategy: Strategy, group: Group, member: AnyMember, number: int = 0) -> None:
         super().__init__(member, range(group.workers), self._allreduce_in, number)
         self.strategy = strategy
         self.group = group
@@ -103,7 +103,7 @@ class Session(Communicator):
         ``ranks`` are theirs in the run, ascending; ``number`` is one that none of them has used (``GROUPS``). What runs
         is what ``world`` runs, in a smaller group.
         """
-        made, member = cls.__new__(cls), member_within(world.member, ranks, number)
+        made, member = cls.__new__(cls), GroupMember(world.member.process, ranks, number)
         made._begin(world.strategy, member.group, member, number)
         made.choice, made.chose_codec, made.reason = world.choice, world.chose_codec, world.reason
         made.left_open = world.left_open
@@ -161,17 +161,17 @@ class Session(Communicator):
     @property
     def ending(self) -> Ending:
         """What this process says and hears of the end."""
-        return self.member.ending
+        return self.member.process.ending
 
     @property
     def local_rank(self) -> int:
         """This process's number on its host."""
-        return self.member.local_rank
+        return self.member.process.local_rank
 
     @property
     def observer(self) -> Observer | None:
         """Who is told all that begins and ends here, if anybody is."""
-        return self.member.observer
+        return self.member.process.observer
 
     @property
     def alone(self) -> bool:
@@ -181,7 +181,7 @@ class Session(Communicator):
     @property
     def forked(self) -> bool:
         """True in a process that was forked from the session's own."""
-        return self.member.forked
+        return self.member.process.forked
 
     def name(self, rank: int) -> str:
         """How messages call a process: a worker, or a server behind them."""
@@ -193,15 +193,15 @@ class Session(Communicator):
 
     def check_usable(self) -> None:
         """Raise ClosedError when this session cannot be used (any more, or here)."""
-        self.member.check_usable()
+        self.member.process.check_usable()
 
     def fail(self, error: Exception) -> None:
         """This process gives up: tell everyone and end the engine. In a forked child it is none of its business."""
-        self.member.fail(error)
+        self.member.process.fail(error)
 
     def shutdown(self) -> Exception | None:
-        """As ``Member.shutdown``."""
-        return self.member.shutdown()
+        """As ``Member.shutdown``; a group ends with the run."""
+        return self.member.process.shutdown() if self is self.family[0] else None
 
     # What runs.
 

@@ -84,7 +84,7 @@ class Buckets:
         table, bell = self._table, int(self._table[kernel.BELL])
         poll = select.poll()
         poll.register(bell, select.POLLIN)
-        while self._model.session.member.usable:
+        while self._model.session.member.process.usable:
             table[kernel.ASLEEP] = 1
             self._tell()
             rung = poll.poll(_LOOK_MS)

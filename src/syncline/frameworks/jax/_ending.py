@@ -30,7 +30,7 @@ def unseen(session: Session, function: Callable[..., None]) -> Callable[..., Non
         try:
             function(*arguments)
         except BaseException:
-            session.member.ending.reached_nobody()
+            session.member.process.ending.reached_nobody()
             raise
 
     return call

@@ -74,7 +74,7 @@ class Prepared:
         if self.optimizer is not None:
             exchange_in(self.optimizer, run)
             self._since = self._made()
-            self.session.member.before_end.append(self.check_steps)
+            self.session.member.process.before_end.append(self.check_steps)
             if isinstance(self.model, keras.Model):
                 _guard(self.model, run, self.optimizer)
         return True

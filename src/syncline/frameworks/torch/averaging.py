@@ -170,7 +170,7 @@ class Averaging:
                 else:
                     self._end(action.step)
         except BaseException as error:
-            self._replica.session.member.interrupted(error)  # the others wait for the rest
+            self._replica.session.member.process.interrupted(error)  # the others wait for the rest
             raise
 
     def _begin(self, meeting: Meeting, step: int) -> None:
@@ -278,7 +278,7 @@ class Averaging:
             self._weights.take_final()
             self._buffers.finish()
         except BaseException as error:
-            session.member.interrupted(error)
+            session.member.process.interrupted(error)
             raise
 
     def _sum(self) -> None:

@@ -218,7 +218,7 @@ class Passes:
             self._send_rest(held and due)
         except BaseException as error:
             if replica.exchanging.begun:  # the others wait for the rest of this step
-                replica.session.member.interrupted(error)
+                replica.session.member.process.interrupted(error)
             replica.begin_anew()
             self.reset()
             raise

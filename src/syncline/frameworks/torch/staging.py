@@ -30,10 +30,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ...engine.engine import Engine
 from ...engine.trace import Span, begin
 from ...engine.work import Work
 from ...errors import NotBuiltError, SynclineError, UsageError
+from ...session.grouped import AnyEngine
 from .storage import Array, Pair
 
 _PAGE_BYTES = 4096
@@ -129,7 +129,7 @@ class InPlace:
 
     device: torch.device | None = None
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: AnyEngine) -> None:
         self.allocate = engine.allocate
 
     def down(self, pair: Pair, gate: Work | None, label: str) -> Work | None:  # noqa: ARG002
@@ -153,7 +153,7 @@ class InPlace:
 class Staged:
     """Tensors live on a device: ``copier`` takes them down and up. ``fail`` is told when a copy fails."""
 
-    def __init__(self, engine: Engine, copier: Copier, fail: Callable[[Exception], None]) -> None:
+    def __init__(self, engine: AnyEngine, copier: Copier, fail: Callable[[Exception], None]) -> None:
         self.device: torch.device | None = copier.device
         self._engine, self._copier, self._fail = engine, copier, fail
         self._pinned: list[torch.Tensor] = []
@@ -376,7 +376,7 @@ def device_of(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
 
 
 def staging_for(
-    device: torch.device, engine: Engine, fail: Callable[[Exception], None], copier: Copier | None = None
+    device: torch.device, engine: AnyEngine, fail: Callable[[Exception], None], copier: Copier | None = None
 ) -> Staging:
     """What a model on that device needs; ``copier`` stands in for the device's own."""
     if copier is None:

@@ -64,7 +64,7 @@ class Call:
             for works in self.rest:
                 await_works(self.us, works, self.label, max(0.0, deadline - time.monotonic()), timeout_s)
         except BaseException as error:
-            self.us.member.interrupted(error)
+            self.us.member.process.interrupted(error)
             raise
 
     def begin(self) -> Work:
@@ -94,7 +94,7 @@ class Call:
 
 def run_single(us: Communicator, single: Single, timeout_s: float) -> None:
     """Make an exchange here; PeerTimeout names who has not come, or the limit, after ``timeout_s``."""
-    engine = us.engine
+    engine = us.member.process.engine
     try:
         engine.run(single.order, timeout_s)
     except PeerTimeout:
@@ -113,7 +113,7 @@ def await_works(
     """
     if not works:
         return
-    engine = us.engine
+    engine = us.member.process.engine
     try:
         engine.wait(*works, timeout=timeout_s)
     except PeerTimeout:
@@ -126,5 +126,5 @@ def await_works(
             f"{label}: not done {within(timeout_s if limit_s is None else limit_s)}, waiting for {names}",
             rank=awaited[0] if awaited else -1,
         )
-        us.member.fail(late)
+        us.member.process.fail(late)
         raise late from None

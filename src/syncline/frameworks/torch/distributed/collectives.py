@@ -261,7 +261,7 @@ class Collectives:
             f"{label}: {us.name(rank)} gives {theirs} bytes for {us.name(us.rank)}, which expects {ours}; check that"
             " the sizes of what every rank gives and takes fit together"
         )
-        us.member.fail(error)
+        us.member.process.fail(error)
         return error
 
 

@@ -129,7 +129,7 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         """The group is destroyed; receives that nothing was sent for are given up."""
         while self.beside:
             self.beside.popitem()[1].shutdown()
-        if not self._running.alone and self.us.member.usable:
+        if not self._running.alone and self.us.member.process.usable:
             self._mailbox.close()
             self._prompt.close()
             if self._mailbox.unused:
@@ -140,9 +140,11 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         """End what is under way, and with it the run, without waiting: the others get an error that names this rank."""
         while self.beside:
             self.beside.popitem()[1].abort()
-        if not self._running.alone and self.us.member.usable:
+        if not self._running.alone and self.us.member.process.usable:
             name = self.us.name(self.us.rank)
-            self.us.member.fail(ClosedError(f"{name} has aborted the process group {self._called or 'of all ranks'}"))
+            self.us.member.process.fail(
+                ClosedError(f"{name} has aborted the process group {self._called or 'of all ranks'}")
+            )
         with contextlib.suppress(ClosedError, PeerError):
             self._shut()
 

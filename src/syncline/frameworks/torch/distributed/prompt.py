@@ -67,7 +67,7 @@ class Prompt:
         except PeerTimeout:
             if us.engine.error is not None:
                 raise
-            raise us.late(_LABEL, sorted(us.engine.absent(key, us.ranks)), timeout_s) from None
+            raise us.late(_LABEL, sorted(us.member.process.engine.absent(key, us.ranks)), timeout_s) from None
         finally:
             self._busy = False
         return True
@@ -121,7 +121,7 @@ class Prompt:
         while self._known:
             prepared = self._known.popitem()[1]
             if prepared is not None and self._us.engine.error is None:
-                self._us.engine.drop(prepared.kept, prepared.work)
+                self._us.member.process.engine.drop(prepared.kept, prepared.work)
 
     def _prepare(self, tensor: torch.Tensor) -> _Prepared | None:
         """What is kept for tensors like this one, None where they go the long way."""
@@ -133,7 +133,7 @@ class Prompt:
         program = us.allreduce_program(nbytes)
         prepared = None
         if reduction.adds(array.dtype) and isinstance(program, Program) and us.shows(program, array):
-            kept = us.engine.keep(program, array.dtype, array.size)
+            kept = us.member.process.engine.keep(program, array.dtype, array.size)
             if kept is None:  # not now
                 return None
             prepared = _Prepared(kept, *shown(reduction.name, sizes_of([tensor])))

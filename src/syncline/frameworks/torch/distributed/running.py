@@ -73,4 +73,4 @@ class Running:
         """Calls may take so long, also where nothing else in the run may."""
         self._allowed_s = limit_s
         if not self.alone:
-            self.us.engine.allow(limit_s)
+            self.us.member.process.engine.allow(limit_s)

@@ -129,5 +129,5 @@ def _watch_the_end() -> None:
 def _forget() -> None:
     """In a forked child (a data loader's worker): the connections are the parent's."""
     for session in _live:
-        session.member.forget_in_child()
+        session.member.process.forget_in_child()
     _live.clear()

@@ -49,7 +49,7 @@ class GroupWork(TorchWork):
     ) -> None:
         super().__init__()
         self._us, self.work, self._label = us, work, label
-        self._engine = None if work is None else us.engine
+        self._engine = None if work is None else us.member.process.engine
         self._outputs, self.timeout_s, self._completer = outputs, timeout_s, completer
         self._future: Future[Any] | None = None
         self._lock = threading.Lock()

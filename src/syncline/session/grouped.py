@@ -1,4 +1,4 @@
-"""A member and its engine as a group of workers sees them: processes have numbers within the group, keys are its own.
+"""A process as a member of a group of workers, and its engine there: peers are counted within the group.
 
 A group is a run in small. Whoever communicates in it (``Session.within``) counts its processes from 0, uses any key and
 any topic, and knows nothing of other groups. What it hands over is translated here: plans become plans between the
@@ -15,24 +15,26 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..collectives import Collective
-from ..compression.reducers import Lengths, Message, Reducer, Round, Sum
+from ..compression.reducers import Lengths, Message, Reducer, Room, Round, Sum
 from ..engine.blocked import Blocked
 from ..engine.engine import Engine
 from ..engine.order import NOW, CodedOrder, Order, When
 from ..engine.runs import KEYS, Array
+from ..engine.trace import Observer
 from ..engine.work import Work
 from ..errors import ClosedError, UsageError
 from ..nouns import Group
 from ..plans.messages import Program, compile_program
 from ..plans.plan import Plan, ranks_text
+from ..transports import Transport
 from ..wire.culprit import Waits
 from ..wire.member import Roll
-from .ending import Ending
 from .member import Member
 
 BLOCK_BITS = 23
@@ -41,28 +43,14 @@ BLOCK_BITS = 23
 GROUPS = KEYS >> BLOCK_BITS
 """Numbers of groups are below this one, and above 0."""
 
-_OF_ENGINE = {"allocate", "allow", "check_not_driving", "doing", "fail", "fulfil", "interrupted", "observer", "room"}
-_OF_ENGINE |= {"transport"}
-_OF_ENDING = {"explain"}
-_OF_MEMBER = {"before_end", "call_at_end", "check_usable", "fail", "forked", "given_back", "interrupted", "local_rank"}
-_OF_MEMBER |= {"observer", "splitting", "usable"}
-"""What means the same in a group as in the run. All else has to be translated, and is not there until it is."""
-
 _OF_MESSAGES, _NUMBER_BIT = 5 << 61, 54
 """Tags of single messages have the highest bit alone of the first three; the group's number is put into bits 54 on."""
 
 
-def _shared(of: object, name: str, shared: Collection[str]) -> Any:
-    """What is the run's, of what is ``shared``; raises AttributeError for what counts processes, or keys, otherwise."""
-    if name not in shared:
-        raise AttributeError(f"{name} of {type(of).__name__} is nothing in a group of workers: use that of all")
-    return getattr(of, name)
+class GroupEngine:
+    """The engine of one process as the group ``number`` of the processes ``ranks`` uses it.
 
-
-class EngineWithin:
-    """What the processes ``ranks`` of a run, as group ``number``, use of the engine of one of them.
-
-    Peers are positions in ``ranks``. What is neither here nor among what is shared is not to be had in a group.
+    Peers are positions in ``ranks``. What is not here cannot be used in a group.
     """
 
     def __init__(self, of: Engine, ranks: tuple[int, ...], index: int, number: int) -> None:
@@ -73,9 +61,6 @@ class EngineWithin:
         self._waited = Blocked()
         self._sent, self._received = Counter[int](), Counter[int]()
         self._counting = threading.Lock()
-
-    def __getattr__(self, name: str) -> Any:
-        return _shared(self._of, name, _OF_ENGINE)
 
     # What is handed over.
 
@@ -131,7 +116,15 @@ class EngineWithin:
         """As ``Engine.then``."""
         return self._of.then(self._label(label), works, call, tolerant=tolerant)
 
-    # Who waits.
+    def fulfil(self, work: Work) -> None:
+        """As ``Engine.fulfil``."""
+        self._of.fulfil(work)
+
+    def allocate(self, nbytes: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """As ``Engine.allocate``."""
+        return self._of.allocate(nbytes, dtype)
+
+    # Waiting, and faults.
 
     def wait(self, *works: Work, timeout: float | None = None) -> None:
         """As ``Engine.wait``."""
@@ -155,6 +148,18 @@ class EngineWithin:
         """What ended the run."""
         return self._of.error
 
+    def check_error(self) -> None:
+        """As ``Engine.check_error``."""
+        self._of.check_error()
+
+    def check_not_driving(self) -> None:
+        """As ``Engine.check_not_driving``."""
+        self._of.check_not_driving()
+
+    def fail(self, error: Exception) -> None:
+        """End the run of all workers."""
+        self._of.fail(error)
+
     @property
     def awaited(self) -> set[int]:
         """The processes of the group that something under way in this process waits for."""
@@ -171,6 +176,21 @@ class EngineWithin:
         self._of.expects = lambda: {**before(), **{ranks[peer]: why for peer, why in found().items()}}
 
     # Figures.
+
+    @property
+    def observer(self) -> Observer | None:
+        """Who is told all that begins and ends in the run, if anybody is."""
+        return self._of.observer
+
+    @property
+    def transport(self) -> Transport:
+        """What carries the messages of the run."""
+        return self._of.transport
+
+    @property
+    def room(self) -> Room:
+        """As ``Engine.room``."""
+        return self._of.room
 
     @property
     def blocked_s(self) -> float:
@@ -275,51 +295,23 @@ def _shares(plan: Plan, process: int) -> tuple[Mapping[int, float], Mapping[int,
     return found[0], found[1]
 
 
-class EndingWithin:
-    """How the run ends, seen from a group: who of it has left, and what is shared."""
+class GroupMember:
+    """This process as a member of the group ``number`` of the processes ``ranks``, which it counts from 0."""
 
-    def __init__(self, of: Ending, ranks: tuple[int, ...]) -> None:
-        self._of, self._ranks = of, ranks
-
-    def __getattr__(self, name: str) -> Any:
-        return _shared(self._of, name, _OF_ENDING)
-
-    def left_already(self) -> frozenset[int]:
-        """The processes of the group that have said goodbye, as far as that is known here."""
-        left = self._of.left_already()
-        return frozenset(position for position, process in enumerate(self._ranks) if process in left)
-
-
-class MemberWithin:
-    """Process ``index`` of the group of the processes ``ranks`` of a run: what is here, and what is shared."""
-
-    def __init__(self, of: Member, ranks: Sequence[int], number: int) -> None:
-        self._of, self.ranks = of, tuple(ranks)
-        self.index = self.ranks.index(of.index)
-        nodes = of.group.nodes
+    def __init__(self, process: Member, ranks: Sequence[int], number: int) -> None:
+        self.process, self.ranks = process, tuple(ranks)
+        self.index = self.ranks.index(process.index)
+        nodes = process.group.nodes
         self.group = Group(len(self.ranks), nodes=tuple(nodes[rank] for rank in self.ranks) if nodes else ())
         self.title = title_of(self.ranks)
-        self.ending = cast(Ending, EndingWithin(of.ending, self.ranks))
         self.before_calls: dict[int, Callable[[], None]] = {}
         """As the member's, of models that were prepared in the group."""
-        self._engine = None if len(self.ranks) == 1 else EngineWithin(of.engine, self.ranks, self.index, number)
-
-    def __getattr__(self, name: str) -> Any:
-        return _shared(self._of, name, _OF_MEMBER)
-
-    @property
-    def communicators(self) -> int:
-        """As the member's: numbers are those of all communicators of the process."""
-        return self._of.communicators
-
-    @communicators.setter
-    def communicators(self, number: int) -> None:
-        self._of.communicators = number
+        self._engine = None if len(self.ranks) == 1 else GroupEngine(process.engine, self.ranks, self.index, number)
 
     @property
     def roll(self) -> Roll | None:
         """Who the processes of the group are."""
-        found = self._of.roll
+        found = self.process.roll
         members = () if found is None else tuple(found.members[rank] for rank in self.ranks)
         return None if found is None else replace(found, index=self.index, members=members)
 
@@ -329,26 +321,27 @@ class MemberWithin:
         return self._engine is None
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> GroupEngine:
         """The engine within the group; raises ClosedError after the end, in forked children and in a group of one."""
-        self._of.check_usable()
+        self.process.check_usable()
         if self._engine is None:
             raise ClosedError("a group of one worker has no engine")
-        return cast(Engine, self._engine)
+        return self._engine
 
     def name(self, index: int) -> str:
         """How messages call a process: by its number in the run."""
-        return self._of.name(self.ranks[index])
+        return self.process.name(self.ranks[index])
 
     def number(self, index: int) -> int:
         """The number in the run of a process of the group."""
         return self.ranks[index] if index >= 0 else index
 
-    def shutdown(self) -> Exception | None:
-        """The run ends as a whole."""
-        return None
+    def left_already(self) -> frozenset[int]:
+        """The processes of the group that have said goodbye, as far as that is known here."""
+        left = self.process.left_already()
+        return frozenset(position for position, process in enumerate(self.ranks) if process in left)
 
 
-def member_within(of: Member, ranks: Sequence[int], number: int) -> Member:
-    """This process as a member of the group of these ranks, for whoever takes a member of a run."""
-    return cast(Member, MemberWithin(of, ranks, number))
+AnyEngine = Engine | GroupEngine
+AnyMember = Member | GroupMember
+"""Of all workers, or of a group of them."""
