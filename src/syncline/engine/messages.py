@@ -25,7 +25,7 @@ from ..kernels.cpu import add_all_into
 from ..plans.messages import Action
 from ..transports import Adds, Handle, Transport
 from ..wire.scratch import Scratch
-from .runs import MOST_SEGMENTS, Copied, Run, Segment, borrows, has_begun, segments_of, tag_of
+from .runs import MOST_SEGMENTS, Copied, Run, Segment, cut_of, has_begun
 from .trace import Kind, Observer, Span, begin
 
 
@@ -53,17 +53,17 @@ class TwoSided:
 
     def cut(self, run: Run) -> None:
         """Cut the array of a run into segments, which may be none; raises UsageError for more than tags can number."""
-        per_segment, segments = segments_of(run, self._segment_bytes)
+        run.cut = cut_of(run.program, run.array.size, max(1, self._segment_bytes // run.array.itemsize))
+        segments = run.cut.segments
         if segments > MOST_SEGMENTS:
             text = f"{run.label}: an array of {run.array.nbytes} bytes has {segments} segments"
             raise UsageError(f"{text}, and tags can number {MOST_SEGMENTS}: use smaller buckets, or parts of the array")
         run.bytes_view = run.array.view(np.uint8)
-        run.per_segment, run.segments = per_segment, segments
         run.left, run.opened = segments, 0
 
     def start(self, run: Run) -> None:
         """Open the first segments of a run."""
-        while run.opened < min(self._window, run.segments):
+        while run.opened < min(self._window, run.cut.segments):
             self._open(run)
 
     def waiting_for(self, run: Run) -> dict[int, str]:
@@ -87,21 +87,17 @@ class TwoSided:
         run.open_segments.append(segment)
         run.opened += 1
         ready = []
-        for i, action in enumerate(run.program.actions):
-            if borrows(action):
-                start, stop = segment.bounds(action)
-                if start < stop:
-                    nbytes = (stop - start) * run.array.itemsize
-                    segment.posted.add(i)
-                    tag = tag_of(segment, action)
-                    if self._observer is not None:
-                        segment.spans[i] = self._tell("receive", segment, action)
-                    if self._adder is not None and self._adds(segment, i):
-                        self._adder.add(action.peer, tag, run.array[start:stop], owner=(segment, i))
-                    else:
-                        self._transport.borrow(action.peer, tag, nbytes, owner=(segment, i))
-                    continue
-            if segment.waits[i] == 0:
+        for i, (start, stop, tag, borrows) in enumerate(segment.parts):
+            if borrows and start < stop:
+                peer, tag = run.program.actions[i].peer, segment.tag | tag
+                segment.posted.add(i)
+                if self._observer is not None:
+                    segment.spans[i] = self._tell("receive", segment, i)
+                if self._adder is not None and self._adds(segment, i):
+                    self._adder.add(peer, tag, run.array[start:stop], owner=(segment, i))
+                else:
+                    self._transport.borrow(peer, tag, (stop - start) * run.array.itemsize, owner=(segment, i))
+            elif segment.waits[i] == 0:
                 ready.append(i)
         for i in ready:
             self._act(segment, i)
@@ -118,19 +114,19 @@ class TwoSided:
         while todo:
             i = todo.pop()
             run, action = segment.run, segment.run.program.actions[i]
-            start, stop = segment.bounds(action)
+            start, stop, tag, borrows = segment.parts[i]
             if start == stop:
                 todo.extend(self._finished(segment, i))
-            elif borrows(action):
+            elif borrows:
                 todo.extend(self._reduce_what_came(segment, i))
             else:
                 item = run.array.itemsize
                 part = run.bytes_view[start * item : stop * item]
-                tag = tag_of(segment, action)
+                tag |= segment.tag
                 segment.posted.add(i)
                 if self._observer is not None:
                     kind: Kind = "send" if action.kind == "send" else "receive"
-                    segment.spans[i] = self._tell(kind, segment, action)
+                    segment.spans[i] = self._tell(kind, segment, i)
                 if action.kind == "send":
                     self._transport.send(action.peer, tag, part, run.priority, owner=(segment, i))
                 else:
@@ -144,7 +140,7 @@ class TwoSided:
             if segment.run.tolerant and self._has_left(handle.peer):
                 return
             raise self._explain(handle.error, segment, action)
-        start, stop = segment.bounds(action)
+        start, stop, _, borrows = segment.parts[i]
         expected = (stop - start) * segment.run.array.itemsize
         if handle.nbytes != expected:
             came = f"{handle.nbytes} bytes came where {expected} were expected"
@@ -153,7 +149,7 @@ class TwoSided:
             segment.spans.pop(i).end()
         if handle.kind == "add":
             unlocked = self._finished(segment, i)
-        elif borrows(action):
+        elif borrows:
             lent = self._transport.lends_from(action.peer)
             segment.arrived[i] = self._copied(handle) if action.swaps and lent else handle
             unlocked = self._reduce_what_came(segment, segment.first_waiting(i))
@@ -182,14 +178,14 @@ class TwoSided:
                     return []  # lent memory costs nothing to hold: one pass over all of them is worth the wait
                 break
             ready.append(following)
-        start, stop = segment.bounds(program.actions[i])
+        start, stop, *_ = segment.parts[i]
         came = [segment.arrived.pop(index) for index in ready]
         payloads = [item.payload for item in came]
         into = segment.run.array[start:stop]
         parts = [payload.view(into.dtype) for payload in payloads if payload is not None]
         kind: Kind = "copy" if program.actions[i].kind == "copy" else "reduce"
         if self._observer is not None:
-            spans = [self._tell(kind, segment, program.actions[index]) for index in ready]
+            spans = [self._tell(kind, segment, index) for index in ready]
         if kind == "copy":
             np.copyto(into, parts[0])
         else:
@@ -219,16 +215,17 @@ class TwoSided:
                 segment.span.end()
             run.open_segments.remove(segment)
             run.left -= 1
-            if run.opened < run.segments:
+            if run.opened < run.cut.segments:
                 self._open(run)
             elif run.left == 0:
                 self._finish(run)
         return unlocked
 
-    def _tell(self, kind: Kind, segment: Segment, action: Action) -> Span:
+    def _tell(self, kind: Kind, segment: Segment, i: int) -> Span:
         """Tell the observer, which there is, that something of a segment begins."""
         assert self._observer is not None
-        run, (start, stop) = segment.run, segment.bounds(action)
+        run, (start, stop, *_) = segment.run, segment.parts[i]
+        action = run.program.actions[i]
         nbytes, place = (stop - start) * run.array.itemsize, (segment.number, action.step, action.peer)
         span = Span(self._observer, kind, run.label, segment.span, -1, "", run.priority, *place, nbytes)
         self._observer.begin(span)  # as ``begin`` does, of which there are as many as messages
@@ -238,7 +235,7 @@ class TwoSided:
         verb = {"send": "sending to", "copy": "receiving from", "reduce": "reducing from"}[action.kind]
         return (
             f"{segment.run.label}: {verb} rank {action.peer} ({segment.run.program.plan.name}, step {action.step},"
-            f" segment {segment.number + 1} of {segment.run.segments})"
+            f" segment {segment.number + 1} of {segment.run.cut.segments})"
         )
 
     def _explain(self, error: Exception, segment: Segment, action: Action) -> Exception:

@@ -7,14 +7,15 @@ which executes the whole plan on its own elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plans.messages import Action, Program
+from ..plans.messages import Program
 from ..transports import Handle
 from .trace import Span
 
@@ -59,8 +60,7 @@ class Run:
     tolerant: bool = False
     span: Span | None = None
     sign: Sign | None = None
-    per_segment: int = 0
-    segments: int = 0
+    cut: Cut = field(init=False, repr=False)
     opened: int = 0
     left: int = 0
     open_segments: list[Any] = field(default_factory=list)
@@ -86,37 +86,20 @@ class Copied:
 
 
 class Segment:
-    """The state of one segment: which actions still wait, and what has arrived too early to be applied.
+    """The state of one segment: which actions still wait, and what has arrived too early to be applied."""
 
-    A plan whose chunks belong to ranks (reduce-scatter, all-gather) is cut inside each chunk, so that a rank's chunk of
-    the whole array stays in one piece; others are cut into contiguous segments, which are kinder to the cache.
-    """
-
-    __slots__ = ("arrived", "left", "number", "posted", "run", "span", "spans", "starts", "stops", "waits")
+    __slots__ = ("arrived", "left", "number", "parts", "posted", "run", "span", "spans", "tag", "waits")
 
     def __init__(self, run: Run, number: int) -> None:
-        self.run = run
-        self.number = number
-        size, per, chunks = run.array.size, run.per_segment, run.program.plan.chunks
-        if _owned(run.program):
-            edges = chunk_edges(size, chunks)
-            self.starts = [min(edges[chunk] + number * per, edges[chunk + 1]) for chunk in range(chunks)]
-            self.stops = [min(edges[chunk] + (number + 1) * per, edges[chunk + 1]) for chunk in range(chunks)]
-        else:
-            first = number * per
-            length = min(size - first, per)
-            edges = [first + edge for edge in chunk_edges(length, chunks)]
-            self.starts, self.stops = edges[:-1], edges[1:]
+        self.run, self.number = run, number
+        self.parts = run.cut.parts(number)
+        self.tag = first_tag(run.key, number)
         self.waits = list(run.program.waits)
         self.left = len(run.program.actions)
         self.posted: set[int] = set()  # actions handed to the transport and not done
         self.arrived: dict[int, Handle | Copied] = {}
         self.span: Span | None = None
         self.spans: dict[int, Span]  # of what is posted; where somebody observes it
-
-    def bounds(self, action: Action) -> tuple[int, int]:
-        """The elements of an action; those of several chunks are contiguous (see ``segments_of``)."""
-        return self.starts[action.lo], self.stops[action.hi - 1]
 
     def first_waiting(self, i: int) -> int:
         """The first reduction that waits to be applied in one pass with reduction ``i``, or ``i`` itself."""
@@ -126,42 +109,81 @@ class Segment:
         return i
 
 
+class Part(NamedTuple):
+    """What an action moves of a segment: the elements from ``start`` to ``stop``, under a tag that ends in ``tag``.
+
+    What arrives for one that ``borrows`` cannot go straight to its place.
+    """
+
+    start: int
+    stop: int
+    tag: int
+    borrows: bool
+
+
+class Cut:
+    """The ``segments`` of arrays of one size under a program, and what each action moves of them.
+
+    A plan whose chunks belong to ranks (reduce-scatter, all-gather) is cut inside each chunk, so that a rank's chunk of
+    the whole array stays in one piece; others are cut into contiguous segments, which are kinder to the cache.
+    """
+
+    def __init__(self, program: Program, size: int, per_segment: int) -> None:
+        self._program, self._size, self._per = program, size, per_segment
+        plan = program.plan
+        self._owned = plan.goal in ("reduce_scatter", "all_gather")
+        if not (size and program.actions):
+            self.segments = 0
+        elif not self._owned:
+            self.segments = -(-size // per_segment)
+        else:
+            widest = -(-size // plan.chunks)
+            together = any(action.hi - action.lo > 1 for action in program.actions)  # have to lie side by side
+            self._per = widest if together else max(1, per_segment // plan.chunks)
+            self.segments = -(-widest // self._per)
+        self._first = self._parts(0) if self.segments else ()
+
+    def parts(self, number: int) -> Sequence[Part]:
+        """What each action moves of a segment; known already of the first one, which most arrays have alone."""
+        return self._parts(number) if number else self._first
+
+    def _parts(self, number: int) -> tuple[Part, ...]:
+        size, per, chunks = self._size, self._per, self._program.plan.chunks
+        if self._owned:
+            edges = chunk_edges(size, chunks)
+            starts = [min(edges[chunk] + number * per, edges[chunk + 1]) for chunk in range(chunks)]
+            stops = [min(edges[chunk] + (number + 1) * per, edges[chunk + 1]) for chunk in range(chunks)]
+        else:
+            first = number * per
+            edges = [first + edge for edge in chunk_edges(min(size - first, per), chunks)]
+            starts, stops = edges[:-1], edges[1:]
+        return tuple(
+            Part(
+                starts[one.lo], stops[one.hi - 1], one.index, one.kind == "reduce" or (one.kind == "copy" and one.swaps)
+            )
+            for one in self._program.actions
+        )
+
+
+@lru_cache(maxsize=256)
+def cut_of(program: Program, size: int, per_segment: int) -> Cut:
+    """How arrays of ``size`` elements are cut into segments of up to ``per_segment``; kept, since steps repeat it."""
+    return Cut(program, size, per_segment)
+
+
 def chunk_edges(size: int, chunks: int) -> list[int]:
     """Where the chunks of an array of ``size`` elements begin and end: ``chunks + 1`` indices."""
     return [size * chunk // chunks for chunk in range(chunks + 1)]
 
 
-def segments_of(run: Run, segment_bytes: int) -> tuple[int, int]:
-    """Elements per segment (per chunk, where chunks belong to ranks), and the number of segments."""
-    size, program = run.array.size, run.program
-    if size == 0 or not program.actions:
-        return 1, 0
-    per = max(1, segment_bytes // run.array.itemsize)
-    if not _owned(program):
-        return per, -(-size // per)
-    widest = -(-size // program.plan.chunks)
-    if any(action.hi - action.lo > 1 for action in program.actions):
-        return widest, 1  # several chunks in one message have to lie side by side
-    per = max(1, per // program.plan.chunks)
-    return per, -(-widest // per)
-
-
 def has_begun(run: Run) -> bool:
-    """Whether something of a run has come or has been done."""
-    actions = len(run.program.actions)
-    segments = tuple(run.open_segments)
-    return run.left < run.segments or any(segment.arrived or segment.left < actions for segment in segments)
+    """Whether something of a run has come or has been done by messages, which have a segment open until the end."""
+    actions, segments = len(run.program.actions), tuple(run.open_segments)
+    if not segments:
+        return False
+    return run.left < run.cut.segments or any(segment.arrived or segment.left < actions for segment in segments)
 
 
-def borrows(action: Action) -> bool:
-    """Whether what arrives cannot go straight to its place."""
-    return action.kind == "reduce" or (action.kind == "copy" and action.swaps)
-
-
-def _owned(program: Program) -> bool:
-    return program.plan.goal in ("reduce_scatter", "all_gather")
-
-
-def tag_of(segment: Segment, action: Action) -> int:
-    """What tells an action's message from all others in flight between two ranks."""
-    return (segment.run.key << _INDEX_BITS + _SEGMENT_BITS) | (segment.number << _INDEX_BITS) | action.index
+def first_tag(key: int, segment: int) -> int:
+    """What tells a segment's messages from all others in flight between two ranks, below which ``Part`` has a tag."""
+    return (key << _INDEX_BITS + _SEGMENT_BITS) | (segment << _INDEX_BITS)

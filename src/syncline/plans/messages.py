@@ -41,9 +41,9 @@ class Action:
     swaps: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """One rank's actions in plan order.
+    """One rank's actions in plan order; the same only as itself.
 
     ``waits[i]`` counts the actions that must finish before action i may act (a send starts, a copy is received, a
     reduction is applied); ``unlocks[i]`` lists those that wait for it. ``follows[i]`` is the reduction that comes next
