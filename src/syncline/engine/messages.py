@@ -87,7 +87,7 @@ class TwoSided:
         run.open_segments.append(segment)
         run.opened += 1
         ready = []
-        for i, (start, stop, tag, borrows) in enumerate(segment.parts):
+        for i, (start, stop, tag, borrows) in enumerate(segment.moves):
             if borrows and start < stop:
                 peer, tag = run.program.actions[i].peer, segment.tag | tag
                 segment.posted.add(i)
@@ -114,7 +114,7 @@ class TwoSided:
         while todo:
             i = todo.pop()
             run, action = segment.run, segment.run.program.actions[i]
-            start, stop, tag, borrows = segment.parts[i]
+            start, stop, tag, borrows = segment.moves[i]
             if start == stop:
                 todo.extend(self._finished(segment, i))
             elif borrows:
@@ -140,7 +140,7 @@ class TwoSided:
             if segment.run.tolerant and self._has_left(handle.peer):
                 return
             raise self._explain(handle.error, segment, action)
-        start, stop, _, borrows = segment.parts[i]
+        start, stop, _, borrows = segment.moves[i]
         expected = (stop - start) * segment.run.array.itemsize
         if handle.nbytes != expected:
             came = f"{handle.nbytes} bytes came where {expected} were expected"
@@ -178,7 +178,7 @@ class TwoSided:
                     return []  # lent memory costs nothing to hold: one pass over all of them is worth the wait
                 break
             ready.append(following)
-        start, stop, *_ = segment.parts[i]
+        start, stop, *_ = segment.moves[i]
         came = [segment.arrived.pop(index) for index in ready]
         payloads = [item.payload for item in came]
         into = segment.run.array[start:stop]
@@ -224,7 +224,7 @@ class TwoSided:
     def _tell(self, kind: Kind, segment: Segment, i: int) -> Span:
         """Tell the observer, which there is, that something of a segment begins."""
         assert self._observer is not None
-        run, (start, stop, *_) = segment.run, segment.parts[i]
+        run, (start, stop, *_) = segment.run, segment.moves[i]
         action = run.program.actions[i]
         nbytes, place = (stop - start) * run.array.itemsize, (segment.number, action.step, action.peer)
         span = Span(self._observer, kind, run.label, segment.span, -1, "", run.priority, *place, nbytes)

@@ -88,11 +88,11 @@ class Copied:
 class Segment:
     """The state of one segment: which actions still wait, and what has arrived too early to be applied."""
 
-    __slots__ = ("arrived", "left", "number", "parts", "posted", "run", "span", "spans", "tag", "waits")
+    __slots__ = ("arrived", "left", "moves", "number", "posted", "run", "span", "spans", "tag", "waits")
 
     def __init__(self, run: Run, number: int) -> None:
         self.run, self.number = run, number
-        self.parts = run.cut.parts(number)
+        self.moves = run.cut.moves(number)
         self.tag = first_tag(run.key, number)
         self.waits = list(run.program.waits)
         self.left = len(run.program.actions)
@@ -109,7 +109,7 @@ class Segment:
         return i
 
 
-class Part(NamedTuple):
+class Move(NamedTuple):
     """What an action moves of a segment: the elements from ``start`` to ``stop``, under a tag that ends in ``tag``.
 
     What arrives for one that ``borrows`` cannot go straight to its place.
@@ -141,13 +141,13 @@ class Cut:
             together = any(action.hi - action.lo > 1 for action in program.actions)  # have to lie side by side
             self._per = widest if together else max(1, per_segment // plan.chunks)
             self.segments = -(-widest // self._per)
-        self._first = self._parts(0) if self.segments else ()
+        self._first = self._moves(0) if self.segments else ()
 
-    def parts(self, number: int) -> Sequence[Part]:
+    def moves(self, number: int) -> Sequence[Move]:
         """What each action moves of a segment; known already of the first one, which most arrays have alone."""
-        return self._parts(number) if number else self._first
+        return self._moves(number) if number else self._first
 
-    def _parts(self, number: int) -> tuple[Part, ...]:
+    def _moves(self, number: int) -> tuple[Move, ...]:
         size, per, chunks = self._size, self._per, self._program.plan.chunks
         if self._owned:
             edges = chunk_edges(size, chunks)
@@ -158,7 +158,7 @@ class Cut:
             edges = [first + edge for edge in chunk_edges(min(size - first, per), chunks)]
             starts, stops = edges[:-1], edges[1:]
         return tuple(
-            Part(
+            Move(
                 starts[one.lo], stops[one.hi - 1], one.index, one.kind == "reduce" or (one.kind == "copy" and one.swaps)
             )
             for one in self._program.actions
@@ -185,5 +185,5 @@ def has_begun(run: Run) -> bool:
 
 
 def first_tag(key: int, segment: int) -> int:
-    """What tells a segment's messages from all others in flight between two ranks, below which ``Part`` has a tag."""
+    """What tells a segment's messages from all others in flight between two ranks, below which ``Move`` has a tag."""
     return (key << _INDEX_BITS + _SEGMENT_BITS) | (segment << _INDEX_BITS)

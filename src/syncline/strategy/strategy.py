@@ -158,7 +158,7 @@ class Strategy(Combination):
         architecture = self.architecture
         if architecture == AUTO:
             # Owners read and write their peers' memory on shm; two levels spare the links between hosts that have
-            # several ranks, with a codec too (``costs.levels``); elsewhere a ring keeps every link evenly busy.
+            # several ranks, with a codec too (docs/codecs.md); elsewhere a ring keeps every link evenly busy.
             architecture = Part({"shm": "direct", "auto": "hierarchical"}.get(transport.name, "ring"))
         codec = NONE if self.codec == AUTO else self.codec
         carrier = way_of(replace(self, codec=codec).codec_object()).carrier
