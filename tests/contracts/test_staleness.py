@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from pushes import LR, SIZES, Training, expected, gradient_of, joined, on_group
 
+from syncline.engine.order import NOW, CodedOrder, Order, When
 from syncline.engine.trace import Recorder
 from syncline.errors import PeerTimeout, SynclineError
 from syncline.session.session import Session
@@ -123,12 +124,12 @@ def tell_late(session: Session, count: int) -> None:
     That is what a process does which gets no turn meanwhile.
     """
     engine, sends, held, over = session.engine, Counter[str](), list[Any](), threading.Event()
-    exchange, poll = engine.exchange, engine.transport.poll
+    start, poll = engine.start, engine.transport.poll
 
-    def exchanged(program: Any, array: Any, key: int, label: str, **options: Any) -> Any:
-        sends[label] += " to rank " in label
-        work = exchange(program, array, key, label, **options)
-        if sends[label] == count + 1:
+    def started(order: Order | CodedOrder, when: When = NOW) -> Any:
+        sends[order.label] += " to rank " in order.label
+        work = start(order, when)
+        if sends[order.label] == count + 1:
             engine.then("seen late", (), over.set)
         return work
 
@@ -142,7 +143,7 @@ def tell_late(session: Session, count: int) -> None:
             held.clear()
         return came
 
-    engine.exchange, engine.transport.poll = exchanged, polled  # type: ignore[method-assign]
+    engine.start, engine.transport.poll = started, polled  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("count", [2, 3])
