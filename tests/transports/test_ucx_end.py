@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,7 @@ from syncline.wire.store import MemoryStore
 
 pytest.importorskip("libucx")  # ucxx itself would change the environment
 
-LIMIT_S = 120.0
+LIMIT_S = 30.0
 SIZES = (10, 5_000, 60_000, 3_000_001)
 
 
@@ -70,7 +71,7 @@ def test_a_stranger_who_knows_the_address_reaches_no_receive(store: MemoryStore,
     endpoint = stranger.worker.create_endpoint_from_worker_address(address, False)
     guessed = Place(1, 2, secret=b"another secret")
     frames = [np.frombuffer(bytes([kind]) + bytes(23), np.uint8) for kind in range(1, 8)]
-    for key in (0, transport._key(guessed, 1, 0)):
+    for key in (0, transport._key(guessed, 0)):
         for slot in (0, 1, transport._HELLO, transport._BYE):
             requests = [
                 endpoint.tag_send(library.Array(frame), library.Tag(1 << 48 | key << 16 | slot)) for frame in frames
@@ -81,6 +82,49 @@ def test_a_stranger_who_knows_the_address_reaches_no_receive(store: MemoryStore,
     exchange(pair)
     assert not pending.done
     assert not pair[0]._answered
+    del requests, endpoint, stranger
+
+
+def resident_bytes() -> int:
+    """Of this process, what lies in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "messages"), [(0, 2_000), (6_000, 20_000), (2_000_000, 500)], ids=["empty", "eager", "rendezvous"]
+)
+def test_strangers_cannot_fill_memory(
+    store: MemoryStore, pair: list[transport.Ucx], nbytes: int, messages: int
+) -> None:
+    """Of keys that are near to the right one in every bit; and the run loses none of its messages meanwhile."""
+    library = transport.load()
+    stranger = transport._opened(library)
+    told = store.get("transport/0")
+    assert told is not None
+    address = library.lib.UCXAddress.create_from_buffer(told.partition(b" ")[2])
+    endpoint = stranger.worker.create_endpoint_from_worker_address(address, False)
+    message, key = library.Array(np.ones(nbytes, np.uint8)), pair[0]._keys[0]
+    early = pair[1].send(0, 7, numbers(5_000_000))  # it lies there, untaken, all the while
+    most, before = 0, resident_bytes()
+    requests: list[object] = []
+    while len(requests) < messages:
+        for bit in range(32):
+            tag = library.Tag(1 << 48 | (key ^ 1 << bit) << 16 | bit % 2)
+            requests.append(endpoint.tag_send(message, tag))
+        while stranger.worker.progress_once():
+            pass
+        for end in pair:
+            end.poll(0.0)
+        most = max(most, resident_bytes() - before)
+    exchange(pair)
+    into = np.zeros(5_000_000, np.uint8)
+    Ends(pair).wait(early, pair[0].recv(1, 7, into))
+    assert np.array_equal(into, numbers(5_000_000))
+    assert most < 60_000_000
+    deadline = time.monotonic() + LIMIT_S
+    while pair[0]._library.worker.tag_probe(library.Tag(0), library.TagMask(0)).matched:
+        assert time.monotonic() < deadline, "what strangers have sent is kept"
+        pair[0].poll(0.0)
     del requests, endpoint, stranger
 
 

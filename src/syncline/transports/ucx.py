@@ -10,9 +10,10 @@ ahead; a body has the slot that its frame announces, and UCX's rendezvous holds 
 receiver reads it straight from the sender's memory where the kernel lets it (CMA), or the card does.
 
 **Strangers.** Addresses are told over the meeting, whose members have proved themselves. The key is drawn from the
-run's secret for each pair of ranks, so a stranger who finds the address cannot send what a receive of ours takes. But
-UCX listens on the host's networks, neither encrypts nor authenticates, and keeps what nobody takes: a stranger who is
-let through to that port can fill this rank's memory, and one who reads the wire learns the keys.
+run's secret for each receiver, so a stranger who finds the address cannot send what a receive of ours takes. UCX keeps
+what nobody takes. Whatever a stranger sends differs from the receiver's key in one bit at least, so a probe for each
+bit finds it, and nothing else: what strangers have sent is thrown away every ``_SWEEP_S``. But UCX listens on the
+host's networks, and neither encrypts nor authenticates: one who reads the wire learns the keys.
 
 **Waiting.** A rank that waits looks a few times, arms the worker, and sleeps on its descriptor and the bell's.
 
@@ -71,6 +72,13 @@ _EAGER_S = 300e-6
 _CHECK_S = 0.05
 _END_S = 1.0
 """How long a rank that ends waits for answers, and then for UCX to hand over what it has sent."""
+
+_KEY_BITS, _KEY_AT = 32, 16
+"""Of a tag: the size of the key, and behind how many bits it lies."""
+
+_SWEEP_S = 0.05
+_PROGRESS = 256
+"""So many steps of UCX's until this rank looks after its own things again, however much comes."""
 
 _TRUNCATED = -9
 """UCS_ERR_MESSAGE_TRUNCATED."""
@@ -155,7 +163,10 @@ class Ucx(Enveloped):
         self._ucx = load()
         self._library = _opened(self._ucx)
         self._door = DescriptorBell()
-        self._keys = {(src, dst): _key(place, src, dst) for src, dst in self._pairs()}
+        self._keys = [_key(place, rank) for rank in range(place.world)]
+        self._swept = time.monotonic()
+        self._swept_away: list[Any] = []  # requests of strangers' messages, and where nothing of them fits
+        self._nowhere = np.zeros(1, np.uint8)
         self._requests: list[_Request] = []
         self._frames: dict[int, deque[_Request]] = {peer: deque() for peer in self._peers}
         self._answered: set[int] = set()  # peers that have read all that this rank has sent, and it has ended
@@ -221,7 +232,7 @@ class Ucx(Enveloped):
         """Wait a moment for the answers of those who are there, and give everything back."""
         if self._forked:
             _immortal(self._library)  # its end would say goodbye in the parent's name
-            _immortal([self._requests, self._frames])
+            _immortal([self._requests, self._frames, self._swept_away])
             return
         deadline = time.monotonic() + _END_S
         while not self._all_answered() and time.monotonic() < deadline:
@@ -240,7 +251,7 @@ class Ucx(Enveloped):
     # Messages.
 
     def _tag(self, src: int, dst: int, slot: int) -> Any:
-        return self._ucx.Tag(src << 48 | self._keys[src, dst] << 16 | slot)
+        return self._ucx.Tag(src << 48 | self._keys[dst] << _KEY_AT | slot)
 
     def _send(self, peer: int, slot: int, data: Bytes, done: Event) -> None:
         endpoint, tag = self._library.endpoints[peer], self._tag(self.rank, peer, slot)
@@ -261,13 +272,27 @@ class Ucx(Enveloped):
         """Let UCX move, and act on what has ended; whether something had."""
         self._acted = False
         worker = self._library.worker
-        while worker.progress_once():
-            pass
+        for _ in range(_PROGRESS):
+            if not worker.progress_once():
+                break
+        if time.monotonic() - self._swept > _SWEEP_S:
+            self._sweep()
         self._complete()
         for frames in self._frames.values():
             while frames and frames[0].request.completed:  # in the order in which they were posted
                 self._finish_request(frames.popleft())
         return self._acted
+
+    def _sweep(self) -> None:
+        """Throw away what strangers have sent."""
+        ucx, worker, key = self._ucx, self._library.worker, self._keys[self.rank]
+        for bit in range(_KEY_BITS):
+            other, mask = ucx.Tag((~key & 1 << bit) << _KEY_AT), ucx.TagMask(1 << bit + _KEY_AT)
+            while (found := worker.tag_probe(other, mask, remove=True)).matched:
+                # Received where it does not fit: UCX then frees its copy, and asks for nothing that is still to come.
+                self._swept_away.append(worker.tag_recv_with_handle(ucx.Array(self._nowhere), found))
+        self._swept_away = [request for request in self._swept_away if not request.completed]
+        self._swept = time.monotonic()
 
     def _complete(self) -> None:
         """End what UCX has completed."""
@@ -303,10 +328,6 @@ class Ucx(Enveloped):
         self._came(peer, frame, nbytes)
 
     # Beginning and end.
-
-    def _pairs(self) -> Iterator[tuple[int, int]]:
-        for peer in self._peers:
-            yield from ((self.rank, peer), (peer, self.rank))
 
     def _connect(self, place: Place) -> None:
         """Tell this rank's address, learn those of the others, and hear from each over UCX."""
@@ -358,13 +379,14 @@ class Ucx(Enveloped):
         library, deadline = self._library, time.monotonic() + _END_S
         for frames in self._frames.values():
             frames.clear()  # what is dropped is cancelled
-        kept, self._requests = self._requests, []
+        kept, self._requests = [*self._requests, *self._swept_away], []
         closing = [endpoint.close() for endpoint in library.endpoints.values()]
         while not all(request.completed for request in closing) and time.monotonic() < deadline:
             if not library.worker.progress_once():
                 self._sleep(0.01)
         del closing
         kept.clear()
+        self._swept_away.clear()
         library.endpoints.clear()
         # The worker's own end would receive what nobody has taken, and wait for senders that are gone.
         every = self._ucx.Tag(0), self._ucx.TagMask(0)
@@ -389,10 +411,10 @@ def _opened(ucx: Any) -> _Library:
     return _Library(context, worker)
 
 
-def _key(place: Place, src: int, dst: int) -> int:
-    """32 bits that the messages of one rank to another carry, and that nobody else knows."""
-    text = f"syncline ucx {place.key} {src} {dst}".encode()
-    return int.from_bytes(hmac.digest(place.secret, text, hashlib.sha256)[:4], "big")
+def _key(place: Place, dst: int) -> int:
+    """What all messages to one rank carry, and nobody else knows."""
+    text = f"syncline ucx {place.key} {dst}".encode()
+    return int.from_bytes(hmac.digest(place.secret, text, hashlib.sha256)[: _KEY_BITS // 8], "big")
 
 
 def _countdown(number: int, done: Event) -> Event:
