@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,7 +31,7 @@ class Rank:
     """The commands, by name."""
 
     def __init__(self, rank: int, world: int) -> None:
-        self.place = Place(rank, world, timeout_s=20.0)
+        self.place = Place(rank, world)
         self.transport: Mpi
         self._read_bytes = 0
         self._held: list[np.ndarray] = []
@@ -38,8 +39,9 @@ class Rank:
         self._results: dict[int, np.ndarray] = {}
         self._borrowed: dict[int, Handle] = {}
 
-    def open(self, onesided: Literal["off", "on"]) -> None:
-        self.transport = Mpi(self.place, onesided=onesided, window=Size(WINDOW_BYTES))
+    def open(self, onesided: Literal["off", "on"], timeout_s: float = 20.0) -> None:
+        place = replace(self.place, timeout_s=timeout_s)
+        self.transport = Mpi(place, onesided=onesided, window=Size(WINDOW_BYTES))
         self._results.clear()
 
     def send(self, number: int, dst: int, tag: int, data: bytes, priority: float) -> None:

@@ -70,6 +70,11 @@ class World:
             end.answer()
         return ends
 
+    def alone(self, rank: int, timeout_s: float) -> RemoteEnd:
+        """An end of one rank, whose start may take so long; its ``answer`` says how that has ended."""
+        self.lines[rank].send(("open", "off", timeout_s))
+        return RemoteEnd(rank, self.lines[rank])
+
     def close(self) -> int:
         """End the ranks; the launcher's exit status."""
         for line in self.lines:

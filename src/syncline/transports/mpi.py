@@ -30,7 +30,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -126,11 +126,18 @@ class _Meeting:
 
 
 class _Communicator:
-    """The process's own communicator, made once: a later transport must not meet an earlier one's last frames."""
+    """The process's own communicator, made once: a later transport must not meet an earlier one's last frames.
+
+    MPI pairs the collective calls of a communicator by their order. A rank that has come to an allreduce which another
+    has left out would be one call ahead for good: each transport begins with messages in which all tell how far they
+    are, and who is behind makes up for the barriers that it has left out.
+    """
 
     def __init__(self) -> None:
         self.comm: MPI.Comm | None = None
-        self.transports = 0
+        self._telling: MPI.Comm | None = None  # whose messages are these numbers alone
+        self._transports = self._barriers = 0
+        self._entering = False
         self._onesided: tuple[Window, MPI.Comm] | None = None
 
     def enter(self, place: Place) -> tuple[MPI.Comm, list[int], int]:
@@ -144,26 +151,54 @@ class _Communicator:
                 f" of them with mpirun (or srun), such as mpirun -n {place.world} python train.py, and with the mpirun"
                 f" of the library that mpi4py loads ({library})"
             )
+        if self._entering:
+            raise GroupError(
+                "the ranks of an earlier transport over MPI have not met in this process, and MPI cannot forget what is"
+                " left of that: start the processes anew"
+            )
+        self._entering = True
         if self.comm is None:
-            comm, request = MPI.COMM_WORLD.Idup()
-            _wait(request, place, "duplicating MPI's communicator")
-            self.comm = comm
-        ranks = np.zeros(place.world, np.int32)
-        mine = np.array([place.rank], np.int32)
-        _wait(self.comm.Iallgather(mine, ranks), place, "the first exchange over MPI")
-        self.transports += 1
+            made = [MPI.COMM_WORLD.Idup() for _ in range(2)]
+            _wait([request for _, request in made], place, "duplicating MPI's communicator")
+            (self.comm, _), (self._telling, _) = made
+        told = self._tell([place.rank, self._transports, self._barriers], place)
+        ranks, transports, barriers = told.T
         places = np.argsort(ranks, kind="stable")
         if not np.array_equal(ranks[places], np.arange(place.world)):
             raise UsageError(f"MPI's processes say they are {ranks.tolist()}: they belong to different runs")
-        return self.comm, [int(rank) for rank in places], self.transports
+        left_out = [self.barrier() for _ in range(barriers.max() - self._barriers)]
+        _wait(left_out, place, "an allreduce of an earlier run over MPI, which this rank had left out,")
+        if barriers.min() < barriers.max():
+            self._tell([0, 0, 0], place)  # until all have ended theirs, nobody stops to turn MPI
+        self._transports = int(transports.max()) + 1
+        self._entering = False
+        return self.comm, [int(rank) for rank in places], self._transports
+
+    def barrier(self) -> Any:
+        """Begin a barrier; the request that is done when all ranks have begun as many."""
+        assert self.comm is not None
+        self._barriers += 1
+        return self.comm.Ibarrier()
+
+    def _tell(self, mine: list[int], place: Place) -> NDArray[np.int64]:
+        """These numbers of all ranks, a row for each MPI rank; by messages, which need no order of calls."""
+        comm = self._telling
+        assert comm is not None
+        me, told = comm.Get_rank(), np.zeros((place.world, len(mine)), np.int64)
+        told[me] = mine
+        others = [rank for rank in range(place.world) if rank != me]
+        comes = [comm.Irecv(told[rank], rank) for rank in others]
+        goes = [comm.Isend(told[me], rank) for rank in others]
+        _wait(comes + goes, place, "the first exchange over MPI")
+        return told
 
     def onesided(self, place: Place, nbytes: int) -> tuple[Window, MPI.Comm]:
         """The window, and the communicator on which ranks tell that they have read; all processes call this."""
         assert self.comm is not None
         if self._onesided is None:
             told, request = self.comm.Idup()
-            _wait(request, place, "duplicating MPI's communicator")
-            _wait(self.comm.Ibarrier(), place, "the meeting before MPI's window")  # to make it has no time limit
+            _wait([request], place, "duplicating MPI's communicator")
+            _wait([self.barrier()], place, "the meeting before MPI's window")  # to make it has no time limit
             self._onesided = Window(load(), self.comm, nbytes), told
         return self._onesided
 
@@ -390,7 +425,7 @@ class Mpi(Enveloped):
                 self._given_up += [first.barrier] if first.barrier is not None else []
                 continue
             if first.barrier is None:
-                first.barrier = self._comm.Ibarrier()
+                first.barrier = _communicator.barrier()
             if not first.barrier.Test():
                 return
             self._meetings.popleft()
@@ -452,12 +487,13 @@ def _half(dtype: np.dtype[Any]) -> tuple[Any, Any]:
     return MPI.BYTE.Create_contiguous(2).Commit(), MPI.Op.Create(add, commute=True)
 
 
-def _wait(request: Any, place: Place, what: str) -> None:
-    """Wait for a request without turning in circles; GroupError after the time limit of ``place``."""
+def _wait(requests: Sequence[Any], place: Place, what: str) -> None:
+    """Wait for requests without turning in circles; GroupError after the time limit of ``place``."""
     begun = time.monotonic()
-    while not request.Test():
+    while not all(request.Test() for request in requests):
         waited = time.monotonic() - begun
         if waited > place.timeout_s:
+            _left_behind.append((list(requests), []))
             raise GroupError(f"{what} did not end within {place.timeout_s:.0f} s: have all ranks started?")
         place.check()
         time.sleep(min(0.01, max(_SHORTEST_S, waited / 4)))
@@ -470,5 +506,5 @@ def share(data: bytes, *, rank: int, world: int, timeout_s: float) -> bytes:
     text = np.zeros(1000, np.uint8)
     if rank == 0:
         text[: len(data)] = np.frombuffer(data, np.uint8)
-    _wait(comm.Ibcast([text, load().BYTE], root=mpi_ranks[0]), place, "rank 0's address over MPI")
+    _wait([comm.Ibcast([text, load().BYTE], root=mpi_ranks[0])], place, "rank 0's address over MPI")
     return text.tobytes().rstrip(b"\0")
