@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
 from syncline.bench.cases import Case
 from syncline.bench.tuner import search
@@ -18,6 +20,7 @@ from syncline.bench.warm import Trained, WarmRanks
 from syncline.errors import SynclineError, UsageError
 from syncline.nouns import Layer, Spec
 from syncline.predict.networks import load_network
+from syncline.report import tuning_table
 from syncline.report.rows import Point, Row
 from syncline.report.tuning_rows import Tuned
 from syncline.strategy.strategy import Strategy
@@ -336,3 +339,30 @@ def test_an_architecture_that_is_left_open_is_predicted_as_the_best_with_the_sam
     ]
     assert len(might_run) > 3
     assert predicted[asked.asked] == min(filter(None, might_run))
+
+
+def test_an_interrupt_ends_ranks_at_once_and_what_is_known_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first measurement there is no row."""
+    ended = list[bool]()
+
+    class Interrupted(Pretended):
+        def __enter__(self) -> Interrupted:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            assert ended
+
+        def train(self, *_: object, **__: object) -> Trained:
+            raise KeyboardInterrupt
+
+        def end_at_once(self) -> None:
+            ended.append(True)
+
+    ranks = Interrupted(by_schedule)
+    monkeypatch.setattr(search, "WarmRanks", lambda *_: ranks)
+    course = search.Course(request_of(), lambda _: None, ranks.clock)
+    with pytest.raises(KeyboardInterrupt):
+        course.run(cast(Any, Told()))
+    console = Console(file=io.StringIO(), width=80)
+    console.print(tuning_table.render(course.result, console.width))
+    assert cast(io.StringIO, console.file).getvalue().startswith("no rows\n0 of 0 candidates ran")

@@ -293,7 +293,11 @@ class Course:
         with site_of(workers, comparison.lab, display.say) as site:
             framework = self._request.case.framework
             with WarmRanks(workers, comparison.workload, framework, display, site) as ranks:
-                self.search(ranks, display)
+                try:
+                    self.search(ranks, display)
+                except KeyboardInterrupt:
+                    ranks.end_at_once()  # rather than when they have finished what they are doing
+                    raise
 
     def search(self, ranks: WarmRanks, display: Display) -> None:
         """With ranks that measure."""
