@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,10 +14,17 @@ from choosing_runs import schedule_of
 from toy import Here, fill, on_group, weights
 
 from syncline import checkpoint
+from syncline.nouns import Group
+from syncline.plans.plan import Plan
+from syncline.session import session as sessions
 from syncline.session.session import Session
 from syncline.strategy.choice import Choice
+from syncline.strategy.strategy import Strategy
+from syncline.transports import Place
+from syncline.transports.torch import Torch
 from syncline.tuning import schedule_choice
 from syncline.tuning.trials import STEPS
+from syncline.wire.store import MemoryStore
 
 COUNT = 8 + 12 * STEPS
 """Steps in which all that fits is tried, and some more."""
@@ -164,3 +172,51 @@ def test_a_checkpoint_names_what_was_chosen_and_the_run_goes_on_with_it(group: A
     assert found[0] == found[1]
     before, after = found[0]
     assert set(after) == {before[-1]}
+
+
+def over_torch(strategy: str, workers: int, body: Callable[[Session], Any], nodes: tuple[int, ...] = ()) -> list[Any]:
+    """A group over torch.distributed, each rank a thread."""
+    assert not nodes
+    store, asked = MemoryStore(), Strategy.parse(strategy)
+    chosen = asked.resolve(Group(workers), hosts=1)
+
+    def rank(index: int) -> Any:
+        session = Session(chosen, Group(workers), index, Torch(Place(index, workers, store)))
+        session.chooses_schedule = schedule_choice.is_wanted(asked, workers)
+        try:
+            return body(session)
+        finally:
+            session.shutdown()
+
+    with ThreadPoolExecutor(workers) as threads:
+        return list(threads.map(rank, range(workers)))
+
+
+def test_a_schedule_is_chosen_without_a_budget_where_a_message_library_has_no_plan() -> None:
+    def body(here: Here) -> str:
+        assert here.session is not None
+        for number in range(12):
+            plain(here, number)
+        return here.session.stats().reason
+
+    for reason in on_group(over_torch, "native transport=torch", 2, make, body, weight=1):
+        assert "while steps are measured" not in reason
+        assert "no other schedule was tried" not in reason
+        assert reason.startswith("schedule=")
+
+
+@pytest.mark.parametrize(("strategy", "at_most"), [("ring", 0), ("auto(budget=60s)", 1)])
+def test_the_order_of_additions_is_asked_for_once_where_there_is_a_budget(
+    group: Any, monkeypatch: pytest.MonkeyPatch, strategy: str, at_most: int
+) -> None:
+    """Rank 0 alone asks, of each algorithm that may run."""
+    asked: list[str] = []
+    order = sessions.order_of_additions
+
+    def counted(plan: Plan) -> str | None:
+        asked.append(plan.name)
+        return order(plan)
+
+    monkeypatch.setattr(sessions, "order_of_additions", counted)
+    run(of_one_order(group) if at_most else group, strategy, 2, [])
+    assert len(asked) <= at_most

@@ -62,3 +62,10 @@ def test_plans_of_one_order_give_the_same_bits(workers: int) -> None:
 def test_halving_doubling_has_an_order_for_every_number_of_workers(workers: int) -> None:
     """So that it can run where buckets are tried on the live run."""
     assert order_of_additions(registry.get("algorithms", "halving_doubling").target(Group(workers))) is not None
+
+
+def test_a_plan_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = registry.get("algorithms", "ring").target(Group(5))
+    found = order_of_additions(plan)
+    monkeypatch.setattr(Plan, "__getitem__", None)  # by which it is followed
+    assert order_of_additions(plan) == found

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.costs.iteration import predict_iteration
+from syncline.costs.iteration import IterationTimes, predict_iteration
 from syncline.costs.network import LinearCost
 from syncline.errors import UsageError
 from syncline.nouns import Group, Layer, Spec
 from syncline.session.layout import Layout
 from syncline.strategy.parts import write
 from syncline.strategy.strategy import Strategy
+from syncline.tuning import schedule_choice
 from syncline.tuning.schedule_choice import (
     CANDIDATES,
     CROSSING_COST,
@@ -218,6 +220,57 @@ def test_what_may_not_be_tried_is_not_even_where_it_would_run_without_trials() -
     )
     assert chosen not in [one.schedule for one in found]
     assert len(found) > 1
+
+
+def test_what_may_not_run_does_not_where_nothing_else_ends_its_steps_by_itself() -> None:
+    made = Made(model(20, MEGABYTE, 0.01, 0.02), SLOW)
+    chosen = made.chosen().schedule
+
+    def fits(one: Strategy) -> bool:
+        return one.schedule.name in CROSSING and write("schedules", one.schedule) != chosen
+
+    found = worth_a_trial(strategy("ring"), made.layers, SLOW, made.lay, True, fits)
+    assert [one.schedule for one in found] == [
+        write("schedules", one.schedule) for one in candidates(strategy("ring"), True) if fits(one)
+    ][:1]
+    with pytest.raises(UsageError, match="no schedule that might be chosen may run here"):
+        worth_a_trial(strategy("ring"), made.layers, SLOW, made.lay, True, lambda _: False)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """No iteration of these schedules can be predicted."""
+
+    def predict(layers: Any, laid: Layout, schedule: Any, sync: Any, cost: Any) -> IterationTimes:
+        if type(schedule) in kinds:
+            raise ZeroDivisionError("no time at all")
+        return predict_iteration(layers, laid, schedule, sync, cost)
+
+    offered = candidates(strategy("ring"), True)
+    kinds = {type(one.schedule_object()) for one in offered if one.schedule.name in names}
+    monkeypatch.setattr(schedule_choice, "predict_iteration", predict)
+
+
+def test_what_cannot_be_predicted_is_named_and_not_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And those far behind the best of the others are not tried, either."""
+    made = Made(model(20, MEGABYTE, 0.01, 0.02), SLOW)
+    failing(monkeypatch, "wait_free")
+    found = [one.schedule for one in worth_a_trial(strategy("ring"), made.layers, SLOW, made.lay, True, lambda _: True)]
+    assert "wait_free" not in found
+    assert len(found) > 1
+    assert "wait_free is not tried, as it failed (ZeroDivisionError: no time at all)" in caplog.text
+
+
+def test_where_nothing_can_be_predicted_the_simplest_that_may_run_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(model(20, MEGABYTE, 0.01, 0.02), SLOW)
+    failing(monkeypatch, *INSIDE, *CROSSING)
+
+    def fits(one: Strategy) -> bool:
+        return one.schedule.name != "fixed"
+
+    found = worth_a_trial(strategy("ring"), made.layers, SLOW, made.lay, True, fits)
+    assert [one.schedule for one in found] == ["wait_free"]
 
 
 @pytest.mark.parametrize(

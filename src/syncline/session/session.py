@@ -287,7 +287,12 @@ class Session(Communicator):
 
     @property
     def adds_in_one_order(self) -> bool:
-        """Whether every algorithm that may run adds in one order wherever an element lies: no bucket changes a bit."""
+        """Whether every algorithm that may run adds in one order wherever an element lies: no bucket changes a bit.
+
+        What a message library does has no plan that says so.
+        """
+        if self.strategy.collective is not None:
+            return False
         if self.choice is None:
             orders = {order_of_additions(self.strategy.plan(self.group))}
         else:

@@ -81,15 +81,20 @@ def with_measuring_buckets(strategy: Strategy, lay: Lay) -> Layout:
 
 
 def choose_schedule(
-    strategy: Strategy, layers: Sequence[Layer], cost: LinearCost | None, lay: Lay, crossing: bool
+    strategy: Strategy,
+    layers: Sequence[Layer],
+    cost: LinearCost | None,
+    lay: Lay,
+    crossing: bool,
+    fits: Callable[[Strategy], bool] = lambda _: True,
 ) -> Layout:
     """The layout of the schedule that is predicted to be fastest with these times of layers and exchanges.
 
-    ``lay`` makes a schedule's buckets; those that it refuses are left out. Whatever else fails, the first one
-    runs: the buckets of steps that are measured are not to stay. Raises UsageError where all are refused. Takes some
-    tenths of a second in models of hundreds of tensors.
+    ``lay`` makes a schedule's buckets; those that it or ``fits`` refuses are left out. Whatever else fails, the first
+    one runs: the buckets of steps that are measured are not to stay. Raises UsageError where all are refused. Takes
+    some tenths of a second in models of hundreds of tensors.
     """
-    offered = candidates(strategy, crossing)
+    offered = list(filter(fits, candidates(strategy, crossing)))
     if cost is None or not any(layer.backward_s for layer in layers):
         return _simplest(offered, lay, cost, "nothing was measured")
     found: list[tuple[Strategy, Layout, IterationTimes]] = []
@@ -125,13 +130,13 @@ def worth_a_trial(
     crossing: bool,
     fits: Callable[[Strategy], bool],
 ) -> list[Layout]:
-    """The layouts that may be the fastest, of schedules that ``fits`` takes: that of ``choose_schedule`` first.
+    """The layouts that may be the fastest, all of schedules that ``fits`` takes: that of ``choose_schedule`` first.
 
-    The others come in the order of their predictions, without those that are far behind; one whose steps end by
-    themselves is always among them. Of schedules that lie and go alike one is left. Raises UsageError where no
-    schedule can be laid out.
+    The others come in the order of their predictions, without those that are far behind or cannot be predicted. One
+    whose steps end by themselves is always among them; where none can be predicted, the simplest schedule is alone. Of
+    schedules that lie and go alike one is left. Raises UsageError where no schedule can be laid out.
     """
-    chosen = choose_schedule(strategy, layers, cost, lay, crossing)
+    chosen = choose_schedule(strategy, layers, cost, lay, crossing, fits)
     found: dict[object, tuple[float, Layout]] = {}
     quiet: tuple[float, Layout] | None = None
     for one in candidates(strategy, crossing, (*CANDIDATES, *MORE)):
@@ -139,31 +144,35 @@ def worth_a_trial(
             continue
         try:
             laid = lay(one)
+            expected_s = _expected_s(one, layers, laid, cost)
         except UsageError:
             continue
+        except Exception as error:
+            log.warning(
+                "schedule=auto: %s is not tried, as it failed (%s: %s)", _text(one), type(error).__name__, error
+            )
+            continue
         schedule = one.schedule_object()
-        row = _expected_s(one, layers, laid, cost), _chosen(one, laid, cost, "not tried")
+        row = expected_s, _chosen(one, laid, cost, "not tried")
         goes = schedule.release, schedule.phases, schedule.apply, schedule.in_flight
         found.setdefault((laid.buckets, laid.priorities, goes), row)
         if schedule.apply == "step" and (quiet is None or row[0] < quiet[0]):
             quiet = row
     rows = sorted(found.values(), key=lambda row: (row[1].schedule != chosen.schedule, row[0]))
-    if not rows or quiet is None:
-        return [chosen]
+    if quiet is None:
+        offered = list(filter(fits, candidates(strategy, crossing)))
+        return [_simplest(offered, lay, cost, "nothing could be predicted")]
     least_s = min(seconds for seconds, _ in rows)
     left = [laid for seconds, laid in rows if seconds <= least_s * (1 + UNLIKELY) or laid is rows[0][1]]
     return left if quiet[1] in left else [*left, quiet[1]]
 
 
 def _expected_s(one: Strategy, layers: Sequence[Layer], laid: Layout, cost: LinearCost | None) -> float:
-    """Seconds of an iteration, the same for all where nothing can be predicted."""
-    schedule = one.schedule_object()
+    """Seconds of an iteration, the same for all where no exchange was measured."""
     if cost is None:
         return 0.0
-    try:
-        whole_s = predict_iteration(layers, laid, schedule, one.sync_mode(), cost).whole_s
-    except Exception:  # ``choose_schedule`` has named it
-        return 0.0
+    schedule = one.schedule_object()
+    whole_s = predict_iteration(layers, laid, schedule, one.sync_mode(), cost).whole_s
     return whole_s * (1 + CROSSING_COST * (schedule.apply != "step"))
 
 
@@ -175,6 +184,8 @@ def _simplest(offered: Sequence[Strategy], lay: Lay, cost: LinearCost | None, wh
             return _chosen(one, lay(one), cost, why)
         except UsageError as error:
             refusal = error
+    if refusal is None:
+        raise UsageError("no schedule that might be chosen may run here")
     raise UsageError(f"{refusal}; no other schedule that might be chosen fits this model, either") from refusal
 
 

@@ -6,9 +6,9 @@ Layouts come in the order of their predictions, behind the one that runs where n
 them run; in a second and third the better half and quarter, as far as they are near the best: so a moment in which the
 machine is busy is seen by all that are left (successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm
 Identification and Hyperparameter Optimization", AISTATS 2016). Steps count from the second on in a layout, since the
-first one fills what the exchange needs. A trial whose steps are all far behind the best ends early: a trial costs what
-its steps are slower. The median decides, and the first layout stays where no other one is faster by more than
-``CLEARLY``. When the budget is spent no more are tried.
+first one fills what the exchange needs. A trial ends early when ``ENOUGH`` of its steps count and all are far behind
+the best: a trial costs what its steps are slower, and a single step may have been held up. The median decides, and the
+first layout stays where no other one is faster by more than ``CLEARLY``. When the budget is spent no more are tried.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from ..errors import UsageError
 from ..session.layout import Layout
 
 STEPS = 5
 """Of a layout in one turn, the first of which does not count."""
+
+ENOUGH = 2
+"""Steps that count before a trial may end early."""
 
 TURNS = 3
 MOST = 8
@@ -71,7 +75,8 @@ class Trials:
     def ends(self) -> bool:
         """Whether the step that begins is the last one of the present trial."""
         others_s = [median(times_s) for number, times_s in self._times_s.items() if number != self._now]
-        is_far = bool(others_s) and math.inf > self._fastest_s > min(others_s) * (1 + FAR)
+        counted = self._steps - 1
+        is_far = counted >= ENOUGH and bool(others_s) and self._fastest_s > min(others_s) * (1 + FAR)
         return is_far or self._steps + 1 >= STEPS or self.clock() >= self.until_s
 
     def refuse_crossing(self) -> None:
@@ -92,14 +97,20 @@ class Trials:
         return replace(layout, trial=True, reason=f"schedule={layout.schedule} while schedules are tried")
 
     def best(self, *, crossing: bool = True) -> Layout:
-        """The fastest, with what was measured; without ``crossing`` of those whose steps end by themselves."""
+        """The fastest, with what was measured; without ``crossing`` of those whose steps end by themselves.
+
+        Raises UsageError where there are none of these.
+        """
         found = {
             number: median(times_s)
             for number, times_s in self._times_s.items()
             if self._may(number) and (crossing or not self.crosses(self.layouts[number]))
         }
         if not found:
-            return next(one for one in self.layouts if not self.crosses(one) or (crossing and self._crossing))
+            may = (one for one in self.layouts if not self.crosses(one) or (crossing and self._crossing))
+            if (first := next(may, None)) is None:
+                raise UsageError("no schedule whose steps end by themselves fits this model")
+            return first
         number = min(found, key=found.__getitem__)
         if 0 in found and found[number] > found[0] * (1 - CLEARLY):
             number = 0

@@ -140,14 +140,14 @@ class Choosing:
             return self._replica.gradients.layout
         watched = self._phase in (_MEASURING, _WATCHING, _TRYING)
         crossing = watched and not (self._seen or objected)
-        keeps_bits = self._replica.session.adds_in_one_order
-        if self._phase == _MEASURING and self._strategy.budget_s and keeps_bits:
+        tries = self._trials is None and self._strategy.budget_s > 0
+        keeps_bits = tries and self._replica.session.adds_in_one_order
+        if self._phase == _MEASURING and keeps_bits:
             layouts = worth_a_trial(self._strategy, layers, cost, lay, crossing, self._keeps_bits)
             self._trials = Trials(layouts, self._until_s, time.perf_counter, self._crossed_by)
         if self._trials is None:
             found = choose_schedule(self._strategy, layers, cost, lay, crossing)
-            untried = self._strategy.budget_s and not keeps_bits
-            return replace(found, reason=f"{found.reason}{_UNTRIED}") if untried else found
+            return replace(found, reason=f"{found.reason}{_UNTRIED}") if tries and not keeps_bits else found
         if self._phase not in (_MEASURING, _TRYING):
             return self._trials.best(crossing=crossing)
         if not crossing:
