@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -506,19 +508,59 @@ def test_the_attributes_of_an_optimizer_that_is_tried_stay_as_they_are() -> None
         assert optimizer.count == before
 
 
-def test_an_attribute_that_the_script_sets_between_steps_reaches_the_owners(group: Any) -> None:
-    class Scaled(Counting):
-        factor = 1.0
+class Scaled(Counting):
+    """The script says by how much; subclasses read that in other ways."""
 
-        @torch.no_grad()
-        def step(self, closure: None = None) -> None:  # noqa: ARG002
-            for one in self.param_groups:
-                for tensor in one["params"]:
-                    tensor.sub_(self.factor * one["lr"] * tensor.grad)
+    factor = 1.0
 
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
+        for one in self.param_groups:
+            for tensor in one["params"]:
+                tensor.sub_(self.scale() * one["lr"] * tensor.grad)
+
+    def scale(self) -> float:
+        return self.factor
+
+
+class ScaledByName(Scaled):
+    def scale(self) -> float:
+        return getattr(self, "factor", 1.0)
+
+
+class ScaledByVars(Scaled):
+    def scale(self) -> float:
+        return vars(self).get("factor", 1.0)
+
+
+class ScaledByFunction(Scaled):
+    def scale(self) -> float:
+        return factor_of(self)
+
+
+class ScaledByObject(Scaled):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.reader = Reader()
+
+    def scale(self) -> float:
+        return self.reader.read(self)
+
+
+class Reader:
+    def read(self, one: Any) -> float:
+        return max(one.factor for _ in "x")
+
+
+def factor_of(one: Any) -> float:
+    return one.factor
+
+
+@pytest.mark.parametrize("made", [Scaled, ScaledByName, ScaledByVars, ScaledByFunction, ScaledByObject])
+def test_an_attribute_that_the_script_sets_between_steps_reaches_the_owners(group: Any, made: type[Scaled]) -> None:
     def make(index: int) -> Any:  # noqa: ARG001
         model = mlp()
-        return model, two_groups(model, Scaled)
+        return model, two_groups(model, made)
 
     def body(here: Here) -> dict[str, torch.Tensor]:
         for step in range(4):
@@ -528,6 +570,101 @@ def test_an_attribute_that_the_script_sets_between_steps_reaches_the_owners(grou
 
     for strategy in ("ps(servers=2)", "ps(servers=2, on=workers)"):
         same_as_alone(group, strategy, 2, make, body)
+
+
+class Measures(InAttribute):
+    """Notes for logs how long a step was, and never reads it."""
+
+    def advance(self) -> float:
+        self.last_step_s = time.perf_counter()
+        return super().advance()
+
+
+@pytest.mark.parametrize("made", [Counting, InAttribute, Measures])
+def test_what_is_noted_on_an_optimizer_that_does_not_read_it_may_differ_between_ranks(
+    group: Any, made: type[Counting]
+) -> None:
+    def make(index: int) -> Any:  # noqa: ARG001
+        model = mlp()
+        return model, two_groups(model, made)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(4):
+            here.optimizer.zero_grad()
+            loss = loss_of(here.model(here.share(batch(step))))
+            loss.backward()
+            here.optimizer.last_loss = loss.item()
+            here.optimizer.step()
+            assert here.optimizer.last_loss == loss.item()
+        return weights(here.model)
+
+    for strategy in ("ps(servers=1)", "ps(servers=1, on=workers)"):
+        same_as_alone(group, strategy, 2, make, body)
+
+
+class CountsOnOneRank(Scaled):
+    def step(self, closure: None = None) -> None:
+        if self.rank == 0:
+            self.logged += 1
+        super().step(closure)
+
+
+class CountsInGroupOnOneRank(Scaled):
+    def step(self, closure: None = None) -> None:
+        if self.rank == 0:
+            self.param_groups[0]["logged"] = self.param_groups[0].get("logged", 0) + 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [(CountsOnOneRank, "the attribute 'logged'"), (CountsInGroupOnOneRank, "'logged' of parameter group 0")],
+)
+@pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=1, on=workers)"])
+def test_what_only_one_ranks_optimizer_changes_is_named(
+    group: Any, strategy: str, made: type[Scaled], named: str
+) -> None:
+    def make(index: int) -> Any:
+        model = mlp()
+        optimizer = two_groups(model, made)
+        optimizer.rank, optimizer.logged = index, 0
+        return model, optimizer
+
+    with pytest.raises(MismatchError) as caught:
+        on_group(group, strategy, 2, make, lambda here: train(here, range(1)))
+    assert "changes " in str(caught.value)
+    assert " itself in step(), and that of" in str(caught.value)
+    assert named in str(caught.value)
+
+
+class GrowsQuickly(InList):
+    def advance(self) -> float:
+        self.count.extend([1.0] * 4000)
+        return 1.0
+
+
+def test_a_list_that_has_grown_too_long_to_be_told_is_refused_by_name(group: Any) -> None:
+    def make(index: int) -> Any:  # noqa: ARG001
+        model = mlp()
+        return model, two_groups(model, GrowsQuickly)
+
+    for strategy in ("ps(servers=1)", "ps(servers=1, on=workers)"):
+        with pytest.raises(SynclineError, match=r"the attribute 'count' has grown to .* keep its last items alone"):
+            on_group(group, strategy, 2, make, lambda here: train(here, range(9)))
+
+
+def test_what_never_changes_may_be_long(group: Any) -> None:
+    def make(index: int) -> Any:  # noqa: ARG001
+        model = mlp()
+        optimizer = two_groups(model, InDictionary)
+        optimizer.param_groups[0]["names"] = optimizer.names = ["weight"] * 20000
+        return model, optimizer
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        train(here, range(3))
+        return weights(here.model)
+
+    same_as_alone(group, "ps(servers=1)", 2, make, body)
 
 
 @pytest.mark.parametrize("word", ["sync=asp", "sync=ssp(staleness=1)", "schedule=priority"])
@@ -692,6 +829,42 @@ class WarnsOnce(Counting):
 def test_what_an_optimizer_does_once_for_all_of_its_kind_is_no_count() -> None:
     assert not any(probe(two_groups(mlp(), WarnsOnce), owners=2).own)
     assert WARNED
+
+
+class Logs(Counting):
+    """Says something of large gradients, which fills a cache of the logger."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.log = logging.Logger("of a test", logging.ERROR)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
+        for one in self.param_groups:
+            for tensor in one["params"]:
+                tensor.sub_(one["lr"] * tensor.grad)
+                if tensor.grad.abs().max() > 1000:
+                    self.log.debug("large")
+
+
+class Caches(Logs):
+    """Fills a cache of its own once gradients are large."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.log = Cache()
+
+
+class Cache:
+    filled = False
+
+    def debug(self, text: str) -> None:  # noqa: ARG002
+        self.filled = True
+
+
+@pytest.mark.parametrize("made", [Logs, Caches])
+def test_a_cache_that_is_filled_once_is_no_count(made: type[Logs]) -> None:
+    assert not any(probe(two_groups(mlp(), made), owners=2).own)
 
 
 class SlowToStart(OfItsOwn):

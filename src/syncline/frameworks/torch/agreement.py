@@ -15,6 +15,7 @@ import torch
 from ...errors import MismatchError
 from ...session.keys import BUCKET_KEYS
 from ...session.session import Session
+from .own_values import name_of
 from .storage import as_bytes, distinct
 
 _PIECE_BYTES = 16 * 1024 * 1024
@@ -53,6 +54,30 @@ def check_same_model(session: Session, tensors: Sequence[tuple[str, torch.Tensor
         )
         session.fail(error)
         raise error
+
+
+def check_same_own(session: Session, own: Sequence[frozenset[str]], changed: Sequence[frozenset[str]]) -> None:
+    """Raise MismatchError where the optimizer changes other values itself than worker 0's does, naming the first.
+
+    All processes ask together for such values, or none does. ``changed`` are those of ``own`` that were seen to change.
+    """
+    mine = [[(number, key) for number, keys in enumerate(one) for key in sorted(keys)] for one in (own, changed)]
+    theirs = json.loads(session.everyone.tell(json.dumps(mine).encode(), "comparing optimizers"))
+    (here, seen_here), (there, seen_there) = ([set(map(tuple, values)) for values in one] for one in (mine, theirs))
+    if here == there:
+        return
+    if seen_here != seen_there:
+        here, there = seen_here, seen_there
+    number, key = min(here ^ there)
+    one, other = session.name(session.index), session.called(0)
+    if (number, key) not in here:
+        one, other = other, one
+    error = MismatchError(
+        f"the optimizer of {one} changes {name_of(key, number, len(own))} itself in step(), and that of {other} does"
+        " not: an optimizer has to keep the same values on all ranks; count in the script what one rank alone counts"
+    )
+    session.fail(error)
+    raise error
 
 
 def copy_from_worker(session: Session, tensors: Sequence[torch.Tensor], root: int = 0, everyone: bool = True) -> None:

@@ -23,7 +23,7 @@ import torch
 from ...errors import SynclineError, UsageError
 from ...serving.records import Record, pack, unpack
 from ...session.session import Session
-from .own_values import attributes, group_values
+from .own_values import group_values, plain_attributes
 from .served import Client
 from .shard import records_of, whole_state
 
@@ -287,7 +287,7 @@ def _take_values(optimizer: Any, loaded: torch.optim.Optimizer) -> None:
     """Of the groups and the attributes."""
     for mine, other in zip(optimizer.param_groups, loaded.param_groups, strict=True):
         mine.update({key: value for key, value in other.items() if key != "params"})
-    vars(optimizer).update({name: vars(loaded)[name] for name in attributes(loaded) if name in vars(loaded)})
+    vars(optimizer).update({name: vars(loaded)[name] for name in plain_attributes(loaded)})
 
 
 def _parted() -> UsageError:

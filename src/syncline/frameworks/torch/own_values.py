@@ -5,17 +5,23 @@ and they send back what the optimizer has changed (``OwnValues``). A value can b
 text, a tensor of one element, or tuples, lists and dictionaries of such. An optimizer can keep values elsewhere too: in
 its class, in global variables, in those around its methods, in other objects. Nobody can send these; ``beyond`` finds
 them, so that ``shard.probe`` refuses an optimizer that changes one.
+
+An attribute that no method of the optimizer reads cannot feed an update: a loss that the script notes there, a time
+that the optimizer measures. It may differ between ranks, and nobody is told (``is_read``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import inspect
 import json
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
-from functools import cache
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from functools import cache, cached_property, lru_cache
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,6 +34,8 @@ from ...serving.shard import Groups
 _SCALARS = (bool, int, float, str, type(None))
 _OF_OTHERS = ("grad_scale", "found_inf", "_opt_called", "_hidden")
 """Attributes that GradScaler, learning-rate schedulers and ``optimizer.take_over`` give an optimizer."""
+_MOST_TOLD = 64 * 1024
+"""Bytes of the text of a value that changes: it is told whole, in each step."""
 
 
 class OwnValues:
@@ -55,6 +63,9 @@ class OwnValues:
             {key: value for key, value in values.items() if key not in told or not same(told[key], value)}
             for values, told in zip((*groups, attributes(self._optimizer)), self._told, strict=True)
         ]
+        for number, (values, told) in enumerate(zip((*changed, self._sent), self._told, strict=True)):
+            for key in values.keys() & told.keys():  # what never changes may be long, as the names of all parameters
+                _check_short(_name(self._optimizer), name_of(key, number, len(self._own)), json.dumps(values[key]))
         return [*changed, self._sent] if self._sent else changed
 
     def forget(self) -> None:
@@ -69,7 +80,7 @@ class OwnValues:
             at = record.slice.tensor, record.key
             if found.setdefault(at, record.value) != record.value:
                 raise refusal(
-                    type(self._optimizer).__mro__[2].__name__,
+                    _name(self._optimizer),
                     f"owners of different slices have come to {found[at]} and {record.value} as"
                     f" {name_of(at[1], at[0], len(self._own))}",
                 )
@@ -79,9 +90,28 @@ class OwnValues:
             self._told[number].update(told)
 
 
-def told(values: Mapping[str, Any], own: frozenset[str]) -> dict[str, str]:
-    """Those of the values that are there, as texts."""
-    return {key: json.dumps(plain(key, values[key])) for key in sorted(own & values.keys())}
+def told(optimizer: torch.optim.Optimizer, number: int, own: Sequence[frozenset[str]]) -> dict[str, str]:
+    """Those of its own values that are in the place of that number, as texts; UsageError for one that is too long."""
+    values = places(optimizer)[number]
+    texts = {key: json.dumps(plain(key, values[key])) for key in sorted(own[number] & values.keys())}
+    for key, text in texts.items():
+        _check_short(_name(optimizer), name_of(key, number, len(own)), text)
+    return texts
+
+
+def _check_short(optimizer: str, value: str, text: str) -> None:
+    if len(text) > _MOST_TOLD:
+        raise refusal(
+            optimizer,
+            f"{value} has grown to {len(text)} bytes as text, it is told whole in each step, and {_MOST_TOLD} bytes are"
+            " the most: keep its last items alone, or a sum of them",
+        )
+
+
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    """The name of the user's class, also when the optimizer has been taken over."""
+    kinds = type(optimizer).__mro__
+    return next(kind for kind in kinds if kind.__module__.partition(".")[0] != "syncline").__name__
 
 
 def name_of(key: str, place: int, places: int) -> str:
@@ -105,10 +135,102 @@ def group_values(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The plain values of the attributes that not every optimizer has, as JSON can say them."""
+    """The plain values of the attributes that not every optimizer has and this one reads, as JSON can say them."""
     return {
-        name: plain(name, value) for name, value in vars(optimizer).items() if name not in _of_all() and is_plain(value)
+        name: plain(name, vars(optimizer)[name]) for name in plain_attributes(optimizer) if is_read(optimizer, name)
     }
+
+
+def plain_attributes(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of all attributes that not every optimizer has and that can be told."""
+    return [name for name, value in vars(optimizer).items() if name not in _of_all() and is_plain(value)]
+
+
+def is_read(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    """Whether code of an optimizer may read that attribute: its methods, functions they call, objects it holds."""
+    beside = [getattr(value, "__func__", value) for key, value in vars(optimizer).items() if key not in _of_all()]
+    sources = [one if isinstance(one, FunctionType) else type(one) for one in beside]
+    read = _names_read((type(optimizer), *dict.fromkeys(one for one in sources if _of_scripts(one))))
+    return read is None or name in read
+
+
+@lru_cache(maxsize=256)
+def _names_read(sources: tuple[type | FunctionType, ...]) -> frozenset[str] | None:
+    """The names of all attributes that this code reads, of whatever object; None if nobody can know them."""
+    names: set[str] = set()
+    left: list[Any] = list(sources)
+    seen: set[int] = set()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, type):
+            members = [member for kind in one.__mro__ if _of_scripts(kind) for member in vars(kind).values()]
+            functions = [part for member in members for part in _functions(member)]
+            if any(callable(part) and not isinstance(part, (type, FunctionType)) for part in functions):
+                return None  # compiled code
+            left += [part for part in functions if isinstance(part, FunctionType)]
+            continue
+        cells = [getattr(cell, "cell_contents", None) for cell in one.__closure__ or () if _is_set(cell)]
+        around = [*cells, getattr(one, "__wrapped__", None)]
+        if _of_scripts(one):
+            for code in _codes(one.__code__):
+                read = _read_in(code)
+                if read is None:
+                    return None
+                names |= read
+                called = [one.__globals__.get(name) for name in code.co_names]
+                modules = [module for module in called if isinstance(module, ModuleType)]
+                around += [*called, *(vars(module).get(name) for module in modules for name in code.co_names)]
+        left += [found for found in around if isinstance(found, FunctionType)]
+    return frozenset(names)
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _functions(member: Any) -> list[Any]:
+    """What a member of a class runs."""
+    if isinstance(member, property):
+        return [member.fget, member.fset]
+    if isinstance(member, cached_property):
+        return [member.func]
+    return [getattr(member, "__func__", member)]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
+
+
+def _read_in(code: CodeType) -> set[str] | None:
+    """The names of the attributes that this code reads; None where it can read any, by ``vars``."""
+    if {"vars", "__dict__", "__getattribute__"} & set(code.co_names):
+        return None
+    read = {str(one.argval) for one in dis.get_instructions(code) if one.opname in _READS}
+    if {"getattr", "attrgetter"} & set(code.co_names):
+        for constant in code.co_consts:
+            read |= {
+                word for word in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(word, str)
+            }
+    return read
+
+
+_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+
+
+def _of_scripts(one: Any) -> bool:
+    """Whether a class or function is none of Python's, PyTorch's, NumPy's or ours."""
+    top = str(one.__module__).partition(".")[0]
+    return top not in ("torch", "numpy", "builtins", "syncline") and top not in sys.stdlib_module_names
 
 
 @cache
@@ -141,7 +263,11 @@ def beyond(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
                 found |= {f"{one!r}, {around}": what for one, what in reached.nonlocals.items()}
                 found |= {f"{one!r}, {of}": what for one, what in reached.globals.items()}
     for name, value in vars(optimizer).items():
-        held = getattr(value, "__dict__", {}) if name not in _of_all() and not isinstance(value, type) else {}
+        # Objects of Python's own fill caches when they like, as a logger does; a namespace has what scripts put there.
+        looked = _of_scripts(type(value)) or type(value).__module__ in ("types", "argparse")
+        held = (
+            getattr(value, "__dict__", {}) if looked and name not in _of_all() and not isinstance(value, type) else {}
+        )
         found |= {f"{key!r} of the object in its attribute {name!r}": one for key, one in held.items()}
     return {place: copy.deepcopy(value) for place, value in found.items() if is_plain(value)}
 

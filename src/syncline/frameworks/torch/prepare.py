@@ -22,7 +22,7 @@ from ...session.session import MODEL_KEYS, Session
 from ...sync import Agrees, Averages, Mixes
 from .advice import tell_of_slow_start
 from .agreed import Differences, Mixture
-from .agreement import check_same_model, copy_from_worker
+from .agreement import check_same_model, check_same_own, copy_from_worker
 from .averaging import Averaging
 from .choosing import Choosing
 from .computing import steps_of
@@ -128,10 +128,12 @@ def prepare(
     if optimizer is not None and session.strategy.server_holds_weights:
         roles = session.strategy.roles
         probed = probe(optimizer, 1 if roles is None else roles.owners)
-        check_own_values(session.strategy, optimizer, probed.own)
     if optimizer is not None:
         check_momentum(session.strategy, optimizer, probed.keeps_state)
     check_same_model(session, selection.tensors(), [*options.agreed, f"the run's model {first_key // MODEL_KEYS}"])
+    if optimizer is not None and session.strategy.server_holds_weights:
+        check_same_own(session, probed.own, probed.changed)
+        check_own_values(session.strategy, optimizer, probed.own)
     check_parameters(model, selection.trained())
     copy_from_worker(session, [tensor.detach() for _, tensor in selection.tensors()])
     if not session.is_worker:

@@ -25,10 +25,10 @@ from .own_values import (
     attributes,
     beyond,
     is_plain,
+    is_read,
     name_of,
     near,
     own_attributes,
-    places,
     plain,
     put,
     refusal,
@@ -92,10 +92,8 @@ class SlicedOptimizer:
         """As texts; nothing of groups without slices here, in which an optimizer need not count."""
         groups = self._optimizer.param_groups
         of_some = any(group["params"] for group in groups)
-        return [
-            told(place, own) if place.get("params", of_some) else {}
-            for place, own in zip(places(self._optimizer), self._own, strict=True)
-        ]
+        has_slices = [*(bool(group["params"]) for group in groups), of_some]
+        return [told(self._optimizer, number, self._own) if has else {} for number, has in enumerate(has_slices)]
 
     def state(self) -> list[State]:
         """Tensors as elements, which are their memory, all else as it is."""
@@ -176,6 +174,7 @@ class Probed:
 
     keeps_state: bool
     own: tuple[frozenset[str], ...]
+    changed: tuple[frozenset[str], ...] = ()  # those of them that were seen to change
 
 
 _SHAPES = ((6, 4), (9,))
@@ -212,19 +211,16 @@ def probe(optimizer: torch.optim.Optimizer, owners: int = 1) -> Probed:
         whole, (a,) = _tried(optimizer, groups, start, [uncut])
         again, (b,) = _tried(optimizer, groups, start, [uncut])
         parts, several = _tried(optimizer, groups, start, shares)
-        before, outside = values_of(a), dict[str, Any]()
+        before = values_of(a)
         for scale in _SCALES:
             gradients = [scale * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-            for one, tensor in [*whole, *again, *parts]:
-                tensor.grad = gradients[one.tensor].reshape(-1)[one.start : one.stop].reshape(tensor.shape).clone()
-            for made in (a, b, *several):
-                made.step()
-            outside = outside or beyond(a)  # from the first step on: what is done once, as a warning, is no count
+            _step([*whole, *again, *parts], [a, b, *several], gradients)
+        beside = _changed_beyond(*_tried(optimizer, groups, start, [uncut]), gradients)
     except SynclineError:
         raise
     except Exception as error:
         raise refusal(name, f"it does not work on flat slices ({type(error).__name__}: {error})") from error
-    _check_tellable(optimizer, a, outside)
+    _check_tellable(optimizer, a, beside)
     if not _agree(whole, again):
         raise refusal(
             name,
@@ -240,14 +236,15 @@ def probe(optimizer: torch.optim.Optimizer, owners: int = 1) -> Probed:
         )
     if not _agree(whole, parts):
         raise refusal(name, f"its update of an element depends on other elements{fewer}")
-    own = _own(before, values_of(a))
+    changed = _changed(before, values_of(a))
+    own = _own(values_of(a), changed)
     for made in several:
         for number, (keys, mine, theirs) in enumerate(zip(own, values_of(a), values_of(made), strict=True)):
             for key in sorted(keys):
                 if key not in theirs or not near(mine[key], theirs[key]):
                     of = "it is given" if number == len(groups) else "of the group"
                     raise refusal(name, f"it computes {name_of(key, number, len(own))} from all tensors {of}{fewer}")
-    return Probed(any(a.state.values()), own)
+    return Probed(any(a.state.values()), own, changed)
 
 
 def _agree(whole: Sequence[tuple[Slice, torch.Tensor]], parts: Sequence[tuple[Slice, torch.Tensor]]) -> bool:
@@ -264,12 +261,16 @@ def _agree(whole: Sequence[tuple[Slice, torch.Tensor]], parts: Sequence[tuple[Sl
     )
 
 
-def _own(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> tuple[frozenset[str], ...]:
-    """The keys of what may change in each group, and behind them the attributes."""
-    changed = [
-        {key for key, value in new.items() if key not in old or not same(old[key], value)}
+def _changed(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> tuple[frozenset[str], ...]:
+    """The keys of what has changed in each group, and behind them the attributes."""
+    return tuple(
+        frozenset(key for key, value in new.items() if key not in old or not same(old[key], value))
         for old, new in zip(before, after, strict=True)
-    ]
+    )
+
+
+def _own(after: Sequence[Mapping[str, Any]], changed: Sequence[frozenset[str]]) -> tuple[frozenset[str], ...]:
+    """The keys of what may change in each group, and behind them the attributes."""
     groups, attributes = any(changed[:-1]), any(changed[-1:])
     return tuple(
         frozenset(key for key, value in new.items() if key in keys or (any_of and not isinstance(value, (list, dict))))
@@ -280,10 +281,43 @@ def _own(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 _KEEP = "keep it in param_groups, in an attribute, or in the state of each parameter"
 
 
-def _check_tellable(given: torch.optim.Optimizer, tried: torch.optim.Optimizer, before: Mapping[str, Any]) -> None:
+def _step(
+    pairs: Sequence[tuple[Slice, torch.Tensor]],
+    made: Sequence[torch.optim.Optimizer],
+    gradients: Sequence[torch.Tensor],
+) -> None:
+    """One step of each with these gradients of whole tensors."""
+    for one, tensor in pairs:
+        tensor.grad = gradients[one.tensor].reshape(-1)[one.start : one.stop].reshape(tensor.shape).clone()
+    for optimizer in made:
+        optimizer.step()
+
+
+def _changed_beyond(
+    pairs: Sequence[tuple[Slice, torch.Tensor]],
+    made: Sequence[torch.optim.Optimizer],
+    gradients: Sequence[torch.Tensor],
+) -> list[str]:
+    """Where an optimizer whose likes have made steps already still changes something beyond itself.
+
+    What is done once, a warning or an entry of a cache, is no count. ``gradients`` are the smallest that were tried:
+    larger and smaller ones than all before follow, for whatever keeps the largest.
+    """
+    _step(pairs, made, gradients)
+    before = beyond(made[0])
+    for scale in (1e10, 1e-2):
+        _step(pairs, made, [scale * one for one in gradients])
+    return [
+        place
+        for place, value in beyond(made[0]).items()
+        if place not in before or not same(plain(place, before[place]), plain(place, value))
+    ]
+
+
+def _check_tellable(given: torch.optim.Optimizer, tried: torch.optim.Optimizer, changed: Sequence[str]) -> None:
     """Raise UsageError for what a tried optimizer has learnt where owners can tell nobody of it.
 
-    ``before`` is what its class reached beyond it after the first step.
+    ``changed`` are such places beyond it.
     """
     name = type(tried).__name__
     for of in tried.state:
@@ -291,11 +325,10 @@ def _check_tellable(given: torch.optim.Optimizer, tried: torch.optim.Optimizer, 
             raise refusal(name, f"it keeps {of!r} in its state beside that of parameters, which owners cannot tell")
     for key, value in vars(tried).items():
         holds = key not in _LEFT_OUT and isinstance(value, (list, dict)) and not is_plain(value)
-        if holds and is_plain(vars(given).get(key)):
+        if holds and is_plain(vars(given).get(key)) and is_read(tried, key):
             raise refusal(name, f"it keeps tensors in its attribute {key!r}, which owners cannot tell; {_KEEP}")
-    for place, value in beyond(tried).items():
-        if place not in before or not same(plain(place, before[place]), plain(place, value)):
-            raise refusal(name, f"it changes {place}, which owners cannot tell; {_KEEP}")
+    if changed:
+        raise refusal(name, f"it changes {changed[0]}, which owners cannot tell; {_KEEP}")
 
 
 def _holds_tensors(optimizer: torch.optim.Optimizer) -> str:
