@@ -20,7 +20,7 @@ import numpy as np
 from syncline.errors import PeerError
 from syncline.launch.environment import recognise
 from syncline.nouns import Size, numpy_dtype
-from syncline.transports import Bytes, Handle, Place
+from syncline.transports import Bytes, Handle, Place, mpi
 from syncline.transports._mpi_window import NOWHERE, Window
 from syncline.transports.mpi import Mpi
 
@@ -39,10 +39,14 @@ class Rank:
         self._results: dict[int, np.ndarray] = {}
         self._borrowed: dict[int, Handle] = {}
 
-    def open(self, onesided: Literal["off", "on"], timeout_s: float = 20.0) -> None:
-        place = replace(self.place, timeout_s=timeout_s)
+    def open(self, onesided: Literal["off", "on"], timeout_s: float = 20.0, says: int | None = None) -> None:
+        place = replace(self.place, timeout_s=timeout_s, rank=self.place.rank if says is None else says)
         self.transport = Mpi(place, onesided=onesided, window=Size(WINDOW_BYTES))
         self._results.clear()
+
+    def forget_window(self) -> None:
+        """As where this process alone has failed to make it."""
+        mpi._communicator._onesided = None
 
     def send(self, number: int, dst: int, tag: int, data: bytes, priority: float) -> None:
         array = np.frombuffer(data, np.uint8)

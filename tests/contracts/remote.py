@@ -70,9 +70,9 @@ class World:
             end.answer()
         return ends
 
-    def alone(self, rank: int, timeout_s: float) -> RemoteEnd:
-        """An end of one rank, whose start may take so long; its ``answer`` says how that has ended."""
-        self.lines[rank].send(("open", "off", timeout_s))
+    def alone(self, rank: int, timeout_s: float, onesided: str = "off", says: int | None = None) -> RemoteEnd:
+        """An end of one rank (which ``says`` it is another), whose start may take so long; its ``answer`` says more."""
+        self.lines[rank].send(("open", onesided, timeout_s, says))
         return RemoteEnd(rank, self.lines[rank])
 
     def close(self) -> int:

@@ -10,8 +10,9 @@ import pytest
 from remote import RemoteEnd, World
 
 from mpi_launch import LIBRARIES
-from syncline.errors import GroupError
+from syncline.errors import GroupError, UsageError
 from syncline.testing.network import together
+from syncline.transports import Place, mpi
 
 RANKS = 3
 
@@ -54,7 +55,54 @@ def test_processes_whose_ranks_have_not_met_say_so(library: str) -> None:
         first = world.alone(0, timeout_s=1.0)
         with pytest.raises(GroupError, match=r"the first exchange over MPI did not end within 1 s"):
             first.answer()
-        with pytest.raises(GroupError, match=r"have not met in this process.*start the processes anew"):
+        with pytest.raises(
+            GroupError, match=r"have not met in this process \(the first exchange over MPI did .*start the proc"
+        ):
             world.alone(0, timeout_s=1.0).answer()
     finally:
         world.close()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_ranks_that_have_met_and_disagree_begin_anew(library: str) -> None:
+    """What all have heard of each other leaves nothing behind: the next transport works."""
+    world = World(library, 2)
+    try:
+        for end in [world.alone(rank, timeout_s=20.0, says=0) for rank in (0, 1)]:
+            with pytest.raises(UsageError, match=r"say they are \[0, 0\]: they belong to different runs"):
+                end.answer()
+        for end in [world.alone(rank, 20.0, onesided) for rank, onesided in enumerate(("off", "on"))]:
+            with pytest.raises(
+                GroupError, match=r"only ranks \[1\] ask for mpi\(onesided=on\): give all ranks the same"
+            ):
+                end.answer()
+        ends = world.ends("on")
+        assert together(ends, partial(total, 1)) == [[3.0] * 4] * 2
+        together(ends, RemoteEnd.close)
+        ends[1].ask("forget_window")
+        for end in [world.alone(rank, 20.0, "on") for rank in (0, 1)]:
+            with pytest.raises(GroupError, match=r"only ranks \[0\] have made MPI's window.*start the processes anew"):
+                end.answer()
+        ends = world.ends("off")
+        assert together(ends, partial(total, 2)) == [[3.0] * 4] * 2
+        together(ends, RemoteEnd.close)
+    finally:
+        world.close()
+
+
+def test_a_wait_that_ends_early_keeps_what_mpi_may_still_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI's end has to know of the requests, too."""
+
+    class Endless:
+        def Test(self) -> bool:
+            return False
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    left: list[tuple[list[Any], list[Any]]] = []
+    monkeypatch.setattr(mpi, "_left_behind", left)
+    request, memory = Endless(), np.zeros(4)
+    with pytest.raises(KeyboardInterrupt):
+        mpi._wait([request], Place(0, 2, check=interrupt), "a wait", memory)
+    assert left == [([request], [memory])]

@@ -10,7 +10,7 @@ from remote import RemoteEnd
 
 from syncline.errors import UsageError
 from syncline.testing.network import numbers
-from syncline.transports._mpi_window import _check_room
+from syncline.transports._mpi_window import check_room
 from syncline.transports.tcp import Tcp
 
 
@@ -78,6 +78,6 @@ def test_a_window_larger_than_shared_memory_is_refused(monkeypatch: pytest.Monke
         f_bavail, f_frsize = 16, 1 << 20
 
     monkeypatch.setattr("os.statvfs", lambda path: Room)  # noqa: ARG005
-    _check_room(16 << 20)
+    check_room(16 << 20)
     with pytest.raises(UsageError, match=r"window=17MiB\): /dev/shm has room for 16 MiB: use a smaller window="):
-        _check_room(17 << 20)
+        check_room(17 << 20)

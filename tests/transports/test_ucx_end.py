@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from syncline.errors import GroupError, UsageError
+from syncline.errors import GroupError, HandshakeError, UsageError
 from syncline.testing.network import Ends, numbers
 from syncline.transports import Place
 from syncline.transports import ucx as transport
@@ -71,11 +71,10 @@ def test_a_stranger_who_knows_the_address_reaches_no_receive(store: MemoryStore,
     endpoint = stranger.worker.create_endpoint_from_worker_address(address, False)
     guessed = Place(1, 2, secret=b"another secret")
     frames = [np.frombuffer(bytes([kind]) + bytes(23), np.uint8) for kind in range(1, 8)]
+    assert transport._key(guessed, 0) != pair[0]._keys[0]
     for key in (0, transport._key(guessed, 0)):
         for slot in (0, 1, transport._HELLO, transport._BYE):
-            requests = [
-                endpoint.tag_send(library.Array(frame), library.Tag(1 << 48 | key << 16 | slot)) for frame in frames
-            ]
+            requests = [endpoint.tag_send(library.Array(frame), library.Tag(key | 1 << 16 | slot)) for frame in frames]
             while not all(request.completed for request in requests):
                 stranger.worker.progress()
                 pair[0].poll(0.0)
@@ -108,8 +107,8 @@ def test_strangers_cannot_fill_memory(
     most, before = 0, resident_bytes()
     requests: list[object] = []
     while len(requests) < messages:
-        for bit in range(32):
-            tag = library.Tag(1 << 48 | (key ^ 1 << bit) << 16 | bit % 2)
+        for bit in range(transport._key_at(2), 64):
+            tag = library.Tag(key ^ 1 << bit | 1 << 16 | bit % 2)
             requests.append(endpoint.tag_send(message, tag))
         while stranger.worker.progress_once():
             pass
@@ -125,6 +124,50 @@ def test_strangers_cannot_fill_memory(
     while pair[0]._library.worker.tag_probe(library.Tag(0), library.TagMask(0)).matched:
         assert time.monotonic() < deadline, "what strangers have sent is kept"
         pair[0].poll(0.0)
+    del requests, endpoint, stranger
+
+
+@pytest.mark.parametrize("world", [2, 3, 1000, 65_536])
+def test_a_tag_is_the_keys_wherever_it_is_not_a_ranks_or_a_slots(world: int) -> None:
+    """And the highest rank and slot leave the key as it is."""
+    found = [transport._key(Place(0, world, secret=bytes([secret])), 0) for secret in range(200)]
+    lowest = transport._key_at(world)
+    assert (world - 1) << 16 | transport._BYE < 1 << lowest <= world << 17
+    ones = sum(key >> bit & 1 for key in found for bit in range(lowest, 64))
+    assert 0.45 < ones / 200 / (64 - lowest) < 0.55
+    assert not any(key & (1 << lowest) - 1 for key in found)
+
+
+def test_strangers_that_could_guess_the_key_are_logged_and_end_the_run(
+    store: MemoryStore, pair: list[transport.Ucx], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transport, "_MOST_STRANGE", 500)
+    library = transport.load()
+    stranger = transport._opened(library)
+    told = store.get("transport/0")
+    assert told is not None
+    address = library.lib.UCXAddress.create_from_buffer(told.partition(b" ")[2])
+    endpoint = stranger.worker.create_endpoint_from_worker_address(address, False)
+    message, wrong = library.Array(np.ones(10, np.uint8)), pair[0]._keys[0] ^ 1 << 63
+    requests = [endpoint.tag_send(message, library.Tag(wrong | 1 << 16 | slot)) for slot in range(499)]
+    deadline = time.monotonic() + LIMIT_S
+    while pair[0]._strange < 499:
+        assert time.monotonic() < deadline
+        stranger.worker.progress()
+        pair[0].poll(0.0)
+    exchange(pair)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0 throws away what strangers to the run send to its UCX address"
+    ]
+    requests.append(endpoint.tag_send(message, library.Tag(wrong)))
+    said = ""
+    while not said and time.monotonic() < deadline:
+        stranger.worker.progress()
+        try:
+            pair[0].poll(0.0)
+        except HandshakeError as error:
+            said = str(error)
+    assert said.startswith("strangers to the run have sent 500 messages to the UCX address of rank 0")
     del requests, endpoint, stranger
 
 
@@ -236,5 +279,8 @@ def test_the_environment_stays_the_users() -> None:
         "ucx._opened(ucx.load())\n"
         "print(sorted(name for name in os.environ if name.startswith('UCX')))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=clean, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

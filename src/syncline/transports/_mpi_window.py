@@ -33,7 +33,6 @@ class Window:
 
     def __init__(self, mpi: Any, comm: Any, nbytes: int) -> None:
         library = " ".join(mpi.Get_library_version().splitlines()[0].split(",")[0].split())
-        _check_room(nbytes)
         try:
             self._window = mpi.Win.Allocate(nbytes, 1, mpi.INFO_NULL, comm)
         except mpi.Exception as error:
@@ -98,7 +97,7 @@ class Window:
         self._window.Free()
 
 
-def _check_room(nbytes: int) -> None:
+def check_room(nbytes: int) -> None:
     """Ranks of a host share the memory as files, and one without room would end them by SIGBUS."""
     try:
         found = os.statvfs(_SHARED)

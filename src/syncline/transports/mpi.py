@@ -30,7 +30,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,7 +48,7 @@ from ..wire.link import broken
 from . import INLINE_BYTES, Bytes, Handle, Place
 from ._envelope import Enveloped
 from ._frames import FRAME_BYTES, SLOTS
-from ._mpi_window import NOWHERE, Window
+from ._mpi_window import NOWHERE, Window, check_room
 from ._outbox import Event
 
 if TYPE_CHECKING:
@@ -137,10 +138,10 @@ class _Communicator:
         self.comm: MPI.Comm | None = None
         self._telling: MPI.Comm | None = None  # whose messages are these numbers alone
         self._transports = self._barriers = 0
-        self._entering = False
+        self._unmet = ""  # why ranks have not met here, and so may not know what MPI still has of theirs
         self._onesided: tuple[Window, MPI.Comm] | None = None
 
-    def enter(self, place: Place) -> tuple[MPI.Comm, list[int], int]:
+    def enter(self, place: Place, onesided: bool = False) -> tuple[MPI.Comm, list[int], int]:
         """The communicator, the MPI rank of every process of ``place``, and the number of this transport."""
         MPI = load()
         known = MPI.COMM_WORLD.Get_size()
@@ -151,28 +152,52 @@ class _Communicator:
                 f" of them with mpirun (or srun), such as mpirun -n {place.world} python train.py, and with the mpirun"
                 f" of the library that mpi4py loads ({library})"
             )
-        if self._entering:
-            raise GroupError(
-                "the ranks of an earlier transport over MPI have not met in this process, and MPI cannot forget what is"
-                " left of that: start the processes anew"
-            )
-        self._entering = True
-        if self.comm is None:
-            made = [MPI.COMM_WORLD.Idup() for _ in range(2)]
-            _wait([request for _, request in made], place, "duplicating MPI's communicator")
-            (self.comm, _), (self._telling, _) = made
-        told = self._tell([place.rank, self._transports, self._barriers], place)
-        ranks, transports, barriers = told.T
+        with self.together():
+            told = self._meet(place, onesided)
+        ranks, transports, _, asking, having = told.T
+        assert self.comm is not None
+        self._transports = int(transports.max()) + 1
         places = np.argsort(ranks, kind="stable")
         if not np.array_equal(ranks[places], np.arange(place.world)):
             raise UsageError(f"MPI's processes say they are {ranks.tolist()}: they belong to different runs")
+        if asking.min() < asking.max():
+            some = ranks[asking == 1].tolist()
+            raise GroupError(f"only ranks {some} ask for mpi(onesided=on): give all ranks the same strategy")
+        if onesided and having.min() < having.max():
+            some = ranks[having == 1].tolist()
+            raise GroupError(
+                f"only ranks {some} have made MPI's window, in an earlier mpi(onesided=on): start the processes anew"
+            )
+        return self.comm, [int(rank) for rank in places], self._transports
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """All ranks make the same calls of MPI meanwhile; no other meeting can follow one that has not ended."""
+        if self._unmet:
+            raise GroupError(
+                f"the ranks of an earlier transport over MPI have not met in this process ({self._unmet}), and MPI"
+                " cannot forget what is left of that: start the processes anew"
+            )
+        try:
+            yield
+        except BaseException as error:
+            self._unmet = str(error) or type(error).__name__
+            raise
+
+    def _meet(self, place: Place, onesided: bool) -> NDArray[np.int64]:
+        """What each MPI rank has told of itself: a row of five numbers."""
+        if self.comm is None:
+            made = [load().COMM_WORLD.Idup() for _ in range(2)]
+            _wait([request for _, request in made], place, "duplicating MPI's communicator", made)
+            (self.comm, _), (self._telling, _) = made
+        mine = [place.rank, self._transports, self._barriers, onesided, self._onesided is not None]
+        told = self._tell(mine, place)
+        barriers = told[:, 2]
         left_out = [self.barrier() for _ in range(barriers.max() - self._barriers)]
         _wait(left_out, place, "an allreduce of an earlier run over MPI, which this rank had left out,")
         if barriers.min() < barriers.max():
-            self._tell([0, 0, 0], place)  # until all have ended theirs, nobody stops to turn MPI
-        self._transports = int(transports.max()) + 1
-        self._entering = False
-        return self.comm, [int(rank) for rank in places], self._transports
+            self._tell(mine, place)  # until all have ended theirs, nobody stops to turn MPI
+        return told
 
     def barrier(self) -> Any:
         """Begin a barrier; the request that is done when all ranks have begun as many."""
@@ -189,16 +214,18 @@ class _Communicator:
         others = [rank for rank in range(place.world) if rank != me]
         comes = [comm.Irecv(told[rank], rank) for rank in others]
         goes = [comm.Isend(told[me], rank) for rank in others]
-        _wait(comes + goes, place, "the first exchange over MPI")
+        _wait(comes + goes, place, "the first exchange over MPI", [told])
         return told
 
     def onesided(self, place: Place, nbytes: int) -> tuple[Window, MPI.Comm]:
         """The window, and the communicator on which ranks tell that they have read; all processes call this."""
         assert self.comm is not None
         if self._onesided is None:
-            told, request = self.comm.Idup()
-            _wait([request], place, "duplicating MPI's communicator")
-            _wait([self.barrier()], place, "the meeting before MPI's window")  # to make it has no time limit
+            check_room(nbytes)  # while nobody waits for this rank without a limit
+            with self.together():
+                told, request = self.comm.Idup()
+                _wait([request], place, "duplicating MPI's communicator", [told])
+                _wait([self.barrier()], place, "the meeting before MPI's window")  # to make it has no time limit
             self._onesided = Window(load(), self.comm, nbytes), told
         return self._onesided
 
@@ -223,7 +250,7 @@ class Mpi(Enveloped):
     def __init__(self, place: Place, *, onesided: Literal["off", "on"] = "off", window: Size = _WINDOW_BYTES) -> None:
         super().__init__(place.rank, place.world)
         self._mpi = load()
-        self._comm, self._mpi_ranks, number = _communicator.enter(place)
+        self._comm, self._mpi_ranks, number = _communicator.enter(place, onesided == "on")
         self._window: Window | None = None
         self._reads = self._comm  # where ranks tell that they have read
         if onesided == "on":
@@ -487,16 +514,22 @@ def _half(dtype: np.dtype[Any]) -> tuple[Any, Any]:
     return MPI.BYTE.Create_contiguous(2).Commit(), MPI.Op.Create(add, commute=True)
 
 
-def _wait(requests: Sequence[Any], place: Place, what: str) -> None:
-    """Wait for requests without turning in circles; GroupError after the time limit of ``place``."""
+def _wait(requests: Sequence[Any], place: Place, what: str, memory: Sequence[Any] = ()) -> None:
+    """Wait for requests without turning in circles; GroupError after the time limit of ``place``.
+
+    However the wait ends early, MPI may go on with the requests, so they and their ``memory`` stay.
+    """
     begun = time.monotonic()
-    while not all(request.Test() for request in requests):
-        waited = time.monotonic() - begun
-        if waited > place.timeout_s:
-            _left_behind.append((list(requests), []))
-            raise GroupError(f"{what} did not end within {place.timeout_s:.0f} s: have all ranks started?")
-        place.check()
-        time.sleep(min(0.01, max(_SHORTEST_S, waited / 4)))
+    try:
+        while not all(request.Test() for request in requests):
+            waited = time.monotonic() - begun
+            if waited > place.timeout_s:
+                raise GroupError(f"{what} did not end within {place.timeout_s:.0f} s: have all ranks started?")
+            place.check()
+            time.sleep(min(0.01, max(_SHORTEST_S, waited / 4)))
+    except BaseException:
+        _left_behind.append((list(requests), [memory]))
+        raise
 
 
 def share(data: bytes, *, rank: int, world: int, timeout_s: float) -> bytes:
@@ -506,5 +539,6 @@ def share(data: bytes, *, rank: int, world: int, timeout_s: float) -> bytes:
     text = np.zeros(1000, np.uint8)
     if rank == 0:
         text[: len(data)] = np.frombuffer(data, np.uint8)
-    _wait([comm.Ibcast([text, load().BYTE], root=mpi_ranks[0])], place, "rank 0's address over MPI")
+    with _communicator.together():
+        _wait([comm.Ibcast([text, load().BYTE], root=mpi_ranks[0])], place, "rank 0's address over MPI", [text])
     return text.tobytes().rstrip(b"\0")

@@ -5,15 +5,17 @@ the user's to say, by UCX's environment variables (``UCX_TLS``, ``UCX_NET_DEVICE
 puts there for GPUs are taken back, since all that travels here is in host memory. UCX prints nothing unless
 ``UCX_LOG_LEVEL`` asks for it: what went wrong is in the errors of this transport.
 
-**Messages** are tagged ones. A tag is (rank of the sender, key, slot): a frame has slot 0, and its receives are posted
+**Messages** are tagged ones. A tag is (key, rank of the sender, slot): a frame has slot 0, and its receives are posted
 ahead; a body has the slot that its frame announces, and UCX's rendezvous holds it back until it is asked for. The
 receiver reads it straight from the sender's memory where the kernel lets it (CMA), or the card does.
 
 **Strangers.** Addresses are told over the meeting, whose members have proved themselves. The key is drawn from the
-run's secret for each receiver, so a stranger who finds the address cannot send what a receive of ours takes. UCX keeps
-what nobody takes. Whatever a stranger sends differs from the receiver's key in one bit at least, so a probe for each
-bit finds it, and nothing else: what strangers have sent is thrown away every ``_SWEEP_S``. But UCX listens on the
-host's networks, and neither encrypts nor authenticates: one who reads the wire learns the keys.
+run's secret for each receiver, so a stranger who finds the address cannot send what a receive of ours takes, but by
+guessing. UCX keeps what nobody takes. A wrong key differs from the receiver's in one bit at least, so a probe for each
+bit finds such messages, and no others: every ``_SWEEP_S`` they are counted and thrown away. The key has all bits that
+ranks and slots leave, 47 with two ranks and 38 with a thousand, and the run ends after ``_MOST_STRANGE`` of them: so
+many guesses find the key of one of a thousand ranks with a chance of one in 2**18, and of one of two in 2**27. But UCX
+listens on the host's networks, and neither encrypts nor authenticates: one who reads the wire learns the keys.
 
 **Waiting.** A rank that waits looks a few times, arms the worker, and sleeps on its descriptor and the bell's.
 
@@ -28,6 +30,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import hmac
+import logging
 import os
 import select
 import sys
@@ -44,7 +47,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import GroupError, ProtocolError, UsageError
+from ..errors import GroupError, HandshakeError, ProtocolError, UsageError
 from ..registry import register
 from ..wire.link import broken
 from . import Bytes, Place
@@ -52,6 +55,8 @@ from ._bell import DescriptorBell
 from ._envelope import Enveloped
 from ._frames import FRAME_BYTES, SLOTS, frame_bytes
 from ._outbox import Event
+
+log = logging.getLogger("syncline.wire")
 
 _OLDEST = (0, 52)
 _INSTALL = "pip install 'syncline[ucx]'"
@@ -73,10 +78,13 @@ _CHECK_S = 0.05
 _END_S = 1.0
 """How long a rank that ends waits for answers, and then for UCX to hand over what it has sent."""
 
-_KEY_BITS, _KEY_AT = 32, 16
-"""Of a tag: the size of the key, and behind how many bits it lies."""
+_TAG_BITS, _SLOT_BITS = 64, 16
+"""Of a tag, the slot is the lowest bits. Then comes the sender, and the key has the rest."""
 
 _SWEEP_S = 0.05
+_MOST_STRANGE = 2**20
+"""So many messages of strangers end the run: they would go on until they have guessed the key."""
+
 _PROGRESS = 256
 """So many steps of UCX's until this rank looks after its own things again, however much comes."""
 
@@ -165,6 +173,7 @@ class Ucx(Enveloped):
         self._door = DescriptorBell()
         self._keys = [_key(place, rank) for rank in range(place.world)]
         self._swept = time.monotonic()
+        self._strange = 0  # messages of strangers so far
         self._swept_away: list[Any] = []  # requests of strangers' messages, and where nothing of them fits
         self._nowhere = np.zeros(1, np.uint8)
         self._requests: list[_Request] = []
@@ -236,7 +245,7 @@ class Ucx(Enveloped):
             return
         deadline = time.monotonic() + _END_S
         while not self._all_answered() and time.monotonic() < deadline:
-            with suppress(ProtocolError):  # its sender is gone with that
+            with suppress(ProtocolError, HandshakeError):  # its sender is gone with that; strangers no longer matter
                 self._wait_for(self._all_answered, deadline, lambda: None)
         self._free()
 
@@ -251,7 +260,7 @@ class Ucx(Enveloped):
     # Messages.
 
     def _tag(self, src: int, dst: int, slot: int) -> Any:
-        return self._ucx.Tag(src << 48 | self._keys[dst] << _KEY_AT | slot)
+        return self._ucx.Tag(self._keys[dst] | src << _SLOT_BITS | slot)
 
     def _send(self, peer: int, slot: int, data: Bytes, done: Event) -> None:
         endpoint, tag = self._library.endpoints[peer], self._tag(self.rank, peer, slot)
@@ -284,15 +293,24 @@ class Ucx(Enveloped):
         return self._acted
 
     def _sweep(self) -> None:
-        """Throw away what strangers have sent."""
+        """Throw away what strangers have sent; HandshakeError where they have sent too much."""
         ucx, worker, key = self._ucx, self._library.worker, self._keys[self.rank]
-        for bit in range(_KEY_BITS):
-            other, mask = ucx.Tag((~key & 1 << bit) << _KEY_AT), ucx.TagMask(1 << bit + _KEY_AT)
+        before, lies = self._strange, worker.tag_probe(ucx.Tag(0), ucx.TagMask(0)).matched  # anything, ours or not
+        for bit in range(_key_at(self.world), _TAG_BITS) if lies else ():
+            other, mask = ucx.Tag(~key & 1 << bit), ucx.TagMask(1 << bit)
             while (found := worker.tag_probe(other, mask, remove=True)).matched:
                 # Received where it does not fit: UCX then frees its copy, and asks for nothing that is still to come.
                 self._swept_away.append(worker.tag_recv_with_handle(ucx.Array(self._nowhere), found))
+                self._strange += 1
         self._swept_away = [request for request in self._swept_away if not request.completed]
         self._swept = time.monotonic()
+        if not before and self._strange:
+            log.warning("rank %d throws away what strangers to the run send to its UCX address", self.rank)
+        if before < self._strange >= _MOST_STRANGE:
+            raise HandshakeError(
+                f"strangers to the run have sent {self._strange} messages to the UCX address of rank {self.rank}, as if"
+                " to guess its key: keep them from the networks that UCX_NET_DEVICES names, or use transport=tcp"
+            )
 
     def _complete(self) -> None:
         """End what UCX has completed."""
@@ -387,6 +405,8 @@ class Ucx(Enveloped):
         del closing
         kept.clear()
         self._swept_away.clear()
+        if self._strange:
+            log.warning("rank %d has thrown away %d messages of strangers to the run", self.rank, self._strange)
         library.endpoints.clear()
         # The worker's own end would receive what nobody has taken, and wait for senders that are gone.
         every = self._ucx.Tag(0), self._ucx.TagMask(0)
@@ -411,10 +431,17 @@ def _opened(ucx: Any) -> _Library:
     return _Library(context, worker)
 
 
+def _key_at(world: int) -> int:
+    """Behind how many bits of a tag the key lies, in a run of so many ranks."""
+    return _SLOT_BITS + (world - 1).bit_length()
+
+
 def _key(place: Place, dst: int) -> int:
-    """What all messages to one rank carry, and nobody else knows."""
+    """What all tags to one rank have in their upper bits, and nobody else knows."""
     text = f"syncline ucx {place.key} {dst}".encode()
-    return int.from_bytes(hmac.digest(place.secret, text, hashlib.sha256)[: _KEY_BITS // 8], "big")
+    digest = hmac.digest(place.secret, text, hashlib.sha256)
+    at = _key_at(place.world)
+    return int.from_bytes(digest[: _TAG_BITS // 8], "big") >> at << at
 
 
 def _countdown(number: int, done: Event) -> Event:
