@@ -104,5 +104,5 @@ def test_a_wait_that_ends_early_keeps_what_mpi_may_still_write(monkeypatch: pyte
     monkeypatch.setattr(mpi, "_left_behind", left)
     request, memory = Endless(), np.zeros(4)
     with pytest.raises(KeyboardInterrupt):
-        mpi._wait([request], Place(0, 2, check=interrupt), "a wait", memory)
+        mpi._wait([request], Place(0, 2, check=interrupt), "a wait", [memory])
     assert left == [([request], [memory])]

@@ -528,7 +528,7 @@ def _wait(requests: Sequence[Any], place: Place, what: str, memory: Sequence[Any
             place.check()
             time.sleep(min(0.01, max(_SHORTEST_S, waited / 4)))
     except BaseException:
-        _left_behind.append((list(requests), [memory]))
+        _left_behind.append((list(requests), list(memory)))
         raise
 
 
