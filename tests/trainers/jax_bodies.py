@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -450,6 +451,83 @@ def wrapped_around(place: Place, name: str) -> list[str]:
             else:
                 found.append("")
     return found
+
+
+Step = Callable[[Any, Any, Any, Any], Any]
+HIDDEN: dict[str, Callable[[Step, Any, Any, Any, Any], Any]] = {
+    "cond": lambda step, params, state, x, y: jax.lax.cond(
+        jnp.isfinite(x).all(), lambda: step(params, state, x, y), lambda: (params, state)
+    ),
+    "switch": lambda step, params, state, x, y: jax.lax.switch(
+        state.step % 3, [lambda: (params, state), lambda: step(params, state, x, y), lambda: (params, state)]
+    ),
+    "while_loop": lambda step, params, state, x, y: jax.lax.while_loop(
+        lambda of: of[1].step < x.sum(), lambda of: step(*of, x, y), (params, state)
+    ),
+    "fori_loop": lambda step, params, state, x, y: jax.lax.fori_loop(
+        0, state.step, lambda _, of: step(*of, x, y), (params, state)
+    ),
+    "vmap": lambda step, params, state, x, y: jax.vmap(lambda x, y: step(params, state, x, y))(x[:, None], y[:, None]),
+}
+"""What may leave a step out, or repeat it, on one rank alone."""
+
+
+def hidden(place: Place) -> dict[str, list[str]]:
+    """What is said where a step that was traced and called before, on its own, is called in one of these."""
+    found: dict[str, list[str]] = {name: [] for name in HIDDEN}
+    for name, jit in product(HIDDEN, (True, False)):
+        with joined(place, "ring"):
+            params, made, state = begin("adam")
+            step, around = step_of(made), HIDDEN[name]
+            x, y = batch(0, syncline.rank(), syncline.world_size())
+            params, state = jax.block_until_ready(step(params, state, x, y))
+            syncline.barrier()  # a rank that is refused ends what the others have under way
+            call = partial(around, step)
+            try:
+                jax.block_until_ready((jax.jit(call) if jit else call)(params, state, jnp.asarray(x), jnp.asarray(y)))
+            except syncline.errors.SynclineError as error:
+                found[name].append(str(error))
+            else:
+                found[name].append("")
+    return found
+
+
+def scanned(place: Place, strategies: list[str]) -> list[tuple[Any, Any]]:
+    """Steps in a loop of known length, whose step was traced before on its own; and the same one by one."""
+    found = []
+    for strategy, scan in product(strategies, (True, False)):
+        with joined(place, strategy):
+            params, made, state = begin("adam")
+            step = step_of(made)
+            drawn = [batch(number, syncline.rank(), syncline.world_size()) for number in range(5)]
+            params, state = step(params, state, *drawn[0])
+            if scan:
+                xs, ys = (jnp.stack(some) for some in zip(*drawn[1:], strict=True))
+
+                def body(of: Any, given: Any, step: Step = step) -> Any:
+                    return step(*of, *given), None
+
+                (params, state), _ = jax.jit(partial(jax.lax.scan, body))((params, state), (xs, ys))
+            else:
+                for one in drawn[1:]:
+                    params, state = step(params, state, *one)
+            assert int(state.step) == 5
+            found.append(plain(params))
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+def costs(place: Place) -> tuple[int, bool]:
+    """Words of ours in what is compiled beyond the calls, and whether JAX begins it by machine code."""
+    with joined(place, "ring"):
+        params, made, state = begin("adam")
+        step = step_of(made)
+        x, y = map(jnp.asarray, batch(0, syncline.rank(), syncline.world_size()))
+        for _ in range(2):  # what a step returns may lie otherwise than what the script began with
+            params, state = step(params, state, x, y)
+        before = step._cache_size()
+        jax.block_until_ready(step(params, state, x, y))
+        text = step.lower(params, state, x, y).as_text()
+        return text.count("syncline_exchange"), before == step._cache_size()
 
 
 def wrapped_inside(place: Place, name: str) -> tuple[Any, Any]:

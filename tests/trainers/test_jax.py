@@ -264,6 +264,27 @@ def test_what_skips_steps_belongs_inside(tmp_path: Path, name: str) -> None:
         check_near(params, wanted, name)
 
 
+def test_a_step_that_was_traced_before_is_refused_where_a_rank_may_leave_it_out(tmp_path: Path) -> None:
+    """No number tells of it at run time: a rank that has left a step out makes the next one under the same number."""
+    for found in ranks(tmp_path, "jax_bodies.hidden", WORKERS).found():
+        assert set(found) == {"cond", "switch", "while_loop", "fori_loop", "vmap"}
+        for name, said in found.items():
+            where = {"cond": "branch", "switch": "branch", "vmap": "jax.vmap"}.get(name, "loop")
+            for text in said[:1] if name == "fori_loop" else said:  # whose length is known where nothing is traced
+                assert re.search(rf"update\(\) is traced (inside of|under) .*{where}", text), (name, text)
+
+
+def test_steps_may_be_made_in_a_loop_of_known_length(tmp_path: Path) -> None:
+    strategies = ["ring", "ps(servers=1, on=workers)", "ring sync=local(steps=2)"]
+    for found in ranks(tmp_path, "jax_bodies.scanned", WORKERS, strategies).found():
+        for strategy, (looped, single) in zip(strategies, found, strict=True):
+            check_near(looped, single, strategy)
+
+
+def test_what_refuses_branches_leaves_nothing_in_what_is_compiled(tmp_path: Path) -> None:
+    assert ranks(tmp_path, "jax_bodies.costs", WORKERS).found() == [(0, True)] * WORKERS
+
+
 @pytest.mark.parametrize("strategy", ["ring", "ps(servers=1, on=workers)"])
 def test_parameters_may_be_in_boxes_where_gradients_are_not(tmp_path: Path, strategy: str) -> None:
     for params, wanted in ranks(tmp_path, "jax_bodies.boxed", WORKERS, strategy).found():

@@ -13,7 +13,8 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
+from warnings import warn
 from weakref import WeakValueDictionary
 
 import jax
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ...errors import ClosedError, MismatchError, UsageError
+from ...errors import ClosedError, GradientError, MismatchError, UsageError
 from ...session.session import Session
 from ...sync import Agrees
 from .._alone import warn_of_plain_steps
@@ -34,8 +35,22 @@ from ._calls import Array, Call, calls, invoke, invoke_code
 from ._devices import device_of_owners, shared
 from ._ending import unseen, wait_for_steps
 from ._slices import OptaxSlices, outline, probe
-from ._trees import bare, devices_of, host, in_branch, is_traced, named, placed, specs_of, told_to_all
+from ._trees import bare, devices_of, host, is_traced, named, placed, specs_of, told_to_all
 from ._weights import SynclineState, TreeWeights, fresh, given, state_of
+
+try:
+    from ._branches import watched
+except (ImportError, AttributeError) as error:  # what it stands on is JAX's own
+    warn(
+        f"JAX {jax.__version__} does not tell of exchanges inside of branches and loops ({error}): call update()"
+        " outside of jax.lax.cond, switch and while_loop, where ranks that leave one out would pair gradients of"
+        " different steps",
+        stacklevel=1,
+    )
+
+    def watched(run: int, refuse: Callable[[str], NoReturn], values: Sequence[Any]) -> list[Any]:  # noqa: ARG001
+        return list(values)
+
 
 _STEP = np.zeros((), np.int32)
 _KINDS: tuple[Kind, ...] = ("exchanged", "own", "averaged")
@@ -196,17 +211,14 @@ class Run:
                 "init() of this transformation was traced only, or not called: call it with parameters, outside of jit,"
                 " where all ranks meet"
             )
-        if in_branch():
-            raise self._model.fault(
-                "update() is traced inside of a branch (jax.lax.cond), and ranks that take different ones would pair"
-                f" gradients of different steps: {_ORDER}"
-            )
         gradients = self._checked(self._model, updates)
         self._structure = jax.tree.structure(updates)  # of arrays, where init() may have had Variables of flax around
         if params is None and (self._held or self._periodic):
             raise self._model.fault(f"{self._session.strategy} exchanges weights: say update(gradients, state, params)")
         if self._held and extra:
             raise self._model.fault(f"owners of the weights are not told {', '.join(extra)}: use ring or an allreduce")
+        step, *gradients = watched(self.number, partial(_refuse, self.number), [state.step, *gradients])
+        state = state._replace(step=step)
         if self._periodic:
             return self._by_kind(gradients, state, params, extra)
         step, found = self._exchange(state.step, gradients)
@@ -406,6 +418,14 @@ def run_of(state: Any) -> Run:
     if found is None:
         raise UsageError("this optimizer state is not of a run of this process: give that of init(params)")
     return found
+
+
+def _refuse(run: int, where: str) -> NoReturn:
+    text = f"update() is traced {where}, and ranks that leave one out would pair gradients of different steps: {_ORDER}"
+    found = _runs.get(run)
+    if found is None or found._model is None:
+        raise GradientError(text)
+    raise found._model.fault(text)
 
 
 def _give(values: Sequence[Array], results: Sequence[Array]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -33,20 +33,6 @@ def bare(name: str) -> str:
 def is_traced(tree: Any) -> bool:
     """Whether some of it has shapes only, as inside of ``jit`` or ``eval_shape``."""
     return any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
-
-
-def in_branch() -> bool:
-    """Whether what is traced now is a branch, which only some ranks may take. JAX's own way to know is private."""
-    with suppress(ImportError, AttributeError):
-        from jax._src import core
-
-        trace: Any = core.trace_ctx.trace
-        while trace is not None:
-            info = getattr(getattr(trace, "frame", None), "debug_info", None)
-            if getattr(info, "traced_for", None) in ("cond", "switch"):
-                return True
-            trace = getattr(trace, "parent_trace", None)
-    return False
 
 
 def host(name: str, leaf: Any) -> Array:
