@@ -38,15 +38,17 @@ class Rank:
         self._count_reads()
         self._results: dict[int, np.ndarray] = {}
         self._borrowed: dict[int, Handle] = {}
+        self._hidden: Any = None
 
     def open(self, onesided: Literal["off", "on"], timeout_s: float = 20.0, says: int | None = None) -> None:
         place = replace(self.place, timeout_s=timeout_s, rank=self.place.rank if says is None else says)
         self.transport = Mpi(place, onesided=onesided, window=Size(WINDOW_BYTES))
         self._results.clear()
 
-    def forget_window(self) -> None:
-        """As where this process alone has failed to make it."""
-        mpi._communicator._onesided = None
+    def hide_window(self) -> None:
+        """As where this process alone has failed to make it; hidden again, it is back, as MPI's end wants it."""
+        shared = mpi._communicator
+        shared._onesided, self._hidden = self._hidden, shared._onesided
 
     def send(self, number: int, dst: int, tag: int, data: bytes, priority: float) -> None:
         array = np.frombuffer(data, np.uint8)

@@ -79,15 +79,17 @@ def test_ranks_that_have_met_and_disagree_begin_anew(library: str) -> None:
         ends = world.ends("on")
         assert together(ends, partial(total, 1)) == [[3.0] * 4] * 2
         together(ends, RemoteEnd.close)
-        ends[1].ask("forget_window")
+        ends[1].ask("hide_window")
         for end in [world.alone(rank, 20.0, "on") for rank in (0, 1)]:
             with pytest.raises(GroupError, match=r"only ranks \[0\] have made MPI's window.*start the processes anew"):
                 end.answer()
         ends = world.ends("off")
         assert together(ends, partial(total, 2)) == [[3.0] * 4] * 2
         together(ends, RemoteEnd.close)
+        ends[1].ask("hide_window")
     finally:
-        world.close()
+        status = world.close()
+    assert status == 0
 
 
 def test_a_wait_that_ends_early_keeps_what_mpi_may_still_write(monkeypatch: pytest.MonkeyPatch) -> None:
