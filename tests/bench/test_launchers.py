@@ -377,6 +377,30 @@ def test_a_process_that_does_not_say_where_it_is_ends_the_run() -> None:
             heard(mailbox, lambda: False)
 
 
+def test_a_process_that_says_twice_that_it_is_here_ends_the_run() -> None:
+    here = b'{"kind": "here", "network": "a", "address": "10.1.2.3", "port": 5}\n'
+    with RemoteMailbox(2) as mailbox, call(mailbox, 0) as line:
+        line.sendall(2 * here)
+        with pytest.raises(SynclineError, match="process 0 has said twice that it is here"):
+            heard(mailbox, lambda: False)
+    with Mailbox(1) as mailbox:
+        Path(mailbox.addresses[0].split()[0]).write_bytes(2 * b'{"kind": "here"}\n')
+        with pytest.raises(SynclineError, match="process 0 has said twice that it is here"):
+            mailbox.receive(5.0)
+
+
+def test_what_a_process_had_sent_before_its_end_is_all_read() -> None:
+    """It comes in parts, the last of them after the end has been seen."""
+    report = b'{"kind": "result", "long": "' + bytes([ord("x")]) * 300_000 + b'"}\n'
+    with RemoteMailbox(1) as mailbox, call(mailbox, 0) as line:
+        line.sendall(b'{"kind": "here", "network": "a", "address": "10.1.2.3", "port": 5}\n')
+        heard(mailbox, lambda: mailbox._places)
+        late = threading.Thread(target=line.sendall, args=(report,))
+        late.start()
+        assert [len(message["long"]) for some in mailbox.rest() for _, message in some] == [300_000]
+        late.join()
+
+
 def test_strangers_keep_no_rank_out() -> None:
     """Whether they are silent, stop in the middle, or talk nonsense: more than are kept waiting."""
     said = b"", bytes(HELLO_BYTES - 1), bytes(range(256)) * 4

@@ -528,6 +528,11 @@ class ScaledByName(Scaled):
         return getattr(self, "factor", 1.0)
 
 
+class ScaledByComputedName(Scaled):
+    def scale(self) -> float:
+        return getattr(self, f"{'fac'}tor", 1.0)
+
+
 class ScaledByVars(Scaled):
     def scale(self) -> float:
         return vars(self).get("factor", 1.0)
@@ -556,7 +561,9 @@ def factor_of(one: Any) -> float:
     return one.factor
 
 
-@pytest.mark.parametrize("made", [Scaled, ScaledByName, ScaledByVars, ScaledByFunction, ScaledByObject])
+@pytest.mark.parametrize(
+    "made", [Scaled, ScaledByName, ScaledByComputedName, ScaledByVars, ScaledByFunction, ScaledByObject]
+)
 def test_an_attribute_that_the_script_sets_between_steps_reaches_the_owners(group: Any, made: type[Scaled]) -> None:
     def make(index: int) -> Any:  # noqa: ARG001
         model = mlp()

@@ -25,7 +25,8 @@ _MPI = ("mpirun", "mpiexec", "prterun", "orterun")
 _ASK_S = 20.0
 _COUNTS = ("-n", "-np", "--n", "--np", "--ntasks")
 _OPENMPI_NAMES = ("Open MPI", "OpenRTE", "PRRTE", "prterun")
-_PASSED_ON = ("SYNCLINE_", "GLOO_", "NCCL_", "UCX_", "OMP_NUM_THREADS", "PYTHONPATH", "MPI4PY_")
+_LIBRARIES_READ = ("GLOO_", "NCCL_", "UCX_", "MPI4PY_", "MKL_", "OPENBLAS_", "JAX_", "XLA_FLAGS", "TF_", "KERAS_")
+_PASSED_ON = ("SYNCLINE_", *_LIBRARIES_READ, "OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
 _SRUN = ("--export=ALL", "--kill-on-bad-exit=1", "--input=none")
 """Before what the user says, who may want something else: whatever else a job's script has set, variables are passed
 on, one process that fails ends all, and no input is read."""

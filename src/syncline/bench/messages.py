@@ -17,12 +17,13 @@ import dataclasses
 import json
 import os
 import secrets
+import select
 import selectors
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,9 @@ from ..wire.listener import dial, interface_address, own_address
 
 START_S = 120.0
 """Until all processes of another launcher have called: it may have to load what they run from a slow disk."""
+
+_TOLD_S = START_S + 30.0
+"""How long a process that has come waits for the others, which the starter ends before."""
 
 LINE_BYTES = 1 << 26
 """The longest message: a result's curve of a million looks fits."""
@@ -107,6 +111,7 @@ class Connection:
         else:
             assert place is not None
             sock = _call(address, place, processes)
+            _keep_alive(sock)
             own = str(sock.getsockname()[0])
             self._up = sock.detach()
             self._orders = os.fdopen(os.dup(self._up), "rb")
@@ -159,12 +164,14 @@ class Connection:
             raise error
         port = 0
         if place.rank == 0:
-            self._kept = bind_here("0.0.0.0")
+            self._kept = bind_here("::" if ":" in own else "0.0.0.0")
             port = self._kept.getsockname()[1]
         self.send("here", network=f"{_BOOT.read_text().strip()} {_NETWORK.readlink()}", address=own, port=port)
-        told = self.hear()
+        came, _, _ = select.select([self._up], [], [], _TOLD_S)
+        told = self.hear() if came else None
         if told is None:
-            raise GroupError("the process that started this one is gone")
+            why = "is gone" if came else f"has not said within {_TOLD_S:.0f} s where rank 0 is"
+            raise GroupError(f"rank {place.rank} of {processes}: the process that started this one {why}")
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = told["address"], str(told["port"])
 
 
@@ -194,8 +201,10 @@ class Mailbox:
     """The starter's ends of a run's lines on this machine, one per process.
 
     ``addresses`` are for the processes to open; ``ended`` lists those whose lines have closed, in that order. Used as a
-    context manager, which closes everything.
+    context manager, which closes everything. What was sent has come ``linger_s`` after the processes' end.
     """
+
+    linger_s = 0.0
 
     def __init__(self, processes: int) -> None:
         self._selector = selectors.DefaultSelector()
@@ -270,6 +279,12 @@ class Mailbox:
                     found.append((key.data, message))
         return found
 
+    def rest(self) -> Iterator[list[tuple[int, Message]]]:
+        """What processes that have ended had sent before, as far as it comes."""
+        until = time.monotonic() + self.linger_s
+        while self.open and ((last := self.receive(self.linger_s / 10)) or time.monotonic() < until):
+            yield last
+
     def _add(self, rank: int, reading: int) -> None:
         self._selector.register(reading, selectors.EVENT_READ, rank)
         self._rest[reading] = b""
@@ -279,6 +294,8 @@ class Mailbox:
         self._release(rank)
 
     def _release(self, rank: int) -> None:
+        if rank not in self._writing:
+            raise SynclineError(f"process {rank} has said twice that it is here")
         os.close(self._writing.pop(rank))
 
     def _forget(self, fd: int) -> None:
@@ -293,6 +310,8 @@ class RemoteMailbox(Mailbox):
     Listens until all have come, at SYNCLINE_INTERFACE or the address of this machine that others reach, else on the
     loopback. ``receive`` raises SynclineError where some have not come within ``limit_s``.
     """
+
+    linger_s = 1.0
 
     def __init__(self, processes: int, limit_s: float = START_S) -> None:
         super().__init__(0)
@@ -349,6 +368,7 @@ class RemoteMailbox(Mailbox):
     def _let_in(self) -> None:
         while self._callers:
             rank, sock = self._callers.popleft()
+            _keep_alive(sock)
             reading = sock.detach()
             self._orders[rank] = os.dup(reading)
             self._add(rank, reading)
@@ -356,6 +376,8 @@ class RemoteMailbox(Mailbox):
     def _here(self, rank: int, message: Message) -> None:
         if not message.keys() >= {"network", "address", "port"}:
             raise SynclineError(f"process {rank} does not say where it is: another version of Syncline runs there")
+        if rank in self._places:
+            raise SynclineError(f"process {rank} has said twice that it is here")
         self._places[rank] = message
         if len(self._places) == self._processes:
             self._doors.close()
@@ -365,6 +387,14 @@ class RemoteMailbox(Mailbox):
 
     def _release(self, rank: int) -> None:
         """There is no copy of a process's end."""
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Have the kernel end a connection whose other host is gone, or cannot be reached any more."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
 
 
 def _reached_at() -> str:

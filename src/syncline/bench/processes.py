@@ -116,8 +116,9 @@ class RowWatch:
             silent = time.monotonic() - self._heard
             if silent > self._limit_s:
                 raise SynclineError(f"no report for {silent:.0f} s, so the row was ended: raise the limit if it works")
-        while self._outcome is not None and mailbox.open and (last := mailbox.receive(0.0)):
-            self._take(last)
+        if self._outcome is not None:
+            for last in mailbox.rest():
+                self._take(last)
 
     def _look_for_lost(self, mailbox: Mailbox) -> None:
         """Raise SynclineError a while after a launched worker has gone, where neither launcher nor the others end."""

@@ -87,7 +87,10 @@ class WarmRanks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end()
+        if kind is None:
+            self.end()
+        else:
+            self.end_at_once()
 
     def start(self) -> float:
         """Start the ranks unless they are there; the seconds until all are ready. Raises SynclineError if one fails."""

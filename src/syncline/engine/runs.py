@@ -165,7 +165,7 @@ class Cut:
         )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def cut_of(program: Program, size: int, per_segment: int) -> Cut:
     """How arrays of ``size`` elements are cut into segments of up to ``per_segment``; kept, since steps repeat it."""
     return Cut(program, size, per_segment)

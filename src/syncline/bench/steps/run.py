@@ -120,7 +120,9 @@ def _measured(request: Request, framework: str, progress: object) -> tuple[dict[
                 outcome = outcome or started.poll()
                 if time.monotonic() - heard > SILENCE_S:
                     raise SynclineError(f"bench-steps: no rank has reported anything for {SILENCE_S:.0f} s")
-                messages = mailbox.receive(_POLL_S if outcome is None else 0.0)
+                messages = (
+                    mailbox.receive(_POLL_S) if outcome is None else [one for some in mailbox.rest() for one in some]
+                )
         if outcome.status and not errors:
             errors.append(outcome.text)
     return found, errors[0] if errors else None

@@ -212,11 +212,14 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _read_in(code: CodeType) -> set[str] | None:
-    """The names of the attributes that this code reads; None where it can read any, by ``vars``."""
+    """The names of the attributes that this code reads; None where it can read any, by ``vars`` or a computed name."""
     if {"vars", "__dict__", "__getattribute__"} & set(code.co_names):
         return None
-    read = {str(one.argval) for one in dis.get_instructions(code) if one.opname in _READS}
+    instructions = list(dis.get_instructions(code))
+    read = {str(one.argval) for one in instructions if one.opname in _READS}
     if {"getattr", "attrgetter"} & set(code.co_names):
+        if any(one.opname == "BUILD_STRING" or one.opname.startswith("FORMAT_") for one in instructions):
+            return None
         for constant in code.co_consts:
             read |= {
                 word for word in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(word, str)
