@@ -38,6 +38,9 @@ FILES = {"json_path": "r.json", "report_path": "r.html", "timeline_path": "t.jso
 COUNTED = {"compute_s", "exposed_comm_s", "bytes_sent_per_step"}
 """What nobody counts in a peer."""
 
+GLOO_ENDED = "terminate called without an active exception"
+"""What torch says that ends, now and then, while a thread of Gloo's still runs."""
+
 
 @pytest.fixture
 def console() -> Console:
@@ -111,8 +114,11 @@ def test_ddp_takes_either_hook_and_either_group(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     console = Console(file=io.StringIO(), force_terminal=False, width=80)
     strategies = ("ddp", *others)
-    status = compare.run("digits", 2, strategies, iterations=6, json_path=path, timeout=120, console=console)
-    rows = json.loads(path.read_text())["rows"]
+    for _ in range(2):
+        status = compare.run("digits", 2, strategies, iterations=6, json_path=path, timeout=120, console=console)
+        rows = json.loads(path.read_text())["rows"]
+        if not any(GLOO_ENDED in (row["error"] or "") for row in rows):
+            break
     assert [(row["error"], row["replicas_equal"]) for row in rows] == [(None, True)] * 6
     assert status == 0
     learnt = [row["replica_sha256"] for row in rows[1:]]

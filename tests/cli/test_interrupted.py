@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -48,6 +49,7 @@ class Command:
                 stdout=printed,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
             )
         self._works = self._has_loaded_numpy if verb == "reproduce" else lambda: len(self.alive) > 1
         self._says = says
