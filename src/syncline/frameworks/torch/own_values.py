@@ -136,8 +136,9 @@ def group_values(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The plain values of the attributes that not every optimizer has and this one reads, as JSON can say them."""
+    read = _read_by(optimizer)
     return {
-        name: plain(name, vars(optimizer)[name]) for name in plain_attributes(optimizer) if is_read(optimizer, name)
+        name: plain(name, vars(optimizer)[name]) for name in plain_attributes(optimizer) if read is None or name in read
     }
 
 
@@ -147,11 +148,16 @@ def plain_attributes(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def is_read(optimizer: torch.optim.Optimizer, name: str) -> bool:
-    """Whether code of an optimizer may read that attribute: its methods, functions they call, objects it holds."""
+    """Whether code of an optimizer may read that attribute."""
+    read = _read_by(optimizer)
+    return read is None or name in read
+
+
+def _read_by(optimizer: torch.optim.Optimizer) -> frozenset[str] | None:
+    """As ``_names_read``: of its methods, functions that they call, and objects that it holds."""
     beside = [getattr(value, "__func__", value) for key, value in vars(optimizer).items() if key not in _of_all()]
     sources = [one if isinstance(one, FunctionType) else type(one) for one in beside]
-    read = _names_read((type(optimizer), *dict.fromkeys(one for one in sources if _of_scripts(one))))
-    return read is None or name in read
+    return _names_read((type(optimizer), *dict.fromkeys(one for one in sources if _of_scripts(one))))
 
 
 @lru_cache(maxsize=256)
