@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,15 +61,19 @@ def exchange(both: list[transport.Ucx]) -> None:
             assert np.array_equal(into[rank], numbers(size, 1 - rank))
 
 
+def stranger_of(store: MemoryStore) -> tuple[Any, Any]:
+    """Another process's worker of UCX, and its endpoint to rank 0, whose address it has learnt."""
+    library = transport.load()
+    stranger, told = transport._opened(library), store.get("transport/0")
+    assert told is not None
+    address = library.lib.UCXAddress.create_from_buffer(told.partition(b" ")[2])
+    return stranger, stranger.worker.create_endpoint_from_worker_address(address, False)
+
+
 def test_a_stranger_who_knows_the_address_reaches_no_receive(store: MemoryStore, pair: list[transport.Ucx]) -> None:
     """It sends what a frame and a body look like under every tag that ranks use, with keys of a secret it guesses."""
     pending = pair[0].recv(1, 5, np.zeros(SIZES[1], np.uint8))
-    library = transport.load()
-    stranger = transport._opened(library)
-    told = store.get("transport/0")
-    assert told is not None
-    address = library.lib.UCXAddress.create_from_buffer(told.partition(b" ")[2])
-    endpoint = stranger.worker.create_endpoint_from_worker_address(address, False)
+    library, (stranger, endpoint) = transport.load(), stranger_of(store)
     guessed = Place(1, 2, secret=b"another secret")
     frames = [np.frombuffer(bytes([kind]) + bytes(23), np.uint8) for kind in range(1, 8)]
     assert transport._key(guessed, 0) != pair[0]._keys[0]
@@ -96,12 +101,7 @@ def test_strangers_cannot_fill_memory(
     store: MemoryStore, pair: list[transport.Ucx], nbytes: int, messages: int
 ) -> None:
     """Of keys that are near to the right one in every bit; and the run loses none of its messages meanwhile."""
-    library = transport.load()
-    stranger = transport._opened(library)
-    told = store.get("transport/0")
-    assert told is not None
-    address = library.lib.UCXAddress.create_from_buffer(told.partition(b" ")[2])
-    endpoint = stranger.worker.create_endpoint_from_worker_address(address, False)
+    library, (stranger, endpoint) = transport.load(), stranger_of(store)
     message, key = library.Array(np.ones(nbytes, np.uint8)), pair[0]._keys[0]
     early = pair[1].send(0, 7, numbers(5_000_000))  # it lies there, untaken, all the while
     most, before = 0, resident_bytes()
@@ -142,12 +142,7 @@ def test_strangers_that_could_guess_the_key_are_logged_and_end_the_run(
     store: MemoryStore, pair: list[transport.Ucx], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(transport, "_MOST_STRANGE", 500)
-    library = transport.load()
-    stranger = transport._opened(library)
-    told = store.get("transport/0")
-    assert told is not None
-    address = library.lib.UCXAddress.create_from_buffer(told.partition(b" ")[2])
-    endpoint = stranger.worker.create_endpoint_from_worker_address(address, False)
+    library, (stranger, endpoint) = transport.load(), stranger_of(store)
     message, wrong = library.Array(np.ones(10, np.uint8)), pair[0]._keys[0] ^ 1 << 63
     requests = [endpoint.tag_send(message, library.Tag(wrong | 1 << 16 | slot)) for slot in range(499)]
     deadline = time.monotonic() + LIMIT_S
