@@ -14,7 +14,9 @@ Li et al., "PyTorch distributed: experiences on accelerating data parallel train
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _BUCKET = Size(25 << 20)
+
+_left: list[Any] = []
+"""Groups over Gloo that this process has left, kept until it ends. PyTorch frees one while it holds the interpreter
+lock, and waits for threads of Gloo, one of which may need the lock to free a hook's work: that is a hang."""
 
 
 @register("peers", "ddp", trains=True, framework="torch")
@@ -103,8 +109,19 @@ class Member:
         """Nothing: replicas never differ."""
 
     def shutdown(self) -> None:
-        """Leave the group."""
+        """Leave the group; over Gloo, the process ends without freeing what is left of it."""
+        if self._peer.group == "gloo":
+            if not _left:
+                atexit.register(_end)
+            _left.append(self._dist.group.WORLD)
         self._dist.destroy_process_group()
+
+
+def _end() -> None:
+    """End this process as exit functions are called, before modules and their groups are freed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(hasattr(sys, "last_value")))  # what ended the script, where an exception did
 
 
 def _hook(peer: DDP) -> tuple[Any, Any] | None:
