@@ -111,14 +111,16 @@ class Member:
     def shutdown(self) -> None:
         """Leave the group; over Gloo, the process ends without freeing what is left of it."""
         if self._peer.group == "gloo":
-            if not _left:
-                atexit.register(_end)
+            atexit.unregister(_end)
+            atexit.register(_end)
             _left.append(self._dist.group.WORLD)
         self._dist.destroy_process_group()
 
 
 def _end() -> None:
-    """End this process as exit functions are called, before modules and their groups are freed."""
+    """Call the exit functions that were registered earlier, and end this process before groups are freed."""
+    atexit.unregister(_end)
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(int(hasattr(sys, "last_value")))  # what ended the script, where an exception did
