@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 
 from syncline.bench.contenders import Contender, contender_of, peer_of, trainers
@@ -74,3 +79,24 @@ def test_what_cannot_leave_one_host_is_refused_in_a_lab() -> None:
         contender_of("ring transport=shm", 2, one_host=False)
     with pytest.raises(SynclineError, match="servers"):
         contender_of("ps(servers=3, on=workers)", 2, one_host=False)
+
+
+@pytest.mark.parametrize(("last", "status"), [("", 0), ("1 / 0", 1)])
+def test_a_process_that_has_left_gloo_calls_exit_functions_and_tells_how_it_ended(last: str, status: int) -> None:
+    pytest.importorskip("torch")
+    script = f"""
+import atexit
+from syncline.bench.peers.ddp import DDP
+atexit.register(print, "called")
+member = DDP().join()
+member.barrier()
+member.shutdown()
+{last}
+"""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=os.environ | place, check=False
+    )
+    assert (done.stdout, done.returncode) == ("called\n", status), done.stderr

@@ -94,13 +94,18 @@ def fails(line: Connection, place: Place, strategy: str, victim: int, fault: str
         step()
 
 
-def stops_while_connecting(line: Connection, place: Place, victim: int, at: str) -> None:  # noqa: ARG001
+def stops_while_connecting(line: Connection, place: Place, victim: int, at: str) -> None:
     """One rank is stopped when all have come: at its control connections, at those for data, or when all stand."""
     connect, through = connecting.connect, MeetingClient.through
 
     def stop(reached: str) -> None:
-        if place[0] == victim and reached == at:
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if reached != at:
+            return
+        if place[0] != victim:
+            line.send("come")
+            return
+        line.recv()  # until the others know of all: it may be rank 0, which tells them
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def connect_late(roll: Any, listener: Any, purpose: str, *arguments: Any) -> Any:
         stop(purpose)

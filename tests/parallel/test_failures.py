@@ -85,7 +85,9 @@ def test_a_process_that_is_stopped_while_the_group_connects_is_named(
     """Within the liveness limit, long before the time for connecting is over."""
     with pool.start(fault_bodies.stops_while_connecting, group_of(3, address, victim, at)) as group:
         others = [index for index in range(3) if index != victim]
-        group.end(6 * LIMIT_S, among=others)
+        group.hear(1, among=others)
+        group.ranks[victim].line.send("stop")
+        group.end(2 * LIMIT_S, among=others)
         for rank in (group.ranks[index] for index in others):
             assert rank.status == 1
             assert f"rank {victim} (" in rank.printed(), rank
