@@ -112,7 +112,8 @@ def command(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Command]
 @pytest.mark.parametrize("command", VERBS, indirect=True)
 def test_an_interrupt_ends_all_and_is_no_failure(command: Command) -> None:
     os.killpg(command.process.pid, signal.SIGINT)
-    assert command.process.wait(LIMIT_S) == 130, command.printed
+    # Where the signal comes inside an exec(), Python ends by it after all (with -m): a shell says 130 of both.
+    assert command.process.wait(LIMIT_S) in (130, -signal.SIGINT), command.printed
     assert "interrupted" in command.printed
     assert "Traceback" not in command.printed
     assert not command.alive

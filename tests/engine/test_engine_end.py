@@ -10,7 +10,7 @@ from two_engines import LIMIT_S, engines, ring
 
 from syncline.engine.engine import Engine
 from syncline.engine.order import Order, When
-from syncline.errors import ClosedError, PeerLost, SynclineError
+from syncline.errors import ClosedError, PeerLost, ProtocolError, SynclineError
 from syncline.transports.inproc import Hub
 
 
@@ -97,6 +97,24 @@ def test_a_tolerant_work_does_fail_when_its_peer_dies() -> None:
     with pytest.raises(PeerLost, match="a request"):
         engine.wait_any([request], until=lambda: False)
     engine.close()
+
+
+def test_when_the_others_have_left_it_is_no_fault_that_they_are_gone_but_any_other_is() -> None:
+    def fault(error: Exception) -> Engine:
+        engine = Engine(Hub(2).transport(0))
+        engine.fail(error)
+        return engine
+
+    lost, own = fault(PeerLost("it is gone", rank=1)), fault(ProtocolError("an update that fails", rank=1))
+    lost.wait_any([], until=lambda: True)
+    assert lost.over(lambda: True)
+    with pytest.raises(PeerLost):
+        lost.over(lambda: False)
+    for call in (own.over, lambda until: own.wait_any([], until=until)):
+        with pytest.raises(ProtocolError, match="an update that fails"):
+            call(lambda: True)
+    lost.close()
+    own.close()
 
 
 def test_close_finishes_what_is_under_way_and_frees_everything() -> None:

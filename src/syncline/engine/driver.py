@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ..compression.reducers import Room
-from ..errors import ClosedError, PeerTimeout, ProtocolError, UsageError, labelled, within
+from ..errors import ClosedError, PeerLeft, PeerLost, PeerTimeout, ProtocolError, UsageError, labelled, within
 from ..transports import Transport
 from ..wire.culprit import Answer, Found, Waits
 from .blocked import Blocked
@@ -139,8 +139,14 @@ class Driver(ABC):
         finally:
             if blocked is not None:
                 blocked.end()
-        if self.error is not None and not until():
+        self.over(until)
+
+    def over(self, until: Callable[[], bool]) -> bool:
+        """Whether ``until()`` holds. Raises the engine's fault, but not that a peer is gone once it holds."""
+        holds = until()
+        if self.error is not None and not (holds and isinstance(self.error, PeerLost | PeerLeft)):
             raise self._raised(self.error)
+        return holds
 
     def when_over(self, work: Work, call: Callable[[], None]) -> None:
         """Call, at once or from whichever thread ends it, when a work is done or never will be; it may not wait."""

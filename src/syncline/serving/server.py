@@ -91,7 +91,7 @@ class Server:
     def serve(self) -> None:
         """Return when every worker has left; raises the fault when there is one."""
         engine, workers = self._session.engine, range(self._session.group.workers)
-        while not self._all_left():
+        while not engine.over(self._all_left):
             coming = [work for worker in self._requests for work in self._next(worker)]
             if self._heard is not None:
                 coming.append(self._heard.work)

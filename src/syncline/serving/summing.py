@@ -48,7 +48,7 @@ class Summing:
     def serve(self) -> None:
         """Return when every worker has left; raises the fault when there is one."""
         engine, left = self._session.engine, self._session.ending.workers_left
-        while not left():
+        while not engine.over(left):
             coming = [work for work in self._posted if not work.done][:1]
             if not coming and self._owns:
                 self._post()

@@ -137,6 +137,10 @@ class GroupEngine:
         """As ``Engine.wait_any``."""
         self._of.wait_any(works, until)
 
+    def over(self, until: Callable[[], bool]) -> bool:
+        """As ``Engine.over``."""
+        return self._of.over(until)
+
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
         """As ``Engine.uncounted``."""
