@@ -190,6 +190,26 @@ def test_weights_are_exchanged_once_when_the_optimizer_has_run(phases: Literal["
     assert [action.step for action in steps.updated() if isinstance(action, Average)] == [5]
 
 
+class Both(Averaged):
+    """Says of the third step that gradients are exchanged, and that weights are."""
+
+    def due(self, step: int) -> bool:
+        return step == 2
+
+    def averages(self, step: int) -> bool:
+        return step == 2
+
+
+def test_a_step_exchanges_gradients_or_weights() -> None:
+    """What of a mode is looked at beforehand are its first steps: the others are refused when they begin."""
+    steps = made(mode=Both())
+    for _ in range(2):
+        backward(steps)
+    refused(steps, lambda: steps.produced(1), r"step 2 both that gradients are exchanged \(due\) and that weights are")
+    refused(steps, lambda: steps.produced(0), "step 2 both")
+    assert steps.stepped() == [Apply(1, (0, 1, 2, 3))]  # what was open still is
+
+
 def test_a_step_that_is_exchanged_is_not_made_alone() -> None:
     steps = made()
     refused(steps, steps.made_alone, "step 0 is no worker's own: it is exchanged")

@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from toy import Here, batch, close, loss_of, on_group, sgd, weights
+from toy import Here, alone, batch, close, loss_of, on_group, sgd, weights
 
 from remade import Remade
 from syncline import registry
 from syncline.errors import GradientError, MismatchError, UsageError
 from syncline.frameworks._schedules import check_schedule
+from syncline.frameworks.torch.joining import shadow_until_all_joined
 from syncline.schedules import Application, Phases
 from syncline.schedules.fixed import Fixed
 from syncline.strategy.strategy import Strategy
@@ -104,6 +105,33 @@ def test_steps_that_are_not_due_are_each_ranks_own(group: Any, schedule: str, we
     for one, other in zip(found, wanted, strict=True):
         for a, b in zip(one, other, strict=True):
             close(a, b)
+
+
+@pytest.mark.usefixtures("own_parts")
+@pytest.mark.parametrize("schedule", ["fixed", "wait_free"])
+def test_who_has_no_batches_left_takes_part_in_the_steps_that_are_exchanged(group: Any, schedule: str) -> None:
+    """Those come further apart than the meetings do in which it learns of them; of one that trains on all follows."""
+    counts = (1, 6)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        assert here.replica is not None
+        for step in range(counts[here.rank]):
+            here.optimizer.zero_grad()
+            loss_of(here.model(batch(10 * step + here.rank, 4))).backward()
+            here.optimizer.step()
+        shadow_until_all_joined(here.replica, here.client)
+        return weights(here.model)
+
+    def one(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(counts[1]):
+            here.optimizer.zero_grad()
+            loss_of(here.model(batch(10 * step + 1, 4))).backward()
+            here.optimizer.step()
+        return weights(here.model)
+
+    wanted = alone(sgd, one)
+    for found in on_group(group, f"ring sync=odd schedule={schedule}", 2, sgd, body):
+        close(found, wanted)
 
 
 @pytest.mark.usefixtures("own_parts")

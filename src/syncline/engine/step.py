@@ -322,6 +322,12 @@ class Steps:
             self._owed = step
 
     def _begin(self, actions: list[Action]) -> _Step:
+        due = self._mode.due(self.begun)
+        if due and self._averages is not None and self._averages.averages(self.begun):
+            raise UsageError(
+                f"the sync mode says of step {self.begun} both that gradients are exchanged (due) and that weights are"
+                " (averages): let it say one of them"
+            )
         last = self._open[-1] if self._open else None
         if last is not None and not last.stepped:
             if self._schedule.apply != "step" and not last.read:
@@ -335,7 +341,7 @@ class Steps:
             last = None
         if self._schedule.apply == "layer":
             self._finish(actions)  # layers that no forward pass has read, so that this backward pass does not either
-        step = self._now = _Step(self.begun, self._mode.due(self.begun), self._slices)
+        step = self._now = _Step(self.begun, due, self._slices)
         step.instead_of = last
         self._open.append(step)
         self.begun += 1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...session.tickets import AVERAGE, JOINED, STEP
+from ...session.tickets import AVERAGE, JOINED, STEP, step_of
 from .agreement import copy_from_worker
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ def shadow_until_all_joined(replica: Replica, client: Client | None = None) -> N
         return
     session = replica.session
     replica.settle()
-    number = replica.machine.begun
     while True:
         if replica.gradients.replaces:
             replica.replace_layout()
@@ -50,11 +49,10 @@ def shadow_until_all_joined(replica: Replica, client: Client | None = None) -> N
                 _end(replica, [ticket.flags for ticket in tickets], held=client is not None)
                 return
             if STEP in kinds:
-                replica.shadow(meeting, number)
+                replica.shadow(meeting, step_of(tickets[kinds.index(STEP)]))  # not all of their steps are exchanged
             if AVERAGE in kinds and replica.averaging is not None:
                 replica.averaging.shadow(meeting)
             over = client is None or client.shadow(kinds[others[0]], others[0])
-        number += 1
 
 
 def _end(replica: Replica, steps: list[int], held: bool) -> None:
