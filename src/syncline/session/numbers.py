@@ -36,7 +36,7 @@ class Numbers:
         self,
         member: AnyMember,
         ranks: Sequence[int],
-        agree: Callable[[int, int, float | None, int], list[Ticket]],
+        agree: Callable[[int, int, float | None, int], tuple[Ticket, ...]],
         late: Callable[[str, Sequence[int], float], PeerTimeout],
     ) -> None:
         self._member, self._ranks, self._agree, self._late = member, ranks, agree, late

@@ -173,23 +173,53 @@ def read_ticket(table: NDArray[np.uint8], rank: int) -> Ticket:
 
 
 class Meeting:
-    """A ticket exchange under way; ``tickets`` raises MismatchError unless all workers came for the same."""
+    """A ticket exchange under way, of which the worker ``rank`` has shown ``mine``, and which ``work`` does.
+
+    ``tickets`` raises MismatchError unless all workers came for the same. Several threads may ask.
+    """
 
     def __init__(
-        self, work: Work | None, table: NDArray[np.uint8], mine: Ticket, mismatch: Callable[[int, Ticket], Exception]
+        self,
+        work: Work | None,
+        table: NDArray[np.uint8],
+        rank: int,
+        mine: Ticket,
+        mismatch: Callable[[int, Ticket], Exception],
     ) -> None:
-        self.work, self._table, self._mine, self._mismatch = work, table, mine, mismatch
+        self.work, self._table, self._rank, self._mine, self._mismatch = work, table, rank, mine, mismatch
+        self._tickets: tuple[Ticket, ...] | None = None  # of all, once they have come and agree
+        self._share: float | None = None
 
-    def tickets(self) -> list[Ticket]:
+    def tickets(self) -> tuple[Ticket, ...]:
         """All workers' tickets in rank order, once the work is done."""
-        found = [read_ticket(self._table, rank) for rank in range(len(self._table))]
+        if self._tickets is not None:
+            return self._tickets
+        done = self.work is None or self.work.done  # before they are read: what has not come yet is not kept
+        found = tuple(read_ticket(self._table, rank) for rank in range(len(self._table)))
         for rank, ticket in enumerate(found):
             kinds = {ticket.kind, self._mine.kind}
             if JOINED in kinds and kinds & _OF_STEPS:
                 continue
             if (ticket.kind, ticket.argument) != (self._mine.kind, self._mine.argument):
                 raise self._mismatch(rank, ticket)
+        if done:
+            self._tickets = found
         return found
+
+    def share(self) -> float:
+        """How much this worker counts in a step, on the average 1, once the work is done.
+
+        Who has no batches left counts nothing, but in an exchange of weights as much as it shows.
+        """
+        if self._share is not None:
+            return self._share
+        tickets = self.tickets()
+        total = sum(ticket.weight for ticket in tickets)
+        counts = self._mine.kind != JOINED or any(ticket.kind == AVERAGE for ticket in tickets)
+        share = self._mine.weight * len(tickets) / total if counts and total > 0 else 1.0
+        if self._tickets is not None:
+            self._share = share
+        return share
 
     def missing(self) -> list[int]:
         """Workers whose ticket has not come yet."""

@@ -43,10 +43,8 @@ class Averaging:
     def __init__(self, replica: Replica, weights: Exchanged) -> None:
         self._replica, self._weights = replica, weights
         replica.listeners.loaded = weights.anew
-        gradients = replica.gradients
-        self._buffers = MeanBuffers(
-            replica.session, replica.selection, gradients.staging, replica.first_key, replica.fault, gradients.share_of
-        )
+        staging = replica.gradients.staging
+        self._buffers = MeanBuffers(replica.session, replica.selection, staging, replica.first_key, replica.fault)
         self._meeting: Meeting | None = None
         self._works: dict[BucketPhase, Work] = {}
         self._in_step = self._counted = False  # the optimizer has been called; and has made a step of its own since
@@ -273,7 +271,7 @@ class Averaging:
             self._buffers.start(meeting)
             session.engine.wait(*([] if meeting.work is None else [meeting.work]))
             self._check_alike(meeting)
-            if self._weights.put_own(replica.gradients.share_of(meeting) / session.world_size):
+            if self._weights.put_own(meeting.share() / session.world_size):
                 self._sum()
             self._weights.take_final()
             self._buffers.finish()

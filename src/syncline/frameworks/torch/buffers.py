@@ -72,8 +72,7 @@ class Buffers:
 class MeanBuffers:
     """The buffers of a model that are averaged with its weights; those that are no floating-point numbers are copied.
 
-    ``share_of`` says how much this rank counts in a step, on the average 1. They are added up in float32, or in float64
-    where any of them is that, between the workers.
+    They are added up in float32, or in float64 where any of them is that, between the workers.
     """
 
     def __init__(
@@ -83,9 +82,8 @@ class MeanBuffers:
         staging: Staging,
         first_key: int,
         fault: Callable[[str], Exception],
-        share_of: Callable[[Meeting], float],
     ) -> None:
-        self._session, self._staging, self._fault, self._share_of = session, staging, fault, share_of
+        self._session, self._staging, self._fault = session, staging, fault
         self._key = first_key + BUCKETS - 1  # no bucket has it
         self._others = Buffers(session, selection, staging, first_key, fault, lambda buffer: not _is_mean(buffer))
         self._buffers = [buffer for buffer in selection.buffers().values() if _is_mean(buffer())]
@@ -114,7 +112,7 @@ class MeanBuffers:
         label, session = "mean of buffers", self._session
         program = session.allreduce_program(self._packed.nbytes) if mix is None else mix
         gate = self._staging.down(self._pair, meeting.work, label)
-        when = When(gate, before=lambda: cpu.weigh(self._packed, self._share_of(meeting)))
+        when = When(gate, before=lambda: cpu.weigh(self._packed, meeting.share()))
         exchange = session.engine.start(Order(program, self._packed, self._key, label), when)
         self._works.append(self._staging.up(self._pair, exchange, label))
 

@@ -32,7 +32,7 @@ from ...schedules import Cost, PushAndPull, Schedule
 from ...session.layout import BUCKETS, Layout, Passed, decide_layout, place_tensors
 from ...session.replacing import Recompressing, agree_on_layout, push_nothing
 from ...session.session import Session
-from ...session.tickets import AVERAGE, JOINED, STEP, Meeting
+from ...session.tickets import STEP, Meeting
 from ...sync import Averages, exchanges_gradients
 from .options import Named
 from .staging import Copier, device_of, staging_for
@@ -254,16 +254,11 @@ class Gradients:
         turn = operation.step % len(self.storages) if self._averages is None else 0  # weights are waited for at once
         return self.first_key + operation.bucket + BUCKETS * (2 * turn + (operation.phase == "all_gather"))
 
-    def _correct(self, array: np.ndarray, meeting: Meeting) -> None:
+    @staticmethod
+    def _correct(array: np.ndarray, meeting: Meeting) -> None:
         """In the progress thread: weigh this rank's gradient by its share of the samples."""
-        cpu.weigh(array, self.share_of(meeting))
-
-    def share_of(self, meeting: Meeting) -> float:
-        """How much this rank's gradient counts in a step whose tickets have come, on the average 1."""
-        tickets = meeting.tickets()
-        mine, total = tickets[self.session.rank], sum(ticket.weight for ticket in tickets)
-        counts = mine.kind != JOINED or any(ticket.kind == AVERAGE for ticket in tickets)
-        return mine.weight * len(tickets) / total if counts and total > 0 else 1.0
+        if (share := meeting.share()) != 1.0:
+            cpu.weigh(array, share)
 
     # Another layout.
 

@@ -398,7 +398,7 @@ class Client:
         if meeting is None:
             return 1.0
         self.replica.session.engine.wait(*([] if meeting.work is None else [meeting.work]))
-        return self.replica.gradients.share_of(meeting)
+        return meeting.share()
 
     def _check_left(self, first: int | None) -> None:
         """Raise GradientError where gradients are added to what nobody has made ready for that.
