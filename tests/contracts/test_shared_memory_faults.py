@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from attacks import SOUND, attacked, memory, poll, provoke, spoken
 
+from frames import header
 from syncline.errors import ProtocolError, SynclineError
 from syncline.kernels.board import BOARD_BYTES, MOST_SEGMENTS
 from syncline.testing.network import connected
 from syncline.transports import shm
 from syncline.transports.shm import Shm
-from syncline.wire.link import header
 
 
 def reference(segment: int, offset: int, nbytes: int) -> bytes:

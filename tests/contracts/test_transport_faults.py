@@ -15,10 +15,10 @@ from attacks import KINDS, LARGE, SOUND, attacked, memory, numbers, poll, provok
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from frames import header
 from syncline.errors import ProtocolError, SynclineError
 from syncline.transports import Handle, Transport, tcp
 from syncline.transports.tcp import Tcp
-from syncline.wire.link import header
 
 DATA, CREDIT = tcp._DATA, tcp._CREDIT
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from frames import header
 from syncline import registry
 from syncline.engine.engine import Engine
 from syncline.engine.order import Order
@@ -17,7 +18,6 @@ from syncline.nouns import Group
 from syncline.plans.messages import compile_program
 from syncline.session.ending import Ending
 from syncline.transports.tcp import Tcp
-from syncline.wire.link import header
 
 LIMIT_S = 30.0
 

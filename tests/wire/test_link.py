@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from frames import header
 from syncline.errors import ProtocolError
-from syncline.wire.link import CONTROL, Frame, Link, header
+from syncline.wire.link import CONTROL, Frame, Link
 
 
 class Received:

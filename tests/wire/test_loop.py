@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from frames import header
 from syncline.errors import ProtocolError
 from syncline.kernels.passes import CODES
 from syncline.kernels.rows import PIECE_BYTES
 from syncline.wire.adding import Adding, can_add
-from syncline.wire.link import _LARGE_BYTES, Frame, Link, broken, header
+from syncline.wire.link import _LARGE_BYTES, Frame, Link, broken
 from syncline.wire.loop import Loop
 from syncline.wire.scratch import Scratch
 

@@ -67,9 +67,8 @@ Arrival = Callable[["Link", Frame], None]
 """Called when a frame's body is complete."""
 
 
-def header(kind: int, size: int, tag: int, argument: int) -> bytes:
-    """A frame's header."""
-    return HEADER.pack(kind | size << 8, tag, argument)
+_Waiting = tuple[float, int, memoryview, memoryview | None, Callable[[], None] | None, int | None]
+"""A frame in the heap: priority, serial number, header, body, what is called behind it, descriptor."""
 
 
 def broken(peer: int, what: str) -> ProtocolError:
@@ -100,7 +99,7 @@ class Link:
         self.fds: deque[int] = deque()
         self._sink, self._arrival = sink, arrival
         self._serial = count()
-        self._heap: list[tuple[float, int, list[memoryview], Callable[[], None] | None, int | None]] = []
+        self._heap: list[_Waiting] = []
         self._going: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
         self._going_priority = CONTROL
         self._fd: int | None = None
@@ -151,10 +150,8 @@ class Link:
         size = 0 if body is None else body.nbytes
         if priority not in (CONTROL, 0.0) and not self._bounded:
             self._bound_unsent()
-        parts = [memoryview(header(kind, size, tag, argument))]
-        if size and body is not None:
-            parts.append(body)
-        heapq.heappush(self._heap, (priority, next(self._serial), parts, after, fd))
+        head = memoryview(HEADER.pack(kind | size << 8, tag, argument))
+        heapq.heappush(self._heap, (priority, next(self._serial), head, body if size else None, after, fd))
 
     def _bound_unsent(self) -> None:
         """Keep the kernel's unsent queue short from now on: it costs wake-ups, so only where urgency is used."""
@@ -164,61 +161,63 @@ class Link:
 
     def flush(self) -> bool:
         """Write what the kernel takes; True when nothing is left. Raises OSError when the connection is gone."""
-        self._account()
+        if self._writing:
+            self._account()
+        going = self._going
         while True:
-            if not self._going:
+            if not going:
                 if not self._heap:
                     return True
                 self._gather()
             try:
-                sent = self._write()
+                sent = self.sock.sendmsg([part for part, _ in going]) if self._fd is None else self._pass(self._fd)
             except BlockingIOError:
                 sent = 0
             self._sent_bytes += sent
             self._advance(sent)
-            if self._leave_to_row() or not sent:
+            if self.compiled and going and going[0][0].nbytes >= _LARGE_BYTES:
+                self._leave_to_row(going[0][0])
+                return False
+            if not sent:
                 return False
 
-    def _leave_to_row(self) -> bool:
-        """Let compiled code write the rest of a large body when the kernel takes more; False where none is left."""
-        if not (self.compiled and self._going and self._going[0][0].nbytes >= _LARGE_BYTES):
-            return False
-        part = self._going[0][0]
+    def _leave_to_row(self, part: memoryview) -> None:
+        """Let compiled code write the rest of a large body when the kernel takes more."""
         self.row[rows.OUT] = address_of(np.frombuffer(part, np.uint8))
         self.row[rows.OUT_LEFT] = self._writing = part.nbytes
-        return True
 
     def _account(self) -> None:
         """What compiled code has written since is written."""
-        if self._writing:
-            sent = self._writing - int(self.row[rows.OUT_LEFT])
-            self._writing = self.row[rows.OUT_LEFT] = 0
-            self._sent_bytes += sent
-            self._advance(sent)
+        sent = self._writing - int(self.row[rows.OUT_LEFT])
+        self._writing = self.row[rows.OUT_LEFT] = 0
+        self._sent_bytes += sent
+        self._advance(sent)
 
     def _gather(self) -> None:
         """Take the most urgent frames to be written in one call: small ones should not cost a call each."""
-        size = 0
-        while self._heap and len(self._going) < _BATCH_PARTS and size < _BATCH_BYTES:
-            fd = self._heap[0][4]
-            if fd is not None and self._going:
+        heap, going, size = self._heap, self._going, 0
+        while heap and len(going) < _BATCH_PARTS and size < _BATCH_BYTES:
+            fd = heap[0][5]
+            if fd is not None and going:
                 return  # descriptors travel with the first byte of a call
-            self._going_priority, _, parts, after, _ = heapq.heappop(self._heap)
-            self._going.extend((part, None) for part in parts[:-1])
-            self._going.append((parts[-1], after))
-            size += sum(part.nbytes for part in parts)
+            self._going_priority, _, head, body, after, _ = heapq.heappop(heap)
+            if body is None:
+                going.append((head, after))
+            else:
+                going.append((head, None))
+                going.append((body, after))
+                size += body.nbytes
+            size += HEADER.size
             if fd is not None:
                 self._fd = fd
                 return
 
-    def _write(self) -> int:
-        views = [part for part, _ in self._going]
-        if self._fd is not None:
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._fd]))]
-            sent = self.sock.sendmsg(views[:1], rights)
-            self._fd = None
-            return sent
-        return self.sock.sendmsg(views)
+    def _pass(self, fd: int) -> int:
+        """Write the first of what goes together with a descriptor."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        sent = self.sock.sendmsg([self._going[0][0]], rights)
+        self._fd = None
+        return sent
 
     def _advance(self, sent: int) -> None:
         going = self._going
