@@ -57,7 +57,6 @@ def test_what_a_peer_sent_before_it_went_arrives_although_one_still_writes() -> 
         owner.loop.turn(0.0)
     peer.close()
     owner.link.push(1, 0, body=memoryview(b"an answer"))
-    owner.loop.write_soon(owner.link)
     owner.loop.write()
     owner.loop.close()
     assert owner.bodies == [BODY]
@@ -77,7 +76,6 @@ def test_a_peer_that_takes_nothing_and_sends_without_end_is_let_go() -> None:
     theirs.shutdown(socket.SHUT_RD)
     theirs.sendall(header(1, 0, 0, 0))
     owner.link.push(1, 0, body=memoryview(b"an answer"))
-    owner.loop.write_soon(owner.link)
     owner.loop.write()
     assert owner.lost == [1]
     owner.loop.close()
@@ -221,7 +219,6 @@ def test_a_peer_that_goes_while_a_large_body_is_written_is_lost() -> None:
     with tcp() as (raw, sock):
         taker = Taker(sock)
         taker.link.push(KEPT, 0, body=memoryview(bytes(20_000_000)))
-        taker.loop.write_soon(taker.link)
         taker.loop.write()
         assert taker.loop.idle is False
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -241,7 +238,6 @@ def test_two_loops_write_and_read_large_bodies_at_once_and_count_their_bytes() -
         for one, end in enumerate(ends):
             for number, body in enumerate(sent):
                 end.link.push(KEPT, 0, 0, memoryview(body), 0.0, lambda at=(one, number): written.append(at))
-            end.loop.write_soon(end.link)
             end.loop.write()
         while any(len(end.done) < len(sent) or not end.loop.idle for end in ends):
             for end in ends:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from numpy.typing import NDArray
 
@@ -50,15 +50,19 @@ class Operations:
         if self.closed:
             raise ClosedError("this transport is closed")
 
+    def _raise(self, peer: int) -> NoReturn:
+        """Why nothing can be exchanged with that peer."""
+        self.check_open()
+        world = len(self.peers) + 1
+        raise UsageError(f"rank {self.rank} cannot exchange messages with {peer} in a world of {world}")
+
     def admit(self, handle: Handle) -> bool:
         """Whether an operation can start, which is then under way; one whose peer is gone completes with that.
 
         Raises ClosedError after the end, and UsageError for a peer that there is not.
         """
-        self.check_open()
-        if handle.peer not in self.peers:
-            world = len(self.peers) + 1
-            raise UsageError(f"rank {self.rank} cannot exchange messages with {handle.peer} in a world of {world}")
+        if self.closed or handle.peer not in self.peers:
+            self._raise(handle.peer)
         self.under_way.add(handle)
         if handle.peer in self.gone:
             self.finish(handle, self.lost(handle.peer))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from socket import socket
 from typing import Any
 
@@ -95,7 +96,6 @@ class Shm(Looped):
         self.members[rank] = self.board.ctypes.data, self._own_bell
         for link in self._links.values():
             link.push(_BELL, 0, fd=self._loop.bell)
-            self._loop.write_soon(link)
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
         """Always: what arrives is looked at in its memory."""
@@ -108,7 +108,6 @@ class Shm(Looped):
         for peer, link in self._links.items():
             if peer not in self.gone:
                 link.push(_SEGMENT, number, memory.nbytes, fd=fd)
-                self._loop.write_soon(link)
         return memory
 
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
@@ -118,7 +117,7 @@ class Shm(Looped):
             return handle
         link = self._links[dst]
         if data.nbytes <= _IN_FRAME_BYTES:
-            link.push(_DATA, tag, 0, memoryview(data), priority, lambda: self._operations.finish(handle))
+            link.push(_DATA, tag, 0, memoryview(data), priority, partial(self._operations.finish, handle))
         else:
             place, staging = self._segments.find(data.ctypes.data, data.nbytes), None
             if place is None:
@@ -131,7 +130,6 @@ class Shm(Looped):
             body = np.array([place[0], place[1], data.nbytes], np.uint64).view(np.uint8)
             link.push(_REFERENCE, tag, self._number, memoryview(body), priority)
             self._in_place[0, dst] += data.nbytes
-        self._loop.write_soon(link)
         return handle
 
     def release(self, handle: Handle) -> None:
@@ -249,7 +247,6 @@ class Shm(Looped):
             os.close(fd)
         self._segment_counts[link.peer] += 1
         link.push(_MAPPED, 0, self._segment_counts[link.peer], priority=CONTROL)
-        self._loop.write_soon(link)
         self._mapped[link.peer, number] = memory
         if 2 * number >= self.maps.shape[1]:
             self.maps = np.pad(self.maps, ((0, 0), (0, max(2 * number, self.maps.shape[1]))))
@@ -301,9 +298,7 @@ class Shm(Looped):
 
     def _consumed(self, message: _Message) -> None:
         if message.number is not None and message.src not in self.gone:
-            link = self._links[message.src]
-            link.push(_CONSUMED, 0, message.number, priority=CONTROL)
-            self._loop.write_soon(link)
+            self._links[message.src].push(_CONSUMED, 0, message.number, priority=CONTROL)
 
     def _freed(self, peer: int, number: int) -> None:
         sending = self._sending.get(number)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from socket import socket
 from typing import Any
 
@@ -114,7 +115,8 @@ class Tcp(Looped):
         if large:
             self._spend(self._credits, key)
             self._early[dst] -= 1
-        self._transmit(handle, data, priority)
+        after = partial(self._operations.finish, handle)
+        self._links[dst].push(_DATA, tag, 0, memoryview(data), priority, after)
         return handle
 
     def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:
@@ -138,11 +140,6 @@ class Tcp(Looped):
             self._operations.closed = True
             self._loop.close()
 
-    def _transmit(self, handle: Handle, data: Bytes, priority: float) -> None:
-        link = self._links[handle.peer]
-        link.push(_DATA, handle.tag, 0, memoryview(data), priority, lambda: self._operations.finish(handle))
-        self._loop.write_soon(link)
-
     def _post(self, receive: Receive) -> Handle:
         handle = receive.handle
         key = handle.peer, handle.tag
@@ -154,9 +151,7 @@ class Tcp(Looped):
             # A small message may have filled an earlier large receive: its credit is then still out.
             if self._offered.get(key, 0) < self._wanted[key]:
                 self._offered[key] = self._offered.get(key, 0) + 1
-                link = self._links[handle.peer]
-                link.push(_CREDIT, handle.tag, priority=CONTROL)
-                self._loop.write_soon(link)
+                self._links[handle.peer].push(_CREDIT, handle.tag, priority=CONTROL)
         return handle
 
     def _sink(self, link: Link, frame: Frame) -> memoryview | Adding | None:
@@ -207,9 +202,12 @@ class Tcp(Looped):
                 raise broken(key[0], f"more than {_MOST_CREDITS} credits came for messages that it cannot expect")
             self._credits[key] = self._credits.get(key, 0) + 1
             return
-        self._transmit(*waiting.popleft())
-        while waiting and waiting[0][1].nbytes <= INLINE_BYTES:  # small ones behind it, which kept its order
-            self._transmit(*waiting.popleft())
+        large = True
+        while waiting and (large or waiting[0][1].nbytes <= INLINE_BYTES):  # small ones behind it, which kept its order
+            handle, data, priority = waiting.popleft()
+            after = partial(self._operations.finish, handle)
+            self._links[handle.peer].push(_DATA, handle.tag, 0, memoryview(data), priority, after)
+            large = False
         if not waiting:
             del self._waiting[key]
 

@@ -93,6 +93,8 @@ class Link:
         self.row[rows.FD] = sock.fileno()
         self.compiled = type(sock) is socket.socket and not self.is_unix
         """Whether compiled code may read and write the socket."""
+        self.waiting: dict[int, Link] = {}
+        """By peer: links that have something to write since the last time; whoever drives several gives them one."""
         self._bounded = False
         self._sent_bytes = 0  # what ``row`` writes at the moment aside
         self._received_bytes = 0  # what ``row`` has read aside
@@ -152,6 +154,7 @@ class Link:
             self._bound_unsent()
         head = memoryview(HEADER.pack(kind | size << 8, tag, argument))
         heapq.heappush(self._heap, (priority, next(self._serial), head, body if size else None, after, fd))
+        self.waiting[self.peer] = self
 
     def _bound_unsent(self) -> None:
         """Keep the kernel's unsent queue short from now on: it costs wake-ups, so only where urgency is used."""

@@ -74,9 +74,10 @@ class Loop:
         self._epoll.register(self._bell, select.EPOLLIN)
         self._links = {link.sock.fileno(): link for link in links}
         self._writing: set[int] = set()
-        self._waiting: dict[int, Link] = {}
-        for fd in self._links:
+        self._waiting: dict[int, Link] = {}  # all of theirs goes in one call at the next ``write``
+        for fd, link in self._links.items():
             self._epoll.register(fd, select.EPOLLIN)
+            link.waiting = self._waiting
         moved = {fd: link for fd, link in self._links.items() if link.compiled}
         self._compiled = _Compiled(self._epoll, moved, len(self._links) + 1) if moved else None
         self._ready: deque[tuple[int, int]] = deque()  # what a turn has found and nobody has looked at yet
@@ -86,12 +87,8 @@ class Loop:
         """The descriptor of the eventfd that ``wake`` writes to; other processes may be given it."""
         return self._bell
 
-    def write_soon(self, link: Link) -> None:
-        """A link has something to write: all of it goes in one call at the next ``write``."""
-        self._waiting[link.peer] = link
-
     def write(self) -> None:
-        """Write what has gathered since the last time."""
+        """Write what links have been given since the last time."""
         while self._waiting:
             self._write(self._waiting.popitem()[1])
 
