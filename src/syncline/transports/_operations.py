@@ -75,12 +75,13 @@ class Operations:
         Raises as ``admit`` does.
         """
         handle = receive.handle
-        self.check_open()
-        message = matcher.post(handle.peer, handle.tag, receive) if handle.peer in self.peers else None
-        if message is not None:
-            self.under_way.add(handle)
-        elif not self.admit(handle):
+        if self.closed or handle.peer not in self.peers:
+            self._raise(handle.peer)
+        self.under_way.add(handle)
+        message = matcher.post(handle.peer, handle.tag, receive)
+        if message is None and handle.peer in self.gone:
             matcher.forget(handle.peer)
+            self.finish(handle, self.lost(handle.peer))
         return message
 
     def finish(self, handle: Handle, error: Exception | None = None) -> None:

@@ -111,7 +111,6 @@ class Link:
         self._frame: Frame | None = None
         self._body: memoryview | None = None
         self._adding: Adding | None = None
-        self._forgetting = False
         self._got = 0
         self._reading = False  # the row reads the rest of the body
         self._writing = 0  # bytes that the row was given to write
@@ -235,44 +234,41 @@ class Link:
 
     def fill(self) -> bool:
         """Read what has arrived, up to a budget; False when the peer has closed. Raises OSError, ProtocolError."""
-        until = self.received_bytes + _READ_BUDGET_BYTES
-        while self.received_bytes < until:
+        left = _READ_BUDGET_BYTES
+        while left > 0:
             if self._reading:
+                before = int(self.row[rows.RECEIVED])
                 came = self._fill_by_row()
                 if came == rows.NOTHING:
                     return self._fill_by_hand()
                 if came == rows.OPEN:
                     return True
+                left -= int(self.row[rows.RECEIVED]) - before
                 continue
-            space = self._inbox[self._have :]
-            rest = self._rest()
+            space, frame = self._inbox[self._have :], self._frame
+            into, room, direct = [space], space.nbytes, 0
+            if frame is not None:
+                rest = self._rest(frame)
+                direct = rest.nbytes
+                if self._got + direct < frame.size:
+                    into, room = [rest], direct
+                else:
+                    into, room = [rest, space], direct + room
             try:
-                into = (
-                    [space]
-                    if rest is None
-                    else [rest]
-                    if self._got + rest.nbytes < self._body_bytes()
-                    else [rest, space]
-                )
-                got = self._read(into)
+                got = self._read(into) if self.is_unix else self.sock.recvmsg_into(into)[0]
             except BlockingIOError:
                 return True
             if got == 0:
                 return False
             self._received_bytes += got
-            if rest is not None:
-                direct = min(got, rest.nbytes)
-                self._took(direct)
-                self._have += got - direct
-                if self._got < self._body_bytes():
-                    self._check_fds()
-                    continue
-                self._complete()
-            else:
-                self._have += got
+            left -= got
+            self._have += max(got - direct, 0)
+            if frame is not None and not self._took(frame, min(got, direct)):
+                continue
             self._parse()
-            self._check_fds()
-            if got < sum(view.nbytes for view in into):
+            if self.is_unix:
+                self._check_fds()
+            if got < room:
                 return True
         return True
 
@@ -303,8 +299,7 @@ class Link:
         return got > 0
 
     def _read(self, into: list[memoryview]) -> int:
-        if not self.is_unix:
-            return self.sock.recvmsg_into(into)[0]
+        """Read what has come, and the descriptors beside it."""
         room = socket.CMSG_LEN(4)  # of several descriptors in one call the kernel keeps the first, and says so
         got, ancillary, flags, _ = self.sock.recvmsg_into(into, room, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
@@ -321,21 +316,25 @@ class Link:
         if self.fds and (len(self.fds) > 1 or not (self._have or self._frame)):
             raise broken(self.peer, "it passed a descriptor beside a frame that takes none")
 
-    def _rest(self) -> memoryview | None:
-        """Where more of the body goes; a piece of it where it is added."""
+    def _rest(self, frame: Frame) -> memoryview:
+        """Where more of the body goes; a piece of it where it is added, or forgotten."""
         if self._adding is not None:
             return self._adding.room()
-        if self._forgetting:
-            return memoryview(bytearray(min(_FORGET_BYTES, self._body_bytes() - self._got)))
-        return None if self._body is None else self._body[self._got :]
+        if self._body is not None:
+            return self._body[self._got :]
+        return memoryview(bytearray(min(_FORGET_BYTES, frame.size - self._got)))
 
-    def _took(self, nbytes: int) -> None:
+    def _took(self, frame: Frame, nbytes: int) -> bool:
+        """So much more of a body has come; whether that is all of it."""
         self._got += nbytes
         if self._adding is not None:
             self._adding.took(nbytes)
-
-    def _body_bytes(self) -> int:
-        return 0 if self._frame is None else self._frame.size
+        if self._got == frame.size:
+            self._complete()
+            return True
+        if self.is_unix:
+            self._check_fds()
+        return False
 
     def _parse(self) -> None:
         """Take whole headers, and the beginnings of bodies, out of the inbox."""
@@ -344,45 +343,51 @@ class Link:
             first, tag, argument = HEADER.unpack_from(self._inbox, at)
             at += HEADER.size
             size = first >> 8
-            self._frame = Frame(first & 0xFF, size, tag, argument)
+            frame = Frame(first & 0xFF, size, tag, argument)
             if size:
-                self._got = min(size, self._have - at)
-                self._begin(self._sink(self, self._frame), at)
-                at += self._got
-                if self._got < size:
+                body, come = self._sink(self, frame), self._have - at
+                if come < size:
+                    self._begin(frame, body, at, come)
+                    at += come
                     break
-            self._complete()
+                if isinstance(body, Adding):
+                    body.begin(self.row, size, self._inbox_at + at, size)
+                    body.close()
+                elif body is not None:
+                    body[:size] = self._inbox[at : at + size]
+                at += size
+            self._arrival(self, frame)
         left = self._have - at
         if at and left:
             self._inbox[:left] = bytes(self._inbox[at : self._have])
         self._have = left
 
-    def _begin(self, body: memoryview | Adding | None, at: int) -> None:
-        """A body begins, and what has come of it with its header is in the inbox."""
-        come, left = self._got, self._body_bytes() - self._got
+    def _begin(self, frame: Frame, body: memoryview | Adding | None, at: int, come: int) -> None:
+        """A body begins, of which only a part has come with its header, into the inbox."""
+        self._frame, self._got = frame, come
         if isinstance(body, Adding):
             self._adding = body
-            body.begin(self.row, self._body_bytes(), self._inbox_at + at, come)
-            self._reading = self.compiled and left > 0
+            body.begin(self.row, frame.size, self._inbox_at + at, come)
+            self._reading = self.compiled
             return
         if body is None:
-            self._forgetting = True
             return
         self._body = body
         body[:come] = self._inbox[at : at + come]
+        left = frame.size - come
         if self.compiled and left >= _LARGE_BYTES:
             into = address_of(np.frombuffer(body, np.uint8)) + come
             self.row[rows.CODE], self.row[rows.INTO], self.row[rows.LEFT] = rows.AS_IS, into, left
             self._reading = True
 
     def _complete(self) -> None:
+        """All of a body has come, in several readings."""
         frame = self._frame
         assert frame is not None
         if self._adding is not None:
             self._adding.close()
         self._frame = self._body = self._adding = None
-        self._forgetting = self._reading = False
-        self._got = 0
+        self._reading = False
         self._arrival(self, frame)
 
     def close(self) -> None:

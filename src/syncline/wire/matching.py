@@ -33,11 +33,14 @@ class Matcher(Generic[Posted, Arrived]):
 
     def post(self, src: int, tag: int, receive: Posted) -> Arrived | None:
         """A receive was posted: the message it gets at once, or None when it has to wait."""
-        found = _pop(self._arrived, (src, tag))
-        if found is None:
-            self._posted.setdefault((src, tag), deque()).append(receive)
+        key = src, tag
+        queue = self._arrived.get(key)
+        if queue is None:
+            self._posted.setdefault(key, deque()).append(receive)
             return None
-        message, cost = found
+        message, cost = queue.popleft()
+        if not queue:
+            del self._arrived[key]
         self._unclaimed[src] -= cost
         return message
 
@@ -46,7 +49,7 @@ class Matcher(Generic[Posted, Arrived]):
 
         Raises ProtocolError when its sender has left too much here.
         """
-        found = _pop(self._posted, (src, tag))
+        found = self.take(src, tag)
         if found is None:
             cost = nbytes + _ENTRY_BYTES
             total = self._unclaimed.get(src, 0) + cost
@@ -62,22 +65,16 @@ class Matcher(Generic[Posted, Arrived]):
 
     def take(self, src: int, tag: int) -> Posted | None:
         """The receive that the next message of that key belongs to, taken out; None when there is none."""
-        return _pop(self._posted, (src, tag))
+        key = src, tag
+        queue = self._posted.get(key)
+        if queue is None:
+            return None
+        receive = queue.popleft()
+        if not queue:
+            del self._posted[key]
+        return receive
 
     def forget(self, src: int) -> None:
         """Drop the receives that wait for that sender; messages that did arrive stay."""
         for key in [key for key in self._posted if key[0] == src]:
             del self._posted[key]
-
-
-Item = TypeVar("Item")
-
-
-def _pop(table: dict[tuple[int, int], deque[Item]], key: tuple[int, int]) -> Item | None:
-    queue = table.get(key)
-    if queue is None:
-        return None
-    item = queue.popleft()
-    if not queue:
-        del table[key]
-    return item
