@@ -100,6 +100,9 @@ class Rank:
         sent, received = self.transport.traffic()
         return dict(sent), dict(received)
 
+    def moved_bytes(self) -> int:
+        return self.transport.moved_bytes
+
     def close(self) -> None:
         self.transport.close()
 

@@ -174,6 +174,10 @@ class RemoteEnd:
         sent, received = self.ask("traffic")
         return sent, received
 
+    @property
+    def moved_bytes(self) -> int:
+        return int(self.ask("moved_bytes"))
+
     def close(self) -> None:
         self.ask("close")
 

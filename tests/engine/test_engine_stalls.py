@@ -29,7 +29,7 @@ def test_a_message_that_creeps_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> N
     """Of which nothing but bytes is seen for longer than the limit: only the caller's own time is over."""
     with engines(limit_s=0.01) as both:
         bytes_so_far = itertools.count()
-        monkeypatch.setattr(both[0].transport, "traffic", lambda: ({1: next(bytes_so_far)}, {}))
+        monkeypatch.setattr(type(both[0].transport), "moved_bytes", property(lambda _: next(bytes_so_far)))
         work = both[0].start(Order(ring(0), np.ones(4), 0, "bucket 0"))
         with pytest.raises(PeerTimeout, match="not done within"):
             both[0].wait(work, timeout=0.3)

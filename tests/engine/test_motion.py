@@ -15,7 +15,7 @@ class Here:
     """One process that waits for rank 1: its clock, its bytes, and who is found to be to blame."""
 
     def __init__(self, culprit: Culprit | None = None) -> None:
-        self.now_s, self.sent = 0.0, 0
+        self.now_s, self.moved_bytes = 0.0, 0
         self.searches: list[Waits] = []
         self._culprit = culprit
         self.motion = Motion(LIMIT_S, lambda: {1: "sum"}, self._search, self, lambda: self.now_s)
@@ -24,9 +24,6 @@ class Here:
     def _search(self, waits: Waits) -> Found:
         self.searches.append(waits)
         return Found(self._culprit, {})
-
-    def traffic(self) -> tuple[dict[int, int], dict[int, int]]:
-        return {1: self.sent}, {}
 
     def look(self, needed: bool = True) -> None:
         """A look that lasts as long as it may."""
@@ -85,7 +82,7 @@ def test_a_longer_limit_holds_from_the_next_stall_on() -> None:
 def test_bytes_that_move_are_seen_once() -> None:
     here = Here()
     assert not here.motion.crept()
-    here.sent = 5
+    here.moved_bytes = 5
     assert [here.motion.crept(), here.motion.crept()] == [True, False]
 
 

@@ -254,6 +254,7 @@ BROKEN: dict[str, list[Network]] = {
     "traffic counts every byte of a message": [
         broken("inproc", traffic=lambda self: ({1 - self.rank: 99_999}, {1 - self.rank: 99_999})),
         broken("inproc", traffic=lambda _: ({0: 100_000}, {0: 100_000})),
+        broken("inproc", moved_bytes=99_999),
     ],
     "memory that was dropped is not taken for what lies there now": [
         broken("inproc", send=another(lambda _, data: data.nbytes == 1 << 21)),

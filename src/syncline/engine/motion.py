@@ -9,7 +9,7 @@ something once it has looked again, which it then does without waiting.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 from ..errors import PeerTimeout
@@ -22,8 +22,9 @@ _POLL_S = 1.0
 class Carries(Protocol):
     """What bytes go and come through."""
 
-    def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """The bytes sent to each process so far, and received."""
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes sent and received so far."""
         ...
 
 
@@ -82,7 +83,7 @@ class Motion:
 
     def crept(self) -> bool:
         """Whether bytes have moved since this was asked last: of a message that is longer under way than any look."""
-        before, self._bytes = self._bytes, sum(sum(each.values()) for each in self._carrier.traffic())
+        before, self._bytes = self._bytes, self._carrier.moved_bytes
         return before != self._bytes
 
     def looked_in_vain(self, needed: bool) -> None:

@@ -116,6 +116,11 @@ class Transport(Protocol):
         """Bytes sent to and received from each peer since the start, headers included."""
         ...
 
+    @property
+    def moved_bytes(self) -> int:
+        """The sum of ``traffic``: it is asked whenever nothing has completed, to see whether anything moves at all."""
+        ...
+
     def close(self) -> None:
         """Free everything; what is under way is dropped. Flush before by waiting for the handles."""
         ...

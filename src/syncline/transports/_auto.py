@@ -107,6 +107,10 @@ class Auto:
             received.update(come)
         return dict(sorted(sent.items())), dict(sorted(received.items()))
 
+    @property
+    def moved_bytes(self) -> int:
+        return sum([member.moved_bytes for member in self._members])
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True

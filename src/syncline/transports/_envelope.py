@@ -237,6 +237,10 @@ class Enveloped(ABC):
         """Bytes of messages with their headers; what the library adds, or its collectives move, it does not tell."""
         return dict(self._sent), dict(self._received)
 
+    @property
+    def moved_bytes(self) -> int:
+        return sum(self._sent.values()) + sum(self._received.values())
+
     def close(self) -> None:
         """The others are told that this rank ends."""
         if self._operations.closed:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from ..wire.link import Link
+from ..wire.link import Link, moved_bytes
 from ..wire.loop import Loop
 from . import Bytes, Handle
 from ._operations import Operations, Receive
@@ -56,6 +56,10 @@ class Looped(ABC):
     def idle(self) -> bool:
         """True when the kernel has all frames."""
         return self._loop.idle
+
+    @property
+    def moved_bytes(self) -> int:
+        return moved_bytes(self._links.values())
 
     def wake(self) -> None:
         self._loop.wake()

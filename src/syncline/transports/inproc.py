@@ -161,6 +161,10 @@ class InProc:
         """Payload bytes; there are no headers here."""
         return dict(self._sent), dict(self._received)
 
+    @property
+    def moved_bytes(self) -> int:
+        return sum(self._sent.values()) + sum(self._received.values())
+
     def close(self) -> None:
         """Whoever still waits for this rank learns that it is gone."""
         if not self._operations.closed:

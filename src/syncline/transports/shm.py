@@ -28,7 +28,7 @@ import numpy as np
 
 from ..kernels.board import BOARD_BYTES, MOST_SEGMENTS
 from ..registry import register
-from ..wire.link import CONTROL, Frame, Link, broken
+from ..wire.link import CONTROL, Frame, Link, broken, moved_bytes
 from ..wire.loop import Loop
 from ..wire.matching import Matcher
 from . import Bytes, Handle, Words
@@ -142,6 +142,10 @@ class Shm(Looped):
         out, into = self._in_place.tolist()
         sent = {peer: link.sent_bytes + out[peer] for peer, link in self._links.items()}
         return sent, {peer: link.received_bytes + into[peer] for peer, link in self._links.items()}
+
+    @property
+    def moved_bytes(self) -> int:
+        return moved_bytes(self._links.values()) + int(self._in_place.sum())
 
     def close(self) -> None:
         if not self._operations.closed:

@@ -23,7 +23,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import count
 from typing import NamedTuple
 
@@ -96,8 +96,8 @@ class Link:
         self.waiting: dict[int, Link] = {}
         """By peer: links that have something to write since the last time; whoever drives several gives them one."""
         self._bounded = False
-        self._sent_bytes = 0  # what ``row`` writes at the moment aside
-        self._received_bytes = 0  # what ``row`` has read aside
+        self._sent_bytes = 0  # with all that ``row`` was given to write
+        self._received_bytes = 0  # without what ``row`` has read
         self.fds: deque[int] = deque()
         self._sink, self._arrival = sink, arrival
         self._serial = count()
@@ -118,7 +118,7 @@ class Link:
     @property
     def sent_bytes(self) -> int:
         """What the kernel has taken."""
-        return self._sent_bytes + (self._writing - int(self.row[rows.OUT_LEFT]) if self._writing else 0)
+        return self._sent_bytes - int(self.row[rows.OUT_LEFT])
 
     @property
     def received_bytes(self) -> int:
@@ -187,13 +187,14 @@ class Link:
         """Let compiled code write the rest of a large body when the kernel takes more."""
         self.row[rows.OUT] = address_of(np.frombuffer(part, np.uint8))
         self.row[rows.OUT_LEFT] = self._writing = part.nbytes
+        self._sent_bytes += part.nbytes
 
     def _account(self) -> None:
         """What compiled code has written since is written."""
-        sent = self._writing - int(self.row[rows.OUT_LEFT])
+        left, given = int(self.row[rows.OUT_LEFT]), self._writing
         self._writing = self.row[rows.OUT_LEFT] = 0
-        self._sent_bytes += sent
-        self._advance(sent)
+        self._sent_bytes -= left
+        self._advance(given - left)
 
     def _gather(self) -> None:
         """Take the most urgent frames to be written in one call: small ones should not cost a call each."""
@@ -395,3 +396,9 @@ class Link:
         self.sock.close()
         while self.fds:
             os.close(self.fds.popleft())
+
+
+def moved_bytes(links: Collection[Link]) -> int:
+    """What the kernel has taken of all of these and given to them."""
+    aside = [int(link.row[rows.RECEIVED]) - int(link.row[rows.OUT_LEFT]) for link in links]
+    return sum(aside) + sum([link._sent_bytes + link._received_bytes for link in links])

@@ -206,9 +206,12 @@ def unknown_peers_are_refused(case: Case) -> None:
 
 @LAWS.law(between(2))
 def traffic_counts_every_byte_of_a_message(case: Case) -> None:
-    """On both sides, with what little goes with it, and with nobody else."""
+    """On both sides, with what little goes with it, and with nobody else; ``moved_bytes`` is the sum of all."""
     with case.open() as net:
         net.wait(net.ends[1].recv(0, 0, np.zeros(100_000, np.uint8)), net.ends[0].send(1, 0, numbers(100_000)))
+        for end in net.ends:
+            counted, moved = sum(sum(each.values()) for each in end.traffic()), end.moved_bytes
+            require(moved == counted, f"moved_bytes says {moved}, and traffic {counted} in all")
         (sent, _), (_, received) = net.ends[0].traffic(), net.ends[1].traffic()
         require([*sent] == [1] and [*received] == [0], f"it counts for {[*sent]} and {[*received]}, not for each other")
         require(sent[1] == received[0], f"{sent[1]} bytes were sent, and {received[0]} received")
