@@ -17,7 +17,7 @@ import termios
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -28,36 +28,6 @@ from .scratch import address_of
 
 _MOST_MS = 2**31 - 1
 """The longest wait that the kernel can be asked for."""
-
-
-class _Compiled:
-    """The turns of compiled code for ``epoll``, which moves what the rows of ``links`` ask for."""
-
-    def __init__(self, epoll: select.epoll, links: Mapping[int, Link], watched: int) -> None:
-        from ..kernels import streams  # compiled code: loaded where it is used
-
-        self._rows = np.zeros(max(links) + 1, np.int64)
-        for fd, link in links.items():
-            self._rows[fd] = address_of(link.row)
-        self._keep = links
-        self._found = np.zeros(2 * watched, np.int64)
-        events, clock = np.zeros(streams.EVENT_WORDS * watched, np.int32), np.zeros(2, np.int64)
-        turn = streams.turn.bind(self._rows, self._found, events)
-        self._turn = partial(turn, address_of(events), address_of(clock), epoll.fileno())
-        self._epoll, self._clock = epoll, clock
-
-    def forget(self, fd: int) -> None:
-        """A link has ended."""
-        if fd < self._rows.size:
-            self._rows[fd] = 0
-
-    def poll(self, timeout: float) -> list[tuple[int, int]]:
-        """As that of epoll, for what is left to be done."""
-        count = self._turn(min(math.ceil(timeout * 1e3), _MOST_MS))
-        if count < 0:
-            return self._epoll.poll(0.0)  # raises what was wrong; nothing where it was a signal
-        found = self._found[: 2 * count].tolist()
-        return list(zip(found[::2], found[1::2], strict=True))
 
 
 class Loop:
@@ -74,13 +44,27 @@ class Loop:
         self._epoll.register(self._bell, select.EPOLLIN)
         self._links = {link.sock.fileno(): link for link in links}
         self._writing: set[int] = set()
-        self._waiting: dict[int, Link] = {}  # all of theirs goes in one call at the next ``write``
+        self.waiting: dict[int, Link] = {}
+        """Links that have been given frames since the last ``write``; those of a link go in one call."""
         for fd, link in self._links.items():
             self._epoll.register(fd, select.EPOLLIN)
-            link.waiting = self._waiting
-        moved = {fd: link for fd, link in self._links.items() if link.compiled}
-        self._compiled = _Compiled(self._epoll, moved, len(self._links) + 1) if moved else None
+            link.waiting = self.waiting
         self._ready: deque[tuple[int, int]] = deque()  # what a turn has found and nobody has looked at yet
+        self._compiled = self._bound_turn() if any(link.compiled for link in self._links.values()) else None
+
+    def _bound_turn(self) -> Callable[[int], int]:
+        """The turn of compiled code: it moves what rows of links ask for, and leaves the rest in ``_found``."""
+        from ..kernels import streams  # compiled code: loaded where it is used
+
+        most = len(self._links) + 1
+        self._rows = np.zeros(max(self._links) + 1, np.int64)
+        for fd, link in self._links.items():
+            if link.compiled:
+                self._rows[fd] = address_of(link.row)
+        self._found = np.zeros(2 * most, np.int64)
+        events, self._clock = np.zeros(streams.EVENT_WORDS * most, np.int32), np.zeros(2, np.int64)
+        turn = streams.turn.bind(self._rows, self._found, events)
+        return partial(turn, address_of(events), address_of(self._clock), self._epoll.fileno())
 
     @property
     def bell(self) -> int:
@@ -89,8 +73,8 @@ class Loop:
 
     def write(self) -> None:
         """Write what links have been given since the last time."""
-        while self._waiting:
-            self._write(self._waiting.popitem()[1])
+        while self.waiting:
+            self._write(self.waiting.popitem()[1])
 
     def _write(self, link: Link) -> None:
         """Write now what the kernel takes, and the rest when it takes more."""
@@ -117,17 +101,24 @@ class Loop:
     @property
     def idle(self) -> bool:
         """True when nothing is left to write."""
-        return not self._waiting and not self._writing
+        return not self.waiting and not self._writing
 
     def turn(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for something to do, and do it.
 
         What is left when an error is raised is done in the next turn: compiled code may have read all that had come.
         """
-        if not self._ready:
-            self._ready.extend((self._epoll if self._compiled is None else self._compiled).poll(timeout))
-        while self._ready:
-            fd, events = self._ready.popleft()
+        ready = self._ready
+        if not ready:
+            if self._compiled is None:
+                ready.extend(self._epoll.poll(timeout))
+            elif (count := self._compiled(min(math.ceil(timeout * 1e3), _MOST_MS))) > 0:
+                found = self._found[: 2 * count].tolist()
+                ready.extend(zip(found[::2], found[1::2], strict=True))
+            elif count < 0:
+                ready.extend(self._epoll.poll(0.0))  # raises what was wrong; nothing where it was a signal
+        while ready:
+            fd, events = ready.popleft()
             if fd == self._bell:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._bell)
@@ -193,6 +184,6 @@ class Loop:
         with contextlib.suppress(OSError):
             self._epoll.unregister(fd)
         if self._compiled is not None:
-            self._compiled.forget(fd)
+            self._rows[fd] = 0
         link.close()
         self._on_lost(link.peer)

@@ -114,7 +114,7 @@ class ShapedLoop(Loop):
 
     def write(self) -> None:
         """Write what may go now."""
-        self._waiting.clear()
+        self.waiting.clear()
         self._push()
         self._set_timer()
 
