@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.wire.link import HEADER
+from syncline.wire.links import HEADER
 
 
 def header(kind: int, size: int, tag: int, argument: int) -> bytes:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from frames import header
 from syncline.errors import ProtocolError
-from syncline.wire.link import CONTROL, Frame, Link
+from syncline.wire.links import CONTROL, Frame, Link
 
 
 class Received:

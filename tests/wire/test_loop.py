@@ -20,8 +20,7 @@ from syncline.errors import ProtocolError
 from syncline.kernels.passes import CODES
 from syncline.kernels.rows import PIECE_BYTES
 from syncline.wire.adding import Adding, can_add
-from syncline.wire.link import _LARGE_BYTES, Frame, Link, broken
-from syncline.wire.loop import Loop
+from syncline.wire.links import _LARGE_BYTES, Frame, Link, Loop, broken
 from syncline.wire.scratch import Scratch
 
 BODY = bytes(range(256)) * 700  # more than one reading takes

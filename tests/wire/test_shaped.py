@@ -16,7 +16,7 @@ import pytest
 from syncline.nouns import Rate, Seconds
 from syncline.transports import Handle
 from syncline.transports.tcp import Tcp
-from syncline.wire.link import Link
+from syncline.wire.links import Link
 from syncline.wire.shape import Pacer, Shape
 from syncline.wire.shaped import Line, ShapedLoop
 

@@ -23,7 +23,7 @@ from ..collectives import Collective
 from ..errors import UsageError, labelled
 from ..plans.plan import Plan
 from ..transports import Handle, HasAllreduce, Transport
-from ..wire.link import CONTROL
+from ..wire.links import CONTROL
 from ..wire.scratch import Scratch
 from .memory import OneSided
 from .messages import TwoSided

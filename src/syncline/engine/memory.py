@@ -42,7 +42,7 @@ from ..errors import PeerLost, ProtocolError
 from ..kernels import board
 from ..plans.memory import Operation
 from ..plans.plan import REDUCE, Plan
-from ..wire.link import broken
+from ..wire.links import broken
 from ..wire.scratch import Scratch, address_of
 from .cores import OFTEN, Cores
 from .runs import KEY_BITS, Sign

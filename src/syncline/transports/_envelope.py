@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from ..errors import ProtocolError, UsageError
 from ..kernels.cpu import add_all_into
 from ..wire.adding import can_add
-from ..wire.link import CONTROL, broken
+from ..wire.links import CONTROL, broken
 from ..wire.matching import UNCLAIMED_BYTES, Matcher
 from ..wire.scratch import Scratch
 from . import INLINE_BYTES, Bytes, Handle, HasAllreduce

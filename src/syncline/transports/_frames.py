@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..wire.link import broken
+from ..wire.links import broken
 from . import INLINE_BYTES, Bytes
 
 _HEADER = struct.Struct("<BxHxxxxQQ")

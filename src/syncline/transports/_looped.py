@@ -9,8 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from ..wire.link import Link, moved_bytes
-from ..wire.loop import Loop
+from ..wire.links import Link, Loop, moved_bytes
 from . import Bytes, Handle
 from ._operations import Operations, Receive
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import UsageError
 from ..registry import register
-from ..wire.link import CONTROL
+from ..wire.links import CONTROL
 from ..wire.matching import Matcher
 from . import Bytes, Handle
 from ._operations import Operations, Receive

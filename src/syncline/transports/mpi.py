@@ -44,7 +44,7 @@ from ..kernels.cpu import add_all_into
 from ..nouns import Size
 from ..registry import register
 from ..wire.adding import can_add
-from ..wire.link import broken
+from ..wire.links import broken
 from . import INLINE_BYTES, Bytes, Handle, Place
 from ._envelope import Enveloped
 from ._frames import FRAME_BYTES, SLOTS

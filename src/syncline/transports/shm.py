@@ -28,8 +28,7 @@ import numpy as np
 
 from ..kernels.board import BOARD_BYTES, MOST_SEGMENTS
 from ..registry import register
-from ..wire.link import CONTROL, Frame, Link, broken, moved_bytes
-from ..wire.loop import Loop
+from ..wire.links import CONTROL, Frame, Link, Loop, broken, moved_bytes
 from ..wire.matching import Matcher
 from . import Bytes, Handle, Words
 from ._looped import Looped

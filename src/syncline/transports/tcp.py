@@ -29,8 +29,7 @@ from ..kernels.cpu import add_all_into
 from ..nouns import Rate, Seconds
 from ..registry import register
 from ..wire.adding import Adding, can_add
-from ..wire.link import CONTROL, Frame, Link, broken
-from ..wire.loop import Loop
+from ..wire.links import CONTROL, Frame, Link, Loop, broken
 from ..wire.matching import UNCLAIMED_BYTES, Matcher
 from ..wire.scratch import Scratch
 from ..wire.shape import NO_DELAY, Shape

@@ -49,7 +49,7 @@ from numpy.typing import NDArray
 
 from ..errors import GroupError, HandshakeError, ProtocolError, UsageError
 from ..registry import register
-from ..wire.link import broken
+from ..wire.links import broken
 from . import Bytes, Place
 from ._bell import DescriptorBell
 from ._envelope import Enveloped

@@ -47,7 +47,7 @@ from ..errors import GroupError, HandshakeError, ProtocolError, UsageError
 from ..kernels.cpu import add_all_into
 from ..registry import register
 from ..wire import handshake
-from ..wire.link import broken
+from ..wire.links import broken
 from ..wire.scratch import address_of
 from . import Bytes, Place
 from ._bell import DescriptorBell

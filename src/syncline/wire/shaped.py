@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
 
-from .link import Link
-from .loop import Loop
+from .links import Link, Loop
 from .shape import DelayLine, Pacer, Shape
 
 _SLICE_BYTES = 64 * 1024

@@ -1,29 +1,40 @@
-"""One framed, non-blocking stream connection to a peer, TCP or UNIX, with urgency and without copies of large bodies.
+"""Framed, non-blocking stream connections to peers, TCP or UNIX, and the event loop that drives them.
 
 A frame is a header of 24 bytes (kind in 8 bits, size of the body in 56, tag, argument) and a body. Outgoing frames
 wait in a heap: the smallest priority goes first, equal ones in order; what has been handed to the kernel is finished
 first. Once frames differ in priority, what the kernel may hold unsent is bounded, or urgency would be lost in its
-buffers. Incoming bytes are read scattered: the rest of a body goes straight where its owner wants it, what follows into
-a small buffer.
+buffers. Incoming bytes are read scattered, without copies of large bodies: the rest of a body goes straight where its
+owner wants it, what follows into a small buffer.
 
-Large bodies on TCP sockets are moved by compiled code: a link writes into its ``row`` (``kernels.rows``) what is to be
-moved, and an event loop that needs no interpreter does so (``loop``).
+The loop knows which sockets are ready, has a bell for other threads, and notices the end of connections. Where links
+are TCP sockets its turns are compiled code (``kernels.streams``): each link writes into its ``row`` (``kernels.rows``)
+what is to be moved of a large body. A turn moves it without the interpreter lock, and comes back for what only Python
+knows.
 
-The link does not know what kinds of frames mean; its owner says where a body goes and is told when it is complete.
+Neither knows what kinds of frames mean; the owner of a link says where a body goes and is told when it is complete.
 UNIX links carry file descriptors beside frames, one for a frame, which its owner takes when the frame is complete.
 
 A size that came is never memory: a body goes where the owner says, or is read and forgotten.
+
+Used from one thread; only ``Loop.wake`` may be called from others.
 """
 
 from __future__ import annotations
 
-import array
+import contextlib
+import fcntl
 import heapq
+import math
 import os
+import select
 import socket
 import struct
+import termios
+import threading
+from array import array
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -49,6 +60,8 @@ _BATCH_BYTES = 256 * 1024
 _FORGET_BYTES = 64 * 1024
 _LARGE_BYTES = 32 * 1024
 """What is left of a body from which on compiled code moves it."""
+_MOST_MS = 2**31 - 1
+"""The longest wait that the kernel can be asked for."""
 
 
 class Frame(NamedTuple):
@@ -217,7 +230,7 @@ class Link:
 
     def _pass(self, fd: int) -> int:
         """Write the first of what goes together with a descriptor."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
         sent = self.sock.sendmsg([self._going[0][0]], rights)
         self._fd = None
         return sent
@@ -305,7 +318,7 @@ class Link:
         got, ancillary, flags, _ = self.sock.recvmsg_into(into, room, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                found = array.array("i")
+                found = array("i")
                 found.frombytes(data[: len(data) - len(data) % found.itemsize])
                 self.fds.extend(found)
         if flags & socket.MSG_CTRUNC:
@@ -402,3 +415,162 @@ def moved_bytes(links: Collection[Link]) -> int:
     """What the kernel has taken of all of these and given to them."""
     aside = [int(link.row[rows.RECEIVED]) - int(link.row[rows.OUT_LEFT]) for link in links]
     return sum(aside) + sum([link._sent_bytes + link._received_bytes for link in links])
+
+
+class Loop:
+    """Drives links; ``on_lost(peer)`` is called once for each that ends.
+
+    ``turn`` and ``write`` raise ProtocolError when a peer breaks the protocol; its link has then ended.
+    """
+
+    def __init__(self, links: Iterable[Link], on_lost: Callable[[int], None]) -> None:
+        self._on_lost = on_lost
+        self._epoll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ringing = threading.Lock()
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._links = {link.sock.fileno(): link for link in links}
+        self._writing: set[int] = set()
+        self.waiting: dict[int, Link] = {}
+        """Links that have been given frames since the last ``write``; those of a link go in one call."""
+        for fd, link in self._links.items():
+            self._epoll.register(fd, select.EPOLLIN)
+            link.waiting = self.waiting
+        self._ready: deque[tuple[int, int]] = deque()  # what a turn has found and nobody has looked at yet
+        self._compiled = self._bound_turn() if any(link.compiled for link in self._links.values()) else None
+
+    def _bound_turn(self) -> Callable[[int], int]:
+        """The turn of compiled code: it moves what rows of links ask for, and leaves the rest in ``_found``."""
+        from ..kernels import streams  # compiled code: loaded where it is used
+
+        most = len(self._links) + 1
+        self._rows = np.zeros(max(self._links) + 1, np.int64)
+        for fd, link in self._links.items():
+            if link.compiled:
+                self._rows[fd] = address_of(link.row)
+        self._found = np.zeros(2 * most, np.int64)
+        events, self._clock = np.zeros(streams.EVENT_WORDS * most, np.int32), np.zeros(2, np.int64)
+        turn = streams.turn.bind(self._rows, self._found, events)
+        return partial(turn, address_of(events), address_of(self._clock), self._epoll.fileno())
+
+    @property
+    def bell(self) -> int:
+        """The descriptor of the eventfd that ``wake`` writes to; other processes may be given it."""
+        return self._bell
+
+    def write(self) -> None:
+        """Write what links have been given since the last time."""
+        while self.waiting:
+            self._write(self.waiting.popitem()[1])
+
+    def _write(self, link: Link) -> None:
+        """Write now what the kernel takes, and the rest when it takes more."""
+        fd = link.sock.fileno()
+        if fd not in self._links or fd in self._writing:
+            return
+        try:
+            done = link.flush()
+        except OSError:
+            self._hear_out(fd, link)
+            return
+        if not done:
+            self._writing.add(fd)
+            self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
+
+    def watch(self, fd: int) -> None:
+        """From now on ``turn`` returns when another's descriptor is readable, too, which is the other's to see to."""
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """Readable when ``turn`` would have something to do: for a loop around this one."""
+        return self._epoll.fileno()
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing is left to write."""
+        return not self.waiting and not self._writing
+
+    def turn(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for something to do, and do it.
+
+        What is left when an error is raised is done in the next turn: compiled code may have read all that had come.
+        """
+        ready = self._ready
+        if not ready:
+            if self._compiled is None:
+                ready.extend(self._epoll.poll(timeout))
+            elif (count := self._compiled(min(math.ceil(timeout * 1e3), _MOST_MS))) > 0:
+                found = self._found[: 2 * count].tolist()
+                ready.extend(zip(found[::2], found[1::2], strict=True))
+            elif count < 0:
+                ready.extend(self._epoll.poll(0.0))  # raises what was wrong; nothing where it was a signal
+        while ready:
+            fd, events = ready.popleft()
+            if fd == self._bell:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bell)
+                continue
+            link = self._links.get(fd)
+            if link is None:
+                continue
+            if events & ~select.EPOLLOUT and not self._fill(fd, link):
+                continue
+            try:
+                if events & select.EPOLLOUT and link.flush():
+                    self._writing.discard(fd)
+                    self._epoll.modify(fd, select.EPOLLIN)
+            except OSError:
+                self._hear_out(fd, link)
+
+    def wake(self) -> None:
+        """Make ``turn`` in another thread return; nothing after ``close``, when the number may be another file's."""
+        with self._ringing:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Close every connection and the loop's own descriptors."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._epoll.close()
+        with self._ringing:
+            bell, self._bell = self._bell, -1
+            if bell >= 0:
+                os.close(bell)
+
+    def _hear_out(self, fd: int, link: Link) -> None:
+        """The peer takes nothing any more; what it had sent before it went is still there to be read."""
+        there = array("i", [0])
+        fcntl.ioctl(fd, termios.FIONREAD, there)
+        before, until = -1, link.received_bytes + there[0]  # it may go on sending without end
+        while before < link.received_bytes < until:
+            before = link.received_bytes
+            if not self._fill(fd, link):
+                return
+        self._lose(fd)
+
+    def _fill(self, fd: int, link: Link) -> bool:
+        """Read what has come; False when the link has ended with that."""
+        try:
+            if link.fill():
+                return True
+        except OSError:
+            pass
+        except ProtocolError:
+            self._lose(fd)
+            raise
+        self._lose(fd)
+        return False
+
+    def _lose(self, fd: int) -> None:
+        link = self._links.pop(fd, None)
+        if link is None:
+            return
+        self._writing.discard(fd)
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(fd)
+        if self._compiled is not None:
+            self._rows[fd] = 0
+        link.close()
+        self._on_lost(link.peer)
