@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from syncline.errors import ProtocolError
 from syncline.serving import messages
 from syncline.serving.messages import BODY_PIECE_BYTES, read_message, receive_body, send_body
-from syncline.wire.matching import UNCLAIMED_BYTES
+from syncline.transports._operations import UNCLAIMED_BYTES
 
 
 def session(pieces: list[bytes] | None = None) -> Any:

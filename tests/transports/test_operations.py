@@ -9,9 +9,8 @@ import pytest
 
 from syncline.errors import ClosedError, PeerLost, UsageError
 from syncline.transports import Handle
-from syncline.transports._operations import Operations, Receive
+from syncline.transports._operations import Matcher, Operations, Receive
 from syncline.transports._turns import Turns
-from syncline.wire.matching import Matcher
 
 
 def receive(peer: int, nbytes: int = 8) -> Receive:

@@ -43,12 +43,11 @@ from ..errors import ProtocolError, UsageError
 from ..kernels.cpu import add_all_into
 from ..wire.adding import can_add
 from ..wire.links import CONTROL, broken
-from ..wire.matching import UNCLAIMED_BYTES, Matcher
 from ..wire.scratch import Scratch
 from . import INLINE_BYTES, Bytes, Handle, HasAllreduce
 from ._bell import Bell
 from ._frames import ANNOUNCED, ASKED, COMING, END, HEADER_BYTES, OFFERED, SLOTS, TURN, WHOLE, read, written
-from ._operations import Operations, Receive
+from ._operations import UNCLAIMED_BYTES, Matcher, Operations, Receive
 from ._outbox import Event, Outbox
 from ._turns import Turns
 

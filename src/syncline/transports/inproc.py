@@ -21,9 +21,8 @@ import numpy as np
 from ..errors import UsageError
 from ..registry import register
 from ..wire.links import CONTROL
-from ..wire.matching import Matcher
 from . import Bytes, Handle
-from ._operations import Operations, Receive
+from ._operations import Matcher, Operations, Receive
 
 
 @dataclass

@@ -29,10 +29,8 @@ import numpy as np
 from ..kernels.board import BOARD_BYTES, MOST_SEGMENTS
 from ..registry import register
 from ..wire.links import CONTROL, Frame, Link, Loop, broken, moved_bytes
-from ..wire.matching import Matcher
 from . import Bytes, Handle, Words
-from ._looped import Looped
-from ._operations import Receive
+from ._operations import Looped, Matcher, Receive
 from ._segments import Segments, check_bell, map_segment
 
 _DATA, _REFERENCE, _CONSUMED, _SEGMENT, _BELL, _MAPPED = 1, 2, 3, 4, 5, 6

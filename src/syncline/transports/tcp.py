@@ -30,13 +30,11 @@ from ..nouns import Rate, Seconds
 from ..registry import register
 from ..wire.adding import Adding, can_add
 from ..wire.links import CONTROL, Frame, Link, Loop, broken
-from ..wire.matching import UNCLAIMED_BYTES, Matcher
 from ..wire.scratch import Scratch
 from ..wire.shape import NO_DELAY, Shape
 from ..wire.shaped import Line, ShapedLoop
 from . import INLINE_BYTES, Bytes, Handle
-from ._looped import Looped
-from ._operations import Receive
+from ._operations import UNCLAIMED_BYTES, Looped, Matcher, Receive
 
 _DATA, _CREDIT = 1, 2
 

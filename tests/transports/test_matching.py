@@ -7,7 +7,7 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.wire.matching import Matcher
+from syncline.transports._operations import Matcher
 
 steps = st.lists(st.tuples(st.sampled_from(["post", "arrive"]), st.integers(0, 2), st.integers(0, 2)), max_size=60)
 
