@@ -173,17 +173,19 @@ class Bound:
     def __init__(
         self, call: Callable[[int], Any], first: Sequence[int], rest: int, keep: tuple[NDArray[Any], ...]
     ) -> None:
-        self._call, self._rest, self._keep = call, rest, keep
-        self._block = (ctypes.c_int64 * (len(first) + rest))(*first)
-        self._address, self._first = ctypes.addressof(self._block), len(first)
+        self._rest, self._keep, self._first = rest, keep, len(first)
+        self.words = (ctypes.c_int64 * (len(first) + rest))(*first)
+        """The parameters as they lie in memory, those that are not bound last."""
+        self.run: Callable[[], Any] = partial(call, ctypes.addressof(self.words))
+        """Run it with them as they lie there, without a check."""
 
     def __call__(self, *rest: int) -> Any:
         """Run it with the rest of its parameters."""
         if len(rest) != self._rest:
             raise TypeError(f"{self._rest} parameters are not bound, got {len(rest)}")
         for place, value in enumerate(rest, self._first):
-            self._block[place] = value
-        return self._call(self._address)
+            self.words[place] = value
+        return self.run()
 
 
 _HEAD = 3

@@ -34,7 +34,6 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -42,6 +41,7 @@ import numpy as np
 
 from ..errors import ProtocolError
 from ..kernels import rows
+from ..kernels.compiled import Bound
 from .adding import Adding
 from .scratch import address_of
 
@@ -437,9 +437,9 @@ class Loop:
             self._epoll.register(fd, select.EPOLLIN)
             link.waiting = self.waiting
         self._ready: deque[tuple[int, int]] = deque()  # what a turn has found and nobody has looked at yet
-        self._compiled = self._bound_turn() if any(link.compiled for link in self._links.values()) else None
+        self._compiled = self._bind_turn() if any(link.compiled for link in self._links.values()) else None
 
-    def _bound_turn(self) -> Callable[[int], int]:
+    def _bind_turn(self) -> Bound:
         """The turn of compiled code: it moves what rows of links ask for, and leaves the rest in ``_found``."""
         from ..kernels import streams  # compiled code: loaded where it is used
 
@@ -449,9 +449,10 @@ class Loop:
             if link.compiled:
                 self._rows[fd] = address_of(link.row)
         self._found = np.zeros(2 * most, np.int64)
-        events, self._clock = np.zeros(streams.EVENT_WORDS * most, np.int32), np.zeros(2, np.int64)
-        turn = streams.turn.bind(self._rows, self._found, events)
-        return partial(turn, address_of(events), address_of(self._clock), self._epoll.fileno())
+        events, self._time = np.zeros(streams.EVENT_WORDS * most, np.int32), np.zeros(2, np.int64)
+        turn: Bound = streams.turn.bind(self._rows, self._found, events)
+        turn.words[-4:-1] = [address_of(events), address_of(self._time), self._epoll.fileno()]
+        return turn
 
     @property
     def bell(self) -> int:
@@ -499,11 +500,14 @@ class Loop:
         if not ready:
             if self._compiled is None:
                 ready.extend(self._epoll.poll(timeout))
-            elif (count := self._compiled(min(math.ceil(timeout * 1e3), _MOST_MS))) > 0:
-                found = self._found[: 2 * count].tolist()
-                ready.extend(zip(found[::2], found[1::2], strict=True))
-            elif count < 0:
-                ready.extend(self._epoll.poll(0.0))  # raises what was wrong; nothing where it was a signal
+            else:
+                self._compiled.words[-1] = min(math.ceil(timeout * 1e3), _MOST_MS)
+                left = self._compiled.run()
+                if left > 0:
+                    found = self._found[: 2 * left].tolist()
+                    ready.extend(zip(found[::2], found[1::2], strict=True))
+                elif left < 0:
+                    ready.extend(self._epoll.poll(0.0))  # raises what was wrong; nothing where it was a signal
         while ready:
             fd, events = ready.popleft()
             if fd == self._bell:
