@@ -20,7 +20,7 @@ from syncline.errors import ProtocolError
 from syncline.kernels.passes import CODES
 from syncline.kernels.rows import PIECE_BYTES
 from syncline.wire.adding import Adding, can_add
-from syncline.wire.links import _LARGE_BYTES, Frame, Link, Loop, broken
+from syncline.wire.links import _LARGE_BYTES, Frame, Link, Loop, broken, moved_bytes
 from syncline.wire.scratch import Scratch
 
 BODY = bytes(range(256)) * 700  # more than one reading takes
@@ -241,6 +241,7 @@ def test_two_loops_write_and_read_large_bodies_at_once_and_count_their_bytes() -
         while any(len(end.done) < len(sent) or not end.loop.idle for end in ends):
             for end in ends:
                 end.loop.turn(0.001)
+                assert moved_bytes([end.link]) == end.link.sent_bytes + end.link.received_bytes
         for end in ends:
             assert end.link.sent_bytes == end.link.received_bytes == sum(24 + body.nbytes for body in sent)
             for (_, found), body in zip(end.done, sent, strict=True):
