@@ -195,7 +195,7 @@ class Meeting:
         if self._tickets is not None:
             return self._tickets
         done = self.work is None or self.work.done  # before they are read: what has not come yet is not kept
-        found = tuple(read_ticket(self._table, rank) for rank in range(len(self._table)))
+        found = tuple([Ticket(*_TICKET.unpack_from(row)) for row in self._table])
         for rank, ticket in enumerate(found):
             kinds = {ticket.kind, self._mine.kind}
             if JOINED in kinds and kinds & _OF_STEPS:
@@ -214,7 +214,7 @@ class Meeting:
         if self._share is not None:
             return self._share
         tickets = self.tickets()
-        total = sum(ticket.weight for ticket in tickets)
+        total = sum([ticket.weight for ticket in tickets])
         counts = self._mine.kind != JOINED or any(ticket.kind == AVERAGE for ticket in tickets)
         share = self._mine.weight * len(tickets) / total if counts and total > 0 else 1.0
         if self._tickets is not None:
