@@ -104,17 +104,26 @@ class Driver(ABC):
 
     def wait(self, *works: Work, timeout: float | None = None) -> None:
         """Block until all are done; raises the engine's fault, or PeerTimeout after ``timeout`` seconds."""
-        if self.monitor.error is None and all(work.done for work in works):
-            return
-        self.check_not_driving()
-        begun = time.perf_counter()
+        monitor = self.monitor
+        if monitor.error is None:
+            for work in works:
+                if not work.done:
+                    break
+            else:
+                return
+        if monitor.driver == threading.get_ident():
+            self.check_not_driving()  # raises
+        begun, came = time.perf_counter(), True
         blocked = None
         if self._observer is not None:
             blocked = begin(self._observer, "wait", _first_of([work.label for work in works if not work.done]))
         deadline = None if timeout is None else begun + timeout
         try:
-            came = self._drive_here(works, deadline) and all(work.done for work in works)
-            came = came or self.monitor.wait(works, deadline)
+            self._drive_here(works, deadline)
+            for work in works:
+                if not work.done:  # another one drives, or the time is over
+                    came = monitor.wait(works, deadline)
+                    break
         except BaseException as error:
             self.left(error)
             raise
@@ -122,7 +131,8 @@ class Driver(ABC):
             self.blocked.count(begun)
             if blocked is not None:
                 blocked.end()
-        self.check_error()
+        if monitor.error is not None:
+            raise self._raised(monitor.error)
         if not came and (late := next((work for work in works if not work.done), None)) is not None:
             raise self.unfinished(late, timeout)
 
@@ -241,8 +251,8 @@ class Driver(ABC):
 
     def check_error(self) -> None:
         """Raise the engine's fault, if there is one."""
-        if self.error is not None:
-            raise self._raised(self.error)
+        if self.monitor.error is not None:
+            raise self._raised(self.monitor.error)
 
     def unfinished(self, work: Work, timeout: float | None) -> Exception:
         """What is raised in place of a work's end: the engine's fault, or that the time is over."""
