@@ -240,12 +240,15 @@ class Driver(ABC):
         self.check_error()
         self.monitor.hand_in(task, tolerant, announce)
 
-    def finish(self, work: Work, lane: Lane | None = None) -> None:
-        """A work is done; in the thread that drives."""
+    def finish(self, work: Work, lane: Lane | None = None, after: Callable[[], None] | None = None) -> None:
+        """Call ``after``; then a work is done. In the thread that drives."""
+        if after is not None:
+            after()
         if work.span is not None:
             work.span.end()
         self.monitor.finish(work)
-        work.call_back()
+        if work.callbacks:
+            work.call_back()
         if lane is not None:
             lane.leave(work.priority)
 

@@ -74,9 +74,7 @@ class Engine(Driver):
 
         def finished() -> None:
             self._reducing.pop(order.key, None)
-            if order.after is not None:
-                order.after()
-            self.finish(work, lane)
+            self.finish(work, lane, order.after)
 
         reducing = self._reducing[order.key] = Reducing(
             self._exchange,
@@ -260,12 +258,7 @@ class Engine(Driver):
     def _begin_exchange(self, order: Order, work: Work, lane: Lane | None) -> None:
         """Begin a plan, or what the transport's library does by itself."""
         program = order.program() if callable(order.program) else order.program
-
-        def done() -> None:
-            if order.after is not None:
-                order.after()
-            self.finish(work, lane)
-
+        done = partial(self.finish, work, lane, order.after)
         if isinstance(program, Collective):
             self._exchange.hand_over(program, order.array, order.key, work.label, done, work.span)
         else:

@@ -30,10 +30,10 @@ class Work:
     """Something under way; ``result`` is set when it is done. A ``tolerant`` one does not mind peers that leave.
 
     The smallest ``priority`` goes first. ``key`` is that of an exchange, -1 for anything else; ``span`` is what an
-    observer has been told of it.
+    observer has been told of it; ``callbacks`` are called when it is done.
     """
 
-    __slots__ = ("_callbacks", "done", "key", "label", "priority", "result", "span", "tolerant")
+    __slots__ = ("callbacks", "done", "key", "label", "priority", "result", "span", "tolerant")
 
     def __init__(self, label: str, tolerant: bool = False, priority: float = 0.0) -> None:
         self.label = label
@@ -43,18 +43,18 @@ class Work:
         self.done = False
         self.result: Any = None
         self.span: Span | None = None
-        self._callbacks: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], None]] = []
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call at once, or as soon as the work is done."""
         if self.done:
             call()
         else:
-            self._callbacks.append(call)
+            self.callbacks.append(call)
 
     def call_back(self) -> None:
         """Call what waits for this work, which is done."""
-        callbacks, self._callbacks = self._callbacks, []
+        callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
             callback()
 
@@ -84,7 +84,9 @@ class Lane:
 
     def enter(self, gate: Work | None, start: Callable[[], None], priority: float = 0.0) -> None:
         """Start one more work, once ``gate`` is done and it is its turn."""
-        queue = self._queues.setdefault(priority, _Queue())
+        queue = self._queues.get(priority)
+        if queue is None:
+            queue = self._queues[priority] = _Queue()
         queue.waiting.append((gate, start))
         self._advance(queue)
 
@@ -92,7 +94,8 @@ class Lane:
         """A work of this lane is done: another of its priority may start."""
         queue = self._queues[priority]
         queue.active -= 1
-        self._advance(queue)
+        if queue.waiting:
+            self._advance(queue)
         if not (queue.active or queue.waiting) and self._queues.get(priority) is queue:
             del self._queues[priority]
 
