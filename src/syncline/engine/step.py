@@ -105,6 +105,13 @@ class _Step:
         self.read = False  # all has arrived, and may be changed, before the optimizer is called
         self.instead_of: _Step | None = None  # the one before, whose gradients these are added to
 
+    def came(self, operations: Iterable[BucketPhase]) -> None:
+        """These have arrived, and so has what they went behind."""
+        for operation in operations:
+            self.under_way.discard(operation)
+            if operation.phase == "all_gather":
+                self.under_way.discard(operation._replace(phase="reduce_scatter"))
+
 
 class Laid(Protocol):
     """How a model's tensors travel."""
@@ -148,6 +155,11 @@ class Steps:
         self._open: deque[_Step] = deque()  # those of which something is left to apply, the oldest first
         self._now: _Step | None = None  # the one whose backward pass is running
         self._averages = mode if isinstance(mode, Averages) else None
+        self._when_ready = schedule.release == "ready"
+        self._gathers_late = schedule.phases == "split" and schedule.apply == "layer"
+        phases: tuple[Phase, ...] = ("allreduce",) if schedule.phases == "whole" else ("reduce_scatter", "all_gather")
+        self._last = phases[-1]
+        self._at_once = phases[:1] if self._gathers_late else phases  # those in which a complete bucket is submitted
         self._owed: int | None = None  # the last step after which weights are to be exchanged, and have not been
         self.begun = begun
         """How many steps have begun."""
@@ -194,7 +206,7 @@ class Steps:
         step.produced.add(tensor)
         for number in self._of_tensor[tensor]:
             step.left[number] -= 1
-        if step.due and self._schedule.release == "ready":
+        if step.due and self._when_ready and step.next < len(step.left) and step.left[step.next] == 0:
             self._submit_complete(step, actions)
         return actions
 
@@ -216,10 +228,11 @@ class Steps:
         self._owe(step.number)
         actions: list[Action] = []
         if step.due:
-            self._submit_complete(step, actions)
+            if step.next < len(step.left):
+                self._submit_complete(step, actions)
             if self._gathers_late:
                 for number in reversed(range(len(self._slices))):
-                    self._submit(step, number, "all_gather", actions)
+                    self._submit(step, number, ("all_gather",), actions)
             if self._schedule.apply == "step" and not self._held:
                 self._wait(step, step.unapplied, actions)
         return actions
@@ -254,7 +267,7 @@ class Steps:
             step = _Step(self._owed, False, self._slices)
             actions.append(Agree(step.number))
             for bucket in range(len(self._slices)):
-                self._submit_phases(step, bucket, actions)
+                self._submit(step, bucket, self._at_once, actions)
             self._wait(step, step.unapplied, actions)
             actions.append(Average(step.number))
         self._owed = None
@@ -278,7 +291,7 @@ class Steps:
         if step is not None:
             if operation not in step.submitted:
                 raise UsageError(f"{operation} arrived, which was not submitted")
-            step.under_way.difference_update((operation, *_before(operation)))
+            step.came((operation,))
 
     def flush(self) -> list[Action]:
         """Somebody reads weights or gradients: wait for all that is under way, apply what was stepped.
@@ -312,10 +325,6 @@ class Steps:
         self.begun -= 1
 
     # What follows from it.
-
-    @property
-    def _gathers_late(self) -> bool:
-        return self._schedule.phases == "split" and self._schedule.apply == "layer"
 
     def _owe(self, step: int) -> None:
         if self._averages is not None and self._averages.averages(step):
@@ -354,37 +363,31 @@ class Steps:
         while step.next < len(step.left) and step.left[step.next] == 0:
             number = step.next
             step.next += 1
-            self._submit_phases(step, number, actions)
+            self._submit(step, number, self._at_once, actions)
 
-    def _submit_phases(self, step: _Step, number: int, actions: list[Action]) -> None:
-        if self._schedule.phases == "whole":
-            self._submit(step, number, "allreduce", actions)
-        else:
-            self._submit(step, number, "reduce_scatter", actions)
-            if not self._gathers_late:
-                self._submit(step, number, "all_gather", actions)
-
-    def _submit(self, step: _Step, number: int, phase: Phase, actions: list[Action]) -> None:
-        operation = BucketPhase(step.number, number, phase)
-        step.submitted.add(operation)
-        step.under_way.add(operation)
-        actions.append(Submit(operation, self._priorities[number], next(iter(_before(operation)), None)))
+    def _submit(self, step: _Step, number: int, phases: tuple[Phase, ...], actions: list[Action]) -> None:
+        """Submit these phases of a bucket; an all-gather goes behind its reduce-scatter."""
+        for phase in phases:
+            operation = BucketPhase(step.number, number, phase)
+            step.submitted.add(operation)
+            step.under_way.add(operation)
+            after = BucketPhase(step.number, number, "reduce_scatter") if phase == "all_gather" else None
+            actions.append(Submit(operation, self._priorities[number], after))
 
     def _wait(self, step: _Step, buckets: Iterable[int], actions: list[Action]) -> None:
         """Wait for what of these buckets has not arrived."""
-        last: Phase = "allreduce" if self._schedule.phases == "whole" else "all_gather"
-        wanted = [BucketPhase(step.number, number, last) for number in buckets]
+        wanted = [BucketPhase(step.number, number, self._last) for number in buckets]
         late = [operation for operation in wanted if operation in step.under_way]
         if late:
             actions.append(Wait(tuple(late)))
-            for one in late:
-                step.under_way.difference_update((one, *_before(one)))
+            step.came(late)
 
     def _apply(self, step: _Step, buckets: list[int], actions: list[Action]) -> None:
         """Apply these buckets of a step once they have arrived."""
         if not buckets:
             return
-        self._wait(step, buckets, actions)
+        if step.under_way:
+            self._wait(step, buckets, actions)
         actions.append(Apply(step.number, tuple(buckets)))
         for number in buckets:
             del step.unapplied[number]
@@ -397,8 +400,3 @@ class Steps:
             if step is until:
                 return
             self._apply(step, list(step.unapplied), actions)
-
-
-def _before(operation: BucketPhase) -> tuple[BucketPhase, ...]:
-    """What an operation goes behind, if anything."""
-    return (operation._replace(phase="reduce_scatter"),) if operation.phase == "all_gather" else ()
