@@ -285,6 +285,29 @@ def test_everyone_may_send_a_chunk_to_everyone_in_one_step(world: int, copying: 
     check(case, case.inputs(), arrays)
 
 
+class Asked(InProc):
+    """A transport that is asked whether it adds what it receives, and does not."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        super().__init__(hub, rank)
+        self.types: list[str] = []
+
+    def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:  # noqa: ARG002
+        self.types.append(dtype.name)
+        return False
+
+    def add(self, *_: Any, **__: Any) -> Handle:
+        raise AssertionError("added")
+
+
+def test_whether_the_transport_adds_is_asked_once_of_each_program_and_type() -> None:
+    transport = Asked(Hub(2), 0)
+    exchange, program = Exchange(transport), compile_program(ALGORITHMS["ring"](Group(2)), 0)
+    for key, dtype in enumerate(("float32", "float32", "float64", "float32")):
+        exchange.start(Run(program, np.ones(10, dtype), key, "bucket"))
+    assert transport.types == ["float32", "float64"]
+
+
 class Adding(InProc):
     """A transport whose library adds at once: all ranks' arrays are equal."""
 

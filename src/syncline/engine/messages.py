@@ -17,15 +17,17 @@ the ``exchange``'s, which hands on what has completed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from ..errors import ProtocolError, UsageError, labelled
 from ..kernels.cpu import add_all_into
-from ..plans.messages import Action
+from ..plans.messages import Action, Program
 from ..transports import Adds, Handle, Transport
 from ..wire.scratch import Scratch
-from .runs import MOST_SEGMENTS, Copied, Run, Segment, cut_of, has_begun
+from .runs import MOST_SEGMENTS, Copied, Cut, Run, Segment, has_begun
 from .trace import Kind, Observer, Span, begin
 
 
@@ -50,16 +52,32 @@ class TwoSided:
         self._segment_bytes, self._window = segment_bytes, window
         self._has_left, self._observer, self._finish = has_left, observer, finish
         self._adder = transport if isinstance(transport, Adds) else None
+        self._cut_of = lru_cache(maxsize=1024)(self._cut)  # steps repeat it
 
     def cut(self, run: Run) -> None:
         """Cut the array of a run into segments, which may be none; raises UsageError for more than tags can number."""
-        run.cut = cut_of(run.program, run.array.size, max(1, self._segment_bytes // run.array.itemsize))
+        run.cut = self._cut_of(run.program, run.array.size, run.array.dtype)
         segments = run.cut.segments
         if segments > MOST_SEGMENTS:
             text = f"{run.label}: an array of {run.array.nbytes} bytes has {segments} segments"
             raise UsageError(f"{text}, and tags can number {MOST_SEGMENTS}: use smaller buckets, or parts of the array")
         run.bytes_view = run.array.view(np.uint8)
         run.left, run.opened = segments, 0
+
+    def _cut(self, program: Program, size: int, dtype: np.dtype[Any]) -> Cut:
+        """How arrays of ``size`` elements of that type are cut.
+
+        The transport may do a reduction that waits for nothing, so that plan order is kept.
+        """
+        adds = tuple(
+            self._adder is not None
+            and waits == 0
+            and action.kind == "reduce"
+            and not action.swaps
+            and self._adder.adds_from(action.peer, dtype)
+            for action, waits in zip(program.actions, program.waits, strict=True)
+        )
+        return Cut(program, size, max(1, self._segment_bytes // dtype.itemsize), adds)
 
     def start(self, run: Run) -> None:
         """Open the first segments of a run."""
@@ -87,13 +105,13 @@ class TwoSided:
         run.open_segments.append(segment)
         run.opened += 1
         ready = []
-        for i, (start, stop, tag, borrows) in enumerate(segment.moves):
+        for i, (start, stop, tag, borrows, adds) in enumerate(segment.moves):
             if borrows and start < stop:
                 peer, tag = run.program.actions[i].peer, segment.tag | tag
                 segment.posted.add(i)
                 if self._observer is not None:
                     segment.spans[i] = self._tell("receive", segment, i)
-                if self._adder is not None and self._adds(segment, i):
+                if adds and self._adder is not None:
                     self._adder.add(peer, tag, run.array[start:stop], owner=(segment, i))
                 else:
                     self._transport.borrow(peer, tag, (stop - start) * run.array.itemsize, owner=(segment, i))
@@ -102,19 +120,13 @@ class TwoSided:
         for i in ready:
             self._act(segment, i)
 
-    def _adds(self, segment: Segment, i: int) -> bool:
-        """Whether the transport may do a reduction: one that waits for nothing, so that plan order is kept."""
-        action = segment.run.program.actions[i]
-        alone = segment.waits[i] == 0 and action.kind == "reduce" and not action.swaps
-        return alone and self._adder is not None and self._adder.adds_from(action.peer, segment.run.array.dtype)
-
     def _act(self, segment: Segment, i: int) -> None:
         """Action ``i`` has nothing to wait for any more; do it, and what it unlocks when there is nothing to move."""
         todo = [i]
         while todo:
             i = todo.pop()
             run, action = segment.run, segment.run.program.actions[i]
-            start, stop, tag, borrows = segment.moves[i]
+            start, stop, tag, borrows, _ = segment.moves[i]
             if start == stop:
                 todo.extend(self._finished(segment, i))
             elif borrows:
@@ -140,7 +152,7 @@ class TwoSided:
             if segment.run.tolerant and self._has_left(handle.peer):
                 return
             raise self._explain(handle.error, segment, action)
-        start, stop, _, borrows = segment.moves[i]
+        start, stop, _, borrows, _ = segment.moves[i]
         expected = (stop - start) * segment.run.array.itemsize
         if handle.nbytes != expected:
             came = f"{handle.nbytes} bytes came where {expected} were expected"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,24 +111,28 @@ class Segment:
 class Move(NamedTuple):
     """What an action moves of a segment: the elements from ``start`` to ``stop``, under a tag that ends in ``tag``.
 
-    What arrives for one that ``borrows`` cannot go straight to its place.
+    What arrives for one that ``borrows`` cannot go straight to its place. One that ``adds`` is left to the transport,
+    which adds while a message comes in.
     """
 
     start: int
     stop: int
     tag: int
     borrows: bool
+    adds: bool
 
 
 class Cut:
     """The ``segments`` of arrays of one size under a program, and what each action moves of them.
 
+    ``adds`` says of each action whether the transport adds what it receives.
+
     A plan whose chunks belong to ranks (reduce-scatter, all-gather) is cut inside each chunk, so that a rank's chunk of
     the whole array stays in one piece; others are cut into contiguous segments, which are kinder to the cache.
     """
 
-    def __init__(self, program: Program, size: int, per_segment: int) -> None:
-        self._program, self._size, self._per = program, size, per_segment
+    def __init__(self, program: Program, size: int, per_segment: int, adds: Sequence[bool]) -> None:
+        self._program, self._size, self._per, self._adds = program, size, per_segment, adds
         plan = program.plan
         self._owned = plan.goal in ("reduce_scatter", "all_gather")
         if not (size and program.actions):
@@ -159,16 +162,14 @@ class Cut:
             starts, stops = edges[:-1], edges[1:]
         return tuple(
             Move(
-                starts[one.lo], stops[one.hi - 1], one.index, one.kind == "reduce" or (one.kind == "copy" and one.swaps)
+                starts[one.lo],
+                stops[one.hi - 1],
+                one.index,
+                one.kind == "reduce" or (one.kind == "copy" and one.swaps),
+                adds,
             )
-            for one in self._program.actions
+            for one, adds in zip(self._program.actions, self._adds, strict=True)
         )
-
-
-@lru_cache(maxsize=1024)
-def cut_of(program: Program, size: int, per_segment: int) -> Cut:
-    """How arrays of ``size`` elements are cut into segments of up to ``per_segment``; kept, since steps repeat it."""
-    return Cut(program, size, per_segment)
 
 
 def chunk_edges(size: int, chunks: int) -> list[int]:

@@ -131,7 +131,10 @@ class Adds(Protocol):
     """A transport that can add what it receives to an array while it comes in."""
 
     def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:
-        """True when messages of that process can be added while they come in, so that they need no other memory."""
+        """True when messages of that process can be added while they come in, so that they need no other memory.
+
+        The same as long as the transport lives.
+        """
         ...
 
     def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:
