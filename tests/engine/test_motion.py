@@ -19,7 +19,6 @@ class Here:
         self.searches: list[Waits] = []
         self._culprit = culprit
         self.motion = Motion(LIMIT_S, lambda: {1: "sum"}, self._search, self, lambda: self.now_s)
-        self.motion.begin()
 
     def _search(self, waits: Waits) -> Found:
         self.searches.append(waits)
@@ -27,7 +26,7 @@ class Here:
 
     def look(self, needed: bool = True) -> None:
         """A look that lasts as long as it may."""
-        self.now_s += self.motion.patience_s
+        self.now_s += (self.motion.stall or self.motion).patience_s
         self.motion.looked_in_vain(needed)
 
     def look_on(self) -> None:
@@ -63,7 +62,7 @@ def test_time_is_counted_anew(how: str) -> None:
         elif how == "nobody needs it":
             here.look(needed=False)
         else:
-            here.motion.begin()
+            here.motion.stall = None
     assert here.searches == []
 
 
@@ -88,14 +87,14 @@ def test_bytes_that_move_are_seen_once() -> None:
 
 def test_who_asks_is_answered_at_once_and_looked_for_again() -> None:
     here = Here()
-    assert not here.motion.is_asked
+    assert here.motion.looks >= here.motion.owed
     here.motion.moved()
     before = here.motion.answer(looking=True)
     assert (before.waits, before.moves, before.looks) == ({1: "sum"}, 1, 0)
     for _ in range(ANEW):
-        assert here.motion.is_asked
+        assert here.motion.looks < here.motion.owed
         here.look()
-    assert not here.motion.is_asked
+    assert here.motion.looks >= here.motion.owed
     assert here.motion.answer(looking=True).still(before)
     here.motion.moved()
     assert not here.motion.answer(looking=True).still(before)

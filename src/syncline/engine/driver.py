@@ -16,6 +16,7 @@ Does not know what is handed over: that is the ``engine``'s.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -284,13 +285,9 @@ class Driver(ABC):
 
         ``first`` begins one more work, which nothing that was handed over before may stand behind.
         """
-
-        def enough() -> bool:
-            return all(work.done for work in works) or (deadline is not None and time.perf_counter() >= deadline)
-
         if not self.monitor.claim(first is not None, 0 if first is None else 1):
             return False
-        self.drive(enough, deadline, first, SPINS_HERE)
+        self.drive(works, deadline, first, SPINS_HERE)
         self.monitor.hand_over()
         return True
 
@@ -299,7 +296,7 @@ class Driver(ABC):
     def _progress(self) -> None:
         """The progress thread: drive whenever there is something to do and nobody does it."""
         while self.monitor.take_turn():
-            self.drive(lambda: False)
+            self.drive(None)
             self.monitor.hand_over()
         with contextlib.suppress(Exception):
             self._drain()
@@ -307,34 +304,40 @@ class Driver(ABC):
 
     def drive(
         self,
-        enough: Callable[[], bool],
+        works: Collection[Work] | None,
         deadline: float | None = None,
         first: Callable[[], None] | None = None,
         spins: int = SPINS,
     ) -> None:
-        """Turn the exchange until ``enough()``, until there is nothing left to do, or until a fault, which is kept."""
-        monitor, motion = self.monitor, self.motion
-        motion.begin()
+        """Turn the exchange until all ``works`` are done, unless they are None, or the time is over.
+
+        Ends too where nothing is left to do, and with a fault, which is kept.
+        """
+        monitor, motion, exchange = self.monitor, self.motion, self._exchange
+        endless, late, left_s = works is None, list(works or ()), math.inf
+        motion.stall = None
         try:
             if first is not None:
                 first()
             while not monitor.ending:
                 if monitor.inbox:
                     monitor.take_up()
-                    motion.moved()
-                if not monitor.busy:
+                    motion.moves, motion.stall = motion.moves + 1, None
+                if not (monitor.under_way or monitor.busy):
                     return
-                if enough():
-                    if not self.transport.idle:  # a last chance for acknowledgements; the rest is another's to drive
-                        self._exchange.progress(0.0)
-                    return
-                left = motion.patience_s
                 if deadline is not None:
-                    left = min(left, max(0.0, deadline - time.perf_counter()))
-                if motion.is_asked or (self._reducing and self._open_another()):
-                    left = 0.0  # who has asked wants to know soon that it was looked since
-                if self._exchange.progress(left, spins) or motion.crept():
-                    motion.moved()
+                    left_s = deadline - time.perf_counter()
+                while late and late[-1].done:
+                    late.pop()
+                if left_s <= 0.0 or not (late or endless):
+                    if not self.transport.idle:  # a last chance for acknowledgements; the rest is another's to drive
+                        exchange.progress(0.0)
+                    return
+                patience_s = min((motion.stall or motion).patience_s, left_s)
+                if motion.looks < motion.owed or (self._reducing and self._open_another()):
+                    patience_s = 0.0  # who has asked wants to know soon that it was looked since
+                if exchange.progress(patience_s, spins) or motion.crept():
+                    motion.moves, motion.stall = motion.moves + 1, None
                 else:
                     motion.looked_in_vain(needed=monitor.under_way > 0)
         except Exception as error:

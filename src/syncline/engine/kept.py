@@ -44,7 +44,7 @@ class Kept:
             if code:
                 self._take_up(work, key, sign, None)
                 deadline = begun + timeout
-                self._driver.drive(lambda: work.done or time.perf_counter() >= deadline, deadline, None, SPINS_HERE)
+                self._driver.drive((work,), deadline, None, SPINS_HERE)
             self._motion.moved()
             self._monitor.hand_over()
             if code and not work.done:

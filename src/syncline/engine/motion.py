@@ -31,7 +31,8 @@ class Carries(Protocol):
 class Motion:
     """What has moved in one process. Used from the thread that drives; ``answer``, ``allow`` and ``limit`` from any.
 
-    ``waits`` says for whom this process waits, ``find_culprit`` searches who is to blame.
+    ``waits`` says for whom this process waits, ``find_culprit`` searches who is to blame. Whoever drives counts
+    ``moves`` and ends a ``stall`` itself, in every turn.
     """
 
     def __init__(
@@ -45,12 +46,19 @@ class Motion:
         self.limit(limit_s)
         self._waits, self._find_culprit, self._carrier = waits, find_culprit, carrier
         self._clock = clock
-        self._moves = self._looks = 0
         self._bytes = 0  # sent and received, when nothing had moved last
-        self._shown = -ANEW  # how often it had been looked in vain when that was asked last
-        self._stall: Stall | None = None
-        self.patience_s = self._look_s
-        """How long the next look may last."""
+        self.moves = 0
+        """How often something has come, gone or begun."""
+        self.looks = 0
+        """How often this process has looked in vain."""
+        self.owed = 0
+        """Somebody waits until this process has looked in vain so often.
+
+        The thread that drives may have looked at it just before an answer, and sleep: so whoever answers wakes it
+        afterwards (``Driver.answer``).
+        """
+        self.stall: Stall | None = None
+        """Begins with the first look in vain for what should move; None again once something moves."""
 
     def allow(self, limit_s: float) -> None:
         """Let the limit of progress be at least that, from the next time on that nothing moves."""
@@ -59,27 +67,13 @@ class Motion:
     def limit(self, limit_s: float) -> None:
         """The limit of progress, from the next stall on."""
         self.limit_s = limit_s
-        self._look_s = min(_POLL_S, limit_s / LOOKS)
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether somebody waits for this process to look again.
-
-        It follows from what the thread that drives has counted and what ``answer`` has shown last. That thread may have
-        looked at it just before an answer, and sleep: so whoever answers wakes it afterwards (``Driver.answer``).
-        """
-        return self._looks < self._shown + ANEW
-
-    def begin(self) -> None:
-        """A thread begins to look."""
-        self._stall = None
-        self.patience_s = self._look_s
+        self.patience_s = min(_POLL_S, limit_s / LOOKS)
+        """How long the next look may last where there is no stall, which says that itself."""
 
     def moved(self) -> None:
         """Something has come, gone or begun."""
-        self._moves += 1
-        self._stall = None
-        self.patience_s = self._look_s
+        self.moves += 1
+        self.stall = None
 
     def crept(self) -> bool:
         """Whether bytes have moved since this was asked last: of a message that is longer under way than any look."""
@@ -91,16 +85,13 @@ class Motion:
 
         Nothing should where nobody waits for what is under way.
         """
-        self._looks += 1
+        self.looks += 1
         if not needed:
-            self._stall = None
-            self.patience_s = self._look_s
-            return
-        if self._stall is None:
-            self._stall = Stall(self.limit_s, self._look_s, self._clock)
-        elif (found := self._stall.look(lambda: self._find_culprit(self._waits()))) is not None:
-            raise self._fault(self._stall, found)
-        self.patience_s = self._stall.patience_s
+            self.stall = None
+        elif self.stall is None:
+            self.stall = Stall(self.limit_s, self.patience_s, self._clock)
+        elif (found := self.stall.look(lambda: self._find_culprit(self._waits()))) is not None:
+            raise self._fault(self.stall, found)
 
     def _fault(self, stall: Stall, found: Found) -> PeerTimeout:
         peers = ", ".join(f"rank {peer} ({label})" for peer, label in sorted(self._waits().items())) or "a message"
@@ -114,7 +105,7 @@ class Motion:
 
         ``looking`` is whether it has anything to look for.
         """
-        moves, looks = self._moves, self._looks if looking else -1
+        moves, looks = self.moves, self.looks if looking else -1
         answer = Answer(self._waits(), moves, looks)
-        self._shown = looks
+        self.owed = looks + ANEW
         return answer
