@@ -237,9 +237,9 @@ class Driver(ABC):
 
     # For what is handed over.
 
-    def _post(self, task: Callable[[], None], tolerant: bool = False, announce: bool = True) -> None:
+    def _post(self, task: Callable[[], None], tolerant: bool = False) -> None:
         self.check_error()
-        self.monitor.hand_in(task, tolerant, announce)
+        self.monitor.hand_in(task, tolerant)
 
     def finish(self, work: Work, lane: Lane | None = None, after: Callable[[], None] | None = None) -> None:
         """Call ``after``; then a work is done. In the thread that drives."""

@@ -61,13 +61,35 @@ class Engine(Driver):
 
     def start(self, order: Order | CodedOrder, when: When = NOW) -> Work:
         """Exchange what an order says, behind this call."""
-        work = self._work(order.label, order.tolerant, order.key, when.priority)
-        if isinstance(order, CodedOrder):
-            begin = partial(self._begin_reducers, order, work, when.lane)
-        else:
-            begin = partial(self._begin_exchange, order, work, when.lane)
-        self._enter(work, begin, when)
+        monitor = self.monitor
+        if monitor.error is not None:
+            raise self._raised(monitor.error)
+        work = Work(order.label, order.tolerant, when.priority)
+        work.key = order.key
+        if self._observer is not None:
+            work.span = begin(self._observer, "work", order.label, key=order.key, priority=when.priority)
+        task = partial(self._begin, order, work, when)
+        if when.lane is not None:
+            task = partial(when.lane.enter, when.gate, task, when.priority)
+        elif when.gate is not None:
+            task = partial(when.gate.when_done, task)
+        monitor.hand_in(task, order.tolerant, when.announce)
         return work
+
+    def _begin(self, order: Order | CodedOrder, work: Work, when: When) -> None:
+        """What was handed over begins: a plan, what the transport's library does by itself, or a bucket's reducers."""
+        if when.before is not None:
+            when.before()
+        if isinstance(order, CodedOrder):
+            self._begin_reducers(order, work, when.lane)
+            return
+        program = order.program() if callable(order.program) else order.program
+        done = partial(self.finish, work, when.lane, order.after)
+        if isinstance(program, Collective):
+            self._exchange.hand_over(program, order.array, order.key, work.label, done, work.span)
+        else:
+            what = (work.label, work.priority, done, work.tolerant, work.span, order.sign)
+            self._exchange.start(Run(program, order.array, order.key, *what))
 
     def _begin_reducers(self, order: CodedOrder, work: Work, lane: Lane | None) -> None:
         """Begin to drive the reducers of a bucket."""
@@ -111,7 +133,7 @@ class Engine(Driver):
         def start() -> None:
             if self._observer is not None:
                 work.span = begin(self._observer, "work", order.label, key=order.key)
-            self._begin_exchange(order, work, None)
+            self._begin(order, work, NOW)
 
         deadline = None if timeout is None else begun + timeout
         try:
@@ -227,40 +249,9 @@ class Engine(Driver):
             waits |= one.waiting_for
         return waits | self._exchange.waiting_for
 
-    # What becomes of it.
-
-    def _enter(self, work: Work, start: Callable[[], None], when: When) -> None:
-        """Have the thread that drives start a work, when its gate is done and its lane has room."""
-
-        def begin() -> None:
-            if when.before is not None:
-                when.before()
-            start()
-
-        def enter() -> None:
-            if when.lane is not None:
-                when.lane.enter(when.gate, begin, work.priority)
-            elif when.gate is not None:
-                when.gate.when_done(begin)
-            else:
-                begin()
-
-        self._post(enter, work.tolerant, when.announce)
-
-    def _work(self, label: str, tolerant: bool = False, key: int = -1, priority: float = 0.0) -> Work:
-        """A work that is handed over."""
-        work = Work(label, tolerant, priority)
-        work.key = key
+    def _work(self, label: str, tolerant: bool = False) -> Work:
+        """A work that is handed over, but no exchange."""
+        work = Work(label, tolerant)
         if self._observer is not None:
-            work.span = begin(self._observer, "work", label, key=key, priority=priority)
+            work.span = begin(self._observer, "work", label)
         return work
-
-    def _begin_exchange(self, order: Order, work: Work, lane: Lane | None) -> None:
-        """Begin a plan, or what the transport's library does by itself."""
-        program = order.program() if callable(order.program) else order.program
-        done = partial(self.finish, work, lane, order.after)
-        if isinstance(program, Collective):
-            self._exchange.hand_over(program, order.array, order.key, work.label, done, work.span)
-        else:
-            what = (work.label, work.priority, done, work.tolerant, work.span, order.sign)
-            self._exchange.start(Run(program, order.array, order.key, *what))
