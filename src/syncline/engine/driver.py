@@ -20,13 +20,12 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from ..compression.reducers import Room
 from ..errors import ClosedError, PeerLeft, PeerLost, PeerTimeout, ProtocolError, UsageError, labelled, within
 from ..transports import Transport
 from ..wire.culprit import Answer, Found, Waits
-from .blocked import Blocked
 from .exchange import SPINS, Exchange
 from .monitor import Monitor
 from .motion import Motion
@@ -42,6 +41,35 @@ SPINS_HERE = 200
 _FLUSH_S = 10.0
 _DRAIN_S = 2.0
 _DRAIN_POLL_S = 0.01
+
+
+class Blocked:
+    """The seconds of the threads that waited, but for what they have asked not to be counted."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}  # by thread
+        self._uncounted: set[int] = set()
+
+    @property
+    def seconds(self) -> float:
+        """Those of all threads, added up."""
+        return sum(list(self._seconds.values()))
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What this thread waits for inside is no communication of the training."""
+        thread = threading.get_ident()
+        self._uncounted.add(thread)
+        try:
+            yield
+        finally:
+            self._uncounted.discard(thread)
+
+    def count(self, begun: float) -> None:
+        """This thread was blocked since then (``time.perf_counter``)."""
+        thread = threading.get_ident()
+        if thread not in self._uncounted:
+            self._seconds[thread] = self._seconds.get(thread, 0.0) + time.perf_counter() - begun
 
 
 class Driver(ABC):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..collectives import Collective
 from ..compression.reducers import Lengths, Message, Reducer, Room, Round, Sum
-from ..engine.blocked import Blocked
+from ..engine.driver import Blocked
 from ..engine.engine import Engine
 from ..engine.order import NOW, CodedOrder, Order, When
 from ..engine.runs import KEYS, Array

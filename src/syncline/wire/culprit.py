@@ -11,8 +11,8 @@ yet what lies before it: it says that it waits for nobody, and is innocent. So a
 same, and each process asked has begun and ended a look for messages in between and not moved. Then all answers are true
 at once, at any moment between the two (the double collect of Afek et al., "Atomic snapshots of shared memory", 1993).
 
-Owns the search and how an answer is written. Knows no socket, thread or clock: ``watch`` carries the answers, ``stall``
-says when to search.
+Owns the search and how an answer is written. Knows no socket, thread or clock: ``watch`` carries the answers, the
+engine's ``motion`` says when to search.
 """
 
 from __future__ import annotations
