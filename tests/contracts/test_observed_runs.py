@@ -12,7 +12,7 @@ from ends import KINDS, MPI_KINDS, network
 
 from syncline import registry
 from syncline.engine.exchange import Exchange
-from syncline.engine.runs import Run, chunk_edges
+from syncline.engine.messages import Run, chunk_edges
 from syncline.engine.trace import Recorder, Span
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program

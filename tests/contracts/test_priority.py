@@ -14,7 +14,7 @@ from ends import KINDS, MESSAGE_KINDS, MPI_KINDS, network
 
 from syncline import registry
 from syncline.engine.exchange import Exchange
-from syncline.engine.runs import Run
+from syncline.engine.messages import Run
 from syncline.engine.trace import Recorder
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program

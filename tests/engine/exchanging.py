@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from syncline import registry
 from syncline.algorithms.ps import ps
 from syncline.engine.exchange import Exchange
-from syncline.engine.runs import Run, chunk_edges
+from syncline.engine.messages import Run, chunk_edges
 from syncline.nouns import Group, numpy_dtype
 from syncline.plans.messages import compile_program
 from syncline.plans.plan import Plan

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from syncline import registry
 from syncline.engine.exchange import Exchange
-from syncline.engine.runs import Run
+from syncline.engine.messages import Run
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program
 from syncline.plans.plan import Plan

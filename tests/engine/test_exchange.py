@@ -18,8 +18,8 @@ from syncline import registry
 from syncline.algorithms.ps import push_and_pull
 from syncline.collectives import Collective
 from syncline.engine.exchange import Exchange
+from syncline.engine.messages import KEYS, MOST_ACTIONS, Run, chunk_edges, first_tag
 from syncline.engine.reducing import MOST_PIECES, Reducing
-from syncline.engine.runs import KEYS, MOST_ACTIONS, Run, chunk_edges, first_tag
 from syncline.errors import PeerLost, SynclineError, UsageError
 from syncline.nouns import Group, numpy_dtype
 from syncline.plans.messages import compile_program

@@ -19,7 +19,7 @@ from mapped import anyone, machine, plan_of, run_of, turn
 from syncline import registry
 from syncline.engine.exchange import Exchange
 from syncline.engine.memory import OneSided
-from syncline.engine.runs import Run
+from syncline.engine.messages import Run
 from syncline.engine.trace import Recorder
 from syncline.engine.work import Lane, Work
 from syncline.nouns import Group

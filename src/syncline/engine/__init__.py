@@ -2,7 +2,7 @@
 
 ``engine`` takes work, ``driver`` drives it, ``work`` says what may start when. What threads share is in ``monitor``;
 ``motion`` sees whether anything moves, and finds out who is to blame when nothing does. ``exchange`` runs
-plans (``runs``) over a transport: by ``messages``, or in mapped memory (``memory``, ``window``), by ``scripts``, met at
-``slots``; ``kept`` ones are run again and again by the thread that calls. ``reducing`` runs what is compressed. Single
-messages are ``mail``, those of a process to itself ``loopback``. ``trace`` tells an observer what begins and ends.
+plans over a transport: by ``messages``, or in mapped memory (``memory``, ``window``), by ``scripts``, met at ``slots``;
+``kept`` ones are run again and again by the thread that calls. ``reducing`` runs what is compressed. Single messages
+are ``mail``, those of a process to itself ``loopback``. ``trace`` tells an observer what begins and ends.
 """

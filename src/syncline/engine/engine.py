@@ -23,9 +23,9 @@ from .driver import LIMIT_S, Driver
 from .exchange import Exchange
 from .kept import Kept
 from .mail import Mail
+from .messages import Array, Run
 from .order import NOW, UNANNOUNCED, CodedOrder, Order, When
 from .reducing import Reducing
-from .runs import Array, Run
 from .trace import Observer, begin
 from .work import Lane, Work
 

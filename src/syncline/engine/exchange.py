@@ -26,8 +26,7 @@ from ..transports import Handle, HasAllreduce, Transport
 from ..wire.links import CONTROL
 from ..wire.scratch import Scratch
 from .memory import OneSided
-from .messages import TwoSided
-from .runs import KEYS, MOST_ACTIONS, Array, Run, Sign
+from .messages import KEYS, MOST_ACTIONS, Array, Run, Sign, TwoSided
 from .scripts import ScriptedRun
 from .trace import Observer, Span, begin
 from .window import Window

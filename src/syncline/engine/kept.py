@@ -14,7 +14,7 @@ import time
 from ..plans.messages import Program
 from .driver import SPINS_HERE, Driver
 from .exchange import Exchange
-from .runs import Run, Sign
+from .messages import Run, Sign
 from .scripts import ScriptedRun
 from .work import Work
 

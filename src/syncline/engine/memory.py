@@ -45,7 +45,7 @@ from ..plans.plan import REDUCE, Plan
 from ..wire.links import broken
 from ..wire.scratch import Scratch, address_of
 from .cores import OFTEN, Cores
-from .runs import KEY_BITS, Sign
+from .messages import KEY_BITS, Sign
 from .scripts import ScriptedRun, Scripts, nothing
 from .slots import Slots
 from .trace import Kind, Observer, Span, begin

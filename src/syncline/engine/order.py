@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from ..collectives import Collective
 from ..compression.reducers import Reducer
 from ..plans.messages import Program
-from .runs import Array, Sign
+from .messages import Array, Sign
 from .work import Lane, Work
 
 

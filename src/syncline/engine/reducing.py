@@ -20,7 +20,7 @@ from ..kernels.cpu import add_in_order
 from ..plans.messages import Program
 from ..transports import Handle
 from .exchange import Exchange
-from .runs import KEYS, Array, Run
+from .messages import KEYS, Array, Run
 from .trace import Kind, Observer, Span, begin
 
 OPEN = 4

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..plans.memory import Script, compile_scripts
 from ..plans.plan import Plan
 from ..transports import Bytes, Words
-from .runs import Sign
+from .messages import Sign
 from .slots import Table
 from .trace import Span
 from .window import Window

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict
 
 from ..compression.updates import Updates
-from ..engine.runs import chunk_edges
+from ..engine.messages import chunk_edges
 from ..errors import UsageError
 from ..nouns import Bucket, Slice
 from ..plans.plan import Plan

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..collectives import Collective
+from ..engine.messages import Sign
 from ..engine.order import NOW, UNANNOUNCED, Order
-from ..engine.runs import Sign
 from ..engine.work import Work
 from ..errors import MismatchError, PeerTimeout, UsageError, within
 from ..nouns import Group

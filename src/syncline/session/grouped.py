@@ -24,8 +24,8 @@ from ..collectives import Collective
 from ..compression.reducers import Lengths, Message, Reducer, Room, Round, Sum
 from ..engine.driver import Blocked
 from ..engine.engine import Engine
+from ..engine.messages import KEYS, Array
 from ..engine.order import NOW, CodedOrder, Order, When
-from ..engine.runs import KEYS, Array
 from ..engine.trace import Observer
 from ..engine.work import Work
 from ..errors import ClosedError, UsageError
