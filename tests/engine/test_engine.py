@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from two_engines import LIMIT_S, engines, ring
 
-from syncline.engine.order import Order, When
-from syncline.engine.work import Lane
+from syncline.engine.order import Lane, Order, When
 from syncline.errors import PeerTimeout, SynclineError
 from syncline.plans.messages import Program
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from syncline.engine.mail import Mail
-from syncline.engine.work import Work
+from syncline.engine.order import Work
 from syncline.errors import PeerError, SynclineError
 from syncline.transports.inproc import Hub, InProc
 

@@ -11,7 +11,7 @@ import pytest
 
 from syncline.engine import monitor as monitor_module
 from syncline.engine.monitor import Monitor
-from syncline.engine.work import Work
+from syncline.engine.order import Work
 from syncline.errors import SynclineError
 
 LIMIT_S = 30.0

@@ -14,9 +14,8 @@ from two_engines import LIMIT_S, ring
 from syncline.compression.reducers import Message, Reducer, Round, Sum
 from syncline.engine import trace
 from syncline.engine.engine import Engine
-from syncline.engine.order import CodedOrder, Order, When
+from syncline.engine.order import CodedOrder, Lane, Order, When, Work
 from syncline.engine.trace import Recorder, Span
-from syncline.engine.work import Lane, Work
 from syncline.errors import PeerTimeout
 from syncline.transports.inproc import Hub
 

@@ -20,8 +20,8 @@ from syncline import registry
 from syncline.engine.exchange import Exchange
 from syncline.engine.memory import OneSided
 from syncline.engine.messages import Run
+from syncline.engine.order import Lane, Work
 from syncline.engine.trace import Recorder
-from syncline.engine.work import Lane, Work
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program
 from syncline.transports import Transport

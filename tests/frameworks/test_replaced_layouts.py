@@ -29,7 +29,7 @@ from toy import (
 from remade import Remade
 from syncline import checkpoint, registry
 from syncline.engine.engine import Engine
-from syncline.engine.work import Work
+from syncline.engine.order import Work
 from syncline.errors import GradientError
 from syncline.frameworks.torch import Prepared
 from syncline.nouns import Bucket, Layer

@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import given
 
-from syncline.engine.work import Work
+from syncline.engine.order import Work
 from syncline.serving.protocol import ALL
 from syncline.serving.updating import Updating
 

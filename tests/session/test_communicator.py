@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline import registry
-from syncline.engine.order import Order
-from syncline.engine.work import Work
+from syncline.engine.order import Order, Work
 from syncline.errors import MismatchError, PlanError, UsageError
 from syncline.nouns import Group
 from syncline.plans.check import check

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.engine.work import Work
+from syncline.engine.order import Work
 from syncline.session import keys
 from syncline.session.keys import CALL_KEYS, CallKeys
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from syncline.engine.work import Work
+from syncline.engine.order import Work
 from syncline.errors import MismatchError
 from syncline.session.tickets import (
     AVERAGE,

@@ -7,7 +7,7 @@ clock goes on until that has come. All workers are alike, so that one says what 
 Theory. An exchange of n bytes takes a + n b: a latency, which passes beside those of others, and its bytes, of which
 the link carries one operation's at a time, always those of the most urgent that is under way. Of each priority
 ``in_flight`` operations may be; all-gathers, which go behind their reduce-scatters, are counted by themselves, as in
-``engine.work``. Each half of an exchange takes half of it. So one operation alone takes what was measured, and many
+``engine.order``. Each half of an exchange takes half of it. So one operation alone takes what was measured, and many
 small ones hide their latencies as far as the schedule lets them.
 
 Not modelled: processors that compute and communicate at once, and what an optimizer takes, under every schedule alike.

@@ -236,7 +236,7 @@ class Operations:
     """Operations under way, which ``begin`` sets going one after the other.
 
     Up to ``in_flight`` of each priority begin before another is done; all-gathers, which go behind their
-    reduce-scatters, are counted by themselves, as in ``engine.work``. ``done_at`` is when they were done, ``opens_s``
+    reduce-scatters, are counted by themselves, as in ``engine.order``. ``done_at`` is when they were done, ``opens_s``
     when what is handed over may begin.
     """
 

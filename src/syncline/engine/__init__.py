@@ -1,8 +1,8 @@
 """The engine: what runs plans and reducers in the background of training, and who drives them.
 
-``engine`` takes work, ``driver`` drives it, ``work`` says what may start when. What threads share is in ``monitor``;
-``motion`` sees whether anything moves, and finds out who is to blame when nothing does. ``exchange`` runs
+``engine`` takes orders, ``driver`` drives them, ``order`` says what may start when. What threads share is in
+``monitor``; ``motion`` sees whether anything moves, and finds out who is to blame when nothing does. ``exchange`` runs
 plans over a transport: by ``messages``, or in mapped memory (``memory``, ``window``), by ``scripts``, met at ``slots``;
 ``kept`` ones are run again and again by the thread that calls. ``reducing`` runs what is compressed. Single messages
-are ``mail``, those of a process to itself ``loopback``. ``trace`` tells an observer what begins and ends.
+are ``mail``. ``trace`` tells an observer what begins and ends.
 """

@@ -29,9 +29,9 @@ from ..wire.culprit import Answer, Found, Waits
 from .exchange import SPINS, Exchange
 from .monitor import Monitor
 from .motion import Motion
+from .order import Lane, Work
 from .reducing import Reducing
 from .trace import Observer, begin
-from .work import Lane, Work
 
 LIMIT_S = 30 * 60.0
 """Default limit for progress."""

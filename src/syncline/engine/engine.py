@@ -1,7 +1,7 @@
 """Everything of one process that is under way in the background of training.
 
 The training thread hands over work (a bucket to exchange, a message to send) and later waits for it. Who drives it
-meanwhile is in ``driver``; what a work is, and in which order works start, in ``work``. Single messages are ``mail``;
+meanwhile is in ``driver``; what a work is, and in which order works start, in ``order``. Single messages are ``mail``;
 what is prepared for a thread that carries it out itself, again and again, is ``kept``.
 """
 
@@ -24,10 +24,9 @@ from .exchange import Exchange
 from .kept import Kept
 from .mail import Mail
 from .messages import Array, Run
-from .order import NOW, UNANNOUNCED, CodedOrder, Order, When
+from .order import NOW, UNANNOUNCED, CodedOrder, Lane, Order, When, Work
 from .reducing import Reducing
 from .trace import Observer, begin
-from .work import Lane, Work
 
 
 class Engine(Driver):

@@ -15,8 +15,8 @@ from ..plans.messages import Program
 from .driver import SPINS_HERE, Driver
 from .exchange import Exchange
 from .messages import Run, Sign
+from .order import Work
 from .scripts import ScriptedRun
-from .work import Work
 
 LOOK_ONLY = -1
 """For a thread that does not wait: looking again for a moment, without offering its core."""

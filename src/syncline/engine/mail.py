@@ -1,10 +1,11 @@
-"""Single messages of one process: to and from others over the transport, and to itself (``loopback``).
+"""Single messages of one process: to and from others over the transport, and to itself, which no transport carries.
 
 Used from the thread that drives, which is told there when one has been sent or has come.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 
@@ -13,9 +14,8 @@ import numpy as np
 from ..errors import SynclineError, labelled
 from ..transports import Bytes, Handle, Transport
 from ..wire.culprit import Waits
-from .loopback import Loopback
+from .order import Work
 from .trace import Kind, Observer, Span, begin
-from .work import Work
 
 
 class Mail:
@@ -96,3 +96,28 @@ class Mail:
         if span is not None:
             span.end()
         self._finish(work)
+
+
+class Loopback:
+    """Messages of a process to itself: what was sent and has not been asked for, and the other way round, by tag.
+
+    As between two processes, those of one tag are received in the order in which they were sent.
+    """
+
+    def __init__(self) -> None:
+        self._sent: defaultdict[int, deque[bytes]] = defaultdict(deque)
+        self._asked: defaultdict[int, deque[Callable[[bytes], None]]] = defaultdict(deque)
+
+    def send(self, tag: int, data: bytes) -> None:
+        """Give a message to whoever asked first, or keep it."""
+        if self._asked[tag]:
+            self._asked[tag].popleft()(data)
+        else:
+            self._sent[tag].append(data)
+
+    def recv(self, tag: int, came: Callable[[bytes], None]) -> None:
+        """Call with the next message, now or when it is sent."""
+        if self._sent[tag]:
+            came(self._sent[tag].popleft())
+        else:
+            self._asked[tag].append(came)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
-from .work import Work
+from .order import Work
 
 _UNTIL_S = 0.1
 

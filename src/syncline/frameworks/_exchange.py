@@ -11,9 +11,8 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from ..compression.compression import Compression
-from ..engine.order import CodedOrder, Order, When
+from ..engine.order import CodedOrder, Lane, Order, When, Work
 from ..engine.step import BucketPhase, Submit
-from ..engine.work import Lane, Work
 from ..errors import MismatchError
 from ..serving.worker import Worker
 from ..session.layout import Layout

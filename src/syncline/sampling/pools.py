@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 
-from ..engine.work import Work
+from ..engine.order import Work
 from ..errors import UsageError
 from ..serving.messages import check_fields, nonsense, read_message
 from ..session.session import Session

@@ -19,8 +19,7 @@ from ..compression.reducers import Held, Message, Operand, Reducer, Round
 from ..compression.reducers.owners import share_out, taking
 from ..compression.versions import Hearing, Telling
 from ..engine.messages import chunk_edges
-from ..engine.order import CodedOrder, Order, When
-from ..engine.work import Work
+from ..engine.order import CodedOrder, Order, When, Work
 from ..errors import UsageError
 from ..session.keys import WEIGHT_KEYS
 from ..session.programs import compiled

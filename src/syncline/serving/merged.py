@@ -11,8 +11,7 @@ from functools import partial
 
 from ..compression.compression import Compression
 from ..compression.updates import Updates
-from ..engine.order import CodedOrder, Order, When
-from ..engine.work import Work
+from ..engine.order import CodedOrder, Order, When, Work
 from ..plans.messages import Program
 from ..session.keys import WEIGHT_KEYS
 from ..session.layout import Layout

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from ..engine.work import Work
+from ..engine.order import Work
 from ..errors import UsageError
 from ..session.session import Session
 from ..session.tickets import CALLS, COMMIT, NORM, Meeting

@@ -22,8 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..engine.order import When
-from ..engine.work import Work
+from ..engine.order import When, Work
 from ..session.session import Session
 from .protocol import ALL
 from .records import Array, Record

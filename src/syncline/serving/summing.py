@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..compression.compression import Compression
-from ..engine.order import CodedOrder, Order
-from ..engine.work import Work
+from ..engine.order import CodedOrder, Order, Work
 from ..errors import ProtocolError
 from ..nouns import Bucket
 from ..plans.messages import Program

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..compression.compression import Compression
-from ..engine.order import When
-from ..engine.work import Work
+from ..engine.order import When, Work
 from ..session.layout import Layout
 from .records import Array, Record
 from .shard import Holding

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..engine.work import Work
+from ..engine.order import Work
 from ..session.grouped import AnyEngine
 from .protocol import ALL
 

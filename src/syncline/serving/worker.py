@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from ..engine.order import NOW, When
-from ..engine.work import Work
+from ..engine.order import NOW, When, Work
 from ..errors import UsageError
 from ..session.replacing import copy_weights
 from ..session.session import Session

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from ..collectives import Collective
 from ..engine.messages import Sign
-from ..engine.order import NOW, UNANNOUNCED, Order
-from ..engine.work import Work
+from ..engine.order import NOW, UNANNOUNCED, Order, Work
 from ..errors import MismatchError, PeerTimeout, UsageError, within
 from ..nouns import Group
 from ..plans.messages import Program

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..engine.order import Order
-from ..engine.work import Work
+from ..engine.order import Order, Work
 from ..errors import ProtocolError
 from ..nouns import Group
 from .communicator import Array

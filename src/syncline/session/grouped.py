@@ -25,9 +25,8 @@ from ..compression.reducers import Lengths, Message, Reducer, Room, Round, Sum
 from ..engine.driver import Blocked
 from ..engine.engine import Engine
 from ..engine.messages import KEYS, Array
-from ..engine.order import NOW, CodedOrder, Order, When
+from ..engine.order import NOW, CodedOrder, Order, When, Work
 from ..engine.trace import Observer
-from ..engine.work import Work
 from ..errors import ClosedError, UsageError
 from ..nouns import Group
 from ..plans.messages import Program, compile_program

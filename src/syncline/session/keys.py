@@ -7,7 +7,7 @@ small: all of its keys are put into a block above these (``within``).
 
 from __future__ import annotations
 
-from ..engine.work import Work
+from ..engine.order import Work
 from .numbers import COMMUNICATORS
 
 BUCKET_KEYS = 1 << 20

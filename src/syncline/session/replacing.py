@@ -25,8 +25,7 @@ import numpy as np
 from ..collectives import Collective
 from ..compression.compression import Compression
 from ..compression.saved import Saved, as_bytes, from_bytes
-from ..engine.order import CodedOrder, Order
-from ..engine.work import Work
+from ..engine.order import CodedOrder, Order, Work
 from ..errors import ProtocolError, SynclineError, UsageError
 from ..nouns import Bucket, Layer, numpy_dtype
 from ..plans.messages import Program

@@ -18,9 +18,8 @@ from ..collectives import Collective
 from ..compression.compression import Compression
 from ..compression.reducers import Participant, Reducer
 from ..engine.driver import LIMIT_S
-from ..engine.order import CodedOrder
+from ..engine.order import CodedOrder, Work
 from ..engine.trace import Observer
-from ..engine.work import Work
 from ..errors import MismatchError, UsageError
 from ..nouns import Bucket, Group, Layer
 from ..plans.messages import Program

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.work import Work
+from ..engine.order import Work
 
 _TICKET = struct.Struct("<QQQdQ")
 TICKET_BYTES = _TICKET.size

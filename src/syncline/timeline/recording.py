@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..engine.work import Work
+from ..engine.order import Work
 from ..errors import PeerTimeout, SynclineError
 from ..kernels.private import new_file
 from ..session.session import Session

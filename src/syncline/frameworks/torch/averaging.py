@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from ...compression.saved import Saved
+from ...engine.order import Work
 from ...engine.step import Action, Agree, BucketPhase, Submit, Wait
-from ...engine.work import Work
 from ...errors import UsageError
 from ...session.replacing import gather_saved
 from ...session.tickets import AVERAGE, CONSOLIDATE, JOINED, Meeting, step_argument, step_of

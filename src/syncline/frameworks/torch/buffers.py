@@ -11,8 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ...engine.order import Order, When
-from ...engine.work import Work
+from ...engine.order import Order, When, Work
 from ...kernels import cpu
 from ...plans.messages import Program
 from ...session.layout import BUCKETS

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ...engine.order import Work
 from ...engine.step import Action, Agree, Apply, BucketPhase, Submit, Wait
-from ...engine.work import Work
 from ...session.session import Session
 from ...session.tickets import STEP, Meeting, step_argument
 from .buffers import Buffers

@@ -21,9 +21,8 @@ import torch
 from ...collectives import Collective
 from ...compression.compression import Compression
 from ...costs.network import LinearCost
-from ...engine.order import CodedOrder, Exchanger, Order, When
+from ...engine.order import CodedOrder, Exchanger, Lane, Order, When, Work
 from ...engine.step import BucketPhase, Phase
-from ...engine.work import Lane, Work
 from ...errors import UsageError
 from ...kernels import cpu
 from ...nouns import Bucket, Layer

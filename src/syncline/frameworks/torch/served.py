@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...engine.order import Work
 from ...engine.step import Action
-from ...engine.work import Work
 from ...errors import GradientError, UsageError
 from ...nouns import Slice
 from ...serving.protocol import JOIN

@@ -30,8 +30,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ...engine.order import Work
 from ...engine.trace import Span, begin
-from ...engine.work import Work
 from ...errors import NotBuiltError, SynclineError, UsageError
 from ...session.grouped import AnyEngine
 from .storage import Array, Pair

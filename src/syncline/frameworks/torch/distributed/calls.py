@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.order import Order
-from ....engine.work import Work
+from ....engine.order import Order, Work
 from ....errors import PeerTimeout, within
 from ....session.communicator import Communicator
 from ....session.tickets import Meeting

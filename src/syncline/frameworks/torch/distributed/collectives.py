@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.order import UNANNOUNCED, Order
-from ....engine.work import Work
+from ....engine.order import UNANNOUNCED, Order, Work
 from ....errors import MismatchError
 from ....session.communicator import Communicator
 from ....session.tickets import (

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.work import Work
+from ....engine.order import Work
 from ....errors import MismatchError, ProtocolError, labelled
 from ....session.communicator import Communicator
 

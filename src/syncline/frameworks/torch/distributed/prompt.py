@@ -16,8 +16,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from ....engine.kept import Kept
-from ....engine.order import Order
-from ....engine.work import Work
+from ....engine.order import Order, Work
 from ....errors import PeerTimeout
 from ....plans.messages import Program
 from ....session.communicator import Communicator

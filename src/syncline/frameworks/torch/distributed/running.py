@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from ....engine.work import Work
+from ....engine.order import Work
 from ....session.communicator import Communicator
 from .calls import Call
 from .works import Completer, GroupWork

@@ -19,7 +19,7 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 from ....engine.engine import Engine
-from ....engine.work import Work
+from ....engine.order import Work
 from ....session.communicator import Communicator
 from ..eager import eager_methods
 from .calls import await_works
