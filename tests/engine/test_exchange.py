@@ -18,7 +18,7 @@ from syncline import registry
 from syncline.algorithms.ps import push_and_pull
 from syncline.collectives import Collective
 from syncline.engine.exchange import Exchange
-from syncline.engine.messages import KEYS, MOST_ACTIONS, Run, chunk_edges, first_tag
+from syncline.engine.messages import KEYS, MOST_ACTIONS, Cut, Run, Segment, chunk_edges
 from syncline.engine.reducing import MOST_PIECES, Reducing
 from syncline.errors import PeerLost, SynclineError, UsageError
 from syncline.nouns import Group, numpy_dtype
@@ -140,8 +140,10 @@ def test_as_many_segments_as_tags_can_number_and_one_more() -> None:
 
 def test_the_tags_of_the_last_key_segment_and_action_are_their_own() -> None:
     """Below those of single messages and of reducers, which have the highest bit."""
-    last = first_tag((1 << 30) - 1, (1 << 16) - 1)
-    assert last + (1 << 17) - 1 == (1 << 63) - 1
+    program = compile_program(ALGORITHMS["ring"](Group(2)), 0)
+    run = Run(program, np.zeros(1 << 16, np.uint8), (1 << 30) - 1, "of the last key")
+    run.cut = Cut(program, run.array.size, 1, (False,) * len(program.actions))
+    assert Segment(run, (1 << 16) - 1).tag + (1 << 17) - 1 == (1 << 63) - 1
 
 
 def limited() -> Exchange:

@@ -106,8 +106,8 @@ class Segment:
 
     def __init__(self, run: Run, number: int) -> None:
         self.run, self.number = run, number
-        self.moves = run.cut.moves(number)
-        self.tag = first_tag(run.key, number)
+        self.moves = run.cut.moves(number) if number else run.cut.first
+        self.tag = (run.key << _INDEX_BITS + _SEGMENT_BITS) | (number << _INDEX_BITS)
         self.waits = list(run.program.waits)
         self.left = len(run.program.actions)
         self.posted: set[int] = set()  # actions handed to the transport and not done
@@ -159,13 +159,11 @@ class Cut:
             together = any(action.hi - action.lo > 1 for action in program.actions)  # have to lie side by side
             self._per = widest if together else max(1, per_segment // plan.chunks)
             self.segments = -(-widest // self._per)
-        self._first = self._moves(0) if self.segments else ()
+        self.first: Sequence[Move] = self.moves(0) if self.segments else ()
+        """What each action moves of the first segment, which most arrays have alone."""
 
     def moves(self, number: int) -> Sequence[Move]:
-        """What each action moves of a segment; known already of the first one, which most arrays have alone."""
-        return self._moves(number) if number else self._first
-
-    def _moves(self, number: int) -> tuple[Move, ...]:
+        """What each action moves of a segment."""
         size, per, chunks = self._size, self._per, self._program.plan.chunks
         if self._owned:
             edges = chunk_edges(size, chunks)
@@ -198,11 +196,6 @@ def has_begun(run: Run) -> bool:
     if not segments:
         return False
     return run.left < run.cut.segments or any(segment.arrived or segment.left < actions for segment in segments)
-
-
-def first_tag(key: int, segment: int) -> int:
-    """What tells a segment's messages from all others in flight between two ranks, below which ``Move`` has a tag."""
-    return (key << _INDEX_BITS + _SEGMENT_BITS) | (segment << _INDEX_BITS)
 
 
 class TwoSided:
@@ -253,11 +246,6 @@ class TwoSided:
         )
         return Cut(program, size, max(1, self._segment_bytes // dtype.itemsize), adds)
 
-    def start(self, run: Run) -> None:
-        """Open the first segments of a run."""
-        while run.opened < min(self._window, run.cut.segments):
-            self._open(run)
-
     def waiting_for(self, run: Run) -> dict[int, str]:
         """Peer -> label of a run that waits for it, a tolerant one once somebody has come to it.
 
@@ -271,7 +259,8 @@ class TwoSided:
             for i in tuple(segment.posted)
         }
 
-    def _open(self, run: Run) -> None:
+    def open(self, run: Run) -> None:
+        """Open the next segment of a run, and more of them until its window is full."""
         segment = Segment(run, run.opened)
         if self._observer is not None:
             segment.spans = {}
@@ -293,6 +282,8 @@ class TwoSided:
                 ready.append(i)
         for i in ready:
             self._act(segment, i)
+        if run.opened < self._window and run.opened < run.cut.segments:
+            self.open(run)
 
     def _act(self, segment: Segment, i: int) -> None:
         """Action ``i`` has nothing to wait for any more; do it, and what it unlocks when there is nothing to move."""
@@ -402,7 +393,7 @@ class TwoSided:
             run.open_segments.remove(segment)
             run.left -= 1
             if run.opened < run.cut.segments:
-                self._open(run)
+                self.open(run)
             elif run.left == 0:
                 self._finish(run)
         return unlocked
