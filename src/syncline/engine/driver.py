@@ -351,8 +351,6 @@ class Driver(ABC):
                 if monitor.inbox:
                     monitor.take_up()
                     motion.moves, motion.stall = motion.moves + 1, None
-                if not (monitor.under_way or monitor.busy):
-                    return
                 if deadline is not None:
                     left_s = deadline - time.perf_counter()
                 while late and late[-1].done:
@@ -360,6 +358,8 @@ class Driver(ABC):
                 if left_s <= 0.0 or not (late or endless):
                     if not self.transport.idle:  # a last chance for acknowledgements; the rest is another's to drive
                         exchange.progress(0.0)
+                    return
+                if not (monitor.under_way or monitor.busy):
                     return
                 patience_s = min((motion.stall or motion).patience_s, left_s)
                 if motion.looks < motion.owed or (self._reducing and self._open_another()):
