@@ -48,9 +48,9 @@ class Monitor:
 
     def __init__(self, driven: Wakes) -> None:
         self._driven = driven
-        lock = threading.RLock()
-        self._changed = threading.Condition(lock)  # something is done: for those who wait for it
-        self._wanted = threading.Condition(lock)  # something is to be done: for the progress thread
+        self._lock = threading.RLock()  # of both conditions; taken without them, which cost two calls each time
+        self._changed = threading.Condition(self._lock)  # something is done: for those who wait for it
+        self._wanted = threading.Condition(self._lock)  # something is to be done: for the progress thread
         self._told: dict[Work, Callable[[], None]] = {}  # who is told that a work is over
         self._tolerated = 0  # works that nobody waits for
         self._explains = 0  # the thread that is to say what the first fault is; 0 when none is
@@ -79,7 +79,7 @@ class Monitor:
 
         Whoever begins something ``first`` may not where anything was handed over before. ``works`` is how many it is.
         """
-        with self._changed:
+        with self._lock:
             if self.driver or self.ending or (first and self.inbox):
                 return False
             self.driver = threading.get_ident()
@@ -88,7 +88,7 @@ class Monitor:
 
     def take_turn(self) -> bool:
         """Wait until there is something to drive and nobody does: then do so; False at the end."""
-        with self._changed:
+        with self._lock:
             self._wanted.wait_for(lambda: not self.driver and (self.ending or self.busy))
             if self.ending:
                 return False
@@ -97,7 +97,7 @@ class Monitor:
 
     def hand_over(self) -> None:
         """Nobody drives from now on, but for the progress thread if there is anything left."""
-        with self._changed:
+        with self._lock:
             self.driver = 0
             if self.ending or self.busy:
                 self._wanted.notify()
@@ -106,7 +106,7 @@ class Monitor:
 
     def hand_in(self, task: Callable[[], None], tolerant: bool = False, announce: bool = True) -> None:
         """One more work, which ``task`` begins in the thread that drives. Who drives soon need not ``announce`` it."""
-        with self._changed:
+        with self._lock:
             if tolerant:
                 self._tolerated += 1
             else:
@@ -120,7 +120,7 @@ class Monitor:
 
     def expect(self, tolerant: bool) -> None:
         """One more work, which is done elsewhere."""
-        with self._changed:
+        with self._lock:
             if tolerant:
                 self._tolerated += 1
             else:
@@ -128,7 +128,7 @@ class Monitor:
 
     def tell_driver(self, task: Callable[[], None]) -> None:
         """Call in the thread that drives, for a work that is under way already."""
-        with self._changed:
+        with self._lock:
             self.inbox.append(task)
             if self.driver:
                 self._driven.wake()
@@ -139,12 +139,12 @@ class Monitor:
         """Do what has been handed over; in the thread that drives."""
         while self.inbox:
             self.inbox.popleft()()
-        with self._changed:  # the end waits for this; a tolerant work gives no other sign
+        with self._lock:  # the end waits for this; a tolerant work gives no other sign
             self._changed.notify_all()
 
     def finish(self, work: Work) -> None:
         """A work is done: whoever waits for it goes on, and whoever wanted to be told is."""
-        with self._changed:
+        with self._lock:
             work.done = True
             if work.tolerant:
                 self._tolerated -= 1
@@ -157,7 +157,7 @@ class Monitor:
 
     def abandon(self, works: Iterable[Work]) -> None:
         """Nobody needs these any more: the end does not wait for them."""
-        with self._changed:
+        with self._lock:
             for work in works:
                 if not (work.done or work.tolerant):
                     work.tolerant = True
@@ -167,7 +167,7 @@ class Monitor:
 
     def when_over(self, work: Work, call: Callable[[], None]) -> None:
         """Call, at once or from whichever thread ends it, when a work is done or never will be; it may not wait."""
-        with self._changed:
+        with self._lock:
             if not (work.done or self.error):
                 self._told[work] = call
                 return
@@ -178,18 +178,18 @@ class Monitor:
     def wait(self, works: Collection[Work], deadline: float | None) -> bool:
         """Wait for other threads to get all works done, or for a fault; False when the time is over first."""
         left = None if deadline is None else max(0.0, deadline - time.perf_counter())
-        with self._changed:
+        with self._lock:
             return bool(self._changed.wait_for(lambda: self.error or all(work.done for work in works), left))
 
     def wait_any(self, works: Collection[Work], until: Callable[[], bool]) -> None:
         """Wait until one of the works is done, ``until()`` holds (looked at often), or there is a fault."""
-        with self._changed:
+        with self._lock:
             while not (self.error or until() or any(work.done for work in works)):
                 self._changed.wait(_UNTIL_S)
 
     def flush(self, limit_s: float) -> None:
         """Have what is left done, unless there is a fault, for no longer than that."""
-        with self._changed:
+        with self._lock:
             self._wanted.notify()
             self._changed.wait_for(lambda: self.error or not (self.under_way or self.inbox), limit_s)
 
@@ -205,7 +205,7 @@ class Monitor:
 
         The same thread has to ``explain`` it. Until then whoever waits goes on waiting: nobody gets anything else.
         """
-        with self._changed:
+        with self._lock:
             if self.failed:
                 return False
             self.failed = self.ending = True
@@ -214,7 +214,7 @@ class Monitor:
 
     def explain(self, error: Exception) -> None:
         """What the fault is with which this thread was the first: whoever waits here gets it. Any other is dropped."""
-        with self._changed:
+        with self._lock:
             if self._explains != threading.get_ident():
                 return
             self._explains, self.error = 0, error
@@ -228,7 +228,7 @@ class Monitor:
 
     def end(self) -> None:
         """The end has come, without a fault."""
-        with self._changed:
+        with self._lock:
             self.ending = True
             self._wanted.notify()
         self._driven.wake()
