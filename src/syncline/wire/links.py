@@ -460,23 +460,20 @@ class Loop:
         return self._bell
 
     def write(self) -> None:
-        """Write what links have been given since the last time."""
+        """Write what links have been given: now what the kernel takes, and the rest when it takes more."""
         while self.waiting:
-            self._write(self.waiting.popitem()[1])
-
-    def _write(self, link: Link) -> None:
-        """Write now what the kernel takes, and the rest when it takes more."""
-        fd = link.sock.fileno()
-        if fd not in self._links or fd in self._writing:
-            return
-        try:
-            done = link.flush()
-        except OSError:
-            self._hear_out(fd, link)
-            return
-        if not done:
-            self._writing.add(fd)
-            self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
+            link = self.waiting.popitem()[1]
+            fd = link.sock.fileno()
+            if fd not in self._links or fd in self._writing:
+                continue
+            try:
+                done = link.flush()
+            except OSError:
+                self._hear_out(fd, link)
+                continue
+            if not done:
+                self._writing.add(fd)
+                self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
 
     def watch(self, fd: int) -> None:
         """From now on ``turn`` returns when another's descriptor is readable, too, which is the other's to see to."""
