@@ -26,7 +26,7 @@ ROWS = (
     ("costs",),
     ("session",),
     ("tuning", "serving", "timeline"),
-    ("launch", "testing", "workloads", "sampling"),
+    ("launch", "testing", "workloads", "sampling", "training"),
     ("frameworks", "report"),
     ("predict",),
     ("lab", "checkpoint", "optim", "process", "reproduction", "torch_backend"),

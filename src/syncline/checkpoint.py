@@ -66,17 +66,17 @@ def _saved(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
     }
     if _has_layouts(session):
         found["layouts"] = [
-            layout.plain() | {"measured": made.replica.gradients.measured and not layout.trial}
+            layout.plain() | {"measured": made.replica.exchange.measured and not layout.trial}
             for made in prepared
-            for layout in [made.replica.gradients.layout]
+            for layout in [made.replica.exchange.layout]
         ]
-    kept = [made.replica.gradients.compression for made in prepared]
+    kept = [made.replica.exchange.compression for made in prepared]
     if any(one is not None and one.keeps for one in kept):
         found["codec"] = [one and _tensors(_gathered(session, one)) for one in kept]
     apart = [made.replica.averaging for made in prepared]
     if any(apart):
         found["averaging"] = [one and one.saved() for one in apart]
-        other = [made.replica.gradients.of_differences for made in prepared]
+        other = [made.replica.exchange.of_differences for made in prepared]
         if any(one is not None and one.keeps for one in other):
             found["differences"] = [one and _tensors(_gathered(session, one)) for one in other]
     clients = [made.client for made in prepared]
@@ -168,7 +168,7 @@ def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, An
     """Take up the state of some models, all of that session."""
     if state["strategy"] != str(session.strategy) and session.resume_codec(state["strategy"]):
         for made in prepared:
-            made.replica.gradients.compress()
+            made.replica.exchange.compress()
     _check_strategy(session, state)
     if len(state["steps"]) != len(prepared):
         raise UsageError(f"this state is of {len(state['steps'])} prepared models, this run has {len(prepared)}")
@@ -177,9 +177,9 @@ def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, An
         _resume_layouts(prepared, state.get("layouts") or nothing)
     kept, weights = state.get("codec") or nothing, state.get("weights") or nothing
     for made, step, saved, owned in zip(prepared, state["steps"], kept, weights, strict=True):
-        made.replica.gradients.begin_at(step)
+        made.replica.exchange.begin_at(step)
         made.replica.steps = step
-        compression, client = made.replica.gradients.compression, made.client
+        compression, client = made.replica.exchange.compression, made.client
         if compression is not None:
             compression.load(_arrays(saved)) if saved is not None else compression.forget()
         if client is not None and (compression is not None or client.keeps):
@@ -198,7 +198,7 @@ def _resume_averaging(
 ) -> None:
     """Go on from what workers had agreed on, and each from its own weights; nothing stays of the run until now."""
     for made, state, kept in zip(prepared, states, of_codecs, strict=True):
-        averaging, compression = made.replica.averaging, made.replica.gradients.of_differences
+        averaging, compression = made.replica.averaging, made.replica.exchange.of_differences
         if averaging is not None:
             averaging.load(state) if state is not None else averaging.forget()
         if compression is not None:
@@ -224,7 +224,7 @@ def _resume_layouts(prepared: Sequence[Prepared], layouts: Sequence[Mapping[str,
     for made, saved in zip(prepared, layouts, strict=True):
         if saved is not None:
             try:
-                chosen = read_layout(made.replica.gradients.layout.layers, saved)
+                chosen = read_layout(made.replica.exchange.layout.layers, saved)
                 made.replica.resume_with(chosen, bool(saved["measured"]))
             except (ValueError, TypeError, KeyError, OverflowError) as error:
                 raise UsageError(f"the buckets in this state are of another model: {error}") from error

@@ -319,14 +319,14 @@ def test_a_step_that_is_left_in_the_middle_is_not_gone_on_from(group: Any, sync:
 
     def body(here: Here) -> None:
         assert here.replica is not None
-        real, count = here.replica.gradients.start, itertools.count()
+        real, count = here.replica.exchange.start, itertools.count()
 
         def start(*arguments: Any) -> Any:
             if next(count) == 1:
                 raise KeyboardInterrupt
             return real(*arguments)
 
-        here.replica.gradients.start = start  # type: ignore[method-assign]
+        here.replica.exchange.start = start  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             loss_of(here.model(batch(0))).backward()
         loss_of(here.model(batch(1))).backward()

@@ -33,7 +33,6 @@ from syncline import checkpoint
 from syncline.costs.network import LinearCost
 from syncline.errors import UsageError
 from syncline.frameworks.torch import Options, Prepared, choosing, prepare
-from syncline.frameworks.torch.timing import BucketTimes
 from syncline.nouns import Bucket, Layer
 from syncline.schedules import Cost, PushAndPull
 from syncline.schedules.merged import Merged
@@ -41,6 +40,7 @@ from syncline.session.layout import Lay, Layout
 from syncline.session.session import Session
 from syncline.strategy.grammar import read_part
 from syncline.strategy.strategy import Strategy
+from syncline.training.exchange import BucketTimes
 
 
 @pytest.fixture(autouse=True)
@@ -287,7 +287,7 @@ def test_what_was_measured_is_kept_where_no_schedule_can_be_chosen(
     def body(here: Here) -> Layout:
         train(here, range(STEPS + 1))
         assert here.replica is not None
-        return here.replica.gradients.layout
+        return here.replica.exchange.layout
 
     monkeypatch.setattr(choosing, "choose_schedule", choose)
     monkeypatch.setattr(BucketTimes, "cost", lambda times, _: cost if times._shortest_s else None)

@@ -82,7 +82,7 @@ def train(here: Here, steps: range = range(6)) -> dict[str, torch.Tensor]:
 def test_training_goes_on_as_on_one_worker(group: Any, remade: Asked, place: str, make: Any) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         found = train(here)
-        assert here.replica is None or len(here.replica.gradients.layout.buckets) == 5
+        assert here.replica is None or len(here.replica.exchange.layout.buckets) == 5
         return found
 
     wanted = alone(make, train)
@@ -106,7 +106,7 @@ def test_merged_buckets_train_as_those_of_other_schedules(group: Any, strategy: 
     def body(here: Here) -> dict[str, torch.Tensor]:
         found = train(here, range(9))
         assert here.replica is not None
-        assert here.replica.gradients.measured
+        assert here.replica.exchange.measured
         return found
 
     found = on_group(group, f"{strategy} schedule=merged", 2, sgd, body)
@@ -134,7 +134,7 @@ def test_ranks_without_batches_follow(group: Any, place: str, counts: list[int])
 
     def check(here: Here) -> None:
         assert here.replica is not None
-        assert len(here.replica.gradients.layout.buckets) == 2
+        assert len(here.replica.exchange.layout.buckets) == 2
 
     uneven_epochs_as_alone(group, with_schedule(place, "remade"), counts, check)
 
@@ -174,7 +174,7 @@ def test_a_tensor_may_be_cut_between_blocks_of_a_codec(group: Any, place: str, c
             loss_of(here.model(here.share(batch(step).float()))).backward()
             here.optimizer.step()
         assert here.replica is not None
-        return weights(here.model) | {"buckets": torch.tensor(len(here.replica.gradients.layout.buckets))}
+        return weights(here.model) | {"buckets": torch.tensor(len(here.replica.exchange.layout.buckets))}
 
     plain, cut = (
         on_group(group, f"{place} codec={codec} schedule={schedule}", 2, wide, body)
@@ -195,8 +195,8 @@ def test_buckets_that_cannot_be_leave_those_that_there_are(
     def body(here: Here) -> dict[str, torch.Tensor]:
         found = train(here)
         assert here.replica is not None
-        assert here.replica.gradients.measured
-        assert len(here.replica.gradients.layout.buckets) == 4
+        assert here.replica.exchange.measured
+        assert len(here.replica.exchange.layout.buckets) == 4
         return found
 
     found = on_group(group, with_schedule(place, "remade(swapped=True)", "int8"), 2, sgd, body)
@@ -232,9 +232,9 @@ def test_a_run_goes_back_to_a_checkpoint_of_its_own(group: Any, remade: Asked, p
         first = train(here, range(1, 7))
         copied(here, "load", kept)
         assert here.replica is not None
-        assert (len(here.replica.gradients.layout.buckets), here.replica.gradients.measured) == (4, False)
+        assert (len(here.replica.exchange.layout.buckets), here.replica.exchange.measured) == (4, False)
         again = train(here, range(1, 7))
-        assert len(here.replica.gradients.layout.buckets) == 2
+        assert len(here.replica.exchange.layout.buckets) == 2
         return first, again
 
     for first, again in on_group(group, with_schedule(place, "remade", codec), 2, sgd, body):
@@ -248,10 +248,10 @@ def test_measuring_leaves_modules_without_hooks(group: Any) -> None:
     def body(here: Here) -> list[int]:
         train(here, range(1))
         assert here.replica is not None
-        assert here.rank > 0 or here.replica.gradients.times is not None
-        assert not here.replica.gradients.replaces
+        assert here.rank > 0 or here.replica.exchange.times is not None
+        assert not here.replica.exchange.replaces
         train(here, range(1, 2))  # the last one that the schedule asks for
-        assert here.replica.gradients.replaces
+        assert here.replica.exchange.replaces
         return [len(one._forward_hooks) + len(one._forward_pre_hooks) for one in here.model.children()]
 
     assert on_group(group, "ring schedule=remade", 2, sgd, body) == [[0, 0, 0]] * 2
@@ -273,7 +273,7 @@ def test_a_checkpoint_says_which_buckets_there_were(group: Any, remade: Asked, p
     def resumed(here: Here) -> dict[str, torch.Tensor]:
         copied(here, "load", kept[here.rank])
         assert here.replica is not None
-        assert len(here.replica.gradients.layout.buckets) == 2
+        assert len(here.replica.exchange.layout.buckets) == 2
         return train(here, range(4, 6))
 
     wanted = on_group(group, strategy, 3, sgd, first)

@@ -19,9 +19,10 @@ from toy import Here, batch, close, fill, gradients, loss_of, mlp, sgd, weights
 
 from syncline.errors import NotBuiltError, SynclineError, UsageError
 from syncline.frameworks.torch import prepare
-from syncline.frameworks.torch.staging import Copy, CudaCopier, HostCopier, InPlace, Staged, device_of, staging_for
+from syncline.frameworks.torch.staging import Copy, CudaCopier, HostCopier, Staged, device_of, staging_for
 from syncline.frameworks.torch.storage import Pair
 from syncline.session.session import Session
+from syncline.training.memory import InPlace
 
 LIMIT_S = 30.0
 
@@ -206,7 +207,7 @@ def test_a_model_on_the_cpu_needs_no_copies(group: Any) -> None:
         made = prepare(session, *sgd())
         assert made is not None
         storage = made.replica.storage
-        assert isinstance(made.replica.gradients.staging, InPlace)
+        assert isinstance(made.replica.exchange.staging, InPlace)
         return storage.pair(0).device.data_ptr() == storage.pair(0).host.data_ptr() == storage.arrays[0].ctypes.data
 
     assert group("ring", 2, body) == [True, True]
@@ -324,7 +325,7 @@ def test_ranks_on_a_gpu_end_equal_and_as_on_the_cpu(group: Any, strategy: str) -
         here = on_gpu(session)
         if here.replica is None:
             return {}
-        assert isinstance(here.replica.gradients.staging, Staged)
+        assert isinstance(here.replica.exchange.staging, Staged)
         for step in range(4):
             here.optimizer.zero_grad()
             loss_of(here.model(batch(step).cuda())).backward()

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from syncline.frameworks.torch.storage import layers_of
-from syncline.frameworks.torch.timing import BucketTimes, Clock, HostClock, LayerTimes, clock_of
+from syncline.frameworks.torch.timing import Clock, HostClock, LayerTimes, clock_of
 from syncline.nouns import Bucket, Slice
+from syncline.training.exchange import BucketTimes
 
 
 class Inner(torch.nn.Module):

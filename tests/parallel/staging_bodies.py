@@ -10,8 +10,9 @@ import rank_bodies as bodies
 import torch
 
 from syncline.engine.engine import Engine
-from syncline.frameworks.torch import gradients
-from syncline.frameworks.torch.staging import HostCopier, Staging, staging_for
+from syncline.frameworks.torch import replica
+from syncline.frameworks.torch.staging import HostCopier, staging_for
+from syncline.training.memory import Staging
 
 
 def train(line: Connection, place: bodies.Place, nodes: list[int], strategy: str, cases: list[list[str]]) -> None:
@@ -22,7 +23,7 @@ def train(line: Connection, place: bodies.Place, nodes: list[int], strategy: str
         return partial(staging_for, copier=HostCopier())(device, engine, fail)  # type: ignore[arg-type]
 
     host_bodies.pretend(nodes[place[0]])
-    gradients.staging_for = stage
+    replica.staging_for = stage
     bodies.train(line, place, strategy, cases)
 
 

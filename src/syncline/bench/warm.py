@@ -241,7 +241,7 @@ def _measured_layers() -> dict[str, Any]:
 
     if process.joined is None or not process.prepared:
         return {}
-    layers = process.prepared[0].replica.gradients.layout.layers
+    layers = process.prepared[0].replica.exchange.layout.layers
     if not any(layer.backward_s for layer in layers):
         return {}
     return {

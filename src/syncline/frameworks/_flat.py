@@ -26,8 +26,8 @@ from ..serving.worker import Worker, attach
 from ..session.session import Session
 from ..session.tickets import AVERAGE, CONSOLIDATE, STEP, step_argument
 from ..sync import Agrees, Averages, alone
+from ..training.memory import Blocks, agree_on_model, copy_from_rank_0
 from ._agreed import AgreedWeights
-from ._blocks import Blocks, agree_on_model, copy_from_rank_0
 from ._coming import Coming
 from ._exchange import BucketExchange
 from ._weights import Array, Weights

@@ -10,7 +10,7 @@ from ..serving.shard import Build
 from ..serving.summing import Summing
 from ..serving.traffic import Model
 from ..session.session import Session
-from ._blocks import Blocks, agree_on_model, copy_from_rank_0
+from ..training.memory import Blocks, agree_on_model, copy_from_rank_0
 from ._weights import Weights
 
 

@@ -96,7 +96,7 @@ class Differences:
 
     def __init__(self, replica: Replica, mode: Agrees) -> None:
         self._mode = mode
-        self._storage = replica.gradients.storages[-1]
+        self._storage = replica.storages[-1]
         self._parameters = [parameter for _, parameter in replica.named]
         self._pull = mode.pull(replica.session.world_size)
         self._agreed = self._like_weights()
@@ -225,10 +225,10 @@ class Mixture:
 
     def __init__(self, replica: Replica, mode: Mixes) -> None:
         self._mode, self._session = mode, replica.session
-        self._storage = replica.gradients.storages[-1]
+        self._storage = replica.storages[-1]
         self._parameters = [parameter for _, parameter in replica.named]
         check_mixing(mixes_of(mode, replica.session.world_size))
-        replica.gradients.program = lambda step: self.mix(step).program
+        replica.exchange.program = lambda step: self.mix(step).program
 
     def mix(self, step: int) -> Mix:
         """As the mode has it."""

@@ -43,7 +43,7 @@ class Averaging:
     def __init__(self, replica: Replica, weights: Exchanged) -> None:
         self._replica, self._weights = replica, weights
         replica.listeners.loaded = weights.anew
-        staging = replica.gradients.staging
+        staging = replica.exchange.staging
         self._buffers = MeanBuffers(replica.session, replica.selection, staging, replica.first_key, replica.fault)
         self._meeting: Meeting | None = None
         self._works: dict[BucketPhase, Work] = {}
@@ -164,7 +164,7 @@ class Averaging:
                     self._submit(action)
                 elif isinstance(action, Wait):
                     self._replica.session.engine.wait(*[self._works.pop(operation) for operation in action.operations])
-                    self._replica.gradients.staging.join()
+                    self._replica.exchange.staging.join()
                 else:
                     self._end(action.step)
         except BaseException as error:
@@ -178,7 +178,7 @@ class Averaging:
 
     def _submit(self, submit: Submit) -> None:
         after = None if submit.after is None else self._works.pop(submit.after)
-        started = self._replica.gradients.start(submit.operation, self._meeting, submit.priority, after)
+        started = self._replica.exchange.start(submit.operation, self._meeting, submit.priority, after)
         self._works[submit.operation] = started
 
     def _end(self, step: int) -> None:
@@ -187,7 +187,7 @@ class Averaging:
         self._weights.take(step)
         self._buffers.finish()
         self._replica.passes.counting.reset()
-        self._replica.gradients.exchanged(self._meeting)
+        self._replica.exchange.exchanged(self._meeting)
         self._meeting, self.since = None, 0
 
     def _check_alike(self, meeting: Meeting) -> None:
@@ -281,7 +281,7 @@ class Averaging:
 
     def _sum(self) -> None:
         """Of the buckets, as they are, between the workers alone: servers and codecs have no part in it."""
-        session, storage = self._replica.session, self._replica.gradients.storages[-1]
+        session, storage = self._replica.session, self._replica.storages[-1]
         storage.bring_all_down()
         for array in storage.arrays:
             session.run(session.allreduce_program(array.nbytes), array, "consolidate")

@@ -17,9 +17,9 @@ from ...plans.messages import Program
 from ...session.layout import BUCKETS
 from ...session.session import MODEL_KEYS, Session
 from ...session.tickets import JOINED, Meeting
+from ...training.memory import Staging
 from .agreement import pack_bytes, unpack_bytes
 from .options import Selection
-from .staging import Staging
 from .storage import Pair
 
 

@@ -38,10 +38,10 @@ from ...session.layout import Lay, Layout
 from ...session.programs import has_phases, planned
 from ...session.tickets import STEP, Ticket
 from ...strategy.strategy import Strategy
+from ...training.exchange import REPLACES
 from ...tuning.schedule_choice import candidates, choose_schedule, with_measuring_buckets, worth_a_trial
 from ...tuning.trials import Trials
 from .compiled import is_compiled
-from .gradients import REPLACES
 from .parts import updates_alone
 from .stepping import defer_steps, end_deferred_steps
 from .supported import check_crossing
@@ -76,7 +76,7 @@ class Choosing:
         self._seen = False  # that some rank objects, in this phase
         self._trials: Trials | None = None  # of rank 0, where the strategy has a budget for some
         self._until_s = time.perf_counter() + replica.session.strategy.budget_s
-        replica.gradients.measured = False
+        replica.exchange.measured = False
         replica.session.schedules.pop(replica.first_key, None)  # of the same model, prepared before
 
     @property
@@ -137,7 +137,7 @@ class Choosing:
         if self._phase == _BEGUN and resumed is None:
             return with_measuring_buckets(self._strategy, lay)
         if self._phase == _WAITING and resumed is None:
-            return self._replica.gradients.layout
+            return self._replica.exchange.layout
         watched = self._phase in (_MEASURING, _WATCHING, _TRYING)
         crossing = watched and not (self._seen or objected)
         tries = self._trials is None and self._strategy.budget_s > 0
@@ -173,7 +173,7 @@ class Choosing:
         if self._phase == _CROSSING and self._steps > self._patience // 2:  # longer than ranks have waited for it
             self._patience = _PATIENCE
         self._seen, self._steps = False, 0
-        if self._replica.gradients.layout.trial:
+        if self._replica.exchange.layout.trial:
             self._phase = _TRYING
             if self._replica.crossing is not None:
                 self._replica.crossing.watches = not self._crosses_now
@@ -183,7 +183,7 @@ class Choosing:
             self._phase = _MEASURING
             self._watch()
             forward = self._crossed is not None and not is_compiled(self._replica.model)
-            self._replica.gradients.measure(_MEASURED, forward=forward)
+            self._replica.exchange.measure(_MEASURED, forward=forward)
         elif self._phase == _WAITING:
             self._phase, self._patience = _WATCHING, 2 * self._patience
             self._watch()
@@ -202,22 +202,22 @@ class Choosing:
             self._settle()
         else:
             self._phase = _BEGUN
-            self._replica.gradients.measured = False
+            self._replica.exchange.measured = False
             self._detach()
 
     @property
     def _crosses_now(self) -> bool:
-        return self._replica.gradients.schedule.apply != "step"
+        return self._replica.exchange.schedule.apply != "step"
 
     def _settle(self) -> None:
         crossing = self._replica.crossing
-        if crossing is not None and self._replica.gradients.schedule.apply != "step":
+        if crossing is not None and self._replica.exchange.schedule.apply != "step":
             self._phase, crossing.watches = _CROSSING, False
         else:
             self._phase = _OVER if self._crossed is None else _WAITING
             self._detach()
         session = self._replica.session
-        log.info("%s: schedule=auto: %s", session.name(session.index), self._replica.gradients.layout.reason)
+        log.info("%s: schedule=auto: %s", session.name(session.index), self._replica.exchange.layout.reason)
 
     def _watch(self) -> None:
         """See from now on whether the script looks at what could be under way."""

@@ -105,7 +105,7 @@ class Crossing:
     @property
     def name(self) -> str:
         """The schedule's."""
-        return self._replica.gradients.layout.strategy_in(self._replica.session.strategy).schedule.name
+        return self._replica.exchange.layout.strategy_in(self._replica.session.strategy).schedule.name
 
     @property
     def watches(self) -> bool:
@@ -165,8 +165,8 @@ class Crossing:
         if now:
             self._deferral.release_all()
             return False
-        gradients, values = self._replica.gradients, values_of(self._optimizer)  # behind the update before
-        storage, buckets = gradients.storage_of(number), gradients.layout.buckets
+        values = values_of(self._optimizer)  # behind the update before
+        storage, buckets = self._replica.storage_of(number), self._replica.exchange.layout.buckets
         self._owed[number] = Owed(storage, self._written, buckets, values, frozenset(held))
         self._deferral.defer(range(len(self._parameters)))
         self._update_others(values)

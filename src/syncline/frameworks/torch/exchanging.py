@@ -14,8 +14,8 @@ from ...engine.order import Work
 from ...engine.step import Action, Agree, Apply, BucketPhase, Submit, Wait
 from ...session.session import Session
 from ...session.tickets import STEP, Meeting, step_argument
+from ...training.exchange import BucketExchange
 from .buffers import Buffers
-from .gradients import Gradients
 from .hooks import Listeners
 
 
@@ -29,7 +29,7 @@ class Exchanging:
     def __init__(
         self,
         session: Session,
-        gradients: Gradients,
+        exchange: BucketExchange,
         buffers: Buffers,
         first_key: int,
         listeners: Listeners,
@@ -38,7 +38,7 @@ class Exchanging:
         weigh: Callable[[], float],
         apply: Callable[[Apply], None],
     ) -> None:
-        self._session, self._gradients, self._buffers, self._first_key = session, gradients, buffers, first_key
+        self._session, self._exchange, self._buffers, self._first_key = session, exchange, buffers, first_key
         self._listeners, self._check, self._weigh, self._apply = listeners, check, weigh, apply
         self.meeting: Meeting | None = None
         """What all have come to, where they agree on a step."""
@@ -58,7 +58,7 @@ class Exchanging:
                 self._agree(action.step)
             elif isinstance(action, Wait):
                 self._session.engine.wait(*[self._works.pop(operation) for operation in action.operations])
-                self._gradients.staging.join()
+                self._exchange.staging.join()
             elif isinstance(action, Apply):
                 self._apply(action)
 
@@ -72,7 +72,7 @@ class Exchanging:
         if self._of_buffers:
             self._session.engine.wait(*self._of_buffers)
             self._of_buffers = []
-            self._gradients.staging.join()
+            self._exchange.staging.join()
             self._buffers.finish()
 
     def forget(self) -> None:
@@ -83,7 +83,7 @@ class Exchanging:
     def _agree(self, step: int) -> None:
         self._check()
         self._listeners.begin()
-        argument, flags = step_argument(self._first_key, step), self._gradients.flags
+        argument, flags = step_argument(self._first_key, step), self._exchange.flags
         self.meeting = self._session.meet(STEP, argument, weight=self._weigh(), flags=flags)
         self.begun = True
         self._of_buffers = self._buffers.start(self.meeting)
@@ -96,5 +96,5 @@ class Exchanging:
             self._listeners.begin()
         self.begun = True
         after = None if submit.after is None else self._works.pop(submit.after)
-        started = self._gradients.start(submit.operation, self.meeting, submit.priority, after)
+        started = self._exchange.start(submit.operation, self.meeting, submit.priority, after)
         self._works[submit.operation] = started

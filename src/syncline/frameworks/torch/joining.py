@@ -33,7 +33,7 @@ def shadow_until_all_joined(replica: Replica, client: Client | None = None) -> N
     session = replica.session
     replica.settle()
     while True:
-        if replica.gradients.replaces:
+        if replica.exchange.replaces:
             replica.replace_layout()
         over = False
         while not over:

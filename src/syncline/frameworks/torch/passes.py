@@ -50,7 +50,7 @@ class Passes:
         self._synchronises = self._alone = False  # the present backward pass is exchanged, or a step of the rank's own
         self._held = True  # nothing of a backward pass is sent before it ends
         self._touched = False  # the present backward pass has made a gradient
-        self._produced = Produced(replica.named, replica.gradients, replica.fault)
+        self._produced = Produced(replica.named, replica.storage, replica.fault)
         self._untold: list[int] = []  # of those that have come, what the state machine does not know yet
 
     @property
@@ -97,11 +97,11 @@ class Passes:
                 local.forget()
         if not self._synchronises or parameter.grad is None:  # an autograd function may give None
             return
-        gradients = self._replica.gradients
-        if gradients.replaces and gradients.on_replacing is None:  # with owners, behind the optimizer's step
+        exchange = self._replica.exchange
+        if exchange.replaces and exchange.on_replacing is None:  # with owners, behind the optimizer's step
             self._replica.replace_layout()
-        if gradients.times is not None:
-            gradients.times.produced(index)
+        if exchange.times is not None:
+            exchange.times.produced(index)
         if not self._held:
             self._produced.check_first(index)
         share = 1.0 if self._held or not self._replica.machine.due else self._share
@@ -138,7 +138,8 @@ class Passes:
             replica.session.check_usable()
             replica.guard.check_forms()
             replica.listeners.backward(first)
-            replica.gradients.turn(replica.machine.begun)
+            replica.turn(replica.machine.begun)
+            self._produced.storage = replica.storage
             # Set by scripts on the model, where they would set it on DistributedDataParallel's wrapper.
             synchronises = self.synchronising and getattr(replica.model, "require_backward_grad_sync", True)
             self._alone = synchronises and replica.averaging is not None and not replica.machine.due
@@ -157,8 +158,8 @@ class Passes:
             )
         replica.machine.abandon()
         self.counting.drop()
-        if replica.gradients.times is not None:
-            replica.gradients.times.forget()
+        if replica.exchange.times is not None:
+            replica.exchange.times.forget()
         self._forget()
 
     def reset(self) -> None:
@@ -195,8 +196,8 @@ class Passes:
         """The pass is not exchanged: it accumulates, is a step of the rank's own, or is none of ours."""
         replica = self._replica
         averaging = replica.averaging
-        if replica.gradients.times is not None:
-            replica.gradients.times.forget()
+        if replica.exchange.times is not None:
+            replica.exchange.times.forget()
         if self._touched and not (averaging is not None and averaging.repeats):
             self.counting.keep()
         else:

@@ -146,7 +146,7 @@ def prepare(
     else:
         made = _attach_served(session, optimizer, probed, replica)
     if session.chooses_schedule:
-        replica.gradients.choosing = Choosing(replica, optimizer)
+        replica.exchange.choosing = Choosing(replica, optimizer)
     if before is not None:
         made.replica.steps = before.replica.steps
     made.replica.hooks.keep(steps_of(session, optimizer))
@@ -211,7 +211,7 @@ def _check_all_prepared(replica: Replica, optimizer: torch.optim.Optimizer) -> N
 
 def _attach_served(session: Session, optimizer: torch.optim.Optimizer, probed: Probed, replica: Replica) -> Prepared:
     """Others update the weights: the parameters move into storage that is pulled into, the optimizer asks for it."""
-    staging, by_layer = replica.gradients.staging, session.strategy.schedule_object().apply == "layer"
+    staging, by_layer = replica.exchange.staging, session.strategy.schedule_object().apply == "layer"
     device = torch.device("cpu") if by_layer and staging.device is None else staging.device
     weights = Storage(replica.named, replica.storage.buckets, staging.allocate, device)
     parameters = [parameter for _, parameter in replica.named]
@@ -223,9 +223,9 @@ def _attach_served(session: Session, optimizer: torch.optim.Optimizer, probed: P
     learnt = records_of(optimizer, parameters) if session.rank == 0 or not session.group.servers else []
     build = partial(SlicedOptimizer, plain, parameters, probed.own)
     worker = attach_to_owners(
-        session, model_of(replica.gradients, weights), build, learnt, apart=updates_alone(optimizer)
+        session, model_of(replica, weights), build, learnt, apart=updates_alone(optimizer)
     )
-    replica.gradients.owners = worker
+    replica.exchange.owners = worker
     together = session.strategy.sync_mode().merges and not by_layer
     own = OwnValues(optimizer, probed.own) if together else None
     client = Client(replica, weights, worker, keeps_state=probed.keeps_state, own=own)

@@ -16,8 +16,8 @@ from typing import NoReturn
 import torch
 
 from ...errors import GradientError
-from .gradients import Gradients
 from .local import LocalSteps
+from .storage import Storage
 
 _NAMED = 8
 """So many names of parameters are in an error."""
@@ -29,10 +29,12 @@ class Produced:
     def __init__(
         self,
         named: Sequence[tuple[str, torch.nn.Parameter]],
-        gradients: Gradients,
+        storage: Storage,
         fault: Callable[[str], GradientError],
     ) -> None:
-        self._named, self._gradients, self._fault = named, gradients, fault
+        self._named, self._fault = named, fault
+        self.storage = storage
+        """Where they are put, from one pass to the next."""
         self._versions = [(0, 0)] * len(named)  # of parameters and gradients, as they were sent
         self.forget()
 
@@ -51,7 +53,7 @@ class Produced:
         assert gradient is not None
         if gradient.is_sparse or gradient.requires_grad:
             self._refuse(index, gradient)
-        storage = self._gradients.storage
+        storage = self.storage
         moves = gradient.data_ptr() != storage.places[index]
         if local is not None:
             local.keep(index, gradient, copy=not moves)
@@ -66,7 +68,7 @@ class Produced:
         """Take a gradient that has not come for zeros, or for what was accumulated before, which still counts."""
         parameter = self._named[index][1]
         if parameter.grad is None:
-            parameter.grad = self._gradients.storage.fresh(index).zero_()
+            parameter.grad = self.storage.fresh(index).zero_()
         else:
             self.place(index, parameter, share, local)
 
@@ -80,7 +82,7 @@ class Produced:
 
     def share_out(self, share: float) -> None:
         """Multiply all that have come."""
-        for came, view in zip(self._came, self._gradients.storage.views, strict=True):
+        for came, view in zip(self._came, self.storage.views, strict=True):
             if came:
                 view.mul_(share)
 
@@ -95,7 +97,7 @@ class Produced:
 
     def check_untouched(self) -> None:
         """Raise GradientError where a parameter or its gradient was changed after the gradient had come."""
-        places = self._gradients.storage.places
+        places = self.storage.places
         for index, (name, parameter) in enumerate(self._named):
             gradient = parameter.grad
             if self._came[index] and (

@@ -39,17 +39,17 @@ class Pulling(Crossing):
     def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, client: Client, weights: Storage) -> None:
         super().__init__(replica, optimizer, type(optimizer), later=False, local=False)
         self._client, self._weights = client, weights
-        for storage in replica.gradients.storages:
+        for storage in replica.storages:
             storage.count_users()  # the client has become one
 
     def take_step(self) -> None:
         """The script has called the optimizer: from now on weights are the new ones, whenever they come."""
         with self._deferral.lock:
-            machine, gradients = self._replica.machine, self._replica.gradients
+            replica, machine = self._replica, self._replica.machine
             number, everything = machine.begun - 1, range(len(self._parameters))
             actions = machine.stepped()
             if not actions:  # nobody has looked
-                storage, buckets = gradients.storage_of(number), gradients.layout.buckets
+                storage, buckets = replica.storage_of(number), replica.exchange.layout.buckets
                 self._owed[number] = Owed(storage, self._written, buckets, [], set(everything))
                 self._deferral.defer(everything)
             self._do(actions)
@@ -92,6 +92,6 @@ def pull_by_layer(replica: Replica, optimizer: torch.optim.Optimizer, client: Cl
     """Let the steps of a model end in the next iteration, each layer waiting for its own weights."""
     crossing = Pulling(replica, optimizer, client, weights)
     replica.crossing = client.crossing = crossing
-    replica.gradients.owners = PushThenPull(client.worker)
+    replica.exchange.owners = PushThenPull(client.worker)
     replica.listeners.begin = lambda: client.begin(group_values(optimizer.param_groups))
     watch_zero_grad(crossing)

@@ -5,35 +5,39 @@ backward does, ``exchanging`` does what it says. Schedules whose results are app
 arrived when backward ends, so that what follows ``backward()`` (clipping, GradScaler, the step) sees averaged
 gradients.
 
-Owns which step it is, and what belongs to the model. How gradients lie in buckets and how these travel is
-``gradients``' affair, that of batch statistics ``buffers``'.
+Owns which step it is, and what belongs to the model: its hooks, and the storages in which its gradients lie. How buckets
+travel is ``training.exchange``'s affair, that of batch statistics ``buffers``'.
+
+Where the model lives on a GPU, buckets are staged through pinned memory of the transport on their way (``staging``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...engine.step import Agree, Apply, Steps
 from ...errors import GradientError
-from ...session.layout import Layout
+from ...session.layout import Layout, decide_layout
 from ...session.session import Session
 from ...session.tickets import Meeting
 from ...sync import alone, exchanges_gradients
+from ...training.exchange import BucketExchange, storages_of
 from .batch_norm import SyncBatchNorm
 from .buffers import Buffers
 from .crossing import Crossing
 from .exchanging import Exchanging
-from .gradients import Gradients
 from .guard import Guard
 from .hooks import Hooks, Listeners, nothing
-from .options import Options, Selection
+from .options import Named, Options, Selection
 from .passes import Passes
-from .staging import Copier
-from .storage import Storage
+from .staging import Copier, device_of, staging_for
+from .storage import Storage, layers_of
+from .timing import LayerTimes, clock_of
 
 if TYPE_CHECKING:
     from .averaging import Averaging
@@ -57,18 +61,27 @@ class Replica:
         self.session, self.model = session, model
         self.selection = Selection(model, options)
         self.named = self.selection.trained()
-        schedule, self._mode = session.strategy.schedule_object(), session.strategy.sync_mode()
-        self.gradients = Gradients(session, model, self.named, schedule, first_key=first_key, copier=copier)
-        self.guard = Guard(model, self.named, self.selection, self.gradients.storages, self.fault)
+        self._mode = session.strategy.sync_mode()
+        layout, device = decide_layout(session, layers_of(self.named)), device_of(self.named)
+        staging = staging_for(device, session.engine, session.fail, copier)
+        self.storages = [
+            Storage(self.named, layout.buckets, staging.allocate, staging.device)
+            for _ in range(storages_of(session.strategy))
+        ]
+        self.storage = self.storages[0]
+        """Where the gradients of the present backward pass are, or those of the last one."""
+        self.exchange = BucketExchange(
+            session, first_key, layout, self.storages, staging, measuring=partial(_measuring, model, self.named)
+        )
+        self.guard = Guard(model, self.named, self.selection, self.storages, self.fault)
         self.first_key = first_key
         self.exchanged = False  # True between the end of an exchange and the next backward
-        self._schedule = schedule
         self.steps = 0
         self.made_local_steps = False  # which were not exchanged
         self.listeners = Listeners()
         self.passes = Passes(self, options, 1.0 if alone(self._mode) else 1.0 / session.world_size)
         self.exchanging = Exchanging(
-            session, self.gradients, Buffers(session, self.selection, self.gradients.staging, first_key, self.fault),
+            session, self.exchange, Buffers(session, self.selection, staging, first_key, self.fault),
             first_key, self.listeners, check=self.check_start, weigh=self.passes.weight, apply=self._apply,
         )  # fmt: skip
         self.hooks = Hooks(session, model, self.named, self.passes, outputs=self.passes.looks_at_outputs)
@@ -94,12 +107,16 @@ class Replica:
 
     def _machine(self, begun: int) -> Steps:
         held = self.session.strategy.server_holds_weights
-        return Steps(len(self.named), self.gradients.layout, self._schedule, self._mode, begun=begun, held=held)
+        exchange = self.exchange
+        return Steps(len(self.named), exchange.layout, exchange.schedule, self._mode, begun=begun, held=held)
 
-    @property
-    def storage(self) -> Storage:
-        """Where the gradients of the present backward pass are, or those of the last one."""
-        return self.gradients.storage
+    def storage_of(self, step: int) -> Storage:
+        """Where the gradients of a step are, or how weights differ after it."""
+        return self.storages[self.exchange.place(step)]
+
+    def turn(self, step: int) -> None:
+        """The gradients of this step are made from now on."""
+        self.storage = self.storage_of(step)
 
     crossing: Crossing | None = None
     """Where steps end in the next iteration."""
@@ -137,28 +154,33 @@ class Replica:
         """Take part in the others' step of that number with zeros."""
         exchanging = self.exchanging
         exchanging.take_part(meeting)
-        self.gradients.turn(number)
-        self.gradients.zero()
+        self.turn(number)
+        self._zero()
         steps = self._machine(number)
         for index in range(len(self.named)):
             exchanging.do([action for action in steps.produced(index) if not isinstance(action, Agree)])
         exchanging.do([*steps.backward_ended(), *steps.flush()])
         exchanging.finish_buffers()
-        self.gradients.exchanged(meeting)
+        self.exchange.exchanged(meeting)
         self.passes.reset()
 
+    def _zero(self) -> None:
+        """Let the gradients of the present step be zeros."""
+        self.exchange.staging.synchronize()  # the last step's copies may still read what is now overwritten
+        with torch.no_grad():
+            for flat in self.storage.resident.values():
+                flat.zero_()
+
     def replace_layout(self) -> None:
-        """As ``Gradients.replace_layout``."""
+        """As ``BucketExchange.replace_layout``."""
         self.settle()
-        self.gradients.replace_layout()
-        self._schedule = self.gradients.schedule
+        self.exchange.replace_layout()
         self.begin_anew()  # the state machine goes by the buckets
 
     def resume_with(self, layout: Layout, measured: bool) -> None:
-        """As ``Gradients.resume_with``."""
+        """As ``BucketExchange.resume_with``."""
         self.settle()
-        self.gradients.resume_with(layout, measured)
-        self._schedule = self.gradients.schedule
+        self.exchange.resume_with(layout, measured)
         self.begin_anew()
 
     def detach(self) -> None:
@@ -168,7 +190,7 @@ class Replica:
             self.averaging.detach()
         if self.crossing is not None:
             self.crossing.detach()
-        self.gradients.close()
+        self.exchange.close()
 
     # For passes and exchanges.
 
@@ -190,11 +212,11 @@ class Replica:
         """A step was made, which was exchanged where that was ``due``."""
         self._steps += 1
         if due:
-            self.gradients.exchanged(meeting)
+            self.exchange.exchanged(meeting)
             if self._mode.merges or self.session.alone:
                 self.session.coordination.begun()
-        if self.gradients.times is not None:
-            self.gradients.times.end_step()
+        if self.exchange.times is not None:
+            self.exchange.times.end_step()
         self.made_local_steps |= not due
         self.exchanged = True
         if self.averaging is not None:
@@ -217,3 +239,7 @@ class Replica:
         error = GradientError(self.session.titled(f"{self.session.name(self.session.index)}: {text}"))
         self.session.fail(error)
         return error
+
+
+def _measuring(model: torch.nn.Module, named: Named, steps: int, forward: bool) -> LayerTimes:
+    return LayerTimes(model, named, steps, clock_of(device_of(named)), forward=forward)

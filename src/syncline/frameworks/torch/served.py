@@ -30,7 +30,6 @@ from ...serving.traffic import Model
 from ...serving.worker import Worker
 from ...session.tickets import Meeting
 from ...sync import backup_of
-from .gradients import Gradients
 from .intact import Contents
 from .own_values import OwnValues
 from .replica import Replica
@@ -58,7 +57,7 @@ class Client:
         self.keeps_state = keeps_state  # whether the optimizer has any
         self.parameters = [parameter for _, parameter in replica.named]
         self._weights = weights
-        self._staging = replica.gradients.staging
+        self._staging = replica.exchange.staging
         self._versions: list[int] = []
         self._pushed, self._pulled = Contents(replica.storage), Contents(weights)
         self._weight_versions: list[int] = []
@@ -79,7 +78,7 @@ class Client:
         replica.listeners.second_backward = self._refuse_second_backward
         replica.listeners.exchanged = self._remember
         replica.listeners.loaded = self._note_loaded
-        replica.gradients.on_replacing = self._prepare_to_lay_out
+        replica.exchange.on_replacing = self._prepare_to_lay_out
 
     crossing: Pulling | None = None
     """Where steps end in the next iteration."""
@@ -172,7 +171,7 @@ class Client:
         self._take_up(self._start_pulls(), self.replica.machine.stepped)
         self._learn_own(skip)
         self.replica.exchanged = False
-        if self.replica.gradients.replaces:
+        if self.replica.exchange.replaces:
             self.replica.replace_layout()
         self._leave()
 
@@ -201,8 +200,8 @@ class Client:
 
     def _start_pulls(self) -> list[Work]:
         return [
-            self.replica.gradients.pull(number, self.worker.pull, priority)
-            for number, priority in enumerate(self.replica.gradients.layout.priorities)
+            self.replica.exchange.pull(number, self.worker.pull, priority)
+            for number, priority in enumerate(self.replica.exchange.layout.priorities)
         ]
 
     def _take_up(self, pulls: Sequence[Work], stepped: Callable[[], Sequence[Action]] = list) -> None:
@@ -269,7 +268,7 @@ class Client:
         """The weights as the owners have them, by name; all workers call it."""
         self.settle("syncline.state_dict()")
         self._tell_changed()
-        if not self.together and self.replica.gradients.compression is None:
+        if not self.together and self.replica.exchange.compression is None:
             self.consolidate("state_dict()")  # what the workers have then says all
             return {name: parameter.detach().cpu().clone() for name, parameter in self.replica.named}
         whole = whole_state(self.worker.weights(), self.parameters)
@@ -311,8 +310,8 @@ class Client:
     def _lay_out(self) -> None:
         replica, weights = self.replica, self._weights
         self.worker.move_out()
-        weights.cut(replica.gradients.layout.buckets)
-        self.worker.move_in(model_of(replica.gradients, weights))
+        weights.cut(replica.exchange.layout.buckets)
+        self.worker.move_in(model_of(replica, weights))
         if self._own is not None:
             self._own.forget()
 
@@ -337,7 +336,7 @@ class Client:
         """Whether the exchange itself writes to what the script sees of its gradients."""
         if self._staging.device is not None:  # what is pushed are copies
             return False
-        if not self.together and self.replica.gradients.compression is None:  # what is pushed is only read
+        if not self.together and self.replica.exchange.compression is None:  # what is pushed is only read
             return False
         session = self.replica.session
         if not session.group.servers:
@@ -371,7 +370,7 @@ class Client:
         if not self._left:
             return
         left, views = self._left_over(), replica.storage.views
-        if self.crossing is None and replica.gradients.compression is None:
+        if self.crossing is None and replica.exchange.compression is None:
             self._left = False
             if self.together:  # else each adds up its own
                 self._count_again(left)
@@ -415,10 +414,10 @@ class Client:
                 left.remove(first)
         if not left:
             self._counted = None  # zeroed between the forward pass and this one
-        if self._left and (self.together or self.replica.gradients.compression is not None):
+        if self._left and (self.together or self.replica.exchange.compression is not None):
             self._left = False
             if left:
-                plain = self.crossing is None and self.replica.gradients.compression is None
+                plain = self.crossing is None and self.replica.exchange.compression is None
                 why = "no forward pass of the model came before" if plain else "owners do not have it as it is here"
                 raise self._not_zeroed(left[0], why)
 
@@ -516,10 +515,10 @@ class Client:
         )
 
 
-def model_of(gradients: Gradients, weights: Storage) -> Model:
+def model_of(replica: Replica, weights: Storage) -> Model:
     """A model as its owners see it, the way it is laid out now."""
-    arrays = gradients.storage.arrays, weights.arrays
-    return Model(gradients.layout, *arrays, gradients.compression, gradients.first_key)
+    exchange = replica.exchange
+    return Model(exchange.layout, replica.storage.arrays, weights.arrays, exchange.compression, exchange.key)
 
 
 def _whole(index: int, values: torch.Tensor) -> Record:

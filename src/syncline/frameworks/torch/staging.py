@@ -34,6 +34,7 @@ from ...engine.order import Work
 from ...engine.trace import Span, begin
 from ...errors import NotBuiltError, SynclineError, UsageError
 from ...session.grouped import AnyEngine
+from ...training.memory import InPlace, Staging
 from .storage import Array, Pair
 
 _PAGE_BYTES = 4096
@@ -88,66 +89,6 @@ class Copier(Protocol):
     def close(self) -> None:
         """Free what the copier holds."""
         ...
-
-
-class Staging(Protocol):
-    """How buckets get into the transport's memory and back."""
-
-    device: torch.device | None
-    """Where tensors live when that is not the transport's memory."""
-
-    def allocate(self, nbytes: int, dtype: np.dtype[Any]) -> Array:
-        """Memory of the transport, fit for copies."""
-        ...
-
-    def down(self, pair: Pair, gate: Work | None, label: str) -> Work | None:
-        """Begin to copy down: the exchange may start when the returned work is done; it is also behind ``gate``."""
-        ...
-
-    def up(self, pair: Pair, exchange: Work, label: str) -> Work:
-        """Copy up when the exchange is done: the returned work is done when that has been ordered.
-
-        What the training thread has computed with so far, in its own order, still sees the old values.
-        """
-        ...
-
-    def join(self) -> None:
-        """Once the works of ``up`` are done: let the training thread see what has come."""
-        ...
-
-    def synchronize(self) -> None:
-        """Return when no copy is under way."""
-        ...
-
-    def close(self) -> None:
-        """End; nothing may be under way."""
-        ...
-
-
-class InPlace:
-    """Tensors lie in the transport's memory: nothing has to be copied."""
-
-    device: torch.device | None = None
-
-    def __init__(self, engine: AnyEngine) -> None:
-        self.allocate = engine.allocate
-
-    def down(self, pair: Pair, gate: Work | None, label: str) -> Work | None:  # noqa: ARG002
-        """Nothing but the gate."""
-        return gate
-
-    def up(self, pair: Pair, exchange: Work, label: str) -> Work:  # noqa: ARG002
-        """The exchange itself."""
-        return exchange
-
-    def join(self) -> None:
-        """Nothing."""
-
-    def synchronize(self) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 class Staged:

@@ -114,7 +114,7 @@ def defer_steps(replica: Replica, optimizer: torch.optim.Optimizer, *, gives_way
 
     ``gives_way`` says that another schedule may take the place of one that crosses iterations.
     """
-    schedule = replica.gradients.schedule
+    schedule = replica.exchange.schedule
     plain, later = type(optimizer), schedule.apply == "next_step"
     hidden = hide_step(optimizer)
     crossing = Crossing(replica, optimizer, plain, later=later, local=goes_ahead(schedule))

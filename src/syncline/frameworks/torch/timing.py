@@ -1,4 +1,4 @@
-"""How long the layers of a model compute, and buckets travel: measured in training steps, for schedules that go by it.
+"""How long the layers of a model compute: measured in training steps, for schedules that go by it.
 
 A tensor's backward time is what passes from the gradient before it to its own, the first one's from where the backward
 pass enters the model's output. Its forward time is what passes from the call of the module which has it to that of the
@@ -7,8 +7,6 @@ tensor. What lies between layers, such as an activation, is thereby part of one.
 where nothing shows them: a gradient that comes with others costs nothing more. Hooks on modules, which break compiled
 models apart, are there only where forward times are asked for.
 
-An exchange takes from where it begins here to its end. The shortest of the steps counts: in it nobody was waited for.
-
 On a GPU, which computes behind the script, points of time are events on its stream, and are read when the steps are
 over.
 """
@@ -16,7 +14,7 @@ over.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -25,8 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...costs.network import LinearCost, fit_line
-from ...nouns import Bucket, Layer
+from ...nouns import Layer
 from .copies import PlainCopies
 from .eager import eager
 from .options import Named
@@ -185,26 +182,3 @@ class LayerTimes:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-class BucketTimes:
-    """Measures the exchanges of buckets; called in the thread that drives."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._begun: dict[int, float] = {}
-        self._shortest_s: dict[int, float] = {}
-
-    def begin(self, number: int) -> None:
-        """The exchange of a bucket begins."""
-        self._begun[number] = self._clock()
-
-    def end(self, number: int) -> None:
-        """It is over."""
-        spent_s = self._clock() - self._begun.pop(number)
-        self._shortest_s[number] = min(spent_s, self._shortest_s.get(number, spent_s))
-
-    def cost(self, buckets: Sequence[Bucket]) -> LinearCost | None:
-        """What an exchange takes by its bytes, as far as these buckets show; None where none was measured."""
-        measured = sorted(self._shortest_s.items())
-        return fit_line([buckets[number].nbytes for number, _ in measured], [seconds for _, seconds in measured])

@@ -1,100 +1,201 @@
-"""The gradients of one model in buckets, and the exchange of these.
+"""How the buckets of a model travel, in every framework, and how they are cut anew between two steps.
+
+``BucketExchange`` owns what is prepared of each bucket (order, key, lane), the codec's memory of it, this worker's share
+of the step, and who takes it: the strategy's architecture, owners of the weights, or a plan that mixes some workers'.
+Whether gradients lie in the buckets or weights says the sync mode, step by step: each has a storage and a codec's memory
+of its own. Does not know when a bucket is complete (``engine.step``), nor what a tensor is.
 
 How tensors travel is a layout: buckets, the storage that is cut into them, and the codec's memory of them. Another one
 may take its place between two steps (``session.replacing``): the storage stays, with tensors where they are in it, and
 is cut into other buckets. That happens after steps in which rank 0 has timed the layers, or when it chooses another
-schedule (``choosing``), which its ticket says, or as a checkpoint has it.
-
-Where the model lives on a GPU, buckets are staged through pinned memory of the transport on their way (``staging``).
+schedule (``Chooser``), which its ticket says, or as a checkpoint has it.
 """
 
 from __future__ import annotations
 
+import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import product
+from typing import Protocol
 
-import numpy as np
-import torch
-
-from ...collectives import Collective
-from ...compression.compression import Compression
-from ...costs.network import LinearCost
-from ...engine.order import CodedOrder, Exchanger, Lane, Order, When, Work
-from ...engine.step import BucketPhase, Phase
-from ...errors import UsageError
-from ...kernels import cpu
-from ...nouns import Bucket, Layer
-from ...plans.messages import Program
-from ...schedules import Cost, PushAndPull, Schedule
-from ...session.layout import BUCKETS, Layout, Passed, decide_layout, place_tensors
-from ...session.replacing import Recompressing, agree_on_layout, push_nothing
-from ...session.session import Session
-from ...session.tickets import STEP, Meeting
-from ...sync import Averages, exchanges_gradients
-from .options import Named
-from .staging import Copier, device_of, staging_for
-from .storage import Storage, layers_of
-from .timing import BucketTimes, LayerTimes, clock_of
-
-if TYPE_CHECKING:
-    from .choosing import Choosing
+from ..collectives import Collective
+from ..compression.compression import Compression
+from ..costs.network import LinearCost, fit_line
+from ..engine.order import CodedOrder, Exchanger, Lane, Order, When, Work
+from ..engine.step import BucketPhase, Phase
+from ..errors import MismatchError, UsageError
+from ..kernels import cpu
+from ..nouns import Bucket, Layer
+from ..plans.messages import Program
+from ..schedules import Cost, PushAndPull
+from ..session.communicator import Array
+from ..session.layout import BUCKETS, Lay, Layout, Passed, place_tensors
+from ..session.replacing import Recompressing, agree_on_layout, push_nothing
+from ..session.session import Session
+from ..session.tickets import JOINED, STEP, Meeting, Ticket, step_of
+from ..strategy.strategy import Strategy
+from ..sync import Averages, exchanges_gradients
+from .memory import Staging, Stored
 
 REPLACES = 1
 """Flag of rank 0's ticket: another layout takes the place of this one after the step."""
 
+_RULE_AT = 32
+"""Where the digest of the optimizer's rule begins in a ticket's flags."""
 
-class Gradients:
-    """The buckets of ``named``, the trained parameters of a model; ``first_key`` begins the range of their keys.
 
-    All processes make it together.
+class MeasuresLayers(Protocol):
+    """What times the layers of a model in some training steps."""
+
+    @property
+    def last(self) -> bool:
+        """Whether the step that begins is the last one to be measured."""
+        ...
+
+    def produced(self, tensor: int) -> None:
+        """A gradient is complete."""
+        ...
+
+    def end_step(self) -> None:
+        """All gradients of a step have come."""
+        ...
+
+    def forget(self) -> None:
+        """What has come since the last step is of none."""
+        ...
+
+    def of(self, layers: Sequence[Layer]) -> tuple[Layer, ...]:
+        """The layers with their times."""
+        ...
+
+    def detach(self) -> None:
+        """Measure no more."""
+        ...
+
+
+class Chooser(Protocol):
+    """What chooses the schedule, where the strategy leaves it open; all workers have one, and rank 0's decides."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing will be chosen any more."""
+        ...
+
+    def flags(self) -> int:
+        """What this rank's ticket says."""
+        ...
+
+    def objects(self) -> bool:
+        """Whether this rank cannot have steps end in the next iteration."""
+        ...
+
+    def saw(self, tickets: Sequence[Ticket]) -> None:
+        """A step is over, whose tickets these are."""
+        ...
+
+    def choose(
+        self, layers: Sequence[Layer], cost: LinearCost | None, resumed: Layout | None, objected: bool, lay: Lay
+    ) -> Layout:
+        """Rank 0's choice; ``objected`` says whether a rank does now, ``resumed`` what a run before went on with."""
+        ...
+
+    def replaced(self) -> None:
+        """The layout is another one, or was found to be best again."""
+        ...
+
+    def resume(self, layout: Layout, measured: bool) -> None:
+        """A layout of a run before is about to take the place of this one."""
+        ...
+
+    def resumed(self, measured: bool) -> None:
+        """It has; a run that had not measured enough begins to."""
+        ...
+
+
+class BucketTimes:
+    """Measures the exchanges of buckets; called in the thread that drives.
+
+    An exchange takes from where it begins here to its end. The shortest of the steps counts: in it nobody was waited
+    for.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._begun: dict[int, float] = {}
+        self._shortest_s: dict[int, float] = {}
+
+    def begin(self, number: int) -> None:
+        """The exchange of a bucket begins."""
+        self._begun[number] = self._clock()
+
+    def end(self, number: int) -> None:
+        """It is over."""
+        spent_s = self._clock() - self._begun.pop(number)
+        self._shortest_s[number] = min(spent_s, self._shortest_s.get(number, spent_s))
+
+    def cost(self, buckets: Sequence[Bucket]) -> LinearCost | None:
+        """What an exchange takes by its bytes, as far as these buckets show; None where none was measured."""
+        measured = sorted(self._shortest_s.items())
+        return fit_line([buckets[number].nbytes for number, _ in measured], [seconds for _, seconds in measured])
+
+
+def storages_of(strategy: Strategy) -> int:
+    """How many storages a model's tensors have: one, or two.
+
+    One for gradients that are made and one for those that are under way, where they are used a step later; or one for
+    how weights differ, where gradients, which scripts may look at, are in another one.
+    """
+    mode = strategy.sync_mode()
+    both = isinstance(mode, Averages) and exchanges_gradients(mode)
+    return 2 if both or strategy.schedule_object().apply == "next_step" else 1
+
+
+class BucketExchange:
+    """The buckets of one model in ``storages``, as ``storages_of`` counts them; ``key`` begins the range of their keys.
+
+    ``rule`` says what the optimizer is, in words that have to be the same on all workers that make a step together;
+    ``measuring`` makes what times the layers in so many steps, forward passes too if it is told so. All processes make
+    it together.
     """
 
     def __init__(
         self,
         session: Session,
-        model: torch.nn.Module,
-        named: Named,
-        schedule: Schedule,
+        key: int,
+        layout: Layout,
+        storages: Sequence[Stored],
+        staging: Staging,
         *,
-        first_key: int = 0,
-        copier: Copier | None = None,
+        rule: Callable[[], str] | None = None,
+        measuring: Callable[[int, bool], MeasuresLayers] | None = None,
     ) -> None:
-        self.session, self.named, self.first_key = session, named, first_key
-        self.layout = decide_layout(session, layers_of(named))
-        device = device_of(named)
-        self.staging = staging_for(device, session.engine, session.fail, copier)
-        mode = session.strategy.sync_mode()
+        self.session, self.key, self.layout, self.storages, self.staging = session, key, layout, storages, staging
+        self._rule, self._measuring = rule, measuring
+        self.schedule, mode = session.strategy.schedule_object(), session.strategy.sync_mode()
         self._averages = mode if isinstance(mode, Averages) else None
-        # One for gradients that are made, one for those that are under way; or one for how weights differ, where
-        # gradients, which scripts may look at, are in another one.
-        two = schedule.apply == "next_step" or (self._averages is not None and exchanges_gradients(mode))
-        self.storages = [
-            Storage(named, self.layout.buckets, self.staging.allocate, self.staging.device) for _ in range(1 + two)
-        ]
-        self.storage = self.storages[0]
-        """Where the gradients of the present step are made."""
         self._compressions: list[Compression] = []  # of each storage, where there is a codec
         self._reduced: dict[int, Work] = {}  # the last reduction of each bucket, where steps overlap
         self._orders: dict[tuple[int, int, Phase], Order | CodedOrder] = {}  # by storage, bucket and phase
         self._planned, self._chosen = session.strategy, session.choice  # what they run
+        self._checked: Meeting | None = None  # the last one of which all came with the same rule
         self.compress()
         self._exchanges = 0  # in this layout
         self._shown: Meeting | None = None  # of the last step, where what rank 0 tells in it counts
         self._replaces = False
-        self.measured = schedule.measures == 0
+        self.measured = self.schedule.measures == 0
         """Whether the schedule asks for no other layout any more."""
-        self._model, self.schedule = model, schedule
-        self.times: LayerTimes | None = None
+        self.times: MeasuresLayers | None = None
         """What measures the layers, on rank 0 while it does."""
         self._costs: BucketTimes | None = None
         self._pull_costs: BucketTimes | None = None  # the same where weights are pulled, and have not come with that
-        self._lanes = _lanes(schedule.in_flight)
+        self._lanes = _lanes(self.schedule.in_flight)
         if not self.measured:
-            self.measure(schedule.measures, forward=schedule.apply == "layer")  # others do not ask for it
+            self.measure(self.schedule.measures, forward=self.schedule.apply == "layer")  # others do not ask for it
 
-    choosing: Choosing | None = None
+    choosing: Chooser | None = None
     """What chooses the schedule, where the strategy leaves it open."""
 
     program: Callable[[int], Program] | None = None
@@ -132,31 +233,18 @@ class Gradients:
         self._reduced, self._orders = {}, {}
 
     def close(self) -> None:
-        """Gradients keep their values."""
+        """Nothing travels any more; tensors keep their values."""
         self._measure_no_more()
+        self._reduced, self._orders = {}, {}
         self.staging.close()
 
     # Exchange.
 
-    def storage_of(self, step: int) -> Storage:
-        """Where the gradients of a step are, or how weights differ after it."""
-        return self.storages[self._place(step)]
-
-    def _place(self, step: int) -> int:
+    def place(self, step: int) -> int:
+        """The number of the storage that has the gradients of a step, or how weights differ after it."""
         if self._averages is not None:
             return len(self.storages) - 1 if self._averages.averages(step) else 0
         return step % len(self.storages)
-
-    def turn(self, step: int) -> None:
-        """The gradients of this step are made from now on."""
-        self.storage = self.storage_of(step)
-
-    def zero(self) -> None:
-        """Let the gradients of the present step be zeros."""
-        self.staging.synchronize()  # the last step's copies may still read what is now overwritten
-        with torch.no_grad():
-            for flat in self.storage.resident.values():
-                flat.zero_()
 
     def start(self, operation: BucketPhase, meeting: Meeting | None, priority: float, after: Work | None) -> Work:
         """A bucket is complete: copy it down where it lives elsewhere, exchange it, copy it up.
@@ -165,24 +253,34 @@ class Gradients:
         What is pushed to those who hold the weights does not come back.
         Without a meeting there is nothing to agree on in the step.
         """
-        storage, label = self.storage_of(operation.step), f"bucket {operation.bucket}"
-        pair = storage.pair(operation.bucket)
+        storage, staging = self.storages[self.place(operation.step)], self.staging
+        gate = after if after is not None or meeting is None else meeting.work
+        if staging.device is None:
+            return self._exchange(operation, storage, meeting, gate, priority)
+        pair, label = storage.pair(operation.bucket), f"bucket {operation.bucket}"
         if after is None:
-            after = self.staging.down(pair, None if meeting is None else meeting.work, label)
-        work = self._exchange(operation, storage, meeting, after, priority)
+            gate = staging.down(pair, gate, label)
+        work = self._exchange(operation, storage, meeting, gate, priority)
         stays = operation.phase == "reduce_scatter" or self.owners is not None
-        return work if stays else self.staging.up(pair, work, label)
+        return work if stays else staging.up(pair, work, label)
 
     def _exchange(
-        self, operation: BucketPhase, storage: Storage, meeting: Meeting | None, gate: Work | None, priority: float
+        self, operation: BucketPhase, storage: Stored, meeting: Meeting | None, gate: Work | None, priority: float
     ) -> Work:
         before = None
         if meeting is not None and operation.phase != "all_gather":
-            before = partial(self._correct, storage.arrays[operation.bucket], meeting)
+            before = partial(self._check_and_weigh, storage.arrays[operation.bucket], meeting)
         when = When(gate, before, self._lanes[operation.phase], priority)
         if self._costs is not None and operation.phase != "all_gather":
             return self._timed(self._costs, operation, when)
         return self._begin(operation, when)
+
+    def _check_and_weigh(self, array: Array, meeting: Meeting) -> None:
+        """In the thread that drives, when the tickets have come: a bucket may go, as much as this rank counts."""
+        if self._rule is not None and meeting is not self._checked:
+            self._check_rule(meeting)
+        if (share := meeting.share()) != 1.0:
+            cpu.weigh(array, share)
 
     def _timed(self, costs: BucketTimes, operation: BucketPhase, when: When) -> Work:
         """Measure the exchange, without what comes before."""
@@ -218,54 +316,79 @@ class Gradients:
             self._reduced[number] = work
         return work
 
+    def plan(self) -> None:
+        """Prepare all orders as the session's strategy says now, which is refused here, and not in a step, if need be."""
+        self._orders, self._planned, self._chosen = {}, self.session.strategy, self.session.choice
+        phases: tuple[Phase, ...] = ("allreduce",)
+        if self.schedule.phases == "split":
+            phases = ("reduce_scatter", "all_gather")
+        if self.owners is None:
+            places, numbers = range(len(self.storages)), range(len(self.layout.buckets))
+            self._orders = {what: self._prepared(*what) for what in product(places, numbers, phases)}
+
     def _order(self, operation: BucketPhase) -> Order | CodedOrder:
         """What exchanges a bucket, made once for what runs; but where weights go another way after every step."""
-        averages, step, session = self._averages, operation.step, self.session
+        step, number, phase = operation
+        averages, session = self._averages, self.session
+        place = self.place(step)
         if self.program is not None and not self._compressions and averages is not None and averages.averages(step):
-            return self._plain(operation, self.program(step))
+            return self._plain(place, number, phase, self.program(step))
         if self._planned is not session.strategy or self._chosen is not session.choice:
             self._orders, self._planned, self._chosen = {}, session.strategy, session.choice
-        what = self._place(step), operation.bucket, operation.phase
-        order = self._orders.get(what)
+        order = self._orders.get((place, number, phase))
         if order is None:
-            order = self._orders[what] = self._order_anew(operation)
+            order = self._orders[place, number, phase] = self._prepared(place, number, phase)
         return order
 
-    def _order_anew(self, operation: BucketPhase) -> Order | CodedOrder:
-        session, number = self.session, operation.bucket
+    def _prepared(self, place: int, number: int, phase: Phase) -> Order | CodedOrder:
+        session = self.session
         if self._compressions:
-            compression, label = self._compressions[self._place(operation.step)], self.layout.labels[number]
-            return session.coded_order(compression, number, self._key(operation), label)
-        nbytes = self.storage_of(operation.step).arrays[number].nbytes
-        if operation.phase == "allreduce":
-            return self._plain(operation, session.bucket_program(nbytes))
-        return self._plain(operation, session.bucket_phase_program(operation.phase, nbytes))
+            key, label = self._key(place, number, phase), self.layout.labels[number]
+            return session.coded_order(self._compressions[place], number, key, label)
+        nbytes = self.storages[place].arrays[number].nbytes
+        if phase == "allreduce":
+            return self._plain(place, number, phase, session.bucket_program(nbytes))
+        return self._plain(place, number, phase, session.bucket_phase_program(phase, nbytes))
 
-    def _plain(self, operation: BucketPhase, program: Program | Collective) -> Order:
-        label, phase = self.layout.labels[operation.bucket], operation.phase
+    def _plain(self, place: int, number: int, phase: Phase, program: Program | Collective) -> Order:
+        label = self.layout.labels[number]
         if phase != "allreduce":
             label = f"{label}, {phase.replace('_', '-')}"
-        array = self.storage_of(operation.step).arrays[operation.bucket]
-        return Order(program, array, self._key(operation), label)
+        return Order(program, self.storages[place].arrays[number], self._key(place, number, phase), label)
 
-    def _key(self, operation: BucketPhase) -> int:
+    def _key(self, place: int, number: int, phase: Phase) -> int:
         """Of two phases of a bucket, and of two steps, both may be under way."""
-        turn = operation.step % len(self.storages) if self._averages is None else 0  # weights are waited for at once
-        return self.first_key + operation.bucket + BUCKETS * (2 * turn + (operation.phase == "all_gather"))
+        turn = place if self._averages is None else 0  # weights are waited for at once
+        return self.key + number + BUCKETS * (2 * turn + (phase == "all_gather"))
 
-    @staticmethod
-    def _correct(array: np.ndarray, meeting: Meeting) -> None:
-        """In the progress thread: weigh this rank's gradient by its share of the samples."""
-        if (share := meeting.share()) != 1.0:
-            cpu.weigh(array, share)
+    # What all workers update by.
+
+    def _check_rule(self, meeting: Meeting) -> None:
+        """Raise MismatchError where a worker that makes the step updates by another rule than this one does."""
+        tickets = meeting.tickets()
+        mine = tickets[self.session.rank]
+        for rank, ticket in enumerate(tickets):  # flags of one that has no batches left say something else
+            if JOINED not in (mine.kind, ticket.kind) and ticket.flags >> _RULE_AT != mine.flags >> _RULE_AT:
+                raise self._parted(rank, step_of(ticket))
+        self._checked = meeting
+
+    def _parted(self, rank: int, step: int) -> MismatchError:
+        assert self._rule is not None
+        other, me = self.session.name(rank), self.session.name(self.session.rank)
+        text = f"{other} updates with other values in step {step} than {me}, which has {self._rule()}"
+        return MismatchError(self.session.titled(f"{text}: set the optimizer's attributes alike on all workers"))
 
     # Another layout.
 
     @property
     def flags(self) -> int:
-        """What this rank's ticket says of the layout."""
-        last = REPLACES if self.times is not None and self.times.last else 0
-        return last if self.choosing is None else last | self.choosing.flags()
+        """What this rank's ticket says of the layout, and of what updates the weights."""
+        found = REPLACES if self.times is not None and self.times.last else 0
+        if self.choosing is not None:
+            found |= self.choosing.flags()
+        if self._rule is not None:
+            found |= zlib.crc32(self._rule().encode()) << _RULE_AT
+        return found
 
     def exchanged(self, meeting: Meeting | None) -> None:
         """A step is over, in which rank 0 may tell that another layout is wanted."""
@@ -339,7 +462,7 @@ class Gradients:
         layers: Sequence[Layer],
         cost: LinearCost | None = None,
         chosen: Layout | None = None,
-        choosing: Choosing | None = None,
+        choosing: Chooser | None = None,
         pull: LinearCost | None = None,
     ) -> None:
         before, session = self.layout, self.session
@@ -352,7 +475,7 @@ class Gradients:
         self.layout = agree_on_layout(
             session,
             layers,
-            self.first_key,
+            self.key,
             both,
             chosen,
             choose=choose,
@@ -365,12 +488,12 @@ class Gradients:
         self.schedule = running.schedule_object()
         self._lanes = _lanes(self.schedule.in_flight)
         if self.layout.schedule:
-            session.schedules[self.first_key] = running, self.layout.reason
+            session.schedules[self.key] = running, self.layout.reason
         if self.layout.travels_like(before) and not passed.anew:
             return
         compression = Recompressing(session, self.compression)
         program = session.bucket_program if self.owners is None else session.push_program
-        push_nothing(session, program, before.buckets, self.compression, self.first_key)
+        push_nothing(session, program, before.buckets, self.compression, self.key)
         for storage in self.storages:
             storage.cut(self.layout.buckets)
         self._compress(compression.on(self.layout.buckets, self.storages[0].arrays, passed))
@@ -380,7 +503,7 @@ class Gradients:
 
     def _fits(self, buckets: Sequence[Bucket]) -> None:
         """Raise UsageError for buckets that cannot take the place of these."""
-        if place_tensors([layer.spec.elements for layer in self.layout.layers], buckets) != self.storage.placed:
+        if place_tensors([layer.spec.elements for layer in self.layout.layers], buckets) != self.storages[0].placed:
             raise UsageError("other buckets list tensors in another order than the first ones, which memory has")
         if self.compression is not None:
             self.compression.check_cuts(buckets)
@@ -388,9 +511,8 @@ class Gradients:
     def measure(self, steps: int, *, forward: bool) -> None:
         """From now on time the layers, and one exchange after the other, so that each shows what it takes by itself."""
         self.measured, self._lanes = False, _lanes(1)
-        if self.session.rank == 0:
-            clock = clock_of(device_of(self.named))
-            self.times = LayerTimes(self._model, self.named, steps, clock, forward=forward)
+        if self.session.rank == 0 and self._measuring is not None:
+            self.times = self._measuring(steps, forward)
             self._costs, self._pull_costs = BucketTimes(), BucketTimes()
 
     def _measure_no_more(self) -> None:
