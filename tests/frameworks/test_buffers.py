@@ -132,3 +132,34 @@ def test_expanded_buffers_travel_too_and_stay_expanded(group: Any, strategy: str
     first, second = on_group(group, strategy, 2, make, body)
     assert first["one"].tolist() != [0.0] * 3
     assert all(torch.equal(second[name], value) for name, value in first.items())
+
+
+class Counted(torch.nn.Module):
+    """Counts its forward passes, and has no buffer that could be averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3).double()
+        self.register_buffer("counted", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counted += 1
+        return self.layer(x)
+
+
+def test_counts_are_those_of_rank_0_also_where_weights_are_averaged_and_no_buffer_is(group: Any) -> None:
+    def make_counted(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = fill(Counted())
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body(here: Here) -> int:
+        for step in range(2 + 3 * here.rank):
+            with torch.set_grad_enabled(step >= 3 * here.rank):
+                output = here.model(batch(step))
+            if output.requires_grad:
+                here.optimizer.zero_grad()
+                loss_of(output).backward()
+                here.optimizer.step()
+        return int(here.model.get_buffer("counted"))
+
+    assert on_group(group, "ring sync=local(steps=2)", 2, make_counted, body) == [2, 2]

@@ -44,11 +44,13 @@ class Buffers:
         self._packed = staging.allocate(sum(buffer().nbytes for buffer in self._buffers), np.dtype(np.uint8))
         packed, device = torch.from_numpy(self._packed), staging.device
         self._pair = Pair(packed if device is None else torch.zeros_like(packed, device=device), packed)
+        self._works: list[Work] = []
 
-    def start(self, meeting: Meeting) -> list[Work]:
-        """Copy those of the first rank that takes part in this step to all ranks."""
+    def start(self, meeting: Meeting) -> None:
+        """Begin to copy those of the first rank that takes part in this step to all ranks."""
+        self._works = []
         if not self._buffers or meeting.work is None:
-            return []
+            return
         buffers = [buffer() for buffer in self._buffers]
         if sum(buffer.nbytes for buffer in buffers) != self._packed.nbytes:
             raise self._fault("a buffer of the model has another size than at syncline.prepare(): prepare it again")
@@ -60,11 +62,14 @@ class Buffers:
 
         gate = self._staging.down(self._pair, meeting.work, "buffers")
         exchange = self._session.engine.start(Order(program, self._packed, self._key, "buffers"), When(gate))
-        return [self._staging.up(self._pair, exchange, "buffers")]
+        self._works = [self._staging.up(self._pair, exchange, "buffers")]
 
     def finish(self) -> None:
-        """All has come: give it to the model."""
-        if self._buffers and self._session.world_size > 1:
+        """Wait for what was begun, and give it to the model."""
+        works, self._works = self._works, []
+        if works:
+            self._session.engine.wait(*works)
+            self._staging.join()
             unpack_bytes(self._pair.device, [buffer() for buffer in self._buffers])
 
 
@@ -96,7 +101,8 @@ class MeanBuffers:
 
     def start(self, meeting: Meeting, mix: Program | None = None, parts: int = 1) -> None:
         """Begin to average them as they are now, over all workers, or the sum of so many parts that ``mix`` makes."""
-        self._works = self._others.start(meeting)
+        self._works = []
+        self._others.start(meeting)
         if not self._buffers or meeting.work is None:
             return
         buffers = [buffer().detach() for buffer in self._buffers]
@@ -113,16 +119,16 @@ class MeanBuffers:
         gate = self._staging.down(self._pair, meeting.work, label)
         when = When(gate, before=lambda: cpu.weigh(self._packed, meeting.share()))
         exchange = session.engine.start(Order(program, self._packed, self._key, label), when)
-        self._works.append(self._staging.up(self._pair, exchange, label))
+        self._works = [self._staging.up(self._pair, exchange, label)]
 
     def finish(self) -> None:
         """Wait for all, and give it to the model."""
-        if not self._works:
-            return
-        self._session.engine.wait(*self._works)
-        self._works = []
-        self._staging.join()
         self._others.finish()
+        works, self._works = self._works, []
+        if not works:
+            return
+        self._session.engine.wait(*works)
+        self._staging.join()
         self._pair.device.div_(self._parts)
         at = 0
         for buffer in (buffer() for buffer in self._buffers):

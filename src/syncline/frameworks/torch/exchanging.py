@@ -47,7 +47,6 @@ class Exchanging:
         self.weight = 1.0
         """What the gradients of the last step that was pushed by itself count."""
         self._works: dict[BucketPhase, Work] = {}
-        self._of_buffers: list[Work] = []
 
     def do(self, actions: Sequence[Action]) -> None:
         """What the state machine says."""
@@ -65,15 +64,11 @@ class Exchanging:
     def take_part(self, meeting: Meeting) -> None:
         """Come to a step that the others make, of which this rank has no gradients."""
         self.meeting = meeting
-        self._of_buffers = self._buffers.start(meeting)
+        self._buffers.start(meeting)
 
     def finish_buffers(self) -> None:
         """Buffers are there when backward ends, whatever schedule gradients have."""
-        if self._of_buffers:
-            self._session.engine.wait(*self._of_buffers)
-            self._of_buffers = []
-            self._exchange.staging.join()
-            self._buffers.finish()
+        self._buffers.finish()
 
     def forget(self) -> None:
         """The step is over, or was given up."""
@@ -86,7 +81,7 @@ class Exchanging:
         argument, flags = step_argument(self._first_key, step), self._exchange.flags
         self.meeting = self._session.meet(STEP, argument, weight=self._weigh(), flags=flags)
         self.begun = True
-        self._of_buffers = self._buffers.start(self.meeting)
+        self._buffers.start(self.meeting)
 
     def _submit(self, submit: Submit) -> None:
         """A bucket is complete."""
