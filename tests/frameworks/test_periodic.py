@@ -54,6 +54,20 @@ def test_an_average_after_every_step_of_plain_descent_is_synchronous(group: Any,
     same_as_alone(group, under(strategy, "local(steps=1)"), WORKERS, making("sgd"), body)
 
 
+@pytest.mark.parametrize("strategy", ["ring", "ring" + STAGED])
+def test_in_the_first_steps_of_post_local_ranks_count_by_their_samples(group: Any, strategy: str) -> None:
+    """Which their tickets say, before any weights have been exchanged."""
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(2):
+            here.optimizer.zero_grad()
+            loss_of(here.model(here.share(batch(step, 13)))).backward()
+            here.optimizer.step()
+        return weights(here.model)
+
+    same_as_alone(group, under(strategy, "post_local(after=2, steps=2)"), WORKERS, sgd, body)
+
+
 @pytest.mark.parametrize("strategy", ["ring", "ring" + STAGED, "ps(servers=1, update=worker)"])
 def test_post_local_is_synchronous_first(group: Any, strategy: str) -> None:
     """After two steps with everybody's gradients, which momentum remembers, two periods of two steps each."""

@@ -7,7 +7,8 @@ owners of the weights (``serving``). Where workers train by themselves it is wei
 
 No framework is known here, and none of its objects: ``Weights`` is all that one has to do. Weights stay where the
 framework has them; copies in the transport's memory are made only where others hold the weights, or all agree on them.
-Which gradients have come is ``_coming``'s, how buckets travel ``_exchange``'s, and what a server does ``_served``'s.
+Which gradients have come is ``_coming``'s, how buckets travel and what a step does ``training``'s, and what a server does
+``_served``'s.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from ..engine.order import When
-from ..engine.step import Action, Agree, Apply, Steps, Submit, Wait
+from ..engine.step import Apply
 from ..engine.trace import Span, begin
 from ..errors import GradientError, UsageError
 from ..nouns import Spec
@@ -24,12 +25,13 @@ from ..serving.shard import Build
 from ..serving.traffic import Model
 from ..serving.worker import Worker, attach
 from ..session.session import Session
-from ..session.tickets import AVERAGE, CONSOLIDATE, STEP, step_argument
+from ..session.tickets import AVERAGE, CONSOLIDATE, Meeting, step_argument
 from ..sync import Agrees, Averages, alone
-from ..training.memory import Blocks, agree_on_model, copy_from_rank_0
+from ..training.exchange import BucketExchange, storages_of
+from ..training.memory import Blocks, InPlace, agree_on_model, copy_from_rank_0
+from ..training.model import Framework, TrainedModel
 from ._agreed import AgreedWeights
 from ._coming import Coming
-from ._exchange import BucketExchange
 from ._weights import Array, Weights
 
 Kind = Literal["exchanged", "own", "averaged"]
@@ -61,11 +63,10 @@ class FlatModel:
         weights.read(self.gradients.flat)
         copy_from_rank_0(session, self.gradients.arrays)
         weights.write(self.gradients.flat)
-        self._schedule, self._mode = session.strategy.schedule_object(), session.strategy.sync_mode()
-        held_or_agreed = isinstance(self._mode, Agrees) or session.strategy.server_holds_weights
-        arrays, in_flight = self.gradients.arrays, self._schedule.in_flight
-        said = str if held_or_agreed else rule
-        self.exchange = BucketExchange(session, self.key, layout, arrays, self._mode, in_flight, said)
+        held_or_agreed = isinstance(session.strategy.sync_mode(), Agrees) or session.strategy.server_holds_weights
+        storages, said = [self.gradients] * storages_of(session.strategy), None if held_or_agreed else rule
+        self.exchange = BucketExchange(session, self.key, layout, storages, InPlace(session.engine), rule=said)
+        self._mode, arrays = self.exchange.mode, self.gradients.arrays
         self.held: Blocks | None = None  # the weights as they travel, where they do
         self.agreed: AgreedWeights | None = None
         self.worker: Worker | None = None
@@ -76,36 +77,37 @@ class FlatModel:
             self.agreed = AgreedWeights(self._mode, session.world_size, self.held.arrays, arrays)
         elif self.held is not None:
             model = Model(layout, arrays, self.held.arrays, self.exchange.compression, self.key)
-            self.worker = self.exchange.worker = attach(session, model, build, [])
+            self.worker = self.exchange.owners = attach(session, model, build, [])
         self._alone = False  # the present step is the worker's own
         self.follows = True
         """Whether all have the same weights, which those that are agreed on have yet to become."""
         self.gone = False  # another has the weights
         self._backward: Span | None = None
-        self.resume_at(0)
+        framework = Framework(met=self._met, apply=self._apply, average=self._average)
+        self.trained = TrainedModel(session, self.exchange, len(self.specs), framework)
+        self.exchange.plan()
         session.consolidates[self.key] = self._consolidate
 
     @property
     def steps(self) -> int:
         """How many have been made."""
-        return self._steps.begun
+        return self.trained.machine.begun
 
     @property
     def present(self) -> int:
         """The number of the step whose gradients are coming, or would come next."""
-        return self._steps.begun if self._alone or not self.coming.begun else self._begun
+        return self.steps if self._alone or not self.coming.begun else self._begun
 
     @property
     def kind(self) -> Kind:
         """What the next step is."""
-        if self._steps.due:
+        if self.trained.machine.due:
             return "exchanged"
         return "averaged" if isinstance(self._mode, Averages) and self._mode.averages(self.present) else "own"
 
     def resume_at(self, step: int) -> None:
         """Go on from a step, counted from 0; between two."""
-        held = self.worker is not None
-        self._steps = Steps(len(self.specs), self.layout, self._schedule, self._mode, begun=step, held=held)
+        self.trained.resume_at(step)
         self.exchange.plan()
 
     # One step.
@@ -141,7 +143,7 @@ class FlatModel:
             if gradient is not None:
                 self.coming.places[tensor].put(gradient, self._share)
             if not self._alone:
-                self._do(self._steps.produced(tensor))
+                self.trained.do(self.trained.machine.produced(tensor))
         except BaseException as error:
             self.session.member.process.interrupted(error)  # the others wait for the rest of this step
             raise
@@ -154,14 +156,14 @@ class FlatModel:
     def _begin(self) -> None:
         self.session.check_usable()
         self._check_not_gone()
-        due = self._steps.due
+        due = self.trained.machine.due
         if self.worker is not None and not due:
             raise self.fault(
-                f"sync={self.session.strategy.sync.name} exchanges nothing in step {self._steps.begun}, and the owners"
+                f"sync={self.session.strategy.sync.name} exchanges nothing in step {self.steps}, and the owners"
                 " of the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"
             )
         self._alone = self.agreed is not None and not due
-        self._begun = self._steps.begun
+        self._begun = self.steps
         self._share = 1.0 / self.session.world_size if due and not alone(self._mode) else 1.0
         self.coming.begin()
 
@@ -175,7 +177,7 @@ class FlatModel:
             self._backward = None
         try:
             if not self._alone:
-                self._do(self._steps.backward_ended())
+                self.trained.do(self.trained.machine.backward_ended())
             if observer is not None:
                 optimizing = begin(observer, "optimizer", "optimizer step")
             if self._alone:
@@ -183,7 +185,8 @@ class FlatModel:
             elif self.worker is not None:
                 self._step_by_owners(self.worker)
             else:
-                self._do(self._steps.stepped())
+                self.trained.do(self.trained.machine.stepped())
+            self.trained.forget()
             if not self._alone and self._mode.merges:
                 self.session.coordination.begun()
         except BaseException as error:
@@ -212,7 +215,7 @@ class FlatModel:
             self._backward = None
         try:
             if not self._alone:
-                self._steps.dropped()
+                self.trained.machine.dropped()
         except UsageError as error:
             raise self.fault(
                 f"drop() in step {self.present}, gradients of which have gone to the other workers: begin the run again"
@@ -228,7 +231,7 @@ class FlatModel:
         assert self.held is not None
         worker.step(self.weights.values())
         pulls = [worker.pull(i, When(priority=priority)) for i, priority in enumerate(self.layout.priorities)]
-        self._do(self._steps.stepped())
+        self.trained.do(self.trained.machine.stepped())
         self.session.engine.wait(*pulls)
         self.weights.write(self.held.flat)
 
@@ -241,36 +244,26 @@ class FlatModel:
             self.agreed.begin()
             self.follows = False
         self.weights.update(self.gradients.flat)
-        self._steps.made_alone()
-        self._do(self._steps.updated(), AVERAGE)
+        self.trained.machine.made_alone()
+        self.trained.do(self.trained.machine.updated())
 
     # What the state machine says.
 
-    def _do(self, actions: Sequence[Action], kind: int = STEP) -> None:
-        for action in actions:
-            if isinstance(action, Submit):
-                self.exchange.submit(action)
-            elif isinstance(action, Wait):
-                self.exchange.wait(action.operations)
-            elif isinstance(action, Agree):
-                self._agree(kind, action.step)
-            elif isinstance(action, Apply):
-                self._apply()
-            elif self.agreed is not None and self.held is not None:
-                self.agreed.take()
-                self.weights.write(self.held.flat)
-
-    def _agree(self, kind: int, step: int) -> None:
-        self.exchange.agree(kind, step)
-        if self.agreed is not None and self.held is not None and kind == AVERAGE:
+    def _met(self, kind: int, meeting: Meeting, step: int) -> None:  # noqa: ARG002
+        if kind == AVERAGE and self.agreed is not None and self.held is not None:
             self.weights.read(self.held.flat)
             self.agreed.put()
 
-    def _apply(self) -> None:
+    def _apply(self, action: Apply) -> None:  # noqa: ARG002
         """All buckets of a step: what engines do that wait at the end of backward."""
         if self.worker is None:  # owners have
             self.weights.update(self.gradients.flat)
             self.follows = True
+
+    def _average(self, step: int) -> None:  # noqa: ARG002
+        if self.agreed is not None and self.held is not None:
+            self.agreed.take()
+            self.weights.write(self.held.flat)
 
     # Between steps.
 
@@ -301,6 +294,8 @@ class FlatModel:
         self.check_between("prepare()")
         self.gone = True
         self.session.leave_model(self.key)
+        self.trained.close()  # which holds this model, and so its memory until Python looks for cycles
+        self.exchange.close()
 
     def _check_not_gone(self) -> None:
         if self.gone:

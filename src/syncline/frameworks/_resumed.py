@@ -63,8 +63,8 @@ def save(model: FlatModel) -> dict[str, Any]:
         name, number = session.name, session.member.number
         own = [_of_records(specs, unpack(one, name(rank), number(rank))) for rank, one in enumerate(each)]
         found["ranks"] = [basic(specs, *one) for one in own]
-        if model.exchange.apart is not None:
-            found["differences"] = _gathered(model, model.exchange.apart)
+        if model.exchange.of_differences is not None:
+            found["differences"] = _gathered(model, model.exchange.of_differences)
     return found
 
 
@@ -119,7 +119,7 @@ def _load_agreed(model: FlatModel, agreed: AgreedWeights, state: Mapping[str, An
     else:
         agreed.forget()
         model.follows = True
-    apart = model.exchange.apart
+    apart = model.exchange.of_differences
     if apart is not None:
         apart.resume_at(0)
         if "differences" in state:

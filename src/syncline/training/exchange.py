@@ -174,8 +174,8 @@ class BucketExchange:
     ) -> None:
         self.session, self.key, self.layout, self.storages, self.staging = session, key, layout, storages, staging
         self._rule, self._measuring = rule, measuring
-        self.schedule, mode = session.strategy.schedule_object(), session.strategy.sync_mode()
-        self._averages = mode if isinstance(mode, Averages) else None
+        self.schedule, self.mode = session.strategy.schedule_object(), session.strategy.sync_mode()
+        self._averages = self.mode if isinstance(self.mode, Averages) else None
         self._compressions: list[Compression] = []  # of each storage, where there is a codec
         self._reduced: dict[int, Work] = {}  # the last reduction of each bucket, where steps overlap
         self._orders: dict[tuple[int, int, Phase], Order | CodedOrder] = {}  # by storage, bucket and phase

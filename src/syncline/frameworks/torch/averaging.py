@@ -16,7 +16,8 @@ stays what it would be without it: what was agreed on, and what is counted, are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,11 +25,9 @@ import numpy as np
 import torch
 
 from ...compression.saved import Saved
-from ...engine.order import Work
-from ...engine.step import Action, Agree, BucketPhase, Submit, Wait
 from ...errors import UsageError
 from ...session.replacing import gather_saved
-from ...session.tickets import AVERAGE, CONSOLIDATE, JOINED, Meeting, step_argument, step_of
+from ...session.tickets import AVERAGE, CONSOLIDATE, JOINED, Meeting, step_argument
 from .agreed import Exchanged, Tensors
 from .buffers import MeanBuffers
 from .eager import eager
@@ -45,8 +44,6 @@ class Averaging:
         replica.listeners.loaded = weights.anew
         staging = replica.exchange.staging
         self._buffers = MeanBuffers(replica.session, replica.selection, staging, replica.first_key, replica.fault)
-        self._meeting: Meeting | None = None
-        self._works: dict[BucketPhase, Work] = {}
         self._in_step = self._counted = False  # the optimizer has been called; and has made a step of its own since
         self._follows_exchange = False
         self._scaled = False  # a GradScaler has come with the optimizer, which has not been called since
@@ -129,16 +126,17 @@ class Averaging:
 
     def settle(self) -> None:
         """Exchange what is to be exchanged before another step."""
-        if self._replica.machine.owes:
-            self._replica.session.check_usable()
-            self._do(self._replica.machine.updated())
+        trained, session = self._replica.trained, self._replica.session
+        if trained.machine.owes:
+            session.check_usable()
+            actions = trained.machine.updated()
+            with self._others_waiting():
+                trained.do(actions)
 
-    def shadow(self, meeting: Meeting) -> None:
-        """Take part in the exchange for which the others have come, without having made a step for it."""
-        tickets = meeting.tickets()
-        number = next(step_of(ticket) for ticket in tickets if ticket.kind != tickets[self._replica.session.rank].kind)
-        self._begin(meeting, number)
-        self._do([action for action in self._replica.machine_at(number).updated() if not isinstance(action, Agree)])
+    def shadow(self, meeting: Meeting, step: int) -> None:
+        """Take part in the exchange for which the others have come, after that step of theirs, without having made it."""
+        with self._others_waiting():
+            self._replica.trained.shadow(AVERAGE, meeting, step)
 
     # Exchange.
 
@@ -147,48 +145,35 @@ class Averaging:
         """What this rank counts in an exchange of weights: nothing where it has made no step since the last one."""
         return 1.0 if self.alike else self._replica.passes.weight() if self.since else 0.0
 
-    def _meet(self, kind: int, step: int) -> Meeting:
-        """An exchange of weights begins, behind that step."""
-        replica = self._replica
-        replica.check_start()
-        argument = step_argument(replica.first_key, step)
-        return replica.session.meet(kind, argument, weight=self.weight, flags=self._weights.fingerprint)
-
-    def _do(self, actions: Sequence[Action]) -> None:
+    @contextmanager
+    def _others_waiting(self) -> Iterator[None]:
+        """What is raised inside leaves the others waiting for the rest of an exchange, of which they are told."""
         try:
-            for action in actions:
-                if isinstance(action, Agree):
-                    meeting = self._meet(AVERAGE, action.step)
-                    self._begin(meeting, action.step)
-                elif isinstance(action, Submit):
-                    self._submit(action)
-                elif isinstance(action, Wait):
-                    self._replica.session.engine.wait(*[self._works.pop(operation) for operation in action.operations])
-                    self._replica.exchange.staging.join()
-                else:
-                    self._end(action.step)
+            yield
         except BaseException as error:
-            self._replica.session.member.process.interrupted(error)  # the others wait for the rest
+            self._replica.session.member.process.interrupted(error)
             raise
 
-    def _begin(self, meeting: Meeting, step: int) -> None:
-        self._meeting = meeting
+    @property
+    def fingerprint(self) -> int:
+        """What has to be the same on all workers for an exchange to make sense."""
+        return self._weights.fingerprint
+
+    def met(self, meeting: Meeting, step: int) -> None:
+        """All come to exchange weights after that step: what of them travels goes into its buckets."""
         self._buffers.start(meeting, *(self._weights.mix(step) or ()))
         self._weights.put(1.0 / self._replica.session.world_size)
 
-    def _submit(self, submit: Submit) -> None:
-        after = None if submit.after is None else self._works.pop(submit.after)
-        started = self._replica.exchange.start(submit.operation, self._meeting, submit.priority, after)
-        self._works[submit.operation] = started
-
-    def _end(self, step: int) -> None:
-        assert self._meeting is not None
-        self._check_alike(self._meeting)
+    def average(self, step: int) -> None:
+        """All of it has come."""
+        meeting = self._replica.trained.meeting
+        assert meeting is not None
+        self._check_alike(meeting)
         self._weights.take(step)
         self._buffers.finish()
         self._replica.passes.counting.reset()
-        self._replica.exchange.exchanged(self._meeting)
-        self._meeting, self.since = None, 0
+        self._replica.exchange.exchanged(meeting)
+        self.since = 0
 
     def _check_alike(self, meeting: Meeting) -> None:
         """Raise GradientError where ranks have gone on from different weights."""
@@ -266,8 +251,10 @@ class Averaging:
         """Give all workers the same weights, which all of them call together, between two steps."""
         self._rest()
         replica, session = self._replica, self._replica.session
-        try:
-            meeting = self._meet(CONSOLIDATE, replica.steps)
+        with self._others_waiting():
+            replica.check_start()
+            argument = step_argument(replica.first_key, replica.steps)
+            meeting = session.meet(CONSOLIDATE, argument, weight=self.weight, flags=self.fingerprint)
             self._buffers.start(meeting)
             session.engine.wait(*([] if meeting.work is None else [meeting.work]))
             self._check_alike(meeting)
@@ -275,9 +262,6 @@ class Averaging:
                 self._sum()
             self._weights.take_final()
             self._buffers.finish()
-        except BaseException as error:
-            session.member.process.interrupted(error)
-            raise
 
     def _sum(self) -> None:
         """Of the buckets, as they are, between the workers alone: servers and codecs have no part in it."""

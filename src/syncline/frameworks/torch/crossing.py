@@ -144,7 +144,7 @@ class Crossing:
     def step(self, whole: Callable[[], Any]) -> None:
         """The script calls the optimizer, which would do ``whole``."""
         with self._deferral.lock:
-            if self._replica.machine.unstepped:
+            if self._replica.trained.machine.unstepped:
                 if self._defer_step():
                     return
             else:
@@ -158,8 +158,8 @@ class Crossing:
         held = self._of_groups()
         if not self._deferral.any or not self._nobody_looked(held):
             self.flush()
-        number = self._replica.machine.begun - 1
-        actions = list(self._replica.machine.stepped())
+        number = self._replica.trained.machine.begun - 1
+        actions = list(self._replica.trained.machine.stepped())
         now = [action for action in actions if isinstance(action, Apply) and action.step == number]
         self._do([action for action in actions if action not in now])
         if now:
@@ -184,8 +184,8 @@ class Crossing:
         """Let the optimizer update all that it has, with gradients as they are when it looks at them."""
         with self._deferral.lock:
             self.flush()
-            if self._replica.machine.unstepped:
-                self._do(self._replica.machine.stepped())
+            if self._replica.trained.machine.unstepped:
+                self._do(self._replica.trained.machine.stepped())
         return whole()
 
     def check_added(self, group: dict[str, Any]) -> None:
@@ -260,7 +260,7 @@ class Crossing:
         if torch._C._get_tracing_state() is not None:
             with _untraced():  # or the trace would have the updates, as what the model computes
                 self.flush()
-        elif self._replica.machine.unstepped and self._deferral.any:
+        elif self._replica.trained.machine.unstepped and self._deferral.any:
             self.flush()  # gradients will be added to these
         elif is_compiled(self._replica.model):
             self.flush()
@@ -312,7 +312,7 @@ class Crossing:
             )
 
     def _begin_backward(self) -> None:
-        watching, unstepped = self._looked is not None and not self._owed, self._replica.machine.unstepped
+        watching, unstepped = self._looked is not None and not self._owed, self._replica.trained.machine.unstepped
         if self.watches:
             self.looked |= unstepped
             self._deferral.release_all()
@@ -330,7 +330,7 @@ class Crossing:
         self._unread = frozenset()
         self._first = self._first and self._looked is None and self.watches  # it may watch from mid-step on
         self._looked, self._in_forward = None, False
-        if self._replica.machine.under_way:
+        if self._replica.trained.machine.under_way:
             self._written = Writes(self._replica.storage)
             self._deferral.defer(range(len(self._parameters)))
 
@@ -341,7 +341,7 @@ class Crossing:
         if self._failed is not None:
             raise self._failed
         try:
-            self._replica.exchanging.do(actions)
+            self._replica.trained.do(actions)
         except BaseException as error:
             self._failed = error if isinstance(error, Exception) else self._replica.fault(f"interrupted ({error!r})")
             raise
@@ -350,12 +350,12 @@ class Crossing:
         """Somebody looks at these parameters."""
         if self._looked is not None and not self._owed:
             self._looked.update(numbers)
-        elif self._later or self._replica.machine.unstepped:
+        elif self._later or self._replica.trained.machine.unstepped:
             self.flush()
         else:
             self.looked |= not self._in_forward
             for number in numbers:
-                self._do(self._replica.machine.needed(number))
+                self._do(self._replica.trained.machine.needed(number))
 
     def flush(self) -> None:
         """The script wants to see what is under way: wait for it, and update what the optimizer was called for."""
@@ -367,9 +367,9 @@ class Crossing:
         """The same without the script."""
         with self._deferral.lock:
             if self._owed or self._deferral.any:
-                if self._replica.machine.unstepped and self._deferral.any and not self.watches:
+                if self._replica.trained.machine.unstepped and self._deferral.any and not self.watches:
                     self._check_unwritten(self._written)
-                self._do(self._replica.machine.flush())
+                self._do(self._replica.trained.machine.flush())
                 self._deferral.release_all()
 
     def apply(self, action: Apply) -> None:

@@ -1,7 +1,7 @@
 """The forward and backward passes of a model: where its gradients come from, and what is done at each.
 
 A hook on each parameter fires when its gradient is complete. It goes into its place (``produced``), and the state
-machine of the step is told, whose answers are carried out (``exchanging``); what it wants to be waited for at the end
+machine of the step is told, whose answers are carried out (``training.model``); what it wants to be waited for at the end
 has arrived when ``backward()`` returns. The step's ticket, which says how much this rank counts (``samples``), goes
 with the first gradient, unless the pass may still add to the weight.
 
@@ -104,7 +104,7 @@ class Passes:
             exchange.times.produced(index)
         if not self._held:
             self._produced.check_first(index)
-        share = 1.0 if self._held or not self._replica.machine.due else self._share
+        share = 1.0 if self._held or not self._replica.trained.machine.due else self._share
         self._produced.place(index, parameter, share, self._local)
         if not self._produced.came(index, parameter, parameter.grad):
             return
@@ -124,7 +124,7 @@ class Passes:
         """Let the state machine know which gradients have come, and do what it says."""
         replica = self._replica
         for index in self._untold:
-            replica.exchanging.do(replica.machine.produced(index))
+            replica.trained.do(replica.trained.machine.produced(index))
         self._untold.clear()
 
     def _came_through_output(self) -> None:
@@ -138,11 +138,11 @@ class Passes:
             replica.session.check_usable()
             replica.guard.check_forms()
             replica.listeners.backward(first)
-            replica.turn(replica.machine.begun)
+            replica.turn(replica.trained.machine.begun)
             self._produced.storage = replica.storage
             # Set by scripts on the model, where they would set it on DistributedDataParallel's wrapper.
             synchronises = self.synchronising and getattr(replica.model, "require_backward_grad_sync", True)
-            self._alone = synchronises and replica.averaging is not None and not replica.machine.due
+            self._alone = synchronises and replica.averaging is not None and not replica.trained.machine.due
             self._synchronises = synchronises and not self._alone
         self._backward.enter()
 
@@ -151,12 +151,12 @@ class Passes:
         replica = self._replica
         if replica.session.engine.error is not None:
             raise replica.session.engine.error
-        if replica.exchanging.meeting is not None or (replica.machine.due and self._produced.any and not self._held):
+        if replica.trained.meeting is not None or (replica.trained.machine.due and self._produced.any and not self._held):
             raise replica.fault(
                 "the last backward pass ended with an exception after its exchange had begun; the other ranks wait for"
                 " the rest of it: end the script instead of catching the exception"
             )
-        replica.machine.abandon()
+        replica.trained.machine.abandon()
         self.counting.drop()
         if replica.exchange.times is not None:
             replica.exchange.times.forget()
@@ -170,7 +170,7 @@ class Passes:
 
     def _forget(self) -> None:
         self._touched = False
-        self._replica.exchanging.forget()
+        self._replica.trained.forget()
         self._produced.forget()
         self._untold = []
 
@@ -212,18 +212,18 @@ class Passes:
     def _end_step(self, held: bool) -> None:
         """The pass makes a step; where it was ``held`` nothing of it has been sent so far."""
         replica = self._replica
-        due = replica.machine.due
+        due = replica.trained.machine.due
         try:
             if not due:
                 replica.listeners.local_step()
             self._send_rest(held and due)
         except BaseException as error:
-            if replica.exchanging.begun:  # the others wait for the rest of this step
+            if replica.trained.begun:  # the others wait for the rest of this step
                 replica.session.member.process.interrupted(error)
             replica.begin_anew()
             self.reset()
             raise
-        meeting = replica.exchanging.meeting
+        meeting = replica.trained.meeting
         replica.made_step(meeting, due)
         self.reset()
         if replica.crossing is not None:
@@ -237,13 +237,13 @@ class Passes:
         if unshared:
             self._produced.share_out(self._share)
         self._tell()
-        if missing := replica.machine.missing:
+        if missing := replica.trained.machine.missing:
             if not self._fills_missing:
                 self._produced.refuse_missing(missing)
-            share = self._share if replica.machine.due else 1.0
+            share = self._share if replica.trained.machine.due else 1.0
             for index in missing:
                 self._produced.fill(index, share, self._local)
             self._untold += missing
             self._tell()
-        replica.exchanging.do(replica.machine.backward_ended())
-        replica.exchanging.finish_buffers()
+        replica.trained.do(replica.trained.machine.backward_ended())
+        replica.buffers.finish()

@@ -45,7 +45,7 @@ class Pulling(Crossing):
     def take_step(self) -> None:
         """The script has called the optimizer: from now on weights are the new ones, whenever they come."""
         with self._deferral.lock:
-            replica, machine = self._replica, self._replica.machine
+            replica, machine = self._replica, self._replica.trained.machine
             number, everything = machine.begun - 1, range(len(self._parameters))
             actions = machine.stepped()
             if not actions:  # nobody has looked
@@ -59,7 +59,7 @@ class Pulling(Crossing):
     def flush(self) -> None:
         """Wait for all that is under way. Who does it before the optimizer's step may look at gradients from now on."""
         with self._deferral.lock:
-            looks = self._deferral.any and self._replica.machine.unstepped
+            looks = self._deferral.any and self._replica.trained.machine.unstepped
             super().flush()
             if looks:
                 self._client.remember_gradients()
@@ -78,7 +78,7 @@ class Pulling(Crossing):
 
     def detach(self) -> None:
         """Parameters are what they seem to be."""
-        if self._replica.machine.unstepped and self._replica.session.engine.error is None:
+        if self._replica.trained.machine.unstepped and self._replica.session.engine.error is None:
             log.warning(
                 "%s: the run ends between backward() and step(): the owners of the weights have made the update of this"
                 " step, and the model has not got it",

@@ -1,7 +1,7 @@
 """One worker's copy of the model: gradients go into buckets during backward and come back averaged when it ends.
 
 What goes when, and what is waited for, is decided by the state machine of ``engine.step``: ``passes`` tell it what
-backward does, ``exchanging`` does what it says. Schedules whose results are applied by the optimizer's step have all
+backward does, ``training.model`` does what it says. Schedules whose results are applied by the optimizer's step have all
 arrived when backward ends, so that what follows ``backward()`` (clipping, GradScaler, the step) sees averaged
 gradients.
 
@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...engine.step import Agree, Apply, Steps
+from ...engine.step import Apply
 from ...errors import GradientError
 from ...session.layout import Layout, decide_layout
 from ...session.session import Session
-from ...session.tickets import Meeting
+from ...session.tickets import AVERAGE, STEP, Meeting
 from ...sync import alone, exchanges_gradients
 from ...training.exchange import BucketExchange, storages_of
+from ...training.model import Framework, TrainedModel
 from .batch_norm import SyncBatchNorm
 from .buffers import Buffers
 from .crossing import Crossing
-from .exchanging import Exchanging
 from .guard import Guard
 from .hooks import Hooks, Listeners, nothing
 from .options import Named, Options, Selection
@@ -61,7 +61,6 @@ class Replica:
         self.session, self.model = session, model
         self.selection = Selection(model, options)
         self.named = self.selection.trained()
-        self._mode = session.strategy.sync_mode()
         layout, device = decide_layout(session, layers_of(self.named)), device_of(self.named)
         staging = staging_for(device, session.engine, session.fail, copier)
         self.storages = [
@@ -73,6 +72,21 @@ class Replica:
         self.exchange = BucketExchange(
             session, first_key, layout, self.storages, staging, measuring=partial(_measuring, model, self.named)
         )
+        self._mode = self.exchange.mode
+        self.trained = TrainedModel(
+            session,
+            self.exchange,
+            len(self.named),
+            Framework(
+                check=self.check_start,
+                begin=self._begin,
+                weight=self._weight,
+                fingerprint=self._fingerprint,
+                met=self._met,
+                apply=self._apply,
+                average=self._average,
+            ),
+        )
         self.guard = Guard(model, self.named, self.selection, self.storages, self.fault)
         self.first_key = first_key
         self.exchanged = False  # True between the end of an exchange and the next backward
@@ -80,10 +94,7 @@ class Replica:
         self.made_local_steps = False  # which were not exchanged
         self.listeners = Listeners()
         self.passes = Passes(self, options, 1.0 if alone(self._mode) else 1.0 / session.world_size)
-        self.exchanging = Exchanging(
-            session, self.exchange, Buffers(session, self.selection, staging, first_key, self.fault),
-            first_key, self.listeners, check=self.check_start, weigh=self.passes.weight, apply=self._apply,
-        )  # fmt: skip
+        self.buffers = Buffers(session, self.selection, staging, first_key, self.fault)
         self.hooks = Hooks(session, model, self.named, self.passes, outputs=self.passes.looks_at_outputs)
         self.normalises_over_ranks = any(isinstance(module, SyncBatchNorm) for module in model.modules())
 
@@ -97,18 +108,7 @@ class Replica:
     @steps.setter
     def steps(self, value: int) -> None:
         self._steps = value
-        self.machine = self._machine(value)
-
-    def machine_at(self, step: int) -> Steps:
-        """A state machine of which that step has just been made."""
-        machine = self._machine(step)
-        machine.made_alone()
-        return machine
-
-    def _machine(self, begun: int) -> Steps:
-        held = self.session.strategy.server_holds_weights
-        exchange = self.exchange
-        return Steps(len(self.named), exchange.layout, exchange.schedule, self._mode, begun=begun, held=held)
+        self.trained.resume_at(value)
 
     def storage_of(self, step: int) -> Storage:
         """Where the gradients of a step are, or how weights differ after it."""
@@ -152,15 +152,10 @@ class Replica:
 
     def shadow(self, meeting: Meeting, number: int) -> None:
         """Take part in the others' step of that number with zeros."""
-        exchanging = self.exchanging
-        exchanging.take_part(meeting)
         self.turn(number)
         self._zero()
-        steps = self._machine(number)
-        for index in range(len(self.named)):
-            exchanging.do([action for action in steps.produced(index) if not isinstance(action, Agree)])
-        exchanging.do([*steps.backward_ended(), *steps.flush()])
-        exchanging.finish_buffers()
+        self.trained.shadow(STEP, meeting, number)
+        self.buffers.finish()
         self.exchange.exchanged(meeting)
         self.passes.reset()
 
@@ -205,7 +200,7 @@ class Replica:
 
     def made_alone(self) -> None:
         """A step of the rank's own was made, whose gradients are left as they are."""
-        self.machine.made_alone()
+        self.trained.machine.made_alone()
         self._steps += 1
 
     def made_step(self, meeting: Meeting | None, due: bool) -> None:
@@ -222,9 +217,32 @@ class Replica:
         if self.averaging is not None:
             self.averaging.exchanged()
 
+    def _begin(self) -> None:
+        self.listeners.begin()
+
+    def _weight(self, kind: int) -> float:
+        return self._averaging.weight if kind == AVERAGE else self.passes.weight()
+
+    def _fingerprint(self) -> int:
+        return self._averaging.fingerprint
+
+    def _met(self, kind: int, meeting: Meeting, step: int) -> None:
+        if kind == AVERAGE:
+            self._averaging.met(meeting, step)
+        else:
+            self.buffers.start(meeting)
+
     def _apply(self, action: Apply) -> None:
         if self.crossing is not None:
             self.crossing.apply(action)
+
+    def _average(self, step: int) -> None:
+        self._averaging.average(step)
+
+    @property
+    def _averaging(self) -> Averaging:
+        assert self.averaging is not None  # or there would be no such exchanges
+        return self.averaging
 
     def check_start(self) -> None:
         """A step that is exchanged begins."""

@@ -87,7 +87,7 @@ class Client:
         """The first gradient of a step has come: tell the owners the values that it is to be made with."""
         self._pulled.remember_mirror()  # all that was pulled is in the parameters
         self._tell_changed()
-        self.worker.begin(groups, weight=self.replica.exchanging.weight)
+        self.worker.begin(groups, weight=self.replica.trained.weight)
         self._begun = groups
         self._remember_weights()
 
@@ -167,8 +167,8 @@ class Client:
             return
         self._tell_changed()
         told = groups if self._own is None else self._own.to_send(groups)
-        self.worker.step(told, skip=skip, weight=self.replica.exchanging.weight)
-        self._take_up(self._start_pulls(), self.replica.machine.stepped)
+        self.worker.step(told, skip=skip, weight=self.replica.trained.weight)
+        self._take_up(self._start_pulls(), self.replica.trained.machine.stepped)
         self._learn_own(skip)
         self.replica.exchanged = False
         if self.replica.exchange.replaces:
@@ -215,7 +215,7 @@ class Client:
         if self.crossing is not None:
             for number in numbers:
                 self._weights.bring_up(number)
-        self.replica.exchanging.do(stepped())
+        self.replica.trained.do(stepped())
         self._staging.join()
         self._remember_weights()
 
