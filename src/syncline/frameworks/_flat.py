@@ -58,7 +58,7 @@ class FlatModel:
         self.session, self.specs, self.weights = session, list(specs), weights
         self.key = session.enter_model(owner)
         self.layout = layout = agree_on_model(session, self.key, specs, rule())
-        self.gradients = Blocks(session, layout)
+        self.gradients = Blocks(layout.layers, layout.buckets, session.engine.allocate)
         self.coming = Coming(specs, self.gradients.flat)
         weights.read(self.gradients.flat)
         copy_from_rank_0(session, self.gradients.arrays)
@@ -71,7 +71,7 @@ class FlatModel:
         self.agreed: AgreedWeights | None = None
         self.worker: Worker | None = None
         if held_or_agreed:
-            self.held = Blocks(session, layout)
+            self.held = Blocks(layout.layers, layout.buckets, session.engine.allocate)
             self.held.take(self.gradients)
         if self.held is not None and isinstance(self._mode, Agrees):
             self.agreed = AgreedWeights(self._mode, session.world_size, self.held.arrays, arrays)

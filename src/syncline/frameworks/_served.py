@@ -19,7 +19,7 @@ def serve_model(
 ) -> None:
     """Take part until all workers have left."""
     layout = agree_on_model(session, session.enter_model(owner), specs, rule)
-    gradients, held = Blocks(session, layout), Blocks(session, layout)
+    gradients, held = (Blocks(layout.layers, layout.buckets, session.engine.allocate) for _ in range(2))
     weights.read(held.flat)
     copy_from_rank_0(session, held.arrays)
     compression = session.compression(layout.layers, layout.buckets, gradients.arrays)

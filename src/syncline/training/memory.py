@@ -8,7 +8,7 @@ with rank 0's model: ``agree_on_model``, ``copy_from_rank_0``. Does not know wha
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +21,10 @@ from ..session.grouped import AnyEngine
 from ..session.keys import BUCKET_KEYS
 from ..session.layout import Layout, Placed, decide_layout, place_bucket, place_tensors
 from ..session.session import MODEL_KEYS, Session
+
+
+Allocate = Callable[[int, "np.dtype[Any]"], Array]
+"""Gives memory of so many bytes, as an array of that type."""
 
 
 class Stored(Protocol):
@@ -106,25 +110,30 @@ class InPlace:
 
 
 class Blocks:
-    """Tensors of the host, laid out as ``layout`` says; ``arrays`` are buckets, ``flat`` tensors."""
+    """The tensors of ``layers`` in the transport's memory, one block per element type, in the order of ``buckets``.
 
-    def __init__(self, session: Session, layout: Layout) -> None:
-        self.placed = place_tensors([layer.spec.elements for layer in layout.layers], layout.buckets)
-        sizes = {one.dtype: max(other.stop for other in self.placed if other.dtype == one.dtype) for one in self.placed}
-        self._blocks = {
-            dtype: session.engine.allocate(size * numpy_dtype(dtype).itemsize, numpy_dtype(dtype))
-            for dtype, size in sizes.items()
+    ``flat`` are the tensors, and ``arrays`` the buckets, which begin at ``starts`` of their blocks.
+    """
+
+    def __init__(self, layers: Sequence[Layer], buckets: Sequence[Bucket], allocate: Allocate) -> None:
+        self.placed = place_tensors([layer.spec.elements for layer in layers], buckets)
+        sizes: dict[str, int] = {}
+        for one in self.placed:
+            sizes[one.dtype] = max(sizes.get(one.dtype, 0), one.stop)
+        self.blocks = {
+            dtype: allocate(size * numpy_dtype(dtype).itemsize, numpy_dtype(dtype)) for dtype, size in sizes.items()
         }
-        self.flat = [self._blocks[one.dtype][one.start : one.stop] for one in self.placed]
-        self.cut(layout.buckets)
+        self.flat = [self.blocks[one.dtype][one.start : one.stop] for one in self.placed]
+        self.cut(buckets)
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
         """As ``Stored.cut``."""
-        starts = [place_bucket(bucket, self.placed) for bucket in buckets]
-        self.arrays: list[Array] = [
-            self._blocks[bucket.dtype][start : start + bucket.elements]
+        starts = tuple(place_bucket(bucket, self.placed) for bucket in buckets)  # refused before anything is another
+        self.buckets, self.starts = tuple(buckets), starts
+        self.arrays: tuple[Array, ...] = tuple(
+            self.blocks[bucket.dtype][start : start + bucket.elements]
             for bucket, start in zip(buckets, starts, strict=True)
-        ]
+        )
 
     def pair(self, number: int) -> Array:
         """The bucket itself."""

@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from ...errors import NotBuiltError, UsageError
 from ...nouns import Bucket, Layer, Spec, numpy_dtype
-from ...session.layout import place_bucket, place_tensors
+from ...training.memory import Allocate, Blocks
 
 Array = NDArray[Any]
-Allocate = Callable[[int, "np.dtype[Any]"], Array]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -191,17 +190,9 @@ class Storage:
         device: torch.device | None = None,
     ) -> None:
         self._forms = [tensor for _, tensor in parameters]
-        self.placed = place_tensors([tensor.numel() for tensor in self._forms], buckets)
-        sizes: dict[str, int] = {}
-        for placed in self.placed:
-            sizes[placed.dtype] = max(sizes.get(placed.dtype, 0), placed.stop)
-        self._blocks = {
-            dtype: allocate(size * numpy_dtype(dtype).itemsize, numpy_dtype(dtype)) for dtype, size in sizes.items()
-        }
-        self.flat = {
-            dtype: as_torch(block, getattr(torch, dtype))
-            for dtype, block in self._blocks.items()  #
-        }
+        self._host = Blocks(layers_of(parameters), buckets, allocate)
+        self.placed = self._host.placed
+        self.flat = {dtype: as_torch(block, getattr(torch, dtype)) for dtype, block in self._host.blocks.items()}
         self.resident = (
             self.flat
             if device is None
@@ -215,12 +206,8 @@ class Storage:
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
         """Let ``arrays`` be these buckets of the same tensors; raises UsageError unless they lie together in one."""
-        self.buckets = tuple(buckets)
-        self.starts = tuple(place_bucket(bucket, self.placed) for bucket in buckets)
-        self.arrays: tuple[Array, ...] = tuple(
-            self._blocks[bucket.dtype][start : start + bucket.elements]
-            for bucket, start in zip(buckets, self.starts, strict=True)
-        )
+        self._host.cut(buckets)
+        self.buckets, self.starts, self.arrays = self._host.buckets, self._host.starts, self._host.arrays
 
     def fresh(self, tensor: int) -> torch.Tensor:
         """The view of tensor ``tensor``, to be written anew; who has kept the one from before keeps its values.
