@@ -27,7 +27,8 @@ from toy import (
 )
 
 from syncline.errors import GradientError, MismatchError
-from syncline.frameworks.torch.intact import SAMPLES, Contents, Forms
+from syncline.frameworks.torch.guard import Forms
+from syncline.frameworks.torch.intact import SAMPLES, Contents
 from syncline.frameworks.torch.storage import Storage, layers_of
 from syncline.strategy.strategy import Strategy
 

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from syncline.engine.step import Action, Agree, Apply, Average, BucketPhase, Steps, Submit, Wait
 from syncline.engine.order import Work
+from syncline.engine.step import Action, Agree, Apply, Average, BucketPhase, Steps, Submit, Wait
 from syncline.nouns import Layer, Spec
 from syncline.schedules import Schedule
 from syncline.session.tickets import AVERAGE, STEP, Meeting, Ticket, step_of
-from syncline.sync import SyncMode
+from syncline.sync import Averages, SyncMode
 from syncline.sync.post_local import PostLocal
 from syncline.testing.training import MODES, SLICED, Averaged, Bound, Every, Laid, Sliced, go_together
 from syncline.training.model import Framework, TrainedModel
@@ -63,6 +63,9 @@ class Rank:
         return self.counts
 
     # As the session, its engine and the exchange of buckets.
+
+    def of_weights(self, step: int) -> bool:
+        return isinstance(self.mode, Averages) and self.mode.averages(step)
 
     def meet(self, kind: int, argument: int, *, weight: float, flags: int) -> Meeting:
         ticket = Ticket(kind, 0, argument, weight, flags)

@@ -1,9 +1,9 @@
 """How the buckets of a model travel, in every framework, and how they are cut anew between two steps.
 
-``BucketExchange`` owns what is prepared of each bucket (order, key, lane), the codec's memory of it, this worker's share
-of the step, and who takes it: the strategy's architecture, owners of the weights, or a plan that mixes some workers'.
-Whether gradients lie in the buckets or weights says the sync mode, step by step: each has a storage and a codec's memory
-of its own. Does not know when a bucket is complete (``engine.step``), nor what a tensor is.
+``BucketExchange`` owns what is prepared of each bucket (order, key, lane), the codec's memory of it, by which share it
+is weighed, and who takes it: the strategy's architecture, owners of the weights, or a plan that mixes some workers'.
+The sync mode says, step by step, whether gradients lie in the buckets or weights. Each of the two has a storage, and a
+codec's memory, of its own. Does not know when a bucket is complete (``engine.step``), nor what a tensor is.
 
 How tensors travel is a layout: buckets, the storage that is cut into them, and the codec's memory of them. Another one
 may take its place between two steps (``session.replacing``): the storage stays, with tensors where they are in it, and
@@ -246,6 +246,10 @@ class BucketExchange:
             return len(self.storages) - 1 if self._averages.averages(step) else 0
         return step % len(self.storages)
 
+    def of_weights(self, step: int) -> bool:
+        """Whether it is weights that are exchanged, after that step; gradients are not then, in it."""
+        return self._averages is not None and self._averages.averages(step)
+
     def start(self, operation: BucketPhase, meeting: Meeting | None, priority: float, after: Work | None) -> Work:
         """A bucket is complete: copy it down where it lives elsewhere, exchange it, copy it up.
 
@@ -253,27 +257,27 @@ class BucketExchange:
         What is pushed to those who hold the weights does not come back.
         Without a meeting there is nothing to agree on in the step.
         """
-        storage, staging = self.storages[self.place(operation.step)], self.staging
+        place, staging = self.place(operation.step), self.staging
         gate = after if after is not None or meeting is None else meeting.work
         if staging.device is None:
-            return self._exchange(operation, storage, meeting, gate, priority)
-        pair, label = storage.pair(operation.bucket), f"bucket {operation.bucket}"
+            return self._exchange(operation, place, meeting, gate, priority)
+        pair, label = self.storages[place].pair(operation.bucket), f"bucket {operation.bucket}"
         if after is None:
             gate = staging.down(pair, gate, label)
-        work = self._exchange(operation, storage, meeting, gate, priority)
+        work = self._exchange(operation, place, meeting, gate, priority)
         stays = operation.phase == "reduce_scatter" or self.owners is not None
         return work if stays else staging.up(pair, work, label)
 
     def _exchange(
-        self, operation: BucketPhase, storage: Stored, meeting: Meeting | None, gate: Work | None, priority: float
+        self, operation: BucketPhase, place: int, meeting: Meeting | None, gate: Work | None, priority: float
     ) -> Work:
         before = None
         if meeting is not None and operation.phase != "all_gather":
-            before = partial(self._check_and_weigh, storage.arrays[operation.bucket], meeting)
+            before = partial(self._check_and_weigh, self.storages[place].arrays[operation.bucket], meeting)
         when = When(gate, before, self._lanes[operation.phase], priority)
         if self._costs is not None and operation.phase != "all_gather":
-            return self._timed(self._costs, operation, when)
-        return self._begin(operation, when)
+            return self._timed(self._costs, operation, place, when)
+        return self._begin(operation, place, when)
 
     def _check_and_weigh(self, array: Array, meeting: Meeting) -> None:
         """In the thread that drives, when the tickets have come: a bucket may go, as much as this rank counts."""
@@ -282,7 +286,7 @@ class BucketExchange:
         if (share := meeting.share()) != 1.0:
             cpu.weigh(array, share)
 
-    def _timed(self, costs: BucketTimes, operation: BucketPhase, when: When) -> Work:
+    def _timed(self, costs: BucketTimes, operation: BucketPhase, place: int, when: When) -> Work:
         """Measure the exchange, without what comes before."""
 
         def begin() -> None:
@@ -290,7 +294,7 @@ class BucketExchange:
                 when.before()
             costs.begin(operation.bucket)
 
-        work = self._begin(operation, when._replace(before=begin))
+        work = self._begin(operation, place, when._replace(before=begin))
         return self.session.engine.then(work.label, [work], partial(costs.end, operation.bucket))
 
     def pull(self, number: int, start: Callable[[int, When], Work], priority: float) -> Work:
@@ -303,11 +307,11 @@ class BucketExchange:
         work = start(number, When(before=partial(costs.begin, number), lane=lane, priority=priority))
         return self.session.engine.then(work.label, [work], partial(costs.end, number))
 
-    def _begin(self, operation: BucketPhase, when: When) -> Work:
+    def _begin(self, operation: BucketPhase, place: int, when: When) -> Work:
         number = operation.bucket
         if self.owners is not None:
             return self.owners.start(number, when)
-        order, before = self._order(operation), self._reduced.get(number)
+        order, before = self._order(operation, place), self._reduced.get(number)
         if before is not None and not before.done:  # what a codec has left of the step before goes into this one
             gate = before if when.gate is None else self.session.engine.then(order.label, [when.gate, before])
             when = when._replace(gate=gate)
@@ -317,7 +321,7 @@ class BucketExchange:
         return work
 
     def plan(self) -> None:
-        """Prepare all orders as the session's strategy says now, which is refused here, and not in a step, if need be."""
+        """Prepare all orders as the session's strategy says now: what it cannot run is refused here, not in a step."""
         self._orders, self._planned, self._chosen = {}, self.session.strategy, self.session.choice
         phases: tuple[Phase, ...] = ("allreduce",)
         if self.schedule.phases == "split":
@@ -326,12 +330,11 @@ class BucketExchange:
             places, numbers = range(len(self.storages)), range(len(self.layout.buckets))
             self._orders = {what: self._prepared(*what) for what in product(places, numbers, phases)}
 
-    def _order(self, operation: BucketPhase) -> Order | CodedOrder:
+    def _order(self, operation: BucketPhase, place: int) -> Order | CodedOrder:
         """What exchanges a bucket, made once for what runs; but where weights go another way after every step."""
         step, number, phase = operation
-        averages, session = self._averages, self.session
-        place = self.place(step)
-        if self.program is not None and not self._compressions and averages is not None and averages.averages(step):
+        session = self.session
+        if self.program is not None and not self._compressions and self.of_weights(step):
             return self._plain(place, number, phase, self.program(step))
         if self._planned is not session.strategy or self._chosen is not session.choice:
             self._orders, self._planned, self._chosen = {}, session.strategy, session.choice

@@ -22,7 +22,6 @@ from ..session.keys import BUCKET_KEYS
 from ..session.layout import Layout, Placed, decide_layout, place_bucket, place_tensors
 from ..session.session import MODEL_KEYS, Session
 
-
 Allocate = Callable[[int, "np.dtype[Any]"], Array]
 """Gives memory of so many bytes, as an array of that type."""
 

@@ -1,12 +1,13 @@
 """One worker's steps with one model, in every framework: what the state machine of a step says is carried out here.
 
-``engine.step`` decides what is agreed on, handed over, waited for, applied and averaged, and in which order; ``exchange``
-knows how buckets travel; ``Framework`` is what differs between frameworks. Owns the ticket of the step that is under
-way, what was handed over and has not been waited for, and whether the others wait for the rest of the step. Ranks may
-count differently (rank i counts w_i / sum of w; one without batches left counts nothing): the ticket shows it.
+``engine.step`` decides what is agreed on, handed over, waited for, applied and averaged, and in which order.
+``exchange`` knows how buckets travel. ``Framework`` is what differs between frameworks. Owns the ticket of the step
+that is under way, what was handed over and has not been waited for, and whether the others wait for the rest of the
+step. Ranks may count differently (rank i counts w_i / sum of w; one without batches left counts nothing): the ticket
+shows it.
 
-Does not know when a gradient is there, nor when the optimizer is called: who does tells ``machine``, and has ``do`` carry
-out what it answers.
+Does not know when a gradient is there, nor when the optimizer is called. An adapter tells ``machine`` of that, and has
+``do`` carry out what it answers.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..engine.step import Action, Agree, Apply, BucketPhase, Steps, Submit, Wait
 from ..engine.order import Work
+from ..engine.step import Action, Agree, Apply, BucketPhase, Steps, Submit, Wait
 from ..session.session import Session
 from ..session.tickets import AVERAGE, STEP, Meeting, step_argument
-from ..sync import Averages
 from .exchange import BucketExchange
 
 
@@ -98,9 +98,9 @@ class TrainedModel:
                 self.forget()
 
     def shadow(self, kind: int, meeting: Meeting, step: int) -> None:
-        """Take part in what the others exchange in a step, or after it, with what is in the buckets: this rank has none.
+        """Take part in what the others exchange in a step of theirs, or after it, with what lies in the buckets.
 
-        They have met already.
+        This rank makes no such step. All have met already.
         """
         self.meeting = meeting
         self._framework.met(kind, meeting, step)
@@ -125,8 +125,7 @@ class TrainedModel:
         self.forget()
 
     def _agree(self, step: int) -> None:
-        framework, mode = self._framework, self._exchange.mode
-        kind = AVERAGE if isinstance(mode, Averages) and mode.averages(step) else STEP  # such a step is never due
+        framework, kind = self._framework, AVERAGE if self._exchange.of_weights(step) else STEP
         framework.check()
         if kind == STEP:
             framework.begin()

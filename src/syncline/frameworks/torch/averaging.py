@@ -134,7 +134,7 @@ class Averaging:
                 trained.do(actions)
 
     def shadow(self, meeting: Meeting, step: int) -> None:
-        """Take part in the exchange for which the others have come, after that step of theirs, without having made it."""
+        """Take part in the exchange that the others have come to after a step of theirs: this rank has not made it."""
         with self._others_waiting():
             self._replica.trained.shadow(AVERAGE, meeting, step)
 

@@ -16,13 +16,38 @@ from torch.nn.utils import stateless
 
 from ...errors import GradientError, UsageError
 from .batch_norm import unsynchronised
-from .intact import Forms
 from .options import Named, Selection
 from .storage import Storage
 from .supported import check_only_ours
 
 _STEPS_UNSEEN = 64
 """After so many steps at most it is seen that parameters have been added to the model."""
+
+
+class Forms:
+    """Element types, shapes, strides and devices of parameters, as they were when this was made."""
+
+    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        self._known = [
+            (name, parameter, parameter.dtype, parameter.shape, parameter.stride(), parameter.device)
+            for name, parameter in named
+        ]
+
+    def changed(self) -> str | None:
+        """The first parameter that has another form now, in words; None where all are as they were."""
+        for name, parameter, dtype, shape, stride, device in self._known:
+            if (
+                parameter.dtype != dtype
+                or parameter.shape != shape
+                or parameter.stride() != stride
+                or parameter.device != device
+            ):
+                now = _form(parameter.dtype, parameter.shape, parameter.stride(), parameter.device)
+                return (
+                    f"parameter {name!r} was {_form(dtype, shape, stride, device)} at syncline.prepare() and is {now}"
+                    " now (by .double(), .half(), .to() or .data?): bring the model into its form before prepare()"
+                )
+        return None
 
 
 class Guard:
@@ -107,6 +132,10 @@ class Guard:
                 "the gradients have been moved to other memory (model.share_memory()?), which is not the one that is"
                 " exchanged: call it before syncline.prepare()"
             )
+
+
+def _form(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], device: torch.device) -> str:
+    return f"{dtype} {tuple(shape)} with strides {stride} on {device}"
 
 
 def _for_one_call(weight: Any) -> bool:

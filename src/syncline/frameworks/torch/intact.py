@@ -1,11 +1,8 @@
-"""Whether tensors are still where and what ``prepare`` or an exchange has left them.
+"""Whether tensors still hold what ``prepare`` or an exchange has left in them.
 
-Autograd counts the in-place writes to a tensor (``Writes``), but not those through ``tensor.data``, and not that
-``tensor.data`` is given other memory. Both are found here: how a tensor lies is compared as a whole, and of what it
-holds a few elements of every tensor, bit by bit, others each time. A write past autograd that hits none of them is not
-seen.
-
-Cost: below a microsecond per tensor for how it lies, two passes over ``SAMPLES`` elements per tensor for what it holds.
+Autograd counts the in-place writes to a tensor (``Writes``), but not those through ``tensor.data``. Of what a tensor
+holds a few elements are therefore compared bit by bit, others each time. A write past autograd that hits none of them
+is not seen. Cost: two passes over ``SAMPLES`` elements per tensor.
 """
 
 from __future__ import annotations
@@ -20,32 +17,6 @@ SAMPLES = 64
 """How many elements of a tensor are looked at, of smaller ones all."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-class Forms:
-    """Element types, shapes, strides and devices of parameters, as they were when this was made."""
-
-    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        self._known = [
-            (name, parameter, parameter.dtype, parameter.shape, parameter.stride(), parameter.device)
-            for name, parameter in named
-        ]
-
-    def changed(self) -> str | None:
-        """The first parameter that has another form now, in words; None where all are as they were."""
-        for name, parameter, dtype, shape, stride, device in self._known:
-            if (
-                parameter.dtype != dtype
-                or parameter.shape != shape
-                or parameter.stride() != stride
-                or parameter.device != device
-            ):
-                now = _form(parameter.dtype, parameter.shape, parameter.stride(), parameter.device)
-                return (
-                    f"parameter {name!r} was {_form(dtype, shape, stride, device)} at syncline.prepare() and is {now}"
-                    " now (by .double(), .half(), .to() or .data?): bring the model into its form before prepare()"
-                )
-        return None
 
 
 class Writes:
@@ -134,7 +105,3 @@ class _Block:
     def digest(self, wanted: Collection[int]) -> bytes:
         rows = [tensor in wanted for tensor in self._tensors]
         return self._held.view(-1, self._row)[torch.tensor(rows, dtype=torch.bool)].cpu().numpy().tobytes()
-
-
-def _form(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], device: torch.device) -> str:
-    return f"{dtype} {tuple(shape)} with strides {stride} on {device}"

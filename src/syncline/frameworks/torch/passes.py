@@ -1,9 +1,11 @@
 """The forward and backward passes of a model: where its gradients come from, and what is done at each.
 
-A hook on each parameter fires when its gradient is complete. It goes into its place (``produced``), and the state
-machine of the step is told, whose answers are carried out (``training.model``); what it wants to be waited for at the end
-has arrived when ``backward()`` returns. The step's ticket, which says how much this rank counts (``samples``), goes
-with the first gradient, unless the pass may still add to the weight.
+A hook on each parameter fires when its gradient is complete. It is moved into its place in a contiguous bucket, divided
+on the way by the number of ranks unless each rank's is an update by itself, and ``param.grad`` becomes a view of it:
+after ``zero_grad(set_to_none=True)`` that is the only copy (``Produced``). The state machine of the step is told, whose
+answers are carried out (``training.model``); what it wants to be waited for at the end has arrived when ``backward()``
+returns. The step's ticket, which says how much this rank counts (``samples``), goes with the first gradient, unless the
+pass may still add to the weight.
 
 A re-entrant checkpoint may produce a gradient several times in one backward pass (``backward``). Whether a model has
 some shows in its first pass, which is therefore *held*: gradients are moved, but nothing is scaled or sent before the
@@ -17,18 +19,23 @@ of the end of each.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from ...errors import GradientError
 from .backward import Backward
 from .local import LocalSteps
 from .options import Options
-from .produced import Produced
 from .samples import Counting, Fixed, Samples
+from .storage import Storage
 
 if TYPE_CHECKING:
     from .replica import Replica
+
+_NAMED = 8
+"""So many names of parameters are in an error."""
 
 
 class Passes:
@@ -151,7 +158,9 @@ class Passes:
         replica = self._replica
         if replica.session.engine.error is not None:
             raise replica.session.engine.error
-        if replica.trained.meeting is not None or (replica.trained.machine.due and self._produced.any and not self._held):
+        if replica.trained.meeting is not None or (
+            replica.trained.machine.due and self._produced.any and not self._held
+        ):
             raise replica.fault(
                 "the last backward pass ended with an exception after its exchange had begun; the other ranks wait for"
                 " the rest of it: end the script instead of catching the exception"
@@ -247,3 +256,111 @@ class Passes:
             self._tell()
         replica.trained.do(replica.trained.machine.backward_ended())
         replica.buffers.finish()
+
+
+class Produced:
+    """Which gradients of a pass have come, of the parameters ``named``, where they are put, and what none may be."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        storage: Storage,
+        fault: Callable[[str], GradientError],
+    ) -> None:
+        self._named, self._fault = named, fault
+        self.storage = storage
+        """Where they are put, from one pass to the next."""
+        self._versions = [(0, 0)] * len(named)  # of parameters and gradients, as they were sent
+        self.forget()
+
+    def forget(self) -> None:
+        """The pass is over."""
+        self._came = [False] * len(self._named)
+
+    @property
+    def any(self) -> bool:
+        """Whether one has come."""
+        return True in self._came
+
+    def place(self, index: int, parameter: torch.Tensor, share: float, local: LocalSteps | None) -> None:
+        """Put ``share`` of a gradient where it belongs in its bucket; ``local`` keeps it as it was."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse or gradient.requires_grad:
+            self._refuse(index, gradient)
+        storage = self.storage
+        moves = gradient.data_ptr() != storage.places[index]
+        if local is not None:
+            local.keep(index, gradient, copy=not moves)
+        if moves:
+            view = storage.fresh(index)
+            torch.mul(gradient, share, out=view)
+            parameter.grad = view
+        elif share != 1.0:
+            gradient.mul_(share)
+
+    def fill(self, index: int, share: float, local: LocalSteps | None) -> None:
+        """Take a gradient that has not come for zeros, or for what was accumulated before, which still counts."""
+        parameter = self._named[index][1]
+        if parameter.grad is None:
+            parameter.grad = self.storage.fresh(index).zero_()
+        else:
+            self.place(index, parameter, share, local)
+
+    def came(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        """A gradient lies in its bucket; whether it is the first of that parameter in the pass."""
+        self._versions[index] = parameter._version, gradient._version
+        if self._came[index]:
+            return False
+        self._came[index] = True
+        return True
+
+    def share_out(self, share: float) -> None:
+        """Multiply all that have come."""
+        for came, view in zip(self._came, self.storage.views, strict=True):
+            if came:
+                view.mul_(share)
+
+    def check_first(self, index: int) -> None:
+        """Raise GradientError for a gradient that comes a second time when the first has been sent."""
+        if self._came[index]:
+            raise self._fault(
+                f"the gradient of {self._named[index][0]!r} was produced again after it had been sent: this backward"
+                " pass has re-entrant checkpoints, the first one had none; use use_reentrant=False, or checkpoint from"
+                " the first step on"
+            )
+
+    def check_untouched(self) -> None:
+        """Raise GradientError where a parameter or its gradient was changed after the gradient had come."""
+        places = self.storage.places
+        for index, (name, parameter) in enumerate(self._named):
+            gradient = parameter.grad
+            if self._came[index] and (
+                gradient is None
+                or gradient.data_ptr() != places[index]
+                or (parameter._version, gradient._version) != self._versions[index]
+            ):
+                raise self._fault(
+                    f"{name!r} or its gradient was changed during backward, when the gradient had been sent: change"
+                    " gradients and make optimizer steps after backward(), not in post-accumulate hooks"
+                    " (Tensor.register_hook is called in time)"
+                )
+
+    def _refuse(self, index: int, gradient: torch.Tensor) -> NoReturn:
+        """Raise GradientError for one that is sparse, or that can itself be differentiated."""
+        name = self._named[index][0]
+        if gradient.is_sparse:
+            raise self._fault(f"the gradient of {name!r} is sparse, which cannot be exchanged: use sparse=False")
+        raise self._fault(
+            f"the gradient of {name!r} can itself be differentiated (create_graph=True), which an exchange would"
+            " lose: use torch.autograd.grad() for inner derivatives and a plain backward() for the last one"
+        )
+
+    def refuse_missing(self, missing: Sequence[int]) -> NoReturn:
+        """Raise GradientError for those that have not come."""
+        names = ", ".join(repr(self._named[index][0]) for index in missing[:_NAMED])
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise self._fault(
+            f"{len(missing)} parameters got no gradient in this backward pass: {names}{more}. If that is meant,"
+            ' pass unused="zeros" to syncline.prepare(), or freeze them before it'
+        )

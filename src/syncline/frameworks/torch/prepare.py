@@ -26,7 +26,7 @@ from .agreement import check_same_model, check_same_own, copy_from_worker
 from .averaging import Averaging
 from .choosing import Choosing
 from .computing import steps_of
-from .intact import Forms
+from .guard import Forms
 from .optimizer import give_back, put_together, take_over
 from .options import Named, Options, Selection
 from .own_values import OwnValues, group_values
@@ -222,9 +222,7 @@ def _attach_served(session: Session, optimizer: torch.optim.Optimizer, probed: P
     vars(plain).update(vars(optimizer))
     learnt = records_of(optimizer, parameters) if session.rank == 0 or not session.group.servers else []
     build = partial(SlicedOptimizer, plain, parameters, probed.own)
-    worker = attach_to_owners(
-        session, model_of(replica, weights), build, learnt, apart=updates_alone(optimizer)
-    )
+    worker = attach_to_owners(session, model_of(replica, weights), build, learnt, apart=updates_alone(optimizer))
     replica.exchange.owners = worker
     together = session.strategy.sync_mode().merges and not by_layer
     own = OwnValues(optimizer, probed.own) if together else None

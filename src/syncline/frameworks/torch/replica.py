@@ -1,14 +1,13 @@
 """One worker's copy of the model: gradients go into buckets during backward and come back averaged when it ends.
 
 What goes when, and what is waited for, is decided by the state machine of ``engine.step``: ``passes`` tell it what
-backward does, ``training.model`` does what it says. Schedules whose results are applied by the optimizer's step have all
-arrived when backward ends, so that what follows ``backward()`` (clipping, GradScaler, the step) sees averaged
+backward does, ``training.model`` does what it says. Schedules whose results are applied by the optimizer's step have
+all arrived when backward ends, so that what follows ``backward()`` (clipping, GradScaler, the step) sees averaged
 gradients.
 
-Owns which step it is, and what belongs to the model: its hooks, and the storages in which its gradients lie. How buckets
-travel is ``training.exchange``'s affair, that of batch statistics ``buffers``'.
-
-Where the model lives on a GPU, buckets are staged through pinned memory of the transport on their way (``staging``).
+Owns which step it is, and what belongs to the model: its hooks, and the storages in which its gradients lie. How
+buckets travel is the affair of ``training.exchange``, how batch statistics do that of ``buffers``. Buckets of a model
+on a GPU are staged through pinned memory of the transport (``staging``).
 """
 
 from __future__ import annotations
