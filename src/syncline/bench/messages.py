@@ -211,6 +211,7 @@ class Mailbox:
         self._rest: dict[int, bytes] = {}
         self._orders: dict[int, int] = {}
         self._writing: dict[int, int] = {}  # open here until the process has opened its own
+        self._places: dict[int, Message] = {}  # what each process has said that is here
         self.ended: list[int] = []
         self.environ: dict[str, str] = {}
         """What the processes need in their environment."""
@@ -289,14 +290,16 @@ class Mailbox:
         self._selector.register(reading, selectors.EVENT_READ, rank)
         self._rest[reading] = b""
 
-    def _here(self, rank: int, message: Message) -> None:  # noqa: ARG002 - what a process of this machine says is known
+    def _here(self, rank: int, message: Message) -> None:
         """A process has its end: without this one's copy of it, its end ends the line."""
+        if rank in self._places:
+            raise SynclineError(f"process {rank} has said twice that it is here")
+        self._places[rank] = message
         self._release(rank)
 
     def _release(self, rank: int) -> None:
-        if rank not in self._writing:
-            raise SynclineError(f"process {rank} has said twice that it is here")
-        os.close(self._writing.pop(rank))
+        if rank in self._writing:  # only a line on this machine has a copy here
+            os.close(self._writing.pop(rank))
 
     def _forget(self, fd: int) -> None:
         self._selector.unregister(fd)
@@ -318,7 +321,6 @@ class RemoteMailbox(Mailbox):
         self._processes, self._deadline, self._limit_s = processes, time.monotonic() + limit_s, limit_s
         self._callers: deque[tuple[int, socket.socket]] = deque()  # let in by the doors' thread
         self._known: set[int] = set()
-        self._places: dict[int, Message] = {}
         secret = secrets.token_hex(32)
         self.environ = {"SYNCLINE_SECRET": secret}
         address = _reached_at()
@@ -376,17 +378,12 @@ class RemoteMailbox(Mailbox):
     def _here(self, rank: int, message: Message) -> None:
         if not message.keys() >= {"network", "address", "port"}:
             raise SynclineError(f"process {rank} does not say where it is: another version of Syncline runs there")
-        if rank in self._places:
-            raise SynclineError(f"process {rank} has said twice that it is here")
-        self._places[rank] = message
+        super()._here(rank, message)
         if len(self._places) == self._processes:
             self._doors.close()
             first = self._places[0]
             near = {place["network"] for place in self._places.values()} == {first["network"]}
             self.tell({"address": "127.0.0.1" if near else first["address"], "port": first["port"]})
-
-    def _release(self, rank: int) -> None:
-        """There is no copy of a process's end."""
 
 
 def _keep_alive(sock: socket.socket) -> None:
