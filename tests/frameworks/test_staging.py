@@ -17,9 +17,10 @@ import pytest
 import torch
 from toy import Here, batch, close, fill, gradients, loss_of, mlp, sgd, weights
 
+from host_copier import HostCopier
 from syncline.errors import NotBuiltError, SynclineError, UsageError
 from syncline.frameworks.torch import prepare
-from syncline.frameworks.torch.staging import Copy, CudaCopier, HostCopier, Staged, device_of, staging_for
+from syncline.frameworks.torch.staging import Copy, CudaCopier, Staged, device_of, staging_for
 from syncline.frameworks.torch.storage import Pair
 from syncline.session.session import Session
 from syncline.training.memory import InPlace

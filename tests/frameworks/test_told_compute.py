@@ -11,10 +11,10 @@ import pytest
 import torch
 from toy import batch, loss_of, mlp
 
+from host_copier import HostCopier
 from syncline.engine.trace import Recorder, Span
 from syncline.frameworks.torch import prepare
 from syncline.frameworks.torch.computing import NO_GRADIENT
-from syncline.frameworks.torch.staging import HostCopier
 from syncline.launch.connecting import in_process
 from syncline.session.session import Session
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from host_copier import HostCopier
 from syncline.frameworks.torch import Options, prepare
 from syncline.frameworks.torch.joining import shadow_until_all_joined
 from syncline.frameworks.torch.replica import Replica
 from syncline.frameworks.torch.served import Client
-from syncline.frameworks.torch.staging import HostCopier
 from syncline.session.session import Session
 
 STAGED = " staged"

@@ -9,9 +9,10 @@ import host_bodies
 import rank_bodies as bodies
 import torch
 
+from host_copier import HostCopier
 from syncline.engine.engine import Engine
 from syncline.frameworks.torch import replica
-from syncline.frameworks.torch.staging import HostCopier, staging_for
+from syncline.frameworks.torch.staging import staging_for
 from syncline.training.memory import Staging
 
 
