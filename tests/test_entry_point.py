@@ -106,11 +106,11 @@ def unreadable(installed: Path) -> None:
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no package": (gone("syncline"), "syncline"),
-    "no module": (gone("syncline/torch_backend.py"), "torch_backend"),
+    "no module": (gone("syncline/torch_backend"), "torch_backend"),
     "no version": (gone("syncline/version.py"), "version"),
     "unreadable": (unreadable, "version"),
     "a package that is no Python": (written("syncline/__init__.py", "import ("), "SyntaxError"),
-    "a module that is no Python": (written("syncline/torch_backend.py", "\0"), "null bytes"),
+    "a module that is no Python": (written("syncline/torch_backend/__init__.py", "\0"), "null bytes"),
     "a torch that is too old": (written("torch/distributed.py", TOO_OLD), "TypeError"),
     "a torch without groups": (gone("torch/distributed.py"), "torch.distributed"),
 }

@@ -417,7 +417,7 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
 def __getattr__(name: str) -> Any:
     """The hook of DistributedDataParallel, which is torch's: it is loaded when it is asked for."""
     if name in ("comm_hook", "hook_state"):
-        from .frameworks.torch.distributed import hook
+        from .torch_backend import hook
 
         return getattr(hook, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,151 @@
 """Lightning over Syncline: ``import syncline.lightning`` lets ``Trainer(strategy="syncline")`` be known.
 
-Not loaded with the package, since it loads Lightning.
+That is Lightning's DistributedDataParallel over the backend ``syncline``, with a codec as DDP's hook.
+Lightning goes on to start the processes, to share out data and to save checkpoints; what differs from its own ``ddp``
+is who carries gradients. Architecture and transport are the process group's, the codec is the hook's, and what it has
+kept back goes into Lightning's checkpoints. Not loaded with the package, since it loads Lightning.
 """
 
 from __future__ import annotations
 
-from .frameworks.torch.lightning import SynclineStrategy
-from .torch_backend import register
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+
+from .errors import UsageError
+from .strategy.strategy import Strategy
+from .strategy.words import NONE
+from .torch_backend import NAME, register
+from .torch_backend.hook import HookState, comm_hook
+from .torch_backend.sessions import chosen
 
 __all__ = ["SynclineStrategy"]
 
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+"""The names under which Lightning is installed; its classes under one are others than those under the other."""
+_OLDEST = (2, 4)
+_SAVED = "syncline"
+"""Where what the codec has kept back is in a checkpoint of Lightning."""
+
+
+def _strategies() -> Any:
+    """Lightning's module of strategies: of the package that the script has imported, or else of one that is there."""
+    remedy = f"pip install 'syncline[lightning]', which brings lightning {_OLDEST[0]}.{_OLDEST[1]} or newer"
+    for name in sorted(_PACKAGES, key=lambda name: name not in sys.modules):
+        try:
+            package = import_module(name.partition(".")[0])
+            module = import_module(f"{name}.strategies")
+        except ModuleNotFoundError as missing:
+            if missing.name is None or not f"{name}.".startswith(f"{missing.name}."):
+                raise
+            continue
+        if tuple(int(part) for part in package.__version__.split(".")[:2]) < _OLDEST:
+            raise UsageError(f"syncline.lightning does not know {package.__name__} {package.__version__}: {remedy}")
+        return module
+    raise UsageError(f"syncline.lightning needs Lightning: {remedy}")
+
+
+_lightning: Any = _strategies()
+
+
+def divided(text: str | None) -> tuple[Strategy, str | None]:
+    """A strategy without its codec, for the process group, and the codec, for DDP's hook, if there is one.
+
+    The text is SYNCLINE_STRATEGY's by default. Raises UsageError for what DistributedDataParallel cannot run.
+    """
+    whole = Strategy.parse(text if text is not None else os.environ.get("SYNCLINE_STRATEGY", ""))
+    if whole.codec == NONE:
+        return chosen(str(whole)), None
+    group = chosen(str(replace(whole, codec=NONE)))
+    codec = str(replace(Strategy.parse(""), codec=whole.codec))
+    HookState(codec)  # refuses what is no hook's
+    return group, codec
+
+
+class SynclineStrategy(_lightning.DDPStrategy):  # type: ignore[misc]
+    """``Trainer(strategy="syncline")``, or ``Trainer(strategy=SynclineStrategy("ring codec=int8"))``.
+
+    ``strategy`` is Syncline's, ``SYNCLINE_STRATEGY`` by default; all else is what Lightning's ``DDPStrategy`` takes.
+    On GPUs tensors go by NCCL, and the codec compresses what it carries.
+    """
+
+    strategy_name = NAME
+
+    def __init__(self, strategy: str | None = None, **others: Any) -> None:
+        taken = sorted({"process_group_backend", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"} & set(others))
+        if taken:
+            raise UsageError(f"SynclineStrategy is given {taken[0]}, which is its own: use Lightning's DDPStrategy")
+        self._group, self._codec = divided(strategy)
+        self._hook: HookState | None = None
+        self._kept: Mapping[str, Any] | None = None
+        """What was loaded of a checkpoint for what runs now, if one was given; empty where it has nothing of ours."""
+        super().__init__(**others)
+
+    def setup_distributed(self) -> None:
+        """Make the process group, unless there is one, which then has to be of this backend."""
+        if not dist.is_initialized():
+            self.set_world_ranks()
+            place = self.cluster_environment
+            os.environ.update(MASTER_ADDR=place.main_address, MASTER_PORT=str(place.main_port))
+            dist.init_process_group(
+                self._get_process_group_backend(),
+                rank=place.global_rank(),
+                world_size=place.world_size(),
+                timeout=self._timeout,
+                pg_options=str(self._group),
+            )
+        elif NAME not in dist.get_backend_config():
+            raise UsageError(
+                f"Trainer(strategy='{NAME}') finds a process group with the backend {dist.get_backend()}: make it with"
+                f" init_process_group('{NAME}'), or leave it to Lightning"
+            )
+        super().setup_distributed()
+
+    def _get_process_group_backend(self) -> str:
+        return NAME if self.root_device.type == "cpu" else f"cpu:{NAME},cuda:nccl"
+
+    def _register_ddp_hooks(self) -> None:
+        if self._codec is not None:
+            self._hook = HookState(self._codec)
+            if self._kept:
+                self._hook.load_state_dict(self._kept)
+            elif self._kept is not None and self._hook.keeps:
+                warnings.warn(
+                    f"this checkpoint has nothing of the codec in {self._codec!r}: what it had not sent yet is lost,"
+                    " and training does not go on with the same bits; go on from one that this strategy has saved",
+                    stacklevel=2,
+                )
+            self.model.register_comm_hook(self._hook, comm_hook)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save on rank 0; all ranks call this, and each says what its codec has kept back."""
+        if self._hook is not None:
+            checkpoint[_SAVED] = self._hook.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, *path: Any, **options: Any) -> dict[str, Any]:
+        """What Lightning restores; what codecs have kept back is taken up when training begins."""
+        found: dict[str, Any] = super().load_checkpoint(*path, **options)
+        self._kept = found.get(_SAVED) or {}
+        return found
+
+    def teardown(self) -> None:
+        """The end of what the Trainer was called for: the next call goes on from a checkpoint of its own, if any."""
+        self._kept = None
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Have ``Trainer(strategy="syncline")`` mean this class."""
+        register: Callable[..., Any] = strategy_registry.register
+        register(NAME, cls, description="DDP over Syncline; its strategy is SYNCLINE_STRATEGY", override=True)
+
+
 register()  # torch may not have been loaded with the package
+SynclineStrategy.register_strategies(_lightning.StrategyRegistry)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncline
 from syncline.compression.reducers import owners
-from syncline.frameworks.torch.distributed.compressed import CompressedBucket
+from syncline.torch_backend.hook import CompressedBucket
 
 BATCH = 12
 

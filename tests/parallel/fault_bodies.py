@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncline
 from syncline.errors import PeerError, UsageError
-from syncline.frameworks.torch.distributed import sessions
 from syncline.launch import connecting
 from syncline.session.session import Session
+from syncline.torch_backend import sessions
 from syncline.wire.meeting_client import MeetingClient
 
 

@@ -14,7 +14,7 @@ from syncline.frameworks import adapter_of
 
 def test_a_missing_lightning_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    for name in ("lightning", "pytorch_lightning", "syncline.lightning", "syncline.frameworks.torch.lightning"):
+    for name in ("lightning", "pytorch_lightning", "syncline.lightning"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in ("lightning", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)

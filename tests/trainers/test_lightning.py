@@ -122,7 +122,7 @@ def test_a_process_group_of_another_backend_is_refused(trainer: Any) -> None:
 def test_an_old_lightning_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     import lightning
 
-    from syncline.frameworks.torch import lightning as ours
+    from syncline import lightning as ours
 
     monkeypatch.setattr(lightning, "__version__", "1.9.5")
     monkeypatch.setattr(ours, "_PACKAGES", ("lightning.pytorch",))

@@ -131,7 +131,7 @@ def _hook(peer: DDP) -> tuple[Any, Any] | None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if peer.codec != "none":
-        from ...frameworks.torch.distributed.hook import HookState, comm_hook
+        from ...torch_backend.hook import HookState, comm_hook
 
         return HookState(f"codec={peer.codec}"), comm_hook
     hooks: dict[str, Any] = {

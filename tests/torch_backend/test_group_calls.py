@@ -14,8 +14,8 @@ from process_groups import LIMIT, WORLD, of, options
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from syncline.errors import MismatchError, PeerError, PeerTimeout, UsageError
-from syncline.frameworks.torch.distributed import SynclineGroup
 from syncline.session.session import Session
+from syncline.torch_backend.group import SynclineGroup
 
 
 def test_messages_are_matched_by_tag_and_from_any_rank(groups: Any) -> None:

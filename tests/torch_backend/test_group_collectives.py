@@ -12,7 +12,7 @@ from process_groups import WORLD, of, options
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from syncline.errors import UsageError
-from syncline.frameworks.torch.distributed import SynclineGroup
+from syncline.torch_backend.group import SynclineGroup
 
 STRATEGIES = ["direct", "ring", "tree"]
 SIZES = [5, 3000]

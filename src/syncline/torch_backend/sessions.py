@@ -20,22 +20,41 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ....errors import SynclineError, UsageError
-from ....launch.connecting import alone, connect_session
-from ....launch.environment import of_store
-from ....launch.meeting import MeetingPoint
-from ....session.communicator import Communicator
-from ....session.printing import end_failed, watch_exceptions
-from ....session.session import Session
-from ....strategy.strategy import Strategy
-from ....strategy.words import NONE
+from ..errors import SynclineError, UsageError
+from ..launch.connecting import alone, connect_session
+from ..launch.environment import of_store
+from ..launch.meeting import MeetingPoint
+from ..session.communicator import Communicator
+from ..session.printing import end_failed, watch_exceptions
+from ..session.session import Session
+from ..strategy.strategy import Strategy
+from ..strategy.words import NONE
 from .group import SynclineGroup
 
 _live: list[Session] = []
 _watching = False
 
 
-def communicator_for(
+def create(options: Any, strategy: Any = None) -> SynclineGroup:
+    """What torch calls for a new group: its place in ``options``, and the ``pg_options`` of the script, a strategy."""
+    if strategy is not None and not isinstance(strategy, str):
+        raise UsageError(
+            f"the options of a group of the backend syncline are a strategy, such as pg_options='ring transport=tcp',"
+            f" not {type(strategy).__name__}"
+        )
+    us, shut = _communicator_for(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        options.group_id,
+        list(options.global_ranks_in_group),
+        strategy,
+    )
+    return SynclineGroup(options.store, us, options.timeout, shut)
+
+
+def _communicator_for(
     store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int], strategy: str | None
 ) -> tuple[Communicator, Callable[[], None]]:
     """What a new group communicates by, and what ends it. ``ranks`` are those of the default group, none for itself."""

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from syncline.frameworks.torch.distributed.compressed import CompressedBucket
 from syncline.strategy.strategy import Strategy
 from syncline.testing.reducing import run
+from syncline.torch_backend.hook import CompressedBucket
 
 SHAPES = [(40, 50), (7,), (1500,)]
 ELEMENTS = 3507

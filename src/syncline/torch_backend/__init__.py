@@ -1,7 +1,8 @@
-"""Registers the backend ``syncline`` of torch.distributed, and nothing more: what it is made of is loaded with a group.
+"""A backend of torch.distributed: ``init_process_group("syncline")``.
 
-``import torch`` calls ``register`` by the entry point ``_syncline_torch``, which warns where it fails, and so does
-``import syncline`` where torch is loaded already. So this file has to be light.
+This file registers it and does nothing more; what it is made of is loaded with the first group. ``import torch`` calls
+``register`` by the entry point ``_syncline_torch``, which warns where it fails, and so does ``import syncline`` where
+torch is loaded already. So this file has to be light.
 """
 
 from __future__ import annotations
@@ -30,6 +31,6 @@ def _create(options: Any, strategy: Any = None) -> Any:
             f"the backend syncline needs torch {'.'.join(map(str, OLDEST))} or newer, this is {torch.__version__}: pip"
             f" install 'torch>={'.'.join(map(str, OLDEST))}', or use the backend gloo"
         )
-    from .frameworks.torch.distributed import create
+    from .sessions import create
 
     return create(options, strategy)

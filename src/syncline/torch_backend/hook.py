@@ -3,11 +3,13 @@
 DDP goes on to make buckets, to order them and to hide them behind backward; what a codec makes of a bucket is reduced
 by the same reducers as under ``syncline.prepare``, whose messages and sums the collectives of a process group carry:
 Gloo's, NCCL's or Syncline's. They travel in groups of their own with the same ranks and backend, from threads, each of
-which has every so many buckets in their order (``lanes``); so nothing that the script or DDP calls meanwhile comes
+which has every so many buckets in their order (``carrier``); so nothing that the script or DDP calls meanwhile comes
 between them.
 
 On the CPU codecs work in DDP's own memory: no gradient is copied. Where owners add payloads, these divide the sums,
-each its share, and gradients are encoded as they are; else a bucket is divided by the number of ranks before.
+each its share, and gradients are encoded as they are; else a bucket is divided by the number of ranks before. What a
+codec keeps back is then of a rank's gradient and not of its share of the mean, and is worth more where ranks have
+become more.
 
 DDP puts its buckets together anew after the first step, by the order in which gradients came. That step is therefore
 sent as it is, also in a run that is resumed.
@@ -24,16 +26,92 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from ....codecs import Stochastic, codec_of
-from ....compression.saved import Saved, as_bytes, from_bytes
-from ....errors import SynclineError, UsageError
-from ....nouns import Spec
-from ....strategy.strategy import Strategy
-from ....strategy.words import AUTO, NONE
-from .carrier import Carrier
-from .compressed import CompressedBucket
-from .lanes import Lanes
+from ..codecs import Codec, Stochastic, codec_of
+from ..compression.compression import Compression
+from ..compression.reducers import Participant
+from ..compression.reducers.ways import way_of
+from ..compression.saved import Array, Saved, as_bytes, from_bytes
+from ..errors import PeerError, SynclineError, UsageError
+from ..frameworks.torch import storage
+from ..nouns import Bucket, Layer, Slice, Spec, numpy_dtype
+from ..strategy.strategy import Strategy
+from ..strategy.words import AUTO, NONE
+from ..wire.scratch import Scratch
+from .carrier import Carrier, Lanes, drive
 from .works import Promise
+
+
+class CompressedBucket:
+    """Bucket ``index``, whose parameters have these ``numbers``, and what its codec keeps back.
+
+    It is compressed in DDP's own memory where that is the processor's.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        index: int,
+        numbers: tuple[int, ...],
+        parameters: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+        lanes: Lanes,
+    ) -> None:
+        self.index, self.numbers = index, numbers
+        self._rank, self._world = lanes.rank, lanes.world
+        kind = storage.dtype_name(buffer.dtype)
+        layers = [
+            Layer(Spec(f"parameter {number}", tuple(parameter.shape), kind))
+            for number, parameter in zip(numbers, parameters, strict=True)
+        ]
+        codecs = [codec_of(codec, Spec(layer.spec.name, layer.spec.shape, "float32")) for layer in layers]
+        self._means = all(way_of(one.codec).again and not one.warmup for one in codecs)
+        bucket = Bucket(tuple(Slice(place, 0, one.numel()) for place, one in enumerate(parameters)), kind)
+        me = Participant(self._rank, self._world, tuple(range(self._world)), Scratch(), means=self._means)
+        self._address, self._array = buffer.data_ptr(), _memory_of(buffer)
+        name = f"rank {self._rank}"
+        self.compression = Compression(codec, layers, [bucket], [self._array], me, served=False, name=name)
+
+    def load(self, saved: Sequence[Mapping[str, Array]]) -> None:
+        """Take up what the ranks had saved, who may have been others in number."""
+        more = self._world / len(saved) if self._means else 1.0
+        self.compression.load([{key: _worth(key, array, more) for key, array in one.items()} for one in saved])
+
+    def reduce(self, buffer: torch.Tensor, carrier: Carrier) -> None:
+        """Replace a bucket by the mean over the ranks."""
+        if buffer.device.type == "cpu" and buffer.data_ptr() != self._address:
+            self._address, self._array = buffer.data_ptr(), _memory_of(buffer)
+            self.compression = self.compression.beside([self._array])
+        here = storage.as_torch(self._array, buffer.dtype)
+        if buffer.device.type != "cpu":
+            here.copy_(buffer.detach())
+        if not self._means:
+            here.div_(self._world)
+        drive(self.compression.pieces(0), carrier)
+        self.compression.finish(0)
+        if buffer.device.type != "cpu":
+            with torch.no_grad():
+                buffer.copy_(here)
+
+    def named(self, error: Exception) -> Exception:
+        """The error with the rank and the bucket in front, of the same kind where it is one of Syncline's."""
+        text = f"rank {self._rank}: bucket {self.index} of DistributedDataParallel: {error}"
+        if isinstance(error, PeerError):
+            named: Exception = type(error)(text, rank=error.rank, host=error.host)
+        else:
+            named = type(error)(text) if isinstance(error, SynclineError) else SynclineError(text)
+        named.__cause__ = error
+        return named
+
+
+def _memory_of(buffer: torch.Tensor) -> Any:
+    """The memory of a bucket as numbers, or as much of the processor's."""
+    there = buffer.detach() if buffer.device.type == "cpu" else torch.empty(buffer.numel(), dtype=buffer.dtype)
+    return storage.as_bytes(there).numpy().view(numpy_dtype(storage.dtype_name(buffer.dtype)))
+
+
+def _worth(key: str, array: Array, more: float) -> Array:
+    """What is kept back of a rank's gradient, where ranks are ``more`` times as many."""
+    return array * np.float32(more) if more != 1 and key.startswith("own/") and key.endswith("/residual") else array
 
 
 class HookState:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.futures import Future
 
-from syncline.frameworks.torch.distributed import works
-from syncline.frameworks.torch.distributed.works import Completer, Promise
+from syncline.torch_backend import works
+from syncline.torch_backend.works import Completer, Promise
 
 LIMIT_S = 20.0
 

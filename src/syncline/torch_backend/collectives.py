@@ -1,25 +1,31 @@
-"""The collectives of a process group over a communicator: which plan, or which messages, carry what.
+"""The collectives of a process group over a communicator: which plan, or which messages, carry what, step by step.
 
 Every one begins with a meeting at which ranks show what they are calling; up to ROOM bytes of data come along, so that
-small tensors need nothing else. Where ranks share memory, what is one exchange shows it by itself (``calls``). Sums
-follow the strategy's plan, the halves of an allreduce its halves; other reductions go by owners, each of which combines
-its part of all ranks in their order. What differs between pairs of ranks (all-to-all, gather, scatter) travels as
-messages. Nothing here knows torch's calls, works or time limits.
+small tensors need nothing else. Where ranks share memory they see in an exchange itself for which call the others have
+come: so a collective that is one exchange, whose result needs all ranks, has no meeting before it. Sums follow the
+strategy's plan, the halves of an allreduce its halves; other reductions go by owners, each of which combines its part
+of all ranks in their order. What differs between pairs of ranks (all-to-all, gather, scatter) travels as messages.
+
+What follows the meeting is a generator: it computes, yields the works that it needs, and goes on when they are done.
+Whoever calls a collective and waits drives it in its own thread; otherwise the thread that drives the engine does.
+Keys and numbers are taken when the call begins, in the order of the script, which is that of all ranks, and as many by
+every call: so ranks that call different things meet, and find out. Nothing here knows torch's calls, works or options.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ....engine.order import UNANNOUNCED, Order, Work
-from ....errors import MismatchError
-from ....session.communicator import Communicator
-from ....session.tickets import (
+from ..engine.order import UNANNOUNCED, Order, Work
+from ..errors import MismatchError, PeerTimeout, within
+from ..session.communicator import Communicator
+from ..session.tickets import (
     ALL_GATHER,
     ALL_TO_ALL,
     ALLREDUCE,
@@ -31,22 +37,122 @@ from ....session.tickets import (
     REDUCE,
     REDUCE_SCATTER,
     SCATTER,
+    Meeting,
     sized,
 )
-from ....wire.scratch import address_of
-from .calls import Call, Single, Steps
-from .reductions import Reduction
+from ..wire.scratch import address_of
+from .tensors import Array, Reduction, Sizes
 
-Array = NDArray[Any]
 Done = Callable[[], None]
-Sizes = list[tuple[int, str]]
-"""Of the tensors of a call, which all ranks give alike: how many elements, of which of torch's types."""
+Steps = Iterator[Sequence[Work]]
 
 ROOM = 2048
 """Bytes that come along to a meeting."""
 
 _MESSAGES = 1 << 50
 """The topics of collectives' messages, counted from here; below them are those of send and receive."""
+
+
+class Single(NamedTuple):
+    """The one exchange that a collective is, shown to all ranks by its sign; ``done`` is called after it."""
+
+    order: Order
+    done: Done
+
+
+@dataclass(eq=False)
+class Call:
+    """One collective of a communicator; ``key`` is for what is exchanged after its meeting, ``number`` counts calls."""
+
+    us: Communicator
+    label: str
+    meeting: Meeting | Single
+    key: int
+    number: int
+    rest: Steps
+
+    @property
+    def brought(self) -> Array:
+        """What all have brought along to the meeting."""
+        assert isinstance(self.meeting, Meeting)
+        return self.meeting.brought
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for everything here; PeerTimeout names who has not come, or the limit, after ``timeout_s``."""
+        if isinstance(self.meeting, Single):
+            _run_single(self.us, self.meeting, timeout_s)
+            return
+        deadline = time.monotonic() + timeout_s
+        try:
+            self.us.await_all(self.meeting, self.label, timeout_s)
+            self.meeting.tickets()
+            for works in self.rest:
+                await_works(self.us, works, self.label, max(0.0, deadline - time.monotonic()), timeout_s)
+        except BaseException as error:
+            self.us.member.process.interrupted(error)
+            raise
+
+    def begin(self) -> Work:
+        """Let it go on behind the script; the work is done when the call is."""
+        engine, meeting = self.us.engine, self.meeting
+        if isinstance(meeting, Single):
+            work = engine.start(meeting.order._replace(after=meeting.done))
+            self.us.hold(meeting.order.key, work)
+            return work
+        promised = engine.promise(self.label)
+        self.us.hold(self.key, promised)
+
+        def check() -> None:
+            meeting.tickets()
+            go_on()
+
+        def go_on() -> None:
+            works = next(self.rest, None)
+            if works is None:
+                engine.fulfil(promised)
+            else:
+                engine.then(self.label, works, go_on)
+
+        engine.then(self.label, [] if meeting.work is None else [meeting.work], check)
+        return promised
+
+
+def _run_single(us: Communicator, single: Single, timeout_s: float) -> None:
+    """Make an exchange here; PeerTimeout names who has not come, or the limit, after ``timeout_s``."""
+    engine = us.member.process.engine
+    try:
+        engine.run(single.order, timeout_s)
+    except PeerTimeout:
+        if engine.error is not None:
+            raise
+        raise us.late(single.order.label, sorted(engine.absent(single.order.key, us.ranks)), timeout_s) from None
+    single.done()
+
+
+def await_works(
+    us: Communicator, works: Sequence[Work], label: str, timeout_s: float, limit_s: float | None = None
+) -> None:
+    """Wait for works; after ``timeout_s`` an error that ends the run, and names those that are waited for.
+
+    ``limit_s`` is the limit of the whole call, of which so much is left.
+    """
+    if not works:
+        return
+    engine = us.member.process.engine
+    try:
+        engine.wait(*works, timeout=timeout_s)
+    except PeerTimeout:
+        if engine.error is not None:
+            raise
+        keys = [work.key for work in works if not work.done]
+        awaited = sorted(engine.absent(keys[0] if keys else -1, us.ranks))
+        names = ", ".join(us.member.name(index) for index in awaited) or "a rank of the group"
+        late = PeerTimeout(
+            f"{label}: not done {within(timeout_s if limit_s is None else limit_s)}, waiting for {names}",
+            rank=awaited[0] if awaited else -1,
+        )
+        us.member.process.fail(late)
+        raise late from None
 
 
 class Collectives:
@@ -64,9 +170,10 @@ class Collectives:
         """``array``, flat, becomes that of all ranks."""
         return self._reduce(ALLREDUCE, reduction.name, array, reduction, sizes, done)
 
-    def reduce(self, array: Array, root: int, reduction: Reduction, sizes: Sizes, done: Done) -> Call:
+    def reduce(self, root: int, array: Array, reduction: Reduction, sizes: Sizes, done: Done) -> Call:
         """As ``allreduce``, of which rank ``root`` alone keeps the result."""
-        return self._reduce(REDUCE, f"{reduction.name} {root}", array, reduction, sizes, done)
+        kept = done if self.us.rank == root else lambda: None
+        return self._reduce(REDUCE, f"{reduction.name} {root}", array, reduction, sizes, kept)
 
     def broadcast(self, data: Array, root: int, sizes: Sizes, done: Done) -> Call:
         """Bytes of ``root`` on all."""
@@ -76,8 +183,7 @@ class Collectives:
             if data.size <= ROOM:
                 data[:] = call.brought[root, : data.size]
             elif us.world_size > 1:
-                program = us.broadcast_program(root)
-                yield [us.engine.start(Order(program, data, call.key, call.label), UNANNOUNCED)]
+                yield self._run(call, us.broadcast_program(root), data)
             done()
 
         return self._call(BROADCAST, str(root), sizes, data, rest)
@@ -97,33 +203,31 @@ class Collectives:
             else:
                 _fill(table[us.rank], mine)
                 if us.world_size > 1:
-                    program = us.phase_program("all_gather", table.nbytes)
-                    yield [us.engine.start(Order(program, table.reshape(-1), call.key, call.label), UNANNOUNCED)]
+                    yield self._run(call, us.phase_program("all_gather", table.nbytes), table.reshape(-1))
             done()
 
         return self._call(ALL_GATHER, "", sizes, mine, rest)
 
     def reduce_scatter(self, parts: Array, reduction: Reduction, sizes: Sizes, done: Callable[[Array], None]) -> Call:
         """Row r of ``parts``, which is lost, becomes the ranks' on rank r; ``done`` gets the own one."""
-        us = self.us
-        if us.world_size > 1 and reduction.adds(parts.dtype) and parts.size:
-            program, flat = us.phase_program("reduce_scatter", parts.nbytes), parts.reshape(-1)
+        us, flat = self.us, parts.reshape(-1)
+        adds = us.world_size > 1 and reduction.adds(parts.dtype)
+
+        def added() -> None:
+            reduction.finish(parts[us.rank], us.world_size)
+            done(parts[us.rank])
+
+        if adds and parts.size:
+            program = us.phase_program("reduce_scatter", parts.nbytes)
             if us.shows(program, flat):
-
-                def come() -> None:
-                    reduction.finish(parts[us.rank], us.world_size)
-                    done(parts[us.rank])
-
-                return self._single(REDUCE_SCATTER, reduction.name, sizes, program, flat, come)
+                return self._single(REDUCE_SCATTER, reduction.name, sizes, program, flat, added)
 
         def rest(call: Call) -> Steps:
-            if us.world_size == 1:
+            if adds:
+                yield self._run(call, us.phase_program("reduce_scatter", parts.nbytes), flat)
+                added()
+            elif us.world_size == 1:
                 done(reduction.of([parts[0]], 1))
-            elif reduction.adds(parts.dtype):
-                program = us.phase_program("reduce_scatter", parts.nbytes)
-                yield [us.engine.start(Order(program, parts.reshape(-1), call.key, call.label), UNANNOUNCED)]
-                reduction.finish(parts[us.rank], us.world_size)
-                done(parts[us.rank])
             else:
                 come = np.empty_like(parts)
                 yield from self._swap(call, _rows(parts), _rows(come))
@@ -189,37 +293,32 @@ class Collectives:
         return Call(us, CALLS[kind], single, us.call_key(), self.calls, iter(()))
 
     def _reduce(self, kind: int, what: str, array: Array, reduction: Reduction, sizes: Sizes, done: Done) -> Call:
-        us = self.us
-        if us.world_size > 1 and reduction.adds(array.dtype) and array.size:
+        us, world = self.us, self.us.world_size
+        adds = world > 1 and reduction.adds(array.dtype)
+
+        def added() -> None:
+            reduction.finish(array, world)
+            done()
+
+        if adds and array.size:
             program = us.allreduce_program(array.nbytes)
             if us.shows(program, array):
-
-                def come() -> None:
-                    reduction.finish(array, us.world_size)
-                    done()
-
-                return self._single(kind, what, sizes, program, array, come)
-        return self._call(kind, what, sizes, array, self._reducing(array, reduction, done))
-
-    def _reducing(self, array: Array, reduction: Reduction, done: Done) -> Callable[[Call], Steps]:
-        us = self.us
+                return self._single(kind, what, sizes, program, array, added)
 
         def rest(call: Call) -> Steps:
-            world = us.world_size
             if array.nbytes <= ROOM:  # it came along
                 rows = call.brought[:, : array.nbytes]
                 array[:] = reduction.of([row.view(array.dtype) for row in rows], world)
-            elif world == 1:
-                pass
-            elif reduction.adds(array.dtype):
-                program = us.allreduce_program(array.nbytes)
-                yield [us.engine.start(Order(program, array, call.key, call.label), UNANNOUNCED)]
-                reduction.finish(array, world)
+                done()
+            elif adds:
+                yield self._run(call, us.allreduce_program(array.nbytes), array)
+                added()
             else:
-                yield from self._by_owners(call, array, reduction)
-            done()
+                if world > 1:
+                    yield from self._by_owners(call, array, reduction)
+                done()
 
-        return rest
+        return self._call(kind, what, sizes, array, rest)
 
     def _by_owners(self, call: Call, array: Array, reduction: Reduction) -> Steps:
         """Reduce by messages: rank r combines part r of all, and tells all."""
@@ -229,10 +328,12 @@ class Collectives:
         come = np.empty_like(parts)
         yield from self._swap(call, _rows(parts), _rows(come))
         parts[us.rank] = reduction.of(list(come), world)
-        program = us.phase_program("all_gather", parts.nbytes)
-        order = Order(program, parts.reshape(-1).view(np.uint8), call.key, call.label)
-        yield [us.engine.start(order, UNANNOUNCED)]
+        yield self._run(call, us.phase_program("all_gather", parts.nbytes), parts.reshape(-1).view(np.uint8))
         array[:] = parts.reshape(-1)[: array.size]
+
+    def _run(self, call: Call, program: Any, array: Array) -> list[Work]:
+        """Begin a plan, for which all ranks have come."""
+        return [self.us.engine.start(Order(program, array, call.key, call.label), UNANNOUNCED)]
 
     def _swap(self, call: Call, out: Mapping[int, Array], into: Mapping[int, Array]) -> Steps:
         """Send bytes to ranks, and receive as many as there is memory for from others."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from syncline.frameworks.torch.distributed import SynclineGroup
 from syncline.session.session import Session
+from syncline.torch_backend.group import SynclineGroup
 
 WORLD = 3
 LIMIT = timedelta(seconds=60)

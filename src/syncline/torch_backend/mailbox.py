@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.order import Work
-from ....errors import MismatchError, ProtocolError, labelled
-from ....session.communicator import Communicator
+from ..engine.order import Work
+from ..errors import MismatchError, ProtocolError, labelled
+from ..session.communicator import Communicator
 
 Array = NDArray[Any]
 

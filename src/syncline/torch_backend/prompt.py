@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from ....engine.kept import Kept
-from ....engine.order import Order, Work
-from ....errors import PeerTimeout
-from ....plans.messages import Program
-from ....session.communicator import Communicator
-from ....session.tickets import ALLREDUCE, CALLS, Ticket
+from ..engine.kept import Kept
+from ..engine.order import Order, Work
+from ..errors import PeerTimeout
+from ..plans.messages import Program
+from ..session.communicator import Communicator
+from ..session.tickets import ALLREDUCE, CALLS, Ticket
 from .collectives import Collectives, shown
-from .reductions import reduction_of
-from .tensors import memory_of, sizes_of
+from .tensors import memory_of, reduction_of, sizes_of
 
 _MOST, _MOST_BYTES = 128, 1 << 20
 """How many kinds are remembered, and of how many bytes a tensor may be: memory is kept for each."""

@@ -1,0 +1,209 @@
+"""Tensors as arrays: the memory that travels, what those of one call have in common, and how several are reduced.
+
+A dense contiguous tensor is its own memory; any other is copied, and written back at the end. Which elements are in it
+matters to reductions only; whatever is merely moved is bytes. Plans add; every other reduction combines whole arrays,
+in the order of ranks, so that all ranks that do it have the same bits. Element types are handled as Gloo handles them:
+sums of bool are "or", complex numbers are two real ones. Nothing here knows ranks, calls or messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+from ..frameworks.torch.storage import dtype_name, memory
+from ..nouns import numpy_dtype
+
+Array = NDArray[Any]
+Tensors = Sequence[torch.Tensor]
+Sizes = list[tuple[int, str]]
+"""Of the tensors of a call, which all ranks give alike: how many elements, of which of torch's types."""
+
+_NUMPY = {
+    kind: numpy_dtype(dtype_name(kind))
+    for kind in (torch.float64, torch.float16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+}
+_NUMPY[torch.float32], _NUMPY[torch.bool] = np.dtype(np.float32), np.dtype(np.bool_)
+_PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+class Memory(NamedTuple):
+    """What of a tensor travels: its bytes, where they lie, and the tensor that a copy belongs to."""
+
+    dense: torch.Tensor
+    tensor: torch.Tensor
+
+    @property
+    def data(self) -> Array:
+        """One-dimensional, uint8."""
+        return memory(self.dense)
+
+    @property
+    def numbers(self) -> Array:
+        """One-dimensional, the elements, complex ones as pairs; raises UsageError where these cannot be added."""
+        kind = _PARTS.get(self.dense.dtype, self.dense.dtype)
+        if kind is self.dense.dtype and kind in _NUMPY:
+            return memory(self.dense, _NUMPY[kind].str)
+        return self.data.view(_NUMPY.get(kind) or numpy_dtype(dtype_name(kind)))
+
+    def write_back(self) -> None:
+        """The bytes have changed: the tensor shall have them."""
+        if self.dense.data_ptr() != self.tensor.data_ptr():
+            with torch.no_grad():
+                self.tensor.copy_(self.dense.view(self.tensor.shape))
+
+
+def memory_of(tensor: torch.Tensor) -> Memory:
+    """The memory of a tensor, or of a copy; raises UsageError for what has no memory of its own here."""
+    plain = tensor.detach()
+    if plain.layout is not torch.strided:
+        raise NotImplementedError(
+            f"sparse tensors are not there in the backend syncline: use the backend gloo for {tuple(tensor.shape)} of"
+            f" {tensor.layout}, or give .to_dense()"
+        )
+    if plain.is_contiguous() and not (plain.is_conj() or plain.is_neg()):
+        return Memory(plain, plain)
+    if torch._debug_has_internal_overlap(plain) == 1:
+        raise UsageError("this tensor is expanded, several of its elements are one in memory: give its .clone()")
+    return Memory(plain.resolve_conj().resolve_neg().contiguous(), plain)
+
+
+def sizes_of(tensors: Tensors) -> Sizes:
+    """How many elements of which type each has."""
+    return [(tensor.numel(), dtype_name(tensor.dtype)) for tensor in tensors]
+
+
+# Several tensors of one call.
+
+
+def together(tensors: Tensors) -> Array:
+    """The bytes of several tensors one behind the other, in new memory."""
+    return np.concatenate([memory_of(tensor).data for tensor in tensors]) if tensors else np.empty(0, np.uint8)
+
+
+def share_out(data: Array, memories: Sequence[Memory]) -> None:
+    """Bytes, one behind the other, into tensors."""
+    start = 0
+    for one in memories:
+        place = one.data
+        place[:] = data[start : start + place.size]
+        start += place.size
+        one.write_back()
+
+
+def table_of(inputs: Tensors, outputs: Tensors, world: int) -> Array:
+    """A copy of inputs that have a part like their output for each rank; row r is the parts for rank r."""
+    for output, given in zip(outputs, inputs, strict=True):
+        check(
+            given.numel() == world * output.numel() and given.dtype == output.dtype,
+            f"reduce_scatter: the input has {given.numel()} elements of {given.dtype}, the output {output.numel()}"
+            f" of {output.dtype}; with {world} ranks the input is {world} times the output",
+        )
+    check_one_type(inputs)
+    numbers = [memory_of(given).numbers.reshape(world, -1) for given in inputs]
+    return numbers[0].copy() if len(numbers) == 1 else np.concatenate(numbers, axis=1)
+
+
+def cut(tensor: torch.Tensor, sizes: Sequence[int], world: int, what: str) -> tuple[dict[int, Array], Memory]:
+    """The bytes of a tensor for each rank; ``sizes``, none for equal ones, count along the first dimension."""
+    length = tensor.shape[0] if tensor.dim() else 1
+    check(not sizes or len(sizes) == world, f"all-to-all: {len(sizes)} sizes of the {what} for {world} ranks")
+    check(
+        bool(sizes) or length % world == 0,
+        f"all-to-all: the {what}'s first dimension, {length}, is not a multiple of the {world} ranks",
+    )
+    chosen = list(sizes) or [length // world] * world
+    check(sum(chosen) == length, f"all-to-all: the sizes of the {what} sum to {sum(chosen)}, not to {length}")
+    whole = memory_of(tensor)
+    data = whole.data
+    row = data.size // length if length else 0
+    edges = [0, *np.cumsum(chosen).tolist()]
+    return {rank: data[edges[rank] * row : edges[rank + 1] * row] for rank in range(world)}, whole
+
+
+def check(fine: bool, fault: str) -> None:
+    """Raise UsageError where something is not ``fine``."""
+    if not fine:
+        raise UsageError(fault)
+
+
+def check_alike(one: torch.Tensor, other: torch.Tensor, what: str) -> None:
+    """Raise UsageError unless both have as many elements of one type."""
+    check(
+        one.numel() == other.numel() and one.dtype == other.dtype,
+        f"{what} has {one.numel()} elements of {one.dtype}, another tensor of this call {other.numel()} of"
+        f" {other.dtype}: all have to be alike",
+    )
+
+
+def check_one_type(tensors: Tensors) -> None:
+    """Raise UsageError unless there are tensors, of one type."""
+    check(bool(tensors), "give at least one tensor")
+    kinds = {tensor.dtype for tensor in tensors}
+    check(len(kinds) == 1, f"tensors of one call have one type, these {', '.join(sorted(map(str, kinds)))}")
+
+
+# Reductions.
+
+
+class Reduction(NamedTuple):
+    """How arrays are reduced: element by element with ``combine``, and the sum ``averaged`` afterwards."""
+
+    name: str
+    combine: Callable[..., Any]
+    averaged: bool = False
+
+    def adds(self, dtype: np.dtype[Any]) -> bool:
+        """Whether a plan can do it, which adds numbers."""
+        return self.combine is np.add and dtype != np.bool_
+
+    def of(self, arrays: Sequence[Array], world: int) -> Array:
+        """The result of arrays in the order of ranks, in new memory."""
+        found = arrays[0].copy()
+        with np.errstate(all="ignore"):  # infinite sums are torch's to see, as with any other backend
+            for other in arrays[1:]:
+                self.combine(found, other, out=found)
+        self.finish(found, world)
+        return found
+
+    def finish(self, array: Array, world: int) -> None:
+        """What is left to do, in place, when ``array`` is the sum of that many ranks."""
+        if self.averaged and array.dtype.kind in "iu":
+            np.floor_divide(array, world, out=array)
+        elif self.averaged:
+            np.divide(array, array.dtype.type(world), out=array)
+
+
+_REDUCTIONS = {
+    "SUM": Reduction("sum", np.add),
+    "AVG": Reduction("mean", np.add, averaged=True),
+    "PRODUCT": Reduction("product", np.multiply),
+    "MIN": Reduction("minimum", np.minimum),
+    "MAX": Reduction("maximum", np.maximum),
+    "BAND": Reduction("bitwise and", np.bitwise_and),
+    "BOR": Reduction("bitwise or", np.bitwise_or),
+    "BXOR": Reduction("bitwise xor", np.bitwise_xor),
+}
+_BITWISE = {np.bitwise_and, np.bitwise_or, np.bitwise_xor}
+
+
+def reduction_of(op: Any, dtype: np.dtype[Any], complex_numbers: bool = False) -> Reduction:
+    """What torch's ``op`` is for such elements; raises NotImplementedError or UsageError where there is none."""
+    name = str(getattr(op, "op", op)).rpartition(".")[2]
+    found = _REDUCTIONS.get(name)
+    if found is None:
+        raise NotImplementedError(
+            f"ReduceOp.{name} is not there in the backend syncline: use the backend nccl, or multiply before a sum"
+        )
+    if found.combine in _BITWISE and dtype.kind not in "iub":
+        raise UsageError(f"ReduceOp.{name} is for whole numbers, not for {dtype}")
+    if complex_numbers and found.combine is not np.add:
+        raise UsageError(f"ReduceOp.{name} is not for complex numbers: use SUM or AVG")
+    if found.averaged and dtype == np.bool_:
+        raise UsageError("ReduceOp.AVG is not for bool: use SUM, MIN or MAX")
+    return found
