@@ -110,6 +110,18 @@ def test_imports_point_down() -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_what_is_imported_is_there() -> None:
+    """Also where nothing that is installed here would load it."""
+    there = {module_of(path) for path in ROOT.rglob("*.py")}
+    faults = [
+        f"{place} imports {target}, which is no file of the package"
+        for targets in imports_of_all().values()
+        for target, place in targets.items()
+        if target not in there
+    ]
+    assert not faults, "\n".join(faults)
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     """When they are imported. A package may hand on what its files define."""
     graph = {
