@@ -54,8 +54,6 @@ def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("two_phases", r"in two phases \(phases='split'\)"),
-        ("by_layer", r"in the next forward pass \(apply='layer'\)"),
         ("later", r"a step later \(apply='next_step'\)"),
         ("remade", r"makes its buckets anew .*\(measures=2\)"),
     ],

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.errors import UsageError
 from syncline.frameworks.numpy import adapt
 from syncline.session.session import Session
 
@@ -101,8 +100,27 @@ def test_workers_meet_as_the_formulas_have_it(
         assert all(np.array_equal(mine, found[0]) for mine in found)
 
 
+def neighbours(rows: Any, agreed: Any, memory: dict[str, Any]) -> Any:  # noqa: ARG001
+    """Of three workers all are."""
+    return np.tile(rows.mean(axis=0), (WORKERS, 1)), agreed
+
+
+def exponential(rows: Any, agreed: Any, memory: dict[str, Any]) -> Any:
+    turn = memory["turn"] = memory.get("turn", -1) + 1
+    return (rows + np.roll(rows, 1 << turn % 2, axis=0)) / 2, agreed
+
+
+@pytest.mark.parametrize("schedule", ["fixed", "wait_free"])
+@pytest.mark.parametrize(("graph", "mix"), [("ring", neighbours), ("exponential", exponential)])
+def test_workers_average_with_some_others(group: Any, schedule: str, graph: str, mix: Agree) -> None:
+    found = group(f"ring schedule={schedule} sync=gossip(graph={graph}, steps=2)", WORKERS, train)
+    for mine, wanted in zip(found, by_hand(mix), strict=True):
+        assert np.allclose(mine, wanted, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize(
-    ("sync", "centre"), [("local(steps=4)", False), ("diloco(steps=4)", False), ("easgd(steps=2)", True)]
+    ("sync", "centre"),
+    [("local(steps=4)", False), ("diloco(steps=4)", False), ("gossip(steps=4)", False), ("easgd(steps=2)", True)],
 )
 def test_all_end_with_the_mean_or_the_centre(group: Any, sync: str, centre: bool) -> None:
     def body(session: Session) -> Any:
@@ -123,11 +141,6 @@ def test_all_end_with_the_mean_or_the_centre(group: Any, sync: str, centre: bool
             mean = np.mean([other[name] for other, _ in results], axis=0)
             assert np.allclose(array, mean, rtol=1e-12, atol=0) != centre
             assert not np.array_equal(array, before[name])
-
-
-def test_gossip_is_refused_by_name(group: Any) -> None:
-    with pytest.raises(UsageError, match=r"sync=gossip .* does not do with NumPy yet: use local, diloco or easgd"):
-        group("ring sync=gossip", 2, train)
 
 
 @pytest.mark.parametrize("codec", ["int8", "topk(ratio=0.3)"])

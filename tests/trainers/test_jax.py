@@ -17,6 +17,7 @@ for package in ("jax", "optax"):
 
 WORKERS, STEPS = 2, 5
 REDUCED = ["ring", "direct schedule=wait_free", "tree schedule=fifo", "ring schedule=fixed(bucket=64B)"]
+REDUCED += ["ring schedule=priority(slice=64B)", "ring schedule=split(slice=64B)"]
 SERVED = ["ps(servers=1)", "ps(servers=1, update=worker)", "ps(servers=1) schedule=wait_free"]
 SHARED = ["ps(servers=2, on=workers, update=worker)", "ps(servers=2, on=workers)"]
 SHARED += ["ps(servers=1, on=workers) schedule=wait_free transport=tcp"]
@@ -113,7 +114,7 @@ def test_a_checkpoint_of_one_worker_resumes_under_two(tmp_path: Path, strategy: 
 def test_workers_that_train_by_themselves_meet(tmp_path: Path) -> None:
     """After whole periods all have the same, but for the last bit; in the end, bit for bit."""
     strategies = ["ring sync=local(steps=2)", "ring sync=post_local(after=2, steps=2)", "ring sync=diloco(steps=2)"]
-    strategies += ["ring sync=easgd(steps=2)", "ring sync=local(steps=3) codec=int8"]
+    strategies += ["ring sync=easgd(steps=2)", "ring sync=local(steps=3) codec=int8", "ring sync=gossip(steps=2)"]
     one, other = ranks(tmp_path, "jax_bodies.periodic", WORKERS, strategies, 4).found()
     for text, mine, theirs in zip(strategies, one, other, strict=True):
         assert equal(mine[1], theirs[1]), text
@@ -140,8 +141,8 @@ REFUSED = {
     ("ps(servers=1, on=workers)", "no client"): "does not give owners of weights on workers a device of their own",
     ("ps(servers=1, on=workers)", "coupled"): SLICES,
     ("ring sync=local(steps=2)", "average"): "use syncline.jax.distributed(optimizer)",
-    ("ring sync=gossip", "distributed"): "does not do with JAX yet: use local, diloco or easgd",
-    ("ring schedule=priority", "distributed"): "does not do with JAX yet: use schedule=fixed",
+    ("ring sync=gossip", "average"): "use syncline.jax.distributed(optimizer)",
+    ("ring schedule=merged", "distributed"): "does not do with JAX yet: use schedule=fixed",
     ("ring", "integers"): "the parameter ['w'] is int32: Syncline trains float16, float32, float64",
     ("ring", "bfloat16"): "the parameter ['w'] is bfloat16: Syncline trains float16, float32, float64; keep parameters",
     ("ring", "gpu"): "['w'] lies on a device of kind gpu: syncline.jax serves CPU devices; run with JAX_PLATFORMS=cpu",

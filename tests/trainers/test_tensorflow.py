@@ -17,6 +17,7 @@ for package in ("tensorflow", "keras"):
 WORKERS, STEPS = 2, 5
 WAYS = ["fit", "loop", "eager", "several"]
 REDUCED = ["ring", "direct schedule=wait_free", "tree schedule=fifo", "ring schedule=fixed(bucket=64B)"]
+REDUCED += ["ring schedule=priority(slice=64B)", "ring schedule=split(slice=64B)"]
 SHARED = ["ps(servers=2, on=workers, update=worker)", "ps(servers=2, on=workers)", "ps(servers=1, on=workers)"]
 SERVED = ["ps(servers=1)", "ps(servers=1, update=worker)", "ps(servers=1) schedule=wait_free"]
 
@@ -96,7 +97,7 @@ def test_checkpoints_go_from_two_workers_to_three_and_to_one(tmp_path: Path, str
 def test_workers_that_train_by_themselves_meet(tmp_path: Path) -> None:
     """After whole periods all have the same; in the end, bit for bit."""
     strategies = ["ring sync=local(steps=2)", "ring sync=post_local(after=2, steps=2)", "ring sync=diloco(steps=2)"]
-    strategies += ["ring sync=easgd(steps=2)", "ring sync=local(steps=3) codec=int8"]
+    strategies += ["ring sync=easgd(steps=2)", "ring sync=local(steps=3) codec=int8", "ring sync=gossip(steps=2)"]
     one, other = ranks(tmp_path, "tensorflow_bodies.periodic", WORKERS, strategies, 4).found()
     for text, mine, theirs in zip(strategies, one, other, strict=True):
         assert equal(mine[2], theirs[2]), text

@@ -1,7 +1,7 @@
-"""Weights that workers agree on, as flat arrays of a host's memory: what adapters of frameworks without devices need.
+"""Weights that workers agree on, or mix, as flat arrays of a host's memory: for frameworks without devices.
 
-Whoever has weights and the buckets in which differences travel lets ``put`` fill these, has them added up, and calls
-``take``. Does not know when, nor how anything travels.
+Whoever has weights and the buckets in which they travel, or their differences, lets ``put`` fill these, has them added
+up, and calls ``take``. Does not know when, nor how anything travels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
-from ..sync import Agrees
+from ..plans.check import check_mixing
+from ..sync import Agrees, Mixes, mixes_of
 from ..sync._periodic import agree_in_blocks
 
 Array = NDArray[Any]
@@ -50,8 +51,8 @@ class AgreedWeights:
                 weights -= difference * difference.dtype.type(self._pull)
             difference /= self._workers
 
-    def take(self) -> None:
-        """The sum of all parts has come: go on from what follows."""
+    def take(self, step: int) -> None:  # noqa: ARG002
+        """The sum of all parts has come, after that step: go on from what follows."""
         for mean, agreed, memory in zip(self._differences, self._agreed, self._memory, strict=True):
             agree_in_blocks(self._mode, agreed, mean, memory)
         if self._pull == 1:
@@ -88,3 +89,49 @@ class AgreedWeights:
     def _give(self) -> None:
         for weights, agreed in zip(self._weights, self._agreed, strict=True):
             weights[...] = agreed
+
+
+class MixedWeights:
+    """As ``AgreedWeights``, for weights that each worker averages with those of some others: nothing is agreed on.
+
+    Raises PlanError for a mode whose plans do not bring what each has to everybody.
+    """
+
+    def __init__(self, mode: Mixes, workers: int, rank: int, weights: Sequence[Array], sums: Sequence[Array]) -> None:
+        check_mixing(mixes_of(mode, workers))
+        self._mode, self._workers, self._rank, self._weights, self._sums = mode, workers, rank, weights, sums
+
+    def forget(self) -> None:
+        """There is nothing to remember."""
+
+    def begin(self) -> None:
+        """Weights are what they are."""
+
+    def put(self) -> None:
+        """All of the weights: what is added up is divided afterwards."""
+        for weights, total in zip(self._weights, self._sums, strict=True):
+            total[...] = weights
+
+    def take(self, step: int) -> None:
+        """The weights are the mean of the sum."""
+        parts = len(self._mode.mix(self._workers, step).sums[self._rank])
+        for weights, total in zip(self._weights, self._sums, strict=True):
+            np.divide(total, parts, out=weights)
+
+    def put_own(self) -> bool:
+        """This worker's part of the mean of all."""
+        for weights, total in zip(self._weights, self._sums, strict=True):
+            np.divide(weights, self._workers, out=total)
+        return True
+
+    def take_final(self) -> None:
+        """The mean has come."""
+        for weights, total in zip(self._weights, self._sums, strict=True):
+            weights[...] = total
+
+    def saved(self) -> dict[str, list[Array]]:
+        """Workers have nothing alike."""
+        return {}
+
+    def load(self, saved: Mapping[str, Sequence[Array]]) -> None:
+        """There is nothing to take up."""

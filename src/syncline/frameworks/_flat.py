@@ -21,16 +21,18 @@ from ..engine.step import Apply
 from ..engine.trace import Span, begin
 from ..errors import GradientError, UsageError
 from ..nouns import Spec
+from ..plans.messages import Program
 from ..serving.shard import Build
 from ..serving.traffic import Model
 from ..serving.worker import Worker, attach
+from ..session.programs import compiled
 from ..session.session import Session
 from ..session.tickets import AVERAGE, CONSOLIDATE, Meeting, step_argument
-from ..sync import Agrees, Averages, alone
+from ..sync import Agrees, Averages, Mixes, alone
 from ..training.exchange import BucketExchange, storages_of
 from ..training.memory import Blocks, InPlace, agree_on_model, copy_from_rank_0
 from ..training.model import Framework, TrainedModel
-from ._agreed import AgreedWeights
+from ._agreed import AgreedWeights, MixedWeights
 from ._coming import Coming
 from ._weights import Array, Weights
 
@@ -63,18 +65,21 @@ class FlatModel:
         weights.read(self.gradients.flat)
         copy_from_rank_0(session, self.gradients.arrays)
         weights.write(self.gradients.flat)
-        held_or_agreed = isinstance(session.strategy.sync_mode(), Agrees) or session.strategy.server_holds_weights
+        held_or_agreed = isinstance(session.strategy.sync_mode(), Averages) or session.strategy.server_holds_weights
         storages, said = [self.gradients] * storages_of(session.strategy), None if held_or_agreed else rule
         self.exchange = BucketExchange(session, self.key, layout, storages, InPlace(session.engine), rule=said)
         self._mode, arrays = self.exchange.mode, self.gradients.arrays
         self.held: Blocks | None = None  # the weights as they travel, where they do
-        self.agreed: AgreedWeights | None = None
+        self.agreed: AgreedWeights | MixedWeights | None = None
         self.worker: Worker | None = None
         if held_or_agreed:
             self.held = Blocks(layout.layers, layout.buckets, session.engine.allocate)
             self.held.take(self.gradients)
         if self.held is not None and isinstance(self._mode, Agrees):
             self.agreed = AgreedWeights(self._mode, session.world_size, self.held.arrays, arrays)
+        elif self.held is not None and isinstance(self._mode, Mixes):
+            self.agreed = MixedWeights(self._mode, session.world_size, session.rank, self.held.arrays, arrays)
+            self.exchange.program = self._mixing
         elif self.held is not None:
             model = Model(layout, arrays, self.held.arrays, self.exchange.compression, self.key)
             self.worker = self.exchange.owners = attach(session, model, build, [])
@@ -186,6 +191,10 @@ class FlatModel:
                 self._step_by_owners(self.worker)
             else:
                 self.trained.do(self.trained.machine.stepped())
+            if (
+                self.exchange.schedule.apply == "layer"
+            ):  # nobody shows when a weight is read first, so all are waited for
+                self.trained.do(self.trained.machine.flush())
             self.trained.forget()
             if not self._alone and self._mode.merges:
                 self.session.coordination.begun()
@@ -260,10 +269,15 @@ class FlatModel:
             self.weights.update(self.gradients.flat)
             self.follows = True
 
-    def _average(self, step: int) -> None:  # noqa: ARG002
+    def _average(self, step: int) -> None:
         if self.agreed is not None and self.held is not None:
-            self.agreed.take()
+            self.agreed.take(step)
             self.weights.write(self.held.flat)
+
+    def _mixing(self, step: int) -> Program:
+        """This worker's part in adding weights of some up, after that step."""
+        assert isinstance(self._mode, Mixes)
+        return compiled(self._mode.mix(self.session.world_size, step), self.session.rank)
 
     # Between steps.
 

@@ -23,7 +23,7 @@ from ..serving.shard import WEIGHTS
 from ..session.replacing import gather_saved, reading_state
 from ..session.session import Session
 from ..strategy.choice import Choice
-from ._agreed import AgreedWeights
+from ._agreed import AgreedWeights, MixedWeights
 from ._flat import FlatModel
 from ._weights import Array, Weights
 
@@ -111,7 +111,7 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
             _load_agreed(model, model.agreed, state)
 
 
-def _load_agreed(model: FlatModel, agreed: AgreedWeights, state: Mapping[str, Any]) -> None:
+def _load_agreed(model: FlatModel, agreed: AgreedWeights | MixedWeights, state: Mapping[str, Any]) -> None:
     """Where one worker has trained nothing was agreed on: the weights are what all begin with."""
     if "agreed" in state:
         agreed.load(state["agreed"])

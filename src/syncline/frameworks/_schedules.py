@@ -6,13 +6,14 @@ from ..errors import UsageError
 from ..serving.shard import Groups
 from ..serving.shares import PushGroups, check_kept
 from ..strategy.strategy import Strategy
-from ..sync import Mixes, momentum_of
+from ..sync import momentum_of
 
 
 def check_schedule(strategy: Strategy, framework: str) -> None:
-    """Raise UsageError for gradients that would be used before, or without, being exchanged when they are handed over.
+    """Raise UsageError for a schedule whose steps end behind the next one, or that goes by times of layers.
 
-    So does a schedule that goes by measured times, which the framework does not show.
+    Where layers may wait for their own weights (``apply="layer"``), all are waited for in the step: a framework without
+    hooks shows nobody when a weight is read first.
     """
     if strategy.budget_s:
         raise UsageError(
@@ -21,10 +22,6 @@ def check_schedule(strategy: Strategy, framework: str) -> None:
         )
     schedule, name = strategy.schedule_object(), strategy.schedule.name
     why = ""
-    if schedule.phases == "split":
-        why = "exchanges in two phases (phases='split')"
-    if schedule.apply == "layer":
-        why = "lets every layer wait for its own weights in the next forward pass (apply='layer')"
     if schedule.apply == "next_step":
         why = "applies gradients a step later (apply='next_step')"
     if schedule.measures:
@@ -36,16 +33,8 @@ def check_schedule(strategy: Strategy, framework: str) -> None:
         )
 
 
-def check_mode(strategy: Strategy, framework: str, values: Groups, optimizer: str, keeps: bool) -> None:
-    """Raise UsageError for a sync mode that an optimizer of that name and values, which ``keeps`` or not, does not fit.
-
-    So does one that the framework's adapter does not do.
-    """
+def check_mode(strategy: Strategy, values: Groups, optimizer: str, keeps: bool) -> None:
+    """Raise UsageError for a sync mode that does not fit an optimizer of these values, which keeps something or not."""
     mode, sync = strategy.sync_mode(), strategy.sync.name
     check_kept(momentum_of(mode), sync, optimizer, keeps)
     PushGroups(mode, 1, sync)(values)
-    if isinstance(mode, Mixes):
-        raise UsageError(
-            f"sync={sync} averages weights with those of some workers, which Syncline does not do"
-            f" with {framework} yet: use local, diloco or easgd"
-        )

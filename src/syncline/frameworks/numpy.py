@@ -271,7 +271,7 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
         warn_of_plain_steps(session)
         return Handed((arrays, Alone(session, weights)))
     check_schedule(session.strategy, "NumPy")
-    check_mode(session.strategy, "NumPy", values, name_of(rule), keeps)
+    check_mode(session.strategy, values, name_of(rule), keeps)
     if session.is_worker:
         _let_go(session, weights)
         made = Shared(session, weights)

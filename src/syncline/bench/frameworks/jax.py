@@ -61,7 +61,7 @@ class JaxTraining(InOneStep, FromBlueprint):
     def check(strategy: Strategy) -> None:
         """What cannot be a part of a compiled computation."""
         check_schedule(strategy, "JAX")
-        check_mode(strategy, "JAX", [{"lr": 1.0}], "the optimizer", True)
+        check_mode(strategy, [{"lr": 1.0}], "the optimizer", True)
 
     def prepare(self, side: Side, weight: Any) -> None:  # noqa: ARG002
         """Ranks are weighed by their shares; a peer may compile the step in its own way (``compiled``)."""

@@ -216,7 +216,7 @@ class NumpyTraining(FromBlueprint):
         """What arrays in place of modules, and this rule, cannot be trained under."""
         check_schedule(strategy, "NumPy")
         rule = Momentum(0.9, 0.0, 0.1)
-        check_mode(strategy, "NumPy", [vars(rule)], "SGD with momentum", True)
+        check_mode(strategy, [vars(rule)], "SGD with momentum", True)
 
     def prepare(self, side: Side, weight: Any) -> None:  # noqa: ARG002
         """Ranks are weighed by their shares."""

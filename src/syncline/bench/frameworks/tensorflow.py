@@ -58,7 +58,7 @@ class TensorflowTraining(InOneStep, FromBlueprint):
     def check(strategy: Strategy) -> None:
         """What cannot be a part of a step inside of ``tf.function``."""
         check_schedule(strategy, "TensorFlow")
-        check_mode(strategy, "TensorFlow", [{"lr": 1.0}], "the optimizer", True)
+        check_mode(strategy, [{"lr": 1.0}], "the optimizer", True)
 
     def prepare(self, side: Side, weight: Any) -> None:  # noqa: ARG002
         """Ranks are weighed by their shares; under a peer variables are made in its ``scope``."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from ...errors import SynclineError, UsageError
 from ...report.step_rows import StepResult, StepRow
 from ...strategy.strategy import Strategy
-from ...sync import Agrees
+from ...sync import Averages
 from ..collectives.display import Display
 from ..launchers import LOCAL, Launcher, read_launcher
 from ..machine import provenance
@@ -65,7 +65,7 @@ def request_of(
     request = Request(names, strategy, ranks, counts, elements, repetitions)
     parsed = Strategy.parse(request.whole_strategy)
     mode = parsed.sync_mode()
-    if parsed.servers or parsed.server_holds_weights or isinstance(mode, Agrees) or not mode.merges:
+    if parsed.servers or parsed.server_holds_weights or isinstance(mode, Averages) or not mode.merges:
         raise UsageError(
             f"--strategy {strategy!r}: give an allreduce, as ring or direct, of which a step is one exchange"
         )

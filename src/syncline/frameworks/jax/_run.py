@@ -24,7 +24,7 @@ import optax
 
 from ...errors import ClosedError, GradientError, MismatchError, UsageError
 from ...session.session import Session
-from ...sync import Agrees
+from ...sync import Averages
 from .._alone import warn_of_plain_steps
 from .._flat import FlatModel, Kind
 from .._resumed import load, load_alone, save, save_alone
@@ -77,7 +77,7 @@ class Run:
         self.number = next(_numbers)
         _runs[self.number] = self
         mode = session.strategy.sync_mode()
-        self._periodic = isinstance(mode, Agrees)
+        self._periodic = isinstance(mode, Averages)
         self._held = session.strategy.server_holds_weights and not session.alone
         if optimizer is None and not session.alone and (self._held or self._periodic):
             raise UsageError(
@@ -137,7 +137,7 @@ class Run:
         session, device = self._session, None
         if not session.alone:
             keeps = probe(self._optimizer, params) if self._held else True
-            check_mode(session.strategy, "JAX", self._weights.values(), "the optimizer", keeps)
+            check_mode(session.strategy, self._weights.values(), "the optimizer", keeps)
             if self._held and not (session.is_worker and session.group.servers):
                 device = device_of_owners(beside=session.is_worker)  # all see whether there is one
         return partial(OptaxSlices, self._optimizer, device)

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ...errors import ClosedError, MismatchError, UsageError
 from ...session.session import Session
-from ...sync import Agrees
+from ...sync import Averages
 from .._alone import warn_of_plain_steps
 from .._resumed import checked, load, load_alone, save, save_alone
 from ._buffers import moving
@@ -175,7 +175,7 @@ def prepare(session: Session, model: Any, optimizer: Any, unused: Unused, *, buf
 def average(session: Session, model: Any, unused: Unused) -> Prepared | None:
     """Make a model whose gradients a script will have averaged part of the run; None on a server that has served."""
     strategy = session.strategy
-    if not session.alone and (strategy.server_holds_weights or isinstance(strategy.sync_mode(), Agrees)):
+    if not session.alone and (strategy.server_holds_weights or isinstance(strategy.sync_mode(), Averages)):
         raise UsageError(
             f"{strategy}: average() gives gradients to an optimizer of the script's, and here weights are what is"
             " exchanged: use syncline.tensorflow.prepare(model, optimizer), or ring or another allreduce"

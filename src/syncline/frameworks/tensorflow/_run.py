@@ -21,7 +21,7 @@ from tensorflow.python.ops import control_flow_util
 from ...nouns import Spec
 from ...serving.shard import Build
 from ...session.session import Session
-from ...sync import Agrees, exchanges_gradients
+from ...sync import Averages, exchanges_gradients
 from .._flat import FlatModel, Kind
 from .._schedules import check_mode, check_schedule
 from .._served import serve_model
@@ -59,7 +59,7 @@ class Run:
         self._order = _order_of_all()
         mode = session.strategy.sync_mode()
         self.held = session.strategy.server_holds_weights
-        self.periodic = isinstance(mode, Agrees)
+        self.periodic = isinstance(mode, Averages)
         self._exchanges = exchanges_gradients(mode)
         self._buffers = Buffers(session, buffers)
         self._before: list[Array] = []
@@ -73,7 +73,7 @@ class Run:
 
         ``keeps`` says whether the optimizer keeps anything of elements, ``owner`` is for ``Session.enter_model``.
         """
-        check_mode(self.session.strategy, "TensorFlow", self.weights.values(), self._optimizer, keeps)
+        check_mode(self.session.strategy, self.weights.values(), self._optimizer, keeps)
         if not self.session.is_worker:
             serve_model(self.session, self.specs, self.weights, build, owner)
             return False
