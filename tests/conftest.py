@@ -42,9 +42,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["SYNCLINE_TUNING"] = "off"
 
 
-# Files that wait for processes rather than compute, the longest first: they leave the cores to those that compute, and
-# none of them is left for the end.
-FIRST = ("parallel/test_libraries", "parallel/test_launched", "bench/", "parallel/", "lab/", "workloads/")
+# The longest files first, so that all workers end at about the same time; before the others, those that wait for
+# processes rather than compute, which leave the cores to those that compute.
+FIRST = (
+    "trainers/test_tensorflow.py",
+    "trainers/test_compared",
+    "trainers/test_jax.py",
+    "trainers/test_tensorflow_limits",
+    "trainers/test_jax_limits",
+    "trainers/",
+    "parallel/test_libraries",
+    "parallel/test_failures",
+    "parallel/test_torch_backend",
+    "bench/test_bench_ranks",
+    "bench/test_frameworks",
+    "parallel/test_launched",
+    "contracts/test_transports",
+    "parallel/",
+    "bench/",
+    "benchmarks/",
+    "lab/",
+    "workloads/",
+)
 
 
 KERNELS = ("selection", "onesided", "cast", "stochastic", "low_rank", "signs", "ternary", "linear", "pairs")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pool import Pool
 from syncline.errors import ClosedError
 from syncline.session.session import Session
 
@@ -60,3 +61,16 @@ def test_all_ranks_that_do_not_end_are_named(shared: Any, group: Any, monkeypatc
     finally:
         over.set()
     assert all(event.wait(LIMIT_S) for event in ended[:3])
+
+
+def test_no_rank_is_forked_from_a_process_with_threads(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its child might find a lock taken that nobody gives back."""
+    source = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    (tmp_path / "begins_one.py").write_text(source + "def rank(line): pass\n")
+    pool = Pool(tmp_path, "begins_one")
+    try:
+        with pytest.raises((RuntimeError, BrokenPipeError)):
+            pool.start(test_files_of_tests_have_names_of_their_own, [[]])
+    finally:
+        pool.close()
+    assert "importing begins_one has started" in capfd.readouterr().err

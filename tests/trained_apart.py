@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
-from rich.console import Console
 
-from syncline.bench import compare, processes
 from syncline.bench.frameworks import framework_of
 
 TEST_IMAGES = 360
@@ -37,32 +34,53 @@ main(sys.argv[1])
 """
 
 
+STARTER = """
+import io, json, sys
+from pathlib import Path
+from rich.console import Console
+from syncline.bench import compare, processes
+
+script, workers, strategies, paths, options = json.loads(sys.argv[1])
+paths = {name: Path(path) for name, path in paths.items()}
+def measured(*arguments, **named):
+    return processes.measure(*arguments, script=("-c", script), **named)
+
+compare.measure = measured
+console = Console(file=io.StringIO(), force_terminal=False, width=120)
+status = compare.run("digits", workers, strategies, timeout=200, console=console, **paths, **options)
+print(json.dumps([status, sorted({name.partition(".")[0] for name in sys.modules})]))
+"""
+
+
+class Comparison(NamedTuple):
+    """A result file, the top-level modules of every process that a row started and of who started them, and a page."""
+
+    data: dict[str, Any]
+    modules: list[set[str]]
+    starter: set[str]
+    page: str
+
+
 def compared(
     folder: Path, frameworks: Sequence[str], strategies: Sequence[str], workers: int, **options: Any
-) -> tuple[dict[str, Any], list[set[str]], str]:
-    """The result file, the top-level modules of every process that a row started, and the page."""
-    seen = folder / "seen"
-    seen.mkdir()
-    script = ("-c", SEEN.replace("FOLDER", repr(str(seen))))
-    console = Console(file=io.StringIO(), force_terminal=False, width=120)
-
-    def measured(*arguments: Any, **named: Any) -> Any:
-        return processes.measure(*arguments, script=script, **named)
-
-    paths = {"json_path": folder / "r.json", "report_path": folder / "r.html"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "measure", measured)
-        options = {"timeout": 200, "console": console, **paths, "framework": list(frameworks), **options}
-        status = compare.run("digits", workers, strategies, **options)
-        data = json.loads(paths["json_path"].read_text())
-        if {row["strategy"] for row in data["rows"] if row["error"]} == {"ddp"}:  # torch may end Gloo's group for ever
-            for each in seen.iterdir():
-                each.unlink()
-            status = compare.run("digits", workers, strategies, **options)
-            data = json.loads(paths["json_path"].read_text())
+) -> Comparison:
+    """Compare in a process that has imported nothing before."""
+    for _ in range(2):
+        seen = Path(tempfile.mkdtemp(dir=folder))
+        script = SEEN.replace("FOLDER", repr(str(seen)))
+        paths = {"json_path": str(folder / "r.json"), "report_path": str(folder / "r.html")}
+        asked = json.dumps([script, workers, strategies, paths, {"framework": list(frameworks), **options}])
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        done = subprocess.run(
+            [sys.executable, "-c", STARTER, asked], check=True, timeout=600, env=environ, stdout=subprocess.PIPE
+        )
+        status, names = json.loads(done.stdout.splitlines()[-1])
+        data = json.loads(Path(paths["json_path"]).read_text())
+        if {row["strategy"] for row in data["rows"] if row["error"]} != {"ddp"}:  # torch may end Gloo's group for ever
+            break
     assert [row["error"] for row in data["rows"]] == [None] * len(data["rows"])
     assert status == 0
-    return data, modules_of(seen), paths["report_path"].read_text()
+    return Comparison(data, modules_of(seen), set(names), Path(paths["report_path"]).read_text())
 
 
 def modules_of(folder: Path) -> list[set[str]]:
@@ -84,23 +102,6 @@ def check_rows(data: dict[str, Any], framework: str, version: str) -> None:
         assert row["replicas_equal"] is True
         assert row["replica_sha256"] is not None
         assert abs(row["accuracy"] - single["accuracy"]) * TEST_IMAGES <= 1 + 1e-9
-
-
-PARENT = """
-import sys
-from syncline.bench import compare
-if compare.run("digits", 2, ["ring"], iterations=2, framework=sys.argv[1], timeout=200, report_path=sys.argv[2]):
-    raise SystemExit("the comparison has failed")
-print("modules:", *{name.partition(".")[0] for name in sys.modules})
-"""
-
-
-def frameworks_of_parent(folder: Path, framework: str) -> set[str]:
-    """What frameworks the process has imported that has started a comparison, with a page."""
-    command = [sys.executable, "-c", PARENT, framework, str(folder / "p.html")]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, check=True, timeout=300, env=environ, stdout=subprocess.PIPE, text=True)
-    return set(done.stdout.rpartition("modules:")[2].split()) & FRAMEWORKS
 
 
 STEPS = """

@@ -19,7 +19,7 @@ from syncline.bench.cases import comparison_of
 from syncline.bench.frameworks import numpy as by_hand
 from syncline.errors import UsageError
 from syncline.workloads import load
-from trained_apart import check_rows, compared, foreign, frameworks_of_parent, same_steps
+from trained_apart import FRAMEWORKS, check_rows, compared, foreign, same_steps
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
 
@@ -61,22 +61,19 @@ def test_gradients_by_hand_are_those_of_differences() -> None:
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_four_workers_learn_what_one_does_and_import_no_other_framework(tmp_path: Path, framework: str) -> None:
     used = pytest.importorskip(framework).__version__
-    data, modules, page = compared(tmp_path, [framework], ["ring", "ps(servers=1)"], 4)
+    data, modules, starter, page = compared(tmp_path, [framework], ["ring", "ps(servers=1)"], 4, epochs=5)
     check_rows(data, framework, used)
+    assert not starter & FRAMEWORKS
     assert all(row["step_s"] is None and row["forward_s"] > 0 for row in data["rows"])
     assert len(modules) == 1 + 4 + 5
     assert not foreign(modules, framework)
     assert (f"numpy {used}" in page) == (framework == "numpy")
 
 
-def test_who_starts_a_comparison_imports_no_framework(tmp_path: Path) -> None:
-    assert not frameworks_of_parent(tmp_path, "numpy")
-
-
 @pytest.mark.slow
 def test_rows_of_several_frameworks_stand_side_by_side(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    data, modules, page = compared(tmp_path, ["numpy", "torch"], ["ring", "ddp"], 2, iterations=12)
+    data, modules, _, page = compared(tmp_path, ["numpy", "torch"], ["ring", "ddp"], 2, iterations=12)
     assert [(row["framework"], row["strategy"], row["workers"]) for row in data["rows"]] == [
         ("numpy", "single", 1),
         ("numpy", "ring", 2),

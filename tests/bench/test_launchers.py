@@ -290,7 +290,8 @@ def test_ranks_that_do_not_come_are_named(srun: str, folder: Path, monkeypatch: 
     assert all_gone(folder)
 
 
-def test_a_rank_that_raises_is_named(srun: str, folder: Path) -> None:
+def test_a_rank_that_raises_is_named(srun: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_S", 0.2)
     script = "if rank == 1:\n    line.fail(RuntimeError('out of cheese'))\n    sys.exit(3)\nforever()"
     row = row_of(srun, folder, script)
     assert row.error == "rank 1: RuntimeError: out of cheese"

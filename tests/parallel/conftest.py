@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
 from pool import Pool
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Ranks on demand, as forks of one warm process."""
-    found = Pool("rank_bodies")
+    found = Pool(Path(__file__).parent, "rank_bodies", "torch")
     yield found
     found.close()
 

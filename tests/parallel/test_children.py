@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import rank_bodies as bodies
+
 from pool import Pool
 
 

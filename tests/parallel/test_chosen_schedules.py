@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pool import Pool
 from schedule_bodies import chooses
+
+from pool import Pool
 
 COUNT, LOOKS_AT = 14, 10
 

@@ -8,6 +8,7 @@ from typing import Any
 import fault_bodies
 import pytest
 import rank_bodies as bodies
+
 from pool import Group, Pool
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from codec_bodies import chosen_codec, compressed_steps, stop_and_resume, stop_and_resume_served, wire_bits
+
 from pool import Pool
 
 KEEPING = [

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import rank_bodies as bodies
+
 from pool import Pool
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

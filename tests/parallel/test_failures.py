@@ -10,12 +10,12 @@ from typing import Any
 
 import fault_bodies
 import pytest
-from pool import Pool
 
+from pool import Pool
 from syncline.wire.watch import LIVENESS_S
 
-LIMIT_S = 10.0
-"""From the failure to the end of every other process."""
+LIMIT_S = 60.0
+"""From the failure to the end of every other process, on a machine that may be busy."""
 
 WORKERS = 2
 SERVED = "ps(servers=1)"
@@ -69,7 +69,7 @@ def test_a_stopped_process_is_found_by_default_too(pool: Pool, address: str) -> 
     with pool.start(fault_bodies.train_until, case) as group:
         group.hear(2)
         group.ranks[1].line.send("all are there")
-        group.end(3 * LIMIT_S, among=[0, 2])
+        group.end(LIMIT_S, among=[0, 2])
         for rank in (group.ranks[0], group.ranks[2]):
             assert rank.status == 1
             assert "rank 1 (" in rank.printed()
@@ -87,7 +87,7 @@ def test_a_process_that_is_stopped_while_the_group_connects_is_named(
         others = [index for index in range(3) if index != victim]
         group.hear(1, among=others)
         group.ranks[victim].line.send("stop")
-        group.end(2 * LIMIT_S, among=others)
+        group.end(LIMIT_S, among=others)
         for rank in (group.ranks[index] for index in others):
             assert rank.status == 1
             assert f"rank {victim} (" in rank.printed(), rank
@@ -186,7 +186,7 @@ def test_nobody_blames_anybody_else(pool: Pool, address: str, strategy: str, fau
     """The culprit says its own error only; what each other one says last names the culprit and that error."""
     processes = 3 + ("(servers=1)" in strategy)
     with pool.start(fault_bodies.fails, group_of(processes, address, strategy, victim, fault)) as group:
-        assert all(group.end(2 * LIMIT_S))
+        assert all(group.end(LIMIT_S))
         printed = [rank.printed() for rank in group.ranks]
     says, silent = FAULTS[fault], fault in ("exits", "is killed")
     assert (printed[victim] == "") is silent
@@ -214,7 +214,7 @@ def test_a_rank_that_is_lost_at_the_end_fails_the_others(
     processes = 4 if "(servers=1)" in kind else 3
     with pool.start(fault_bodies.loses_one_at_the_end, group_of(processes, address, kind, fault, end)) as group:
         others = [index for index in range(processes) if index != 1]
-        group.end(2 * LIMIT_S, among=others)
+        group.end(LIMIT_S, among=others)
         for rank in (group.ranks[index] for index in others):
             assert rank.status == 1, rank
             said = {"is stopped": "is stopped", "raises": "the data of this rank are spoilt"}.get(fault, "died")

@@ -11,13 +11,14 @@ import group_bodies as bodies
 import numpy as np
 import pytest
 import torch
+
 from pool import Pool
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     """One that has loaded what these ranks do."""
-    found = Pool("group_bodies")
+    found = Pool(Path(__file__).parent, "group_bodies")
     yield found
     found.close()
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import host_bodies
 import pytest
-from pool import Pool
 from trained import check_trained_as_one
+
+from pool import Pool
 
 
 def everyone(world: int, address: str, *case: Any) -> list[list[Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import rank_bodies as bodies
+
 from pool import Pool
 
 Options = dict[str, Any]

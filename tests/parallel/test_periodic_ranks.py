@@ -8,9 +8,10 @@ import fault_bodies
 import numpy as np
 import periodic_bodies as bodies
 import pytest
-from pool import Pool
 from rank_bodies import train
 from trained import check_trained_as_one
+
+from pool import Pool
 
 CASES = [["sgd", "float64"], ["sgd", "float32"], ["sgd", "float32"]]
 LIMIT_S = 10.0

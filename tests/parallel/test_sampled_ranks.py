@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import pytest
 import sampling_bodies as bodies
+
 from pool import Pool
 
 SAMPLES, MANY, LIMIT_S = 64, 1 << 16, 10.0

@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import push_bodies as bodies
 import pytest
+
 from pool import Pool
 
 LIMIT_S = 10.0

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import staging_bodies
 import torch
-from pool import Pool
 from rank_bodies import steps
 from trained import check_trained_as_one
+
+from pool import Pool
 
 CASES = [["momentum", "float64"], ["adam", "float32"], ["adam", "float32"]]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import timeline_bodies as bodies
 from click.testing import CliRunner
-from pool import Pool
 
+from pool import Pool
 from syncline.cli.timeline import timeline
 from timelines import load
 

@@ -15,13 +15,14 @@ import backend_bodies as bodies
 import numpy as np
 import pytest
 import torch_users
+
 from pool import Group, Pool
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     """One that has loaded DDP and what these ranks do."""
-    found = Pool("backend_bodies")
+    found = Pool(Path(__file__).parent, "backend_bodies")
     yield found
     found.close()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pool import Pool
 from rank_bodies import train
 from trained import check_trained_as_one
+
+from pool import Pool
 
 CASES = [["momentum", "float64"], ["adam", "float32"], ["adam", "float32"]]
 STRATEGIES = {  # and the processes that only serve

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import tuning_bodies
-from pool import Pool
 
+from pool import Pool
 from syncline.launch.local import launch
 from syncline.launch.placement import Placement
 

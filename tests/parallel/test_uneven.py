@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pool import Pool
 from uneven_bodies import COUNTS, OVERFLOW, train
+
+from pool import Pool
 
 CASES = [
     ("ps(servers=1)", 1, "tcp"),

@@ -1,10 +1,12 @@
 """Ranks of JAX or TensorFlow: each a process of its own, which calls a function of its test's, and leaves the result.
 
-Imported by tests it starts them (``ranks``) and loads no framework; run as a program it is one.
+They are forks of a server that has imported the framework, which takes TensorFlow six seconds; there is one for each
+framework in each process that runs tests, which itself loads none.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import pickle
@@ -12,30 +14,42 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from pool import Group, Pool
+
+HERE = Path(__file__).resolve().parent
 LIMIT_S = 240.0
-SECRET = "the secret of these tests"
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_X64": "1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "KERAS_BACKEND": "tensorflow",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "SYNCLINE_SECRET": "the secret of these tests",
+}
+MODULES = {"jax": ["array_ranks", "jax_bodies"], "tensorflow": ["array_ranks", "tensorflow_bodies", "tensorflow_cases"]}
 
 
 class Ranks:
     """Processes that were started together, and have ended."""
 
-    def __init__(self, folder: Path, processes: Sequence[subprocess.Popen[str]]) -> None:
-        self.printed, self.statuses, self.results = [], [], []
-        try:
-            for index, process in enumerate(processes):
-                self.printed.append(process.communicate(timeout=LIMIT_S)[0])
-                self.statuses.append(process.returncode)
-                path = folder / f"{index}.pickle"
-                self.results.append(pickle.loads(path.read_bytes()) if path.exists() else None)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+    def __init__(self, folder: Path, group: Group) -> None:
+        with group:
+            self.statuses = group.end(LIMIT_S)
+            self.printed = [rank.printed() for rank in group.ranks]
+        paths = [folder / f"{rank.index}.pickle" for rank in group.ranks]
+        self.results = [pickle.loads(path.read_bytes()) if path.exists() else None for path in paths]
 
     def found(self) -> list[Any]:
         """What each has given, all of them having ended well."""
@@ -50,29 +64,58 @@ class Ranks:
             assert index in dead or any(fnmatchcase(line, pattern) for line in lines), printed
 
 
+@cache
+def pool_of(framework: str) -> Pool:
+    """The server of a framework, begun when it is first asked for; it ends with this process.
+
+    What XLA has compiled for a rank is not compiled again for the next one: that would take most of all the time.
+    """
+    compiled = tempfile.TemporaryDirectory(prefix="compiled-")
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_COMPILATION_CACHE_DIR": compiled.name}
+    pool = Pool(HERE, *MODULES[framework], environ=ENVIRONMENT | variables, whole=True)
+    atexit.register(compiled.cleanup)
+    atexit.register(pool.close)  # the first of both
+    return pool
+
+
 def ranks(folder: Path, function: str, processes: int, *arguments: Any, x64: bool = True, **environ: str) -> Ranks:
     """Have processes call ``module.name`` with their place and these arguments; all have ended when this returns."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     folder.mkdir(exist_ok=True)
     (folder / "arguments").write_bytes(pickle.dumps(arguments))
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "OMP_NUM_THREADS": "1",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_X64": str(int(x64)),
-        "KERAS_BACKEND": "tensorflow",
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        "CUDA_VISIBLE_DEVICES": "-1",
-        "SYNCLINE_SECRET": SECRET,
-    }
-    return Ranks(folder, [
-        subprocess.Popen(
-            [sys.executable, __file__, function, str(index), str(processes), address, str(folder)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment | environ,
-        )
-        for index in range(processes)
-    ])  # fmt: skip
+    each = [[function, index, processes, address, str(folder), x64] for index in range(processes)]
+    return Ranks(folder, pool_of(function.partition("_")[0]).start(rank, each, environ))
+
+
+def rank(_: Connection, function: str, index: int, processes: int, address: str, folder: str, x64: bool) -> None:
+    """Be one of them: JAX takes its environment as it is imported, which the server has done."""
+    if jax := sys.modules.get("jax"):
+        jax.config.update("jax_enable_x64", x64)
+    module, _, name = function.partition(".")
+    arguments = pickle.loads(Path(folder, "arguments").read_bytes())
+    found = getattr(importlib.import_module(module), name)((index, processes, address), *arguments)
+    Path(folder, f"{index}.pickle").write_bytes(pickle.dumps(found))
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The arrays of dictionaries and lists, in order."""
+    if isinstance(tree, dict):
+        return [leaf for key in sorted(tree) for leaf in leaves(tree[key])]
+    if isinstance(tree, list):
+        return [leaf for one in tree for leaf in leaves(one)]
+    return [tree]
+
+
+def check_near(found: Any, wanted: Any, what: str) -> None:
+    """Weights in float64 are others', but for rounding."""
+    for one, other in zip(leaves(found), leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12, err_msg=what)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Bit for bit."""
+    return all(np.array_equal(mine, theirs) for mine, theirs in zip(leaves(one), leaves(other), strict=True))
 
 
 def train_digits_without(folder: Path, others: Sequence[str], example: str, **environ: str) -> None:
@@ -121,12 +164,10 @@ def resume(
     workers: int,
     strategies: Sequence[str],
     servers: int,
-    equal: Callable[[Any, Any], bool],
-    near: Callable[[Any, Any, str], None],
 ) -> None:
     """A run of seven steps is one of four and one of three, bit for bit, and near one that goes on with a worker more.
 
-    ``function`` gives for each strategy a state and weights, of which ``equal`` and ``near`` know.
+    ``function`` gives for each strategy a state and weights.
     """
     processes = workers + servers
     through = ranks(folder / "all", function, processes, strategies, [], 0, 7).found()[:workers]
@@ -140,13 +181,4 @@ def resume(
     for text, *found in zip(strategies, *more, strict=True):
         assert all(state["steps"] == 7 and state["world_size"] == workers + 1 for state, _ in found)
         for _, weights in found if "codec" not in text and "local" not in text else ():
-            near(weights, through[0][strategies.index(text)][1], text)
-
-
-if __name__ == "__main__":
-    module, _, name = sys.argv[1].partition(".")
-    place = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    folder = Path(sys.argv[5])
-    function = getattr(importlib.import_module(module), name)
-    found = function(place, *pickle.loads((folder / "arguments").read_bytes()))
-    (folder / f"{place[0]}.pickle").write_bytes(pickle.dumps(found))
+            check_near(weights, through[0][strategies.index(text)][1], text)

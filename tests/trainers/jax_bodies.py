@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import signal
 import sys
 import time
@@ -85,8 +86,9 @@ def advance(made: Any, params: Any, state: Any, first: int, last: int) -> tuple[
 
 
 def train(place: Place, cases: list[tuple[str, str]], steps: int) -> list[Any]:
-    """What a worker has in the end under a strategy with an optimizer, and one alone."""
-    wanted = {optimizer: alone(optimizer, steps) for optimizer in {optimizer for _, optimizer in cases}}
+    """What a worker has in the end under a strategy with an optimizer, and, from rank 0, one alone."""
+    optimizers = {optimizer for _, optimizer in cases}
+    wanted = {optimizer: alone(optimizer, steps) if place[0] == 0 else None for optimizer in optimizers}
     found = []
     for strategy, optimizer in cases:
         with joined(place, strategy):
@@ -132,7 +134,7 @@ def _begin_at_exit(place: Place) -> None:
 def unread(place: Place, steps: Sequence[int], where: str) -> None:
     """So many steps of each rank, whose results nobody has, on the first of its devices, the last, or all of them."""
     _begin_at_exit(place)
-    devices = jax.devices()
+    devices = devices_as_asked()
     mesh = jax.sharding.Mesh(np.array(devices), "all")
     places = {
         "first": devices[0],
@@ -146,6 +148,13 @@ def unread(place: Place, steps: Sequence[int], where: str) -> None:
     for number in range(steps[place[0]]):
         x, y = jax.device_put(batch(number, syncline.rank(), syncline.world_size()), places[where])
         params, state = step(params, state, x, y)
+
+
+def devices_as_asked() -> list[Any]:
+    """As many as the environment says: of a rank that a server has forked too."""
+    asked = re.search(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    assert len(jax.devices()) == (int(asked[1]) if asked else 1)
+    return jax.devices()
 
 
 def forked(place: Place, steps: int) -> int:
@@ -372,8 +381,6 @@ def dies(place: Place) -> None:
         params, made, state = begin("sgd")
         params, state = advance(made, params, state, 0, 2)
         if syncline.rank() == 1:
-            import os
-
             os._exit(3)
         jax.block_until_ready(advance(made, params, state, 2, 4))
 
@@ -389,6 +396,7 @@ def forgets(place: Place) -> None:
 
 def sharded(place: Place, strategies: list[str], steps: int) -> list[Any]:
     """Two devices of a process share its batch; parameters are on both."""
+    assert len(devices_as_asked()) == 2
     mesh = jax.make_mesh((jax.local_device_count(),), ("of",))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     parted = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("of"))
@@ -408,8 +416,6 @@ def sharded(place: Place, strategies: list[str], steps: int) -> list[Any]:
 
 def large(place: Place, strategies: list[str]) -> list[int]:
     """Millions of elements on few threads: nothing waits for what cannot begin."""
-    import os
-
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     found = []
     for strategy in strategies:

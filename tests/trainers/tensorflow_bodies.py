@@ -79,8 +79,9 @@ def alone(optimizer: str, steps: int) -> list[Any]:
 
 
 def train(place: Place, cases: list[tuple[str, str, str]], steps: int) -> list[Any]:
-    """What a worker has in the end under a strategy with an optimizer and a way of training, and one alone."""
-    wanted = {optimizer: alone(optimizer, steps) for _, optimizer, _ in cases}
+    """What a worker has in the end under a strategy with an optimizer and a way, and, from rank 0, one alone."""
+    optimizers = {optimizer for _, optimizer, _ in cases}
+    wanted = {optimizer: alone(optimizer, steps) if place[0] == 0 else None for optimizer in optimizers}
     found = []
     for strategy, optimizer, way in cases:
         with joined(place, strategy):

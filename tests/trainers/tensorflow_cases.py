@@ -68,13 +68,14 @@ LIKE_ONE: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 def like_one(place: Place, names: list[str]) -> list[Any]:
-    """The weights of workers, and of one alone."""
+    """The weights of workers, and, from rank 0, of one alone."""
     found = []
     with joined(place, "ring"):
         for name in names:
             make, options = LIKE_ONE[name]
             single, made = make(), make()
-            advance(single, None, "fit", 0, STEPS, 0, 1)
+            if syncline.rank() == 0:
+                advance(single, None, "fit", 0, STEPS, 0, 1)
             made.set_weights([one * (1 + syncline.rank()) for one in made.get_weights()])
             syncline.prepare(made, **options)
             advance(made, None, "fit", 0, STEPS, syncline.rank(), syncline.world_size())

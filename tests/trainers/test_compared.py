@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trained_apart import check_rows, compared, foreign, frameworks_of_parent, same_steps
+from trained_apart import FRAMEWORKS, check_rows, compared, foreign, same_steps
 
 
 @dataclass(frozen=True)
@@ -63,26 +63,18 @@ def test_a_framework_and_numpy_compute_the_same_steps(tmp_path: Path, framework:
     same_steps(tmp_path, framework.name)
 
 
-def test_four_workers_learn_what_one_does_and_import_no_other_framework(tmp_path: Path, framework: Compared) -> None:
-    data, modules, page = compared(tmp_path, [framework.name], ["ring", "ps(servers=1)"], 4)
-    check_rows(data, framework.name, framework.version(data["rows"][0]["framework_version"]))
-    assert all(row["forward_s"] is row["backward_s"] is None and row["step_s"] > 0 for row in data["rows"])
-    assert len(modules) == 1 + 4 + 5
-    assert not foreign(modules, framework.name)
-    assert framework.says() in page
-
-
-def test_a_frameworks_own_way_over_processes_trains_beside(tmp_path: Path, framework: Compared) -> None:
-    """On batches that cannot be shared out evenly."""
-    data, modules, page = compared(tmp_path, [framework.name], ["ring", framework.peer], 3, iterations=30)
-    single, ring, own = data["rows"]
-    assert ring["loss"] == pytest.approx(single["loss"], abs=1e-3)
-    assert own["loss"] == pytest.approx(single["loss"], abs=1e-3)
+def test_workers_learn_what_one_does_beside_a_frameworks_own_way(tmp_path: Path, framework: Compared) -> None:
+    """On batches that cannot be shared out evenly; no worker imports another framework, and their starter none."""
+    strategies = ["ring", "ps(servers=1)", framework.peer]
+    data, modules, starter, page = compared(tmp_path, [framework.name], strategies, 3, epochs=5)
+    *ours, own = data["rows"]
+    check_rows(data | {"rows": ours}, framework.name, framework.version(own["framework_version"]))
+    assert all(row["forward_s"] is row["backward_s"] is None and row["step_s"] > 0 for row in ours)
+    assert own["loss"] == pytest.approx(ours[0]["loss"], abs=1e-3)
     assert own["chosen"] == framework.chosen
     assert own["exposed_comm_s"] is None
+    assert len(modules) == 1 + 3 + 4 + 3
     assert not foreign(modules, framework.name)
+    assert not starter & FRAMEWORKS
+    assert framework.says() in page
     assert "step includes communication" in page
-
-
-def test_who_starts_a_comparison_imports_no_framework(tmp_path: Path, framework: Compared) -> None:
-    assert not frameworks_of_parent(tmp_path, framework.name)

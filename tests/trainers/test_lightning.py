@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 def test_the_weights_are_those_of_ddp(tmp_path: Path) -> None:
     """And with a codec nearly, here where Lightning does not start the processes."""
-    assert "2 ranks over gloo: loss" in scripts.run(EXAMPLE, "ddp", tmp_path)
+    assert "2 ranks over gloo: loss" in scripts.run_forked("lightning", EXAMPLE, "ddp", tmp_path)
     ddp = scripts.weights(tmp_path, "ddp")
     assert "2 ranks over syncline: loss" in scripts.run(EXAMPLE, "syncline", tmp_path)
     assert scripts.distance(scripts.weights(tmp_path, "syncline"), ddp) < 1e-6
@@ -28,9 +28,9 @@ def test_the_weights_are_those_of_ddp(tmp_path: Path) -> None:
 
 
 def test_what_a_codec_has_kept_back_is_in_checkpoints(tmp_path: Path) -> None:
-    """Under torchrun. A run that is resumed without it goes on otherwise."""
+    """As under torchrun. A run that is resumed without it goes on otherwise."""
     script = HERE / "lightning_resumed.py"
-    told = scripts.run(*scripts.TORCHRUN, script, tmp_path)
+    told = scripts.run_forked("lightning", script, tmp_path)
     assert told.count("this checkpoint has nothing of the codec in") == 2, told
     whole, again, without = (scripts.weights(tmp_path, name) for name in ("resumed", "again", "without"))
     assert scripts.distance(whole, again) == 0

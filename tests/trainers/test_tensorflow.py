@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from array_ranks import ranks, resume
+from array_ranks import check_near, equal, ranks, resume
 
 for package in ("tensorflow", "keras"):
     if importlib.util.find_spec(package) is None:
@@ -37,21 +37,10 @@ def test_workers_train_as_one_on_the_union_of_their_batches(
     each = cases(strategies)
     first, *others = ranks(tmp_path, "tensorflow_bodies.train", WORKERS + servers, each, STEPS).found()[:WORKERS]
     for case, (weights, steps, wanted) in zip(each, first, strict=True):
-        for one, other in zip(weights, wanted, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12, err_msg=" ".join(case))
+        check_near(weights, wanted, " ".join(case))
         assert steps == STEPS
     for other in others:
-        for one, mine in zip(other, first, strict=True):
-            assert all(map(np.array_equal, one[0], mine[0]))
-
-
-def check_near(found: list[Any], wanted: list[Any], what: str) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12, err_msg=what)
-
-
-def equal(one: list[Any], other: list[Any]) -> bool:
-    return all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+        assert all(equal(one[0], mine[0]) for one, mine in zip(other, first, strict=True))
 
 
 def test_means_in_eager_mode_stay_as_they_were(tmp_path: Path) -> None:
@@ -79,7 +68,7 @@ def test_means_go_to_an_optimizer_of_the_script(tmp_path: Path) -> None:
 )
 def test_a_run_that_is_resumed_goes_on_with_the_same_bits(tmp_path: Path, strategies: list[str], servers: int) -> None:
     """Also what codecs keep back, in the middle of a period; and it resumes under another number of workers."""
-    resume(tmp_path, "tensorflow_bodies.resumed", WORKERS, strategies, servers, equal, check_near)
+    resume(tmp_path, "tensorflow_bodies.resumed", WORKERS, strategies, servers)
 
 
 @pytest.mark.parametrize(("strategy", "servers"), [("ring", 0), ("ps(servers=1)", 1), ("ps(servers=1, on=workers)", 0)])

@@ -4,7 +4,10 @@ Started as a program this file is the server. It is asked over a UNIX socket for
 function to call, its arguments and environment variables, and two descriptors: where the rank prints, and where it
 sends what it finds. A rank is a fork of the server and ends as a script would: its exception goes to the hook for it,
 exit functions are called, and it has its own exit status. Only the interpreter's taking apart of every module, which
-costs more than all else, is left out.
+costs more than all else, is left out where a pool does not ask for it.
+
+The server imports and never computes: a fork of a process whose framework has threads may hang. It refuses to serve
+where an import has started one.
 
 Imported, it is the client: ``Pool`` starts groups of ranks, ``Group`` waits for what they say and how they end.
 """
@@ -32,8 +35,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-HERE = Path(__file__).resolve().parent
 LIMIT_S = 120.0
+KERNELS = ("beats", "onesided", "cast", "linear", "pairs", "selection", "signs", "stochastic", "ternary", "low_rank")
 _MESSAGE_BYTES = 1 << 16
 
 
@@ -61,16 +64,23 @@ class Rank:
 
 
 class Pool:
-    """Ranks on demand. One server, started once, serves all tests; ``modules`` are those whose functions they call."""
+    """Ranks on demand. One server, started once, serves all tests.
 
-    def __init__(self, *modules: str) -> None:
+    ``modules`` of a folder are imported by the server: those whose functions ranks call, and what is slow to import.
+    ``environ`` is the server's, and so all ranks'. With ``whole`` the interpreters of ranks take themselves apart.
+    """
+
+    def __init__(
+        self, folder: Path, *modules: str, environ: Mapping[str, str] | None = None, whole: bool = False
+    ) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         here.settimeout(LIMIT_S)
+        how = "whole" if whole else "quick"
         with there:
             self._server = subprocess.Popen(
-                [sys.executable, __file__, str(there.fileno()), *modules],
+                [sys.executable, __file__, str(there.fileno()), how, str(folder), *modules],
                 pass_fds=[there.fileno()],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | (environ or {}),
                 start_new_session=True,
             )
         self._line = here
@@ -81,7 +91,7 @@ class Pool:
     ) -> Group:
         """One process for every element of ``each``, calling ``function(line, *element)``.
 
-        The function is one at the top level of a module beside this one, the arguments are what JSON can hold.
+        The function is one at the top level of a module in the pool's folder, the arguments are what JSON can hold.
         """
         ranks = [self._fork(index, function, arguments, environ or {}) for index, arguments in enumerate(each)]
         return Group(self, ranks)
@@ -90,17 +100,30 @@ class Pool:
         mine, theirs = Pipe()
         output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the rank
         request = [function.__module__, function.__qualname__, list(arguments), dict(environ)]
-        with theirs:
-            socket.send_fds(self._line, [json.dumps(request).encode()], [output.fileno(), theirs.fileno()])
-        return Rank(index, self._hear("pid"), mine, output)
+        try:
+            with theirs:
+                socket.send_fds(self._line, [json.dumps(request).encode()], [output.fileno(), theirs.fileno()])
+            return Rank(index, self._hear("pid"), mine, output)
+        except BaseException:
+            mine.close()
+            output.close()
+            raise
 
     def _hear(self, kind: str) -> int:
         """The next message of that kind; endings are kept for later."""
-        while True:
-            message = json.loads(self._line.recv(_MESSAGE_BYTES))
-            if message[0] == kind:
-                return int(message[1])
+        while (message := self._next())[0] != kind:
             self._endings[message[1]] = message[2]
+        return int(message[1])
+
+    def _next(self) -> list[Any]:
+        try:
+            text = self._line.recv(_MESSAGE_BYTES)
+        except ConnectionResetError:
+            text = b""
+        if not text:
+            raise RuntimeError("the server of this pool has ended: the errors of the tests have what it says")
+        found: list[Any] = json.loads(text)
+        return found
 
     def ending(self, pid: int, timeout_s: float) -> int | None:
         """How a process has ended, once it has."""
@@ -110,7 +133,7 @@ class Pool:
             while pid not in self._endings:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     return None
-                message = json.loads(self._line.recv(_MESSAGE_BYTES))
+                message = self._next()
                 self._endings[message[1]] = message[2]
         return self._endings.pop(pid)
 
@@ -197,30 +220,18 @@ _PR_SET_PDEATHSIG = 1
 def serve(line: socket.socket, modules: Sequence[str]) -> list[Any] | None:
     """Fork ranks until the other side hangs up; in a rank, return what it has to do.
 
-    What ranks need is loaded once, here.
+    What ranks need is loaded once, here: all parts, and kernels, which load no framework, and what is asked for.
     """
-    import torch
-
     from syncline import registry
 
     for kind in registry.KINDS:
         registry.names(kind)
-    for kernels in (
-        "beats",
-        "onesided",
-        "cast",
-        "linear",
-        "pairs",
-        "selection",
-        "signs",
-        "stochastic",
-        "ternary",
-        "low_rank",
-    ):
-        importlib.import_module(f"syncline.kernels.{kernels}")
-    for module in modules:
+    for module in (*(f"syncline.kernels.{name}" for name in KERNELS), *modules):
         importlib.import_module(module)
-    torch.set_num_threads(1)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+    if threads := other_threads():
+        raise RuntimeError(f"importing {', '.join(modules)} has started {threads}: a fork may hang")
     gc.collect()
     gc.freeze()  # a collection in a rank would otherwise touch, and so copy, every page with an object of the server's
     server = os.getpid()
@@ -259,8 +270,14 @@ def serve(line: socket.socket, modules: Sequence[str]) -> list[Any] | None:
             line.send(json.dumps(["pid", pid]).encode())
 
 
-def work(module: str, name: str, arguments: list[Any], environ: dict[str, str], output: int, said: int) -> NoReturn:
-    """Be a rank: in a process group of its own, as a launcher's children are."""
+def other_threads() -> list[str]:
+    """What the kernel calls the threads of this process beside its first, but for one that gets over a fork."""
+    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    return [name for task in tasks if (name := (task / "comm").read_text().strip()) != "jemalloc_bg_thd"]
+
+
+def work(module: str, name: str, arguments: list[Any], environ: dict[str, str], output: int, said: int) -> int:
+    """Be a rank, in a process group of its own, as a launcher's children are; its exit status."""
     status = 0
     os.setpgid(0, 0)
     for number in (1, 2):
@@ -276,6 +293,11 @@ def work(module: str, name: str, arguments: list[Any], environ: dict[str, str], 
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         status = 1
+    return status
+
+
+def end_quickly(status: int) -> NoReturn:
+    """End as the interpreter would, without taking it apart."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -284,7 +306,11 @@ def work(module: str, name: str, arguments: list[Any], environ: dict[str, str], 
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(HERE), str(HERE.parent)]
-    task = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    number, how, folder, *modules = sys.argv[1:]
+    sys.path.insert(0, folder)
+    task = serve(socket.socket(fileno=int(number)), modules)
     if task is not None:
-        work(*task)
+        status = work(*task)
+        if how == "whole":
+            sys.exit(status)
+        end_quickly(status)
