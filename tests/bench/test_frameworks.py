@@ -128,12 +128,8 @@ REFUSED = [
         "device=, channels_last= and autotune= are PyTorch's; use --framework torch",
     ),
     (
-        {"framework": "numpy", "strategies": ["ring schedule=priority"]},
-        "--framework numpy cannot train under ring schedule=priority: .* --framework torch can",
-    ),
-    (
-        {"framework": "numpy", "strategies": ["ring sync=gossip"]},
-        "sync=gossip averages weights .*; --framework torch can",
+        {"framework": "numpy", "strategies": ["ring schedule=merged"]},
+        "--framework numpy cannot train under ring schedule=merged: .* --framework torch can",
     ),
 ]
 

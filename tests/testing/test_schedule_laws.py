@@ -127,7 +127,7 @@ class AsItCompletes(Steps):
     def _submit_complete(self, step: Any, actions: list[Action]) -> None:
         for number in range(len(step.left)):
             if step.left[number] == 0 and BucketPhase(step.number, number, "allreduce") not in step.submitted:
-                self._submit(step, number, "allreduce", actions)
+                self._submit(step, number, ("allreduce",), actions)
 
 
 class Lazy(Steps):
