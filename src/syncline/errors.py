@@ -3,7 +3,7 @@
     SynclineError
     ├── UsageError (also ValueError)   a user's mistake, raised before any work starts
     │   ├── StrategyError              a strategy that cannot be parsed or built
-    │   ├── NotBuiltError              a word of the grammar whose part does not exist yet
+    │   ├── NotBuiltError              a call for which a part does not exist yet
     │   ├── PlanError                  a plan that does not do what it claims
     │   └── DataError                  a data file that is missing, truncated or altered
     ├── GroupError                     the group could not be formed
@@ -39,7 +39,7 @@ class StrategyError(UsageError):
 
 
 class NotBuiltError(UsageError):
-    """A word of the grammar that names a part which is not built yet."""
+    """A call that asks for a part which is not built yet."""
 
 
 class PlanError(UsageError):

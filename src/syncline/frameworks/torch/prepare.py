@@ -101,21 +101,7 @@ def prepare(
     On a server this serves until the workers have left and returns None. ``copier`` stands in for what copies between
     the model's device and the host. A model that was prepared before is let go of first.
     """
-    check_only_ours(model)
-    selection = Selection(model, options)
-    check_normalisation(model, options)
-    known: list[Prepared] = [made for one in session.family for made in one.prepared.values()]
-    check_held_once(model, selection.trained(), [made.replica for made in known])
-    if optimizer is not None:
-        check_optimizer(model, optimizer)
-    if session.strategy.server_holds_weights:
-        check_served(optimizer, selection)
-    if session.strategy.schedule_object().apply != "step":
-        check_crossing(session.strategy, optimizer, selection)
-    if isinstance(session.strategy.sync_mode(), Averages):
-        check_averaging(session.strategy, optimizer, options)
-    if not session.strategy.sync_mode().merges and optimizer is not None:
-        check_by_itself(session.strategy, group_values(optimizer.param_groups), selection)
+    selection = _checked_alone(session, model, optimizer, options)
     first_key = session.enter_model(model)
     let_go(session, model)
     before: Prepared | None = session.prepared.pop(first_key, None)
@@ -124,16 +110,9 @@ def prepare(
         before.release()
     if session.is_worker:
         put_together(session, optimizer)
-    probed = Probed(False, ())
-    if optimizer is not None and session.strategy.server_holds_weights:
-        roles = session.strategy.roles
-        probed = probe(optimizer, 1 if roles is None else roles.owners)
-    if optimizer is not None:
-        check_momentum(session.strategy, optimizer, probed.keeps_state)
-    check_same_model(session, selection.tensors(), [*options.agreed, f"the run's model {first_key // MODEL_KEYS}"])
-    if optimizer is not None and session.strategy.server_holds_weights:
-        check_same_own(session, probed.own, probed.changed)
-        check_own_values(session.strategy, optimizer, probed.own)
+    probed = _checked_together(
+        session, optimizer, selection, [*options.agreed, f"the run's model {first_key // MODEL_KEYS}"]
+    )
     check_parameters(model, selection.trained())
     copy_from_worker(session, [tensor.detach() for _, tensor in selection.tensors()])
     if not session.is_worker:
@@ -155,6 +134,45 @@ def prepare(
     session.prepared[first_key] = made
     session.consolidates[first_key] = made.consolidate
     return made
+
+
+def _checked_alone(
+    session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, options: Options
+) -> Selection:
+    """What takes part of a model; raises UsageError for what this rank finds wrong by itself."""
+    check_only_ours(model)
+    selection = Selection(model, options)
+    check_normalisation(model, options)
+    known: list[Prepared] = [made for one in session.family for made in one.prepared.values()]
+    check_held_once(model, selection.trained(), [made.replica for made in known])
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
+    if session.strategy.server_holds_weights:
+        check_served(optimizer, selection)
+    if session.strategy.schedule_object().apply != "step":
+        check_crossing(session.strategy, optimizer, selection)
+    if isinstance(session.strategy.sync_mode(), Averages):
+        check_averaging(session.strategy, optimizer, options)
+    if not session.strategy.sync_mode().merges and optimizer is not None:
+        check_by_itself(session.strategy, group_values(optimizer.param_groups), selection)
+    return selection
+
+
+def _checked_together(
+    session: Session, optimizer: torch.optim.Optimizer | None, selection: Selection, options: list[object]
+) -> Probed:
+    """What a trial of the optimizer shows; raises MismatchError where ranks have other models, options or values."""
+    probed = Probed(False, ())
+    if optimizer is not None and session.strategy.server_holds_weights:
+        roles = session.strategy.roles
+        probed = probe(optimizer, 1 if roles is None else roles.owners)
+    if optimizer is not None:
+        check_momentum(session.strategy, optimizer, probed.keeps_state)
+    check_same_model(session, selection.tensors(), options)
+    if optimizer is not None and session.strategy.server_holds_weights:
+        check_same_own(session, probed.own, probed.changed)
+        check_own_values(session.strategy, optimizer, probed.own)
+    return probed
 
 
 def release(session: Session, model: torch.nn.Module) -> Prepared:
