@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..plans.check import check_mixing
+from ..plans.messages import Program
+from ..session.programs import compiled
 from ..sync import Agrees, Mixes, mixes_of
 from ..sync._periodic import agree_in_blocks
 
@@ -100,6 +102,10 @@ class MixedWeights:
     def __init__(self, mode: Mixes, workers: int, rank: int, weights: Sequence[Array], sums: Sequence[Array]) -> None:
         check_mixing(mixes_of(mode, workers))
         self._mode, self._workers, self._rank, self._weights, self._sums = mode, workers, rank, weights, sums
+
+    def program(self, step: int) -> Program:
+        """This worker's part in adding weights up after that step."""
+        return compiled(self._mode.mix(self._workers, step), self._rank)
 
     def forget(self) -> None:
         """There is nothing to remember."""

@@ -21,11 +21,9 @@ from ..engine.step import Apply
 from ..engine.trace import Span, begin
 from ..errors import GradientError, UsageError
 from ..nouns import Spec
-from ..plans.messages import Program
 from ..serving.shard import Build
 from ..serving.traffic import Model
 from ..serving.worker import Worker, attach
-from ..session.programs import compiled
 from ..session.session import Session
 from ..session.tickets import AVERAGE, CONSOLIDATE, Meeting, step_argument
 from ..sync import Agrees, Averages, Mixes, alone
@@ -79,7 +77,7 @@ class FlatModel:
             self.agreed = AgreedWeights(self._mode, session.world_size, self.held.arrays, arrays)
         elif self.held is not None and isinstance(self._mode, Mixes):
             self.agreed = MixedWeights(self._mode, session.world_size, session.rank, self.held.arrays, arrays)
-            self.exchange.program = self._mixing
+            self.exchange.program = self.agreed.program
         elif self.held is not None:
             model = Model(layout, arrays, self.held.arrays, self.exchange.compression, self.key)
             self.worker = self.exchange.owners = attach(session, model, build, [])
@@ -273,11 +271,6 @@ class FlatModel:
         if self.agreed is not None and self.held is not None:
             self.agreed.take(step)
             self.weights.write(self.held.flat)
-
-    def _mixing(self, step: int) -> Program:
-        """This worker's part in adding weights of some up, after that step."""
-        assert isinstance(self._mode, Mixes)
-        return compiled(self._mode.mix(self.session.world_size, step), self.session.rank)
 
     # Between steps.
 
