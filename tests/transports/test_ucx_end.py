@@ -279,3 +279,23 @@ def test_the_environment_stays_the_users() -> None:
         [sys.executable, "-c", script], env=clean, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_ends_that_are_made_at_once_leave_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread finds what keeps UCX quiet, and none takes back what another one has set."""
+    for name in [name for name in os.environ if name.startswith("UCX")]:
+        monkeypatch.delenv(name)
+    before = dict(os.environ)
+
+    def load(thread: int) -> set[str | None]:
+        found = set()
+        for turn in range(100):
+            with transport._quietly():
+                os.environ["UCX_MEMTYPE_CACHE"] = f"{thread} {turn}"  # as ucxx does
+                os.sched_yield()
+                found |= {os.environ.get("UCX_LOG_LEVEL"), os.environ["UCX_MEMTYPE_CACHE"].partition(" ")[0]}
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(load, range(4))) == [{"fatal", str(thread)} for thread in range(4)]
+    assert dict(os.environ) == before

@@ -34,6 +34,7 @@ import logging
 import os
 import select
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -94,6 +95,8 @@ _TRUNCATED = -9
 _OUR_SETTINGS = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal"}
 """While the libraries are loaded, where the user has said nothing else."""
 
+_ENVIRONMENT = threading.Lock()  # of the process, as the environment is
+
 
 def load() -> Any:
     """The parts of ucxx that are used here; UsageError where there is none, or one that is too old."""
@@ -123,14 +126,18 @@ def load() -> Any:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Load and start the libraries with what the user has set, and leave the environment as it was."""
-    before = dict(os.environ)
-    os.environ.update({name: value for name, value in _OUR_SETTINGS.items() if name not in before})
-    try:
-        yield
-    finally:
-        for name in [name for name in os.environ if name.startswith("UCX") and name not in before]:
-            del os.environ[name]
+    """Load and start the libraries with what the user has set, and leave the environment as it was.
+
+    One thread at a time: another one would take what is set here for what the user has set, or miss it.
+    """
+    with _ENVIRONMENT:
+        before = dict(os.environ)
+        os.environ.update({name: value for name, value in _OUR_SETTINGS.items() if name not in before})
+        try:
+            yield
+        finally:
+            for name in [name for name in os.environ if name.startswith("UCX") and name not in before]:
+                del os.environ[name]
 
 
 def _numbers(version: str) -> tuple[int, ...]:
