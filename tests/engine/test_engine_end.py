@@ -110,10 +110,12 @@ def test_when_the_others_have_left_it_is_no_fault_that_they_are_gone_but_any_oth
     assert lost.over(lambda: True)
     with pytest.raises(PeerLost):
         lost.over(lambda: False)
+    holds = iter([False, True])
+    assert lost.over(lambda: next(holds))  # the goodbye came between two looks
     for call in (own.over, lambda until: own.wait_any([], until=until)):
         with pytest.raises(ProtocolError, match="an update that fails"):
             call(lambda: True)
-    lost.close()
+    assert isinstance(lost.close(), PeerLost)  # the end tells it all the same
     own.close()
 
 

@@ -181,11 +181,16 @@ class Driver(ABC):
         self.over(until)
 
     def over(self, until: Callable[[], bool]) -> bool:
-        """Whether ``until()`` holds. Raises the engine's fault, but not that a peer is gone once it holds."""
-        holds = until()
-        if self.error is not None and not (holds and isinstance(self.error, PeerLost | PeerLeft)):
-            raise self._raised(self.error)
-        return holds
+        """Whether ``until()`` holds. Raises the engine's fault, but not that a peer is gone once it holds.
+
+        Where somebody was lost all the same, ``close`` returns it.
+        """
+        holds, error = until(), self.error
+        if error is None:
+            return holds
+        if isinstance(error, PeerLost | PeerLeft) and (holds or until()):  # whoever is gone may have left meanwhile
+            return True
+        raise self._raised(error)
 
     def when_over(self, work: Work, call: Callable[[], None]) -> None:
         """Call, at once or from whichever thread ends it, when a work is done or never will be; it may not wait."""
