@@ -41,15 +41,23 @@ def beside(target: Callable[[], object]) -> Iterator[None]:
     assert not thread.is_alive()
 
 
-def asleep(condition: threading.Condition) -> None:
-    """Wait until a thread sleeps there, which gives up the lock only once it stands among those to be notified."""
-    deadline = soon()
-    while time.perf_counter() < deadline:
-        with condition:
-            if condition._waiters:  # type: ignore[attr-defined]
-                return
-        time.sleep(0.001)
-    raise AssertionError("no thread waits")
+class Sleeps(threading.Condition):
+    """A condition that takes the place of one of a monitor, and knows when a thread sleeps there."""
+
+    def __init__(self, monitor: Monitor, name: str) -> None:
+        super().__init__(monitor._lock)
+        self._entered = threading.Event()
+        setattr(monitor, name, self)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._entered.set()
+        return super().wait(timeout)
+
+    def await_sleeper(self) -> None:
+        """Wait for one, which gives up the lock only once it stands among those to be notified."""
+        assert self._entered.wait(LIMIT_S), "no thread waits"
+        with self:
+            pass
 
 
 @pytest.fixture
@@ -145,9 +153,10 @@ def test_the_progress_thread_wakes_for_what_is_left_where_another_one_hands_over
             monitor.take_up()
             monitor.hand_over()
 
+    wanted = Sleeps(monitor, "_wanted")
     assert monitor.claim()
     with beside(progress):
-        asleep(monitor._wanted)
+        wanted.await_sleeper()
         monitor.hand_in(lambda: monitor.finish(work))  # which wakes whoever drives, and nobody else
         monitor.hand_over()
         assert monitor.wait([work], soon())
@@ -167,9 +176,9 @@ def test_a_fault_wakes_whoever_waits(monitor: Monitor, monkeypatch: pytest.Monke
             assert monitor.wait([Work("never")], deadline=None)
         came.append(monitor.error is fault)
 
-    fault = SynclineError("a fault")
+    fault, changed = SynclineError("a fault"), Sleeps(monitor, "_changed")
     with beside(wait):
-        asleep(monitor._changed)
+        changed.await_sleeper()
         monitor.fail(fault)
     assert came == [True]
 

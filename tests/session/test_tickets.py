@@ -36,7 +36,7 @@ def meeting_of(tickets: list[Ticket], rank: int = 0, *, done: bool = True) -> tu
     def mismatch(other: int, theirs: Ticket) -> Exception:
         return MismatchError(f"rank {other} is {theirs.text}")
 
-    return Meeting(work, table, rank, tickets[rank], mismatch), table, work
+    return Meeting(work, table, tickets[rank], mismatch), table, work
 
 
 def ticket(weight: float = 1.0, kind: int = STEP) -> Ticket:

@@ -163,7 +163,7 @@ class Communicator:
             order = Order(program, table.reshape(-1), key, CALLS[kind], sign=sign)
             work = self.engine.start(order, NOW if announce else UNANNOUNCED)
             self.hold(key, work)
-        return Meeting(work, table, self.rank, mine, lambda rank, theirs: self.mismatch(rank, theirs, mine))
+        return Meeting(work, table, mine, lambda rank, theirs: self.mismatch(rank, theirs, mine))
 
     def come(self, kind: int, argument: int = 0, weight: float = 0.0, flags: int = 0) -> tuple[Ticket, int]:
         """Come to the next call: the ticket for it, and the key of its first exchange."""

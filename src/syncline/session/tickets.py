@@ -1,6 +1,6 @@
 """Tickets: what workers show each other at the beginning of every collective call.
 
-A ticket says which call this is, the how manieth, an argument that must agree, and the weight of the worker's batch.
+A ticket says which call this is, its number, what must agree, and the weight of the worker's batch.
 Workers that do different things at the same point therefore get an error that names them, instead of a hang or wrong
 numbers. Tickets travel as one table of a row per worker, behind whose ticket there may be room for what the worker
 brings along; this file knows nothing of how.
@@ -75,7 +75,7 @@ _NUMBER_BITS, _RANKS_AT, _NAMED_RANKS = 16, 32, 32
 
 
 class Ticket(NamedTuple):
-    """What a worker shows at a collective call: which, the how manieth, an argument that must agree, its weight."""
+    """What a worker shows at a collective call: its kind, its number, what must agree, its weight."""
 
     kind: int
     call: int
@@ -167,13 +167,13 @@ def ticket_table(world: int, rank: int, mine: Ticket, room: int = 0) -> NDArray[
     return table
 
 
-def read_ticket(table: NDArray[np.uint8], rank: int) -> Ticket:
-    """A worker's ticket; its kind is 0 while it has not come."""
-    return Ticket(*_TICKET.unpack_from(table[rank], 0))
+def read_tickets(table: NDArray[np.uint8]) -> tuple[Ticket, ...]:
+    """The workers' tickets in rank order; the kind of one that has not come is 0."""
+    return tuple([Ticket(*_TICKET.unpack_from(row)) for row in table])
 
 
 class Meeting:
-    """A ticket exchange under way, of which the worker ``rank`` has shown ``mine``, and which ``work`` does.
+    """A ticket exchange under way, to which this worker has come with ``mine``; it is alone where ``work`` is None.
 
     ``tickets`` raises MismatchError unless all workers came for the same. Several threads may ask.
     """
@@ -182,11 +182,10 @@ class Meeting:
         self,
         work: Work | None,
         table: NDArray[np.uint8],
-        rank: int,
         mine: Ticket,
         mismatch: Callable[[int, Ticket], Exception],
     ) -> None:
-        self.work, self._table, self._rank, self._mine, self._mismatch = work, table, rank, mine, mismatch
+        self.work, self._table, self._mine, self._mismatch = work, table, mine, mismatch
         self._tickets: tuple[Ticket, ...] | None = None  # of all, once they have come and agree
         self._share: float | None = None
 
@@ -195,7 +194,7 @@ class Meeting:
         if self._tickets is not None:
             return self._tickets
         done = self.work is None or self.work.done  # before they are read: what has not come yet is not kept
-        found = tuple([Ticket(*_TICKET.unpack_from(row)) for row in self._table])
+        found = read_tickets(self._table)
         for rank, ticket in enumerate(found):
             kinds = {ticket.kind, self._mine.kind}
             if JOINED in kinds and kinds & _OF_STEPS:
@@ -223,7 +222,7 @@ class Meeting:
 
     def missing(self) -> list[int]:
         """Workers whose ticket has not come yet."""
-        return [rank for rank in range(len(self._table)) if read_ticket(self._table, rank).kind == 0]
+        return [rank for rank, ticket in enumerate(read_tickets(self._table)) if ticket.kind == 0]
 
     @property
     def brought(self) -> NDArray[np.uint8]:
