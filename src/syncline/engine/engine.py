@@ -60,9 +60,7 @@ class Engine(Driver):
 
     def start(self, order: Order | CodedOrder, when: When = NOW) -> Work:
         """Exchange what an order says, behind this call."""
-        monitor = self.monitor
-        if monitor.error is not None:
-            raise self._raised(monitor.error)
+        self.check_error()
         work = Work(order.label, order.tolerant, when.priority)
         work.key = order.key
         if self._observer is not None:
@@ -72,7 +70,7 @@ class Engine(Driver):
             task = partial(when.lane.enter, when.gate, task, when.priority)
         elif when.gate is not None:
             task = partial(when.gate.when_done, task)
-        monitor.hand_in(task, order.tolerant, when.announce)
+        self.monitor.hand_in(task, order.tolerant, when.announce)
         return work
 
     def _begin(self, order: Order | CodedOrder, work: Work, when: When) -> None:

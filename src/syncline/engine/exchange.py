@@ -72,11 +72,6 @@ class Exchange:
             None if mapped is None else OneSided(mapped, self.scratch, shared_bytes, has_left, observer, handed_over)
         )
         self._handed: dict[int, str] = {}  # key -> label of what a library does by itself
-        self.progress: Callable[..., int] = self._turn if self._onesided is None else self._advance
-        """Do what can be done, waiting up to ``timeout`` seconds for it; returns how much that was.
-
-        What is in shared memory is looked at ``spins`` times before this process sleeps.
-        """
         self._ranked = False  # whether something had another priority than 0
         self._behind: list[Handle] = []  # what has completed and is less urgent than what was acted upon last
 
@@ -114,7 +109,7 @@ class Exchange:
         elif run.left == 0:
             self._finish(run)
         else:
-            self._messages.open(run)
+            self._messages.start(run)
 
     def keep(self, plan: Plan, dtype: np.dtype[Any], size: int) -> ScriptedRun:
         """A run that is kept for arrays of one size and type (``OneSided.keep``), where it shows its sign."""
@@ -182,11 +177,13 @@ class Exchange:
         self._handed[key] = label
         self.transport.allreduce(key, array, owner=handed_back)
 
-    def _advance(self, timeout: float, spins: int = SPINS) -> int:
-        """Carry out what lies in shared memory, and turn the transport."""
+    def progress(self, timeout: float, spins: int = SPINS) -> int:
+        """Do what can be done, waiting up to ``timeout`` seconds for it; returns how much that was.
+
+        What is in shared memory is looked at ``spins`` times before this process sleeps.
+        """
         shared = self._onesided
-        assert shared is not None
-        if not shared.active:
+        if shared is None or not shared.active:
             return self._turn(timeout)
         moved = shared.advance(spins, PATIENCE_MS if timeout and len(self._under_way) == 1 and not self._behind else 0)
         if moved or self._behind:
@@ -197,7 +194,7 @@ class Exchange:
         finally:
             shared.awake()
 
-    def _turn(self, timeout: float, spins: int = SPINS) -> int:  # noqa: ARG002 - of shared memory
+    def _turn(self, timeout: float) -> int:
         """Turn the transport once and act on what has completed."""
         handles = self.transport.poll(0.0 if self._behind else timeout)
         if self._ranked:

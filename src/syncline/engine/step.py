@@ -228,8 +228,7 @@ class Steps:
         self._owe(step.number)
         actions: list[Action] = []
         if step.due:
-            if step.next < len(step.left):
-                self._submit_complete(step, actions)
+            self._submit_complete(step, actions)
             if self._gathers_late:
                 for number in reversed(range(len(self._slices))):
                     self._submit(step, number, ("all_gather",), actions)
