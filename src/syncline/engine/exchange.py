@@ -76,19 +76,8 @@ class Exchange:
         self._behind: list[Handle] = []  # what has completed and is less urgent than what was acted upon last
 
     def start(self, run: Run) -> None:
-        """Begin a run; its ``on_done`` is called from a later ``progress``, or at once when there is nothing to do.
-
-        Raises UsageError for a run that cannot be started, before anything of it is.
-        """
-        if run.key in self._under_way:
-            raise UsageError(f"{run.label}: key {run.key} is in use by {self._under_way[run.key].label}")
-        if not 0 <= run.key < KEYS:
-            raise UsageError(f"{run.label}: key {run.key} is out of range")
-        if run.array.ndim != 1 or not run.array.flags.c_contiguous:
-            raise UsageError(f"{run.label}: an exchange needs a one-dimensional contiguous array")
-        if len(run.program.actions) > MOST_ACTIONS:
-            text = f"{run.label}: a rank has {len(run.program.actions)} transfers in {run.program.plan.name}"
-            raise UsageError(f"{text}, and tags can number {MOST_ACTIONS}: use another algorithm, or fewer ranks")
+        """Begin a run; its ``on_done`` is called from a later ``progress``, or at once when there is nothing to do."""
+        self._check(run)
         if run.priority != 0.0:
             self.regard(run.priority)
         shared = self._onesided
@@ -110,6 +99,18 @@ class Exchange:
             self._finish(run)
         else:
             self._messages.start(run)
+
+    def _check(self, run: Run) -> None:
+        """Raise UsageError for a run that cannot be started, before anything of it is."""
+        if run.key in self._under_way:
+            raise UsageError(f"{run.label}: key {run.key} is in use by {self._under_way[run.key].label}")
+        if not 0 <= run.key < KEYS:
+            raise UsageError(f"{run.label}: key {run.key} is out of range")
+        if run.array.ndim != 1 or not run.array.flags.c_contiguous:
+            raise UsageError(f"{run.label}: an exchange needs a one-dimensional contiguous array")
+        if len(run.program.actions) > MOST_ACTIONS:
+            text = f"{run.label}: a rank has {len(run.program.actions)} transfers in {run.program.plan.name}"
+            raise UsageError(f"{text}, and tags can number {MOST_ACTIONS}: use another algorithm, or fewer ranks")
 
     def keep(self, plan: Plan, dtype: np.dtype[Any], size: int) -> ScriptedRun:
         """A run that is kept for arrays of one size and type (``OneSided.keep``), where it shows its sign."""
