@@ -10,7 +10,7 @@ from two_engines import LIMIT_S, engines, ring
 
 from syncline.engine.engine import Engine
 from syncline.engine.order import Order, When
-from syncline.errors import ClosedError, PeerLost, ProtocolError, SynclineError
+from syncline.errors import ClosedError, PeerError, PeerLeft, PeerLost, ProtocolError, SynclineError
 from syncline.transports.inproc import Hub
 
 
@@ -99,24 +99,25 @@ def test_a_tolerant_work_does_fail_when_its_peer_dies() -> None:
     engine.close()
 
 
-def test_when_the_others_have_left_it_is_no_fault_that_they_are_gone_but_any_other_is() -> None:
-    def fault(error: Exception) -> Engine:
-        engine = Engine(Hub(2).transport(0))
-        engine.fail(error)
-        return engine
+@pytest.mark.parametrize("kind", [PeerLost, PeerLeft])
+def test_when_the_others_have_left_it_is_no_fault_that_they_are_gone(kind: type[PeerError]) -> None:
+    engine, holds = Engine(Hub(2).transport(0)), iter([False, True])
+    engine.fail(kind("it is gone", rank=1))
+    engine.wait_any([], until=lambda: True)
+    assert engine.over(lambda: True)
+    with pytest.raises(kind):
+        engine.over(lambda: False)
+    assert engine.over(lambda: next(holds))  # the goodbye came between two looks
+    assert isinstance(engine.close(), kind)  # the end tells it all the same
 
-    lost, own = fault(PeerLost("it is gone", rank=1)), fault(ProtocolError("an update that fails", rank=1))
-    lost.wait_any([], until=lambda: True)
-    assert lost.over(lambda: True)
-    with pytest.raises(PeerLost):
-        lost.over(lambda: False)
-    holds = iter([False, True])
-    assert lost.over(lambda: next(holds))  # the goodbye came between two looks
-    for call in (own.over, lambda until: own.wait_any([], until=until)):
+
+def test_when_the_others_have_left_any_other_fault_is_one() -> None:
+    engine = Engine(Hub(2).transport(0))
+    engine.fail(ProtocolError("an update that fails", rank=1))
+    for call in (engine.over, lambda until: engine.wait_any([], until=until)):
         with pytest.raises(ProtocolError, match="an update that fails"):
             call(lambda: True)
-    assert isinstance(lost.close(), PeerLost)  # the end tells it all the same
-    own.close()
+    engine.close()
 
 
 def test_close_finishes_what_is_under_way_and_frees_everything() -> None:
