@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import select
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -174,13 +174,13 @@ def _forked_once() -> int:
     child = os.fork()
     if not child:
         sys.exit(0)
-    deadline = time.monotonic() + 30
-    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if not ended[0]:
+    end = os.pidfd_open(child)
+    ended, _, _ = select.select([end], [], [], 30.0)
+    os.close(end)
+    if not ended:
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    return ended[0]
+    os.waitpid(child, 0)
+    return child if ended else 0
 
 
 def _later(x: Any) -> Any:
