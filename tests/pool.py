@@ -22,6 +22,7 @@ import importlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -68,17 +69,24 @@ class Pool:
 
     ``modules`` of a folder are imported by the server: those whose functions ranks call, and what is slow to import.
     ``environ`` is the server's, and so all ranks'. With ``whole`` the interpreters of ranks take themselves apart.
+    ``scratch`` is a variable that names a folder, which no other user can write to: the server removes it when it ends,
+    also where this process has been killed.
     """
 
     def __init__(
-        self, folder: Path, *modules: str, environ: Mapping[str, str] | None = None, whole: bool = False
+        self,
+        folder: Path,
+        *modules: str,
+        environ: Mapping[str, str] | None = None,
+        whole: bool = False,
+        scratch: str = "",
     ) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         here.settimeout(LIMIT_S)
         how = "whole" if whole else "quick"
         with there:
             self._server = subprocess.Popen(
-                [sys.executable, __file__, str(there.fileno()), how, str(folder), *modules],
+                [sys.executable, __file__, str(there.fileno()), how, scratch, str(folder), *modules],
                 pass_fds=[there.fileno()],
                 env=os.environ | {"OMP_NUM_THREADS": "1"} | (environ or {}),
                 start_new_session=True,
@@ -251,6 +259,7 @@ def serve(line: socket.socket, modules: Sequence[str]) -> list[Any] | None:
             if not text:
                 for pid in running.values():
                     os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
                 return None
             pid = os.fork()
             if pid == 0:
@@ -305,12 +314,23 @@ def end_quickly(status: int) -> NoReturn:
     os._exit(status)
 
 
-if __name__ == "__main__":
-    number, how, folder, *modules = sys.argv[1:]
+def main(number: str, how: str, scratch: str, folder: str, *modules: str) -> None:
+    """Be the server until the other side hangs up, or a rank that it has forked."""
     sys.path.insert(0, folder)
-    task = serve(socket.socket(fileno=int(number)), modules)
+    server = os.getpid()
+    if scratch:
+        os.environ[scratch] = tempfile.mkdtemp(prefix="pool-")
+    try:
+        task = serve(socket.socket(fileno=int(number)), modules)
+    finally:
+        if scratch and os.getpid() == server:
+            shutil.rmtree(os.environ[scratch])
     if task is not None:
         status = work(*task)
         if how == "whole":
             sys.exit(status)
         end_quickly(status)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

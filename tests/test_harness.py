@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -29,6 +32,13 @@ def test_tests_from_elsewhere_are_the_last(shared: Any, tmp_path: Path) -> None:
     items = [SimpleNamespace(path=path) for path in paths]
     shared.pytest_collection_modifyitems(items)
     assert [item.path for item in items] == paths[::-1]
+
+
+def test_files_that_are_to_begin_are_there(shared: Any) -> None:
+    """None has moved away, or is begun earlier by a name that stands before its own."""
+    paths = [path.relative_to(HERE).as_posix() for path in HERE.rglob("test_*.py")]
+    begun = [next((start for start in shared.FIRST if path.startswith(start)), None) for path in paths]
+    assert set(shared.FIRST) <= set(begun)
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:
@@ -74,3 +84,27 @@ def test_no_rank_is_forked_from_a_process_with_threads(tmp_path: Path, capfd: py
     finally:
         pool.close()
     assert "importing begins_one has started" in capfd.readouterr().err
+
+
+def test_the_folder_of_a_pool_goes_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
+    """Also where that is killed, with a rank in its work; no other user may write to the folder."""
+    (tmp_path / "of_a_rank.py").write_text(
+        "import os, signal, stat\n"
+        "def rank(line):\n"
+        "    line.send([os.environ['SCRATCH'], stat.S_IMODE(os.stat(os.environ['SCRATCH']).st_mode)])\n"
+        "    signal.pause()\n"
+    )
+    script = (
+        "import os, signal, sys\nfrom pathlib import Path\nimport of_a_rank\nfrom pool import Pool\n"
+        "group = Pool(Path(sys.argv[1]), 'of_a_rank', scratch='SCRATCH').start(of_a_rank.rank, [[]])\n"
+        "group.hear(1)\nprint(*group.ranks[0].said[0], flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    path = os.pathsep.join([str(HERE), str(tmp_path), *filter(None, sys.path)])
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path},
+    ) as client:  # fmt: skip
+        said = client.communicate(timeout=4 * LIMIT_S)[0]  # until the server has ended too, which holds the same pipe
+    folder, mode = said.split()
+    assert int(mode) == 0o700
+    assert not Path(folder).exists()

@@ -14,7 +14,6 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
@@ -70,11 +69,9 @@ def pool_of(framework: str) -> Pool:
 
     What XLA has compiled for a rank is not compiled again for the next one: that would take most of all the time.
     """
-    compiled = tempfile.TemporaryDirectory(prefix="compiled-")
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_COMPILATION_CACHE_DIR": compiled.name}
-    pool = Pool(HERE, *MODULES[framework], environ=ENVIRONMENT | variables, whole=True)
-    atexit.register(compiled.cleanup)
-    atexit.register(pool.close)  # the first of both
+    environ = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    pool = Pool(HERE, *MODULES[framework], environ=environ, whole=True, scratch="JAX_COMPILATION_CACHE_DIR")
+    atexit.register(pool.close)
     return pool
 
 
