@@ -58,7 +58,7 @@ def run(*arguments: Any, **environment: str) -> str:
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        env=_environment() | environment,
+        env=environment_of_all() | environment,
         stdin=subprocess.DEVNULL,
         check=False,
     )
@@ -66,7 +66,7 @@ def run(*arguments: Any, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
-def _environment() -> dict[str, str]:
+def environment_of_all() -> dict[str, str]:
     """What all have, whoever starts them."""
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("SYNCLINE_STRATEGY", "HF_"))}
     path = os.pathsep.join(filter(None, sys.path))
@@ -76,7 +76,7 @@ def _environment() -> dict[str, str]:
 @cache
 def _pool_of(trainer: str) -> Pool:
     """The server of a trainer, begun when it is first asked for; it ends with this process."""
-    environ = _environment() | {"KERAS_BACKEND": "torch"}
+    environ = environment_of_all() | {"KERAS_BACKEND": "torch"}
     pool = Pool(Path(__file__).parent, "scripts_of_trainers", *MODULES[trainer], environ=environ)
     atexit.register(pool.close)
     return pool
@@ -100,19 +100,30 @@ def _forked(
 ) -> tuple[list[int | None], str]:
     """How both have ended, None for one that has not, and what they have printed."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    common |= {"TORCHELASTIC_RUN_ID": "here", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
-    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    each = [[rank, str(script), list(arguments)] for rank in range(2)]
-    with _pool_of(trainer).start(play, each, common | environment) as group:
+    each = [[rank_variables(rank, store.port), str(script), list(arguments)] for rank in range(2)]
+    with _pool_of(trainer).start(play, each, environment) as group:
         with contextlib.suppress(TimeoutError):
             group.end(LIMIT_S / 2)
         return [rank.status for rank in group.ranks], "\n".join(map(str, group.ranks))
 
 
-def play(_: Connection, rank: int, script: str, arguments: list[str]) -> None:
+def rank_variables(rank: int, port: int) -> dict[str, str]:
+    """What torchrun gives one of two ranks, but for a file for its errors."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": 0, "MASTER_PORT": port}
+    numbers |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "ROLE_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 1}
+    numbers |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1}
+    return {name: str(number) for name, number in numbers.items()} | {
+        "MASTER_ADDR": "localhost",
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RUN_ID": "here",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def play(_: Connection, variables: dict[str, str], script: str, arguments: list[str]) -> None:
     """Be a rank that runs a script."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= variables
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
