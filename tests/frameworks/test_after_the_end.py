@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -30,8 +31,12 @@ from toy import (
 )
 
 from syncline.errors import UsageError
-from syncline.frameworks.torch import prepare
+from syncline.frameworks.torch import choosing, prepare
+from syncline.schedules.merged import Merged
 from syncline.session.session import Session
+
+MOMENTS = (0, choosing._UNCOUNTED, Merged.measures, choosing._UNCOUNTED + choosing._MEASURED)
+"""Steps before which a model is copied: the first, and where a schedule that measures begins to, or has chosen."""
 
 
 def saved_and_loaded(model: torch.nn.Module) -> Any:
@@ -57,7 +62,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     ],
 )
 def test_a_copy_of_a_prepared_model_is_plain(group: Any, strategy: str, how: str) -> None:
-    """Whatever steps are timed: it has the user's hooks and none of ours, and its passes are none of the original's."""
+    """Whatever is timed: it has the user's own hooks and none of ours, and its passes are no passes of the original."""
     seen: list[object] = []
 
     def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -68,7 +73,7 @@ def test_a_copy_of_a_prepared_model_is_plain(group: Any, strategy: str, how: str
 
     def body(here: Here) -> None:
         assert here.replica is not None
-        for first, last in ((0, 3), (3, 7), (7, 8)):
+        for first, last in pairwise((*MOMENTS, MOMENTS[-1] + 1)):
             twin = COPIES[how](here.model)
             check_plain(twin, how)
             close(weights(twin), weights(here.model), 0)
@@ -215,7 +220,7 @@ def test_a_copy_of_a_model_whose_class_says_how_it_is_copied_is_plain(group: Any
 
     def body(here: Here) -> None:
         assert here.session is not None
-        for first, last in ((0, 3), (3, 7), (7, 8)):  # none, some and all of those that are timed have been made
+        for first, last in pairwise((*MOMENTS, MOMENTS[-1] + 1)):
             here.session.barrier()  # torch.fx traces, and unpickles, for one thread at a time
             if here.rank == 0 or "torch.fx" not in kind:
                 check(here)
