@@ -48,6 +48,19 @@ def train_until(line: Connection, place: Place, strategy: str, victim: int, numb
                 line.send(step)
 
 
+def sits_elsewhere(line: Connection, place: Place, strategy: str, victim: int, number: int, liveness: float) -> None:
+    """As with a data loader whose process is gone: the others do not come back to Syncline after the first step."""
+    with joined(place, strategy, liveness=liveness):
+        model = torch.nn.Linear(30, 3)
+        model, optimizer = syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        model(torch.ones(4, 30)).sum().backward()
+        optimizer.step()
+        line.send("stepped")
+        line.recv()
+        if place[0] == victim:
+            os.kill(os.getpid(), number)
+
+
 def waits_for_one(line: Connection, place: Place, progress: float) -> None:
     """Rank 1 does not come to the barrier until the test says so."""
     with joined(place, "ring transport=tcp", progress=progress):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ import pytest
 from pool import Pool
 from syncline.wire.watch import LIVENESS_S
 
+PROMISED_S, TRIES = 10.0, 4
+"""From the failure to the end of every other process, as the README has it; runs that may show it."""
+
 LIMIT_S = 60.0
-"""From the failure to the end of every other process, on a machine that may be busy."""
+"""The same where only what is said matters, on a machine that may be busy."""
 
 WORKERS = 2
 SERVED = "ps(servers=1)"
@@ -62,18 +66,38 @@ def test_everyone_names_who_fails_in_mid_step(
             assert blamed in rank.printed(), rank
 
 
-@pytest.mark.slow
-def test_a_stopped_process_is_found_by_default_too(pool: Pool, address: str) -> None:
-    assert LIVENESS_S + 1.0 < 10.0  # it is looked for once a second
-    case = group_of(3, address, "ring", 1, signal.SIGSTOP, LIVENESS_S)
-    with pool.start(fault_bodies.train_until, case) as group:
-        group.hear(2)
-        group.ranks[1].line.send("all are there")
-        group.end(LIMIT_S, among=[0, 2])
-        for rank in (group.ranks[0], group.ranks[2]):
-            assert rank.status == 1
-            assert "rank 1 (" in rank.printed()
-            assert "is stopped for" in rank.printed()
+STOPPED_S = LIVENESS_S + 1.0  # it is looked for once a second
+LOSSES = [
+    (fault_bodies.train_until, 2, "ring transport=shm", signal.SIGKILL, "died"),
+    (fault_bodies.train_until, 2, f"{SERVED} transport=tcp", signal.SIGKILL, "died"),
+    (fault_bodies.sits_elsewhere, 1, "ring transport=tcp", signal.SIGKILL, "the script did not come back to Syncline"),
+    pytest.param(fault_bodies.train_until, 2, "ring", signal.SIGSTOP, "is stopped for", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("body", "says", "strategy", "number", "said"), LOSSES)
+def test_the_others_end_in_the_time_that_is_promised(
+    pool: Pool, address: str, body: Callable[..., None], says: int, strategy: str, number: signal.Signals, said: str
+) -> None:
+    """With the limits that hold by default. A machine may be busy, but who is late by design is late in every try."""
+    assert STOPPED_S < PROMISED_S
+    case = group_of(3, address, strategy, 1, number, LIVENESS_S)
+
+    def in_time() -> bool:
+        with pool.start(body, case) as group:
+            group.hear(says, among=[0, 1])
+            group.ranks[1].line.send("all are there")
+            try:
+                group.end(PROMISED_S, among=[0, 2])
+            except TimeoutError:
+                return False
+            for rank in (group.ranks[0], group.ranks[2]):
+                assert rank.status == 1
+                assert "rank 1 (" in rank.printed(), rank
+                assert said in rank.printed(), rank
+            return True
+
+    assert any(in_time() for _ in range(TRIES))
 
 
 @pytest.mark.parametrize(
