@@ -30,7 +30,7 @@ from syncline.session.communicator import Communicator
 from syncline.wire.watch import Watcher
 
 SECRET = "the secret of these tests"
-BATCH = 12
+BATCH = 60  # for two to six workers alike
 Place = tuple[int, int, str]
 """Process index, number of processes, address."""
 
