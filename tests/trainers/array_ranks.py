@@ -115,6 +115,28 @@ def equal(one: Any, other: Any) -> bool:
     return all(np.array_equal(mine, theirs) for mine, theirs in zip(leaves(one), leaves(other), strict=True))
 
 
+def train_as_one(
+    folder: Path, function: str, workers: int, servers: int, cases: Sequence[tuple[str, ...]], steps: int
+) -> None:
+    """In each case workers end near one alone on the union of their batches, and with each other's very bits.
+
+    ``function`` gives for each case weights, the number of steps, and, on rank 0, the weights of one worker.
+    """
+    first, *others = ranks(folder, function, workers + servers, cases, steps).found()[:workers]
+    for case, (weights, made, wanted) in zip(cases, first, strict=True):
+        check_near(weights, wanted, " ".join(case))
+        assert made == steps
+    for other in others:
+        assert all(equal(one[0], mine[0]) for one, mine in zip(other, first, strict=True))
+
+
+def are_refused(folder: Path, function: str, processes: int, cases: Mapping[tuple[str, str], str]) -> None:
+    """In each case every process, before it waits for another, is told what stands beside the case."""
+    for found in ranks(folder, function, processes, list(cases)).found():
+        for (case, says), said in zip(cases.items(), found, strict=True):
+            assert says in said, (case, said)
+
+
 def train_digits_without(folder: Path, others: Sequence[str], example: str, **environ: str) -> None:
     """Through servers too, where another framework that is imported ends the script; all within one test image."""
     for name in others:

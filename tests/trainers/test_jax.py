@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from array_ranks import check_near, equal, leaves, ranks, resume
+from array_ranks import check_near, equal, leaves, ranks, resume, train_as_one
 
 for package in ("jax", "optax"):
     if importlib.util.find_spec(package) is None:
@@ -31,13 +31,7 @@ def test_workers_train_as_one_on_the_union_of_their_batches(
     tmp_path: Path, strategies: list[str], servers: int
 ) -> None:
     """In float64; all have the same weights bit for bit."""
-    each = cases(strategies)
-    first, *others = ranks(tmp_path, "jax_bodies.train", WORKERS + servers, each, STEPS).found()[:WORKERS]
-    for case, (params, steps, wanted) in zip(each, first, strict=True):
-        check_near(params, wanted, " ".join(case))
-        assert steps == STEPS
-    for other in others:
-        assert all(equal(one[0], mine[0]) for one, mine in zip(other, first, strict=True))
+    train_as_one(tmp_path, "jax_bodies.train", WORKERS, servers, cases(strategies), STEPS)
 
 
 def test_steps_that_no_rank_waits_for_are_made_before_the_end(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from array_ranks import check_near, is_told_of, ranks, train_digits_without
+from array_ranks import are_refused, check_near, is_told_of, ranks, train_digits_without
 
 for package in ("jax", "optax"):
     if importlib.util.find_spec(package) is None:
@@ -29,7 +29,7 @@ def test_a_child_that_is_forked_ends(tmp_path: Path) -> None:
 
 
 SLICES = "gives other weights for slices of the parameters"
-REFUSED = {
+RING = {
     ("ps(servers=1, on=workers)", "no client"): "does not give owners of weights on workers a device of their own",
     ("ps(servers=1, on=workers)", "coupled"): SLICES,
     ("ring sync=local(steps=2)", "average"): "use syncline.jax.distributed(optimizer)",
@@ -47,12 +47,6 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
-    for found in ranks(tmp_path, "jax_bodies.refused", WORKERS, list(REFUSED)).found():
-        for (case, says), said in zip(REFUSED.items(), found, strict=True):
-            assert says in said, (case, said)
-
-
 OF_SERVERS = {
     ("ps(servers=1)", "average"): "use syncline.jax.distributed(optimizer)",
     ("ps(servers=1)", "coupled"): SLICES,
@@ -61,11 +55,10 @@ OF_SERVERS = {
 }
 
 
-def test_what_servers_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("cases", "servers"), [(RING, 0), (OF_SERVERS, 1)])
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path, cases: dict[tuple[str, str], str], servers: int) -> None:
     """On workers and servers, before anybody waits for another."""
-    for found in ranks(tmp_path, "jax_bodies.refused", WORKERS + 1, list(OF_SERVERS)).found():
-        for (case, says), said in zip(OF_SERVERS.items(), found, strict=True):
-            assert says in said, (case, said)
+    are_refused(tmp_path, "jax_bodies.refused", WORKERS + servers, cases)
 
 
 @pytest.mark.parametrize(

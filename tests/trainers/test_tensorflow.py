@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from array_ranks import check_near, equal, ranks, resume
+from array_ranks import check_near, equal, ranks, resume, train_as_one
 
 for package in ("tensorflow", "keras"):
     if importlib.util.find_spec(package) is None:
@@ -34,13 +34,7 @@ def test_workers_train_as_one_on_the_union_of_their_batches(
     tmp_path: Path, strategies: list[str], servers: int
 ) -> None:
     """In float64; all have the same weights bit for bit."""
-    each = cases(strategies)
-    first, *others = ranks(tmp_path, "tensorflow_bodies.train", WORKERS + servers, each, STEPS).found()[:WORKERS]
-    for case, (weights, steps, wanted) in zip(each, first, strict=True):
-        check_near(weights, wanted, " ".join(case))
-        assert steps == STEPS
-    for other in others:
-        assert all(equal(one[0], mine[0]) for one, mine in zip(other, first, strict=True))
+    train_as_one(tmp_path, "tensorflow_bodies.train", WORKERS, servers, cases(strategies), STEPS)
 
 
 def test_means_in_eager_mode_stay_as_they_were(tmp_path: Path) -> None:
