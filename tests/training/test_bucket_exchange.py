@@ -44,7 +44,7 @@ class Rank:
         work = Work("tickets")
         work.done = True
         array = np.ones(3)
-        self.exchange._check_and_weigh(array, Meeting(work, table, 0, mine, lambda _, __: MismatchError("kinds")))
+        self.exchange._check_and_weigh(array, Meeting(work, table, mine, lambda _, __: MismatchError("kinds")))
         return array.tolist()
 
 
