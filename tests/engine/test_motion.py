@@ -62,7 +62,7 @@ def test_time_is_counted_anew(how: str) -> None:
         elif how == "nobody needs it":
             here.look(needed=False)
         else:
-            here.motion.begin()
+            here.motion.stall = None
     assert here.searches == []
 
 

@@ -140,7 +140,8 @@ class Driver(ABC):
                     break
             else:
                 return
-        self.check_not_driving()
+        if monitor.driver == threading.get_ident():
+            self.check_not_driving()  # raises
         begun, came = time.perf_counter(), True
         blocked = None
         if self._observer is not None:
@@ -159,7 +160,8 @@ class Driver(ABC):
             self.blocked.count(begun)
             if blocked is not None:
                 blocked.end()
-        self.check_error()
+        if monitor.error is not None:
+            raise self._raised(monitor.error)
         if not came and (late := next((work for work in works if not work.done), None)) is not None:
             raise self.unfinished(late, timeout)
 
@@ -344,31 +346,31 @@ class Driver(ABC):
 
         Ends too where nothing is left to do, and with a fault, which is kept.
         """
-        monitor, motion = self.monitor, self.motion
+        monitor, motion, exchange = self.monitor, self.motion, self._exchange
         endless, late, left_s = works is None, list(works or ()), math.inf
-        motion.begin()
+        motion.stall = None
         try:
             if first is not None:
                 first()
             while not monitor.ending:
                 if monitor.inbox:
                     monitor.take_up()
-                    motion.moved()
+                    motion.moves, motion.stall = motion.moves + 1, None
                 if deadline is not None:
                     left_s = deadline - time.perf_counter()
                 while late and late[-1].done:
                     late.pop()
                 if left_s <= 0.0 or not (late or endless):
                     if not self.transport.idle:  # a last chance for acknowledgements; the rest is another's to drive
-                        self._exchange.progress(0.0)
+                        exchange.progress(0.0)
                     return
-                if not monitor.busy:
+                if not (monitor.under_way or monitor.busy):
                     return
                 patience_s = min((motion.stall or motion).patience_s, left_s)
                 if motion.looks < motion.owed or (self._reducing and self._open_another()):
                     patience_s = 0.0  # who has asked wants to know soon that it was looked since
-                if self._exchange.progress(patience_s, spins) or motion.crept():
-                    motion.moved()
+                if exchange.progress(patience_s, spins) or motion.crept():
+                    motion.moves, motion.stall = motion.moves + 1, None
                 else:
                     motion.looked_in_vain(needed=monitor.under_way > 0)
         except Exception as error:

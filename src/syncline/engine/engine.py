@@ -60,7 +60,9 @@ class Engine(Driver):
 
     def start(self, order: Order | CodedOrder, when: When = NOW) -> Work:
         """Exchange what an order says, behind this call."""
-        self.check_error()
+        monitor = self.monitor
+        if monitor.error is not None:
+            raise self._raised(monitor.error)
         work = Work(order.label, order.tolerant, when.priority)
         work.key = order.key
         if self._observer is not None:
@@ -70,7 +72,7 @@ class Engine(Driver):
             task = partial(when.lane.enter, when.gate, task, when.priority)
         elif when.gate is not None:
             task = partial(when.gate.when_done, task)
-        self.monitor.hand_in(task, order.tolerant, when.announce)
+        monitor.hand_in(task, order.tolerant, when.announce)
         return work
 
     def _begin(self, order: Order | CodedOrder, work: Work, when: When) -> None:

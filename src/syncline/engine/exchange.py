@@ -72,12 +72,28 @@ class Exchange:
             None if mapped is None else OneSided(mapped, self.scratch, shared_bytes, has_left, observer, handed_over)
         )
         self._handed: dict[int, str] = {}  # key -> label of what a library does by itself
+        self.progress: Callable[..., int] = self._turn if self._onesided is None else self._advance
+        """Do what can be done, waiting up to ``timeout`` seconds for it; returns how much that was.
+
+        What is in shared memory is looked at ``spins`` times before this process sleeps.
+        """
         self._ranked = False  # whether something had another priority than 0
         self._behind: list[Handle] = []  # what has completed and is less urgent than what was acted upon last
 
     def start(self, run: Run) -> None:
-        """Begin a run; its ``on_done`` is called from a later ``progress``, or at once when there is nothing to do."""
-        self._check(run)
+        """Begin a run; its ``on_done`` is called from a later ``progress``, or at once when there is nothing to do.
+
+        Raises UsageError for a run that cannot be started, before anything of it is.
+        """
+        if run.key in self._under_way:
+            raise UsageError(f"{run.label}: key {run.key} is in use by {self._under_way[run.key].label}")
+        if not 0 <= run.key < KEYS:
+            raise UsageError(f"{run.label}: key {run.key} is out of range")
+        if run.array.ndim != 1 or not run.array.flags.c_contiguous:
+            raise UsageError(f"{run.label}: an exchange needs a one-dimensional contiguous array")
+        if len(run.program.actions) > MOST_ACTIONS:
+            text = f"{run.label}: a rank has {len(run.program.actions)} transfers in {run.program.plan.name}"
+            raise UsageError(f"{text}, and tags can number {MOST_ACTIONS}: use another algorithm, or fewer ranks")
         if run.priority != 0.0:
             self.regard(run.priority)
         shared = self._onesided
@@ -98,19 +114,7 @@ class Exchange:
         elif run.left == 0:
             self._finish(run)
         else:
-            self._messages.start(run)
-
-    def _check(self, run: Run) -> None:
-        """Raise UsageError for a run that cannot be started, before anything of it is."""
-        if run.key in self._under_way:
-            raise UsageError(f"{run.label}: key {run.key} is in use by {self._under_way[run.key].label}")
-        if not 0 <= run.key < KEYS:
-            raise UsageError(f"{run.label}: key {run.key} is out of range")
-        if run.array.ndim != 1 or not run.array.flags.c_contiguous:
-            raise UsageError(f"{run.label}: an exchange needs a one-dimensional contiguous array")
-        if len(run.program.actions) > MOST_ACTIONS:
-            text = f"{run.label}: a rank has {len(run.program.actions)} transfers in {run.program.plan.name}"
-            raise UsageError(f"{text}, and tags can number {MOST_ACTIONS}: use another algorithm, or fewer ranks")
+            self._messages.open(run)
 
     def keep(self, plan: Plan, dtype: np.dtype[Any], size: int) -> ScriptedRun:
         """A run that is kept for arrays of one size and type (``OneSided.keep``), where it shows its sign."""
@@ -178,13 +182,11 @@ class Exchange:
         self._handed[key] = label
         self.transport.allreduce(key, array, owner=handed_back)
 
-    def progress(self, timeout: float, spins: int = SPINS) -> int:
-        """Do what can be done, waiting up to ``timeout`` seconds for it; returns how much that was.
-
-        What is in shared memory is looked at ``spins`` times before this process sleeps.
-        """
+    def _advance(self, timeout: float, spins: int = SPINS) -> int:
+        """Carry out what lies in shared memory, and turn the transport."""
         shared = self._onesided
-        if shared is None or not shared.active:
+        assert shared is not None
+        if not shared.active:
             return self._turn(timeout)
         moved = shared.advance(spins, PATIENCE_MS if timeout and len(self._under_way) == 1 and not self._behind else 0)
         if moved or self._behind:
@@ -195,7 +197,7 @@ class Exchange:
         finally:
             shared.awake()
 
-    def _turn(self, timeout: float) -> int:
+    def _turn(self, timeout: float, spins: int = SPINS) -> int:  # noqa: ARG002 - of shared memory
         """Turn the transport once and act on what has completed."""
         handles = self.transport.poll(0.0 if self._behind else timeout)
         if self._ranked:

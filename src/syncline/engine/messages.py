@@ -77,7 +77,7 @@ class Run:
     cut: Cut = field(init=False, repr=False)
     opened: int = 0
     left: int = 0
-    open_segments: list[Segment] = field(default_factory=list)
+    open_segments: list[Any] = field(default_factory=list)
     bytes_view: NDArray[np.uint8] = field(init=False, repr=False)
 
     @property
@@ -259,13 +259,8 @@ class TwoSided:
             for i in tuple(segment.posted)
         }
 
-    def start(self, run: Run) -> None:
-        """Open the first segments of a run."""
-        while run.opened < min(self._window, run.cut.segments):
-            self._open(run)
-
-    def _open(self, run: Run) -> None:
-        """Open the next segment of a run."""
+    def open(self, run: Run) -> None:
+        """Open the next segment of a run, and more of them until its window is full."""
         segment = Segment(run, run.opened)
         if self._observer is not None:
             segment.spans = {}
@@ -287,6 +282,8 @@ class TwoSided:
                 ready.append(i)
         for i in ready:
             self._act(segment, i)
+        if run.opened < self._window and run.opened < run.cut.segments:
+            self.open(run)
 
     def _act(self, segment: Segment, i: int) -> None:
         """Action ``i`` has nothing to wait for any more; do it, and what it unlocks when there is nothing to move."""
@@ -396,7 +393,7 @@ class TwoSided:
             run.open_segments.remove(segment)
             run.left -= 1
             if run.opened < run.cut.segments:
-                self._open(run)
+                self.open(run)
             elif run.left == 0:
                 self._finish(run)
         return unlocked

@@ -49,7 +49,8 @@ class Carries(Protocol):
 class Motion:
     """What has moved in one process. Used from the thread that drives; ``answer``, ``allow`` and ``limit`` from any.
 
-    ``waits`` says for whom this process waits, ``find_culprit`` searches who is to blame.
+    ``waits`` says for whom this process waits, ``find_culprit`` searches who is to blame. Whoever drives counts
+    ``moves`` and ends a ``stall`` itself, in every turn.
     """
 
     def __init__(
@@ -86,10 +87,6 @@ class Motion:
         self.limit_s = limit_s
         self.patience_s = min(_POLL_S, limit_s / LOOKS)
         """How long the next look may last where there is no stall, which says that itself."""
-
-    def begin(self) -> None:
-        """A thread begins to look."""
-        self.stall = None
 
     def moved(self) -> None:
         """Something has come, gone or begun."""

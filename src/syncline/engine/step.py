@@ -228,7 +228,8 @@ class Steps:
         self._owe(step.number)
         actions: list[Action] = []
         if step.due:
-            self._submit_complete(step, actions)
+            if step.next < len(step.left):
+                self._submit_complete(step, actions)
             if self._gathers_late:
                 for number in reversed(range(len(self._slices))):
                     self._submit(step, number, ("all_gather",), actions)

@@ -208,11 +208,14 @@ class Looped(ABC):
         return self._post(Receive(Handle("borrow", src, tag, nbytes, owner)))
 
     def poll(self, timeout: float) -> list[Handle]:
-        self._operations.check_open()
-        if self._loop.waiting:
-            self._loop.write()
-        self._loop.turn(0.0 if self._operations.completed else timeout)
-        return self._operations.take()
+        operations, loop = self._operations, self._loop
+        if operations.closed:
+            operations.check_open()
+        if loop.waiting:
+            loop.write()
+        loop.turn(0.0 if operations.completed else timeout)
+        found, operations.completed = operations.completed, []
+        return found
 
     def fileno(self) -> int:
         return self._loop.fileno()

@@ -451,7 +451,6 @@ class Loop:
         self._found = np.zeros(2 * most, np.int64)
         events, self._time = np.zeros(streams.EVENT_WORDS * most, np.int32), np.zeros(2, np.int64)
         turn: Bound = streams.turn.bind(self._rows, self._found, events)
-        # What is not bound comes last: where events lie, where a time may be written, the epoll, and how long to wait.
         turn.words[-4:-1] = [address_of(events), address_of(self._time), self._epoll.fileno()]
         return turn
 
