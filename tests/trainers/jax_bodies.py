@@ -9,7 +9,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import product
 from typing import Any
@@ -494,7 +494,10 @@ def hidden(place: Place) -> dict[str, list[str]]:
             step, around = step_of(made), HIDDEN[name]
             x, y = batch(0, syncline.rank(), syncline.world_size())
             params, state = jax.block_until_ready(step(params, state, x, y))
-            syncline.barrier()  # a rank that is refused ends what the others have under way
+            # A rank that is refused ends what the others have under way: the steps, which the barrier keeps from it,
+            # and the barrier itself on one that is late to leave it.
+            with suppress(syncline.errors.PeerError):
+                syncline.barrier()
             call = partial(around, step)
             try:
                 jax.block_until_ready((jax.jit(call) if jit else call)(params, state, jnp.asarray(x), jnp.asarray(y)))
