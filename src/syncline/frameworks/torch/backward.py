@@ -32,31 +32,32 @@ class Backward:
     def __init__(self, ended: Callable[[], None], given_up: Callable[[], None]) -> None:
         self.nested = False  # some pass so far ran others inside it: a gradient may come several times in one
         self._ended, self._given_up = ended, given_up
-        self._tasks: list[int] = []  # those of the present pass that have been seen, in the order in which they came
+        self.tasks: list[int] = []
+        """Those of the present pass that have been seen, in the order in which they came."""
         self._depth = 0  # of the outermost task that is known to surround them, in the thread where the first one came
         self._thread = 0
 
     def enter(self) -> None:
         """Something comes in the task that autograd is running; called for every gradient."""
         task = torch._C._current_graph_task_id()
-        if task in self._tasks:
+        if task in self.tasks:
             return
         depth, thread = _depth(), threading.get_ident()
-        if self._tasks and task > max(self._tasks):
+        if self.tasks and task > max(self.tasks):
             # Autograd's own threads, which run what is on a device, have no outer pass among their calls.
             if depth > (self._depth if thread == self._thread else 0):
                 self.nested = True
             else:
                 self.give_up()
-        if not self._tasks:
+        if not self.tasks:
             self._depth, self._thread = depth, thread
             _at_end_of_task(self._task_ended)
-        self._tasks.append(task)
+        self.tasks.append(task)
 
     @property
     def running(self) -> bool:
         """Whether a pass has begun and not ended."""
-        return bool(self._tasks)
+        return bool(self.tasks)
 
     def give_up(self) -> None:
         """The present pass has ended with an exception."""
@@ -65,7 +66,7 @@ class Backward:
 
     def leave(self) -> None:
         """Forget the present pass."""
-        self._tasks.clear()
+        self.tasks.clear()
 
     def _task_ended(self) -> None:
         node: Any = torch._C._current_autograd_node()

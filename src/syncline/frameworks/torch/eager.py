@@ -14,6 +14,17 @@ _C = TypeVar("_C", bound=type)
 
 def eager(call: Callable[..., Any]) -> Callable[..., Any]:
     """A function that torch.compile neither inlines nor compiles; the compiler is not loaded for that."""
+
+    @wraps(call)
+    def outside(*arguments: Any, **keywords: Any) -> Any:
+        return call(*arguments, **keywords)
+
+    outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return outside if _skip(outside) else _disabled(call)
+
+
+def _disabled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same by what torch has for it, which takes longer than many a hook."""
     disabled: list[Callable[..., Any]] = []
 
     @wraps(call)
@@ -37,18 +48,20 @@ def eager_methods(kind: _C) -> _C:
     return kind
 
 
-def _skip(call: Any) -> None:
+def _skip(call: Any) -> bool:
     """Let the compiler pass over a function that torch calls by itself while a compiled model runs.
 
     It would look at its frame before anything in it has run, and ask for no attribute of the function. These names are
-    torch's private ones: where a version has others the compiler looks, and nothing else is lost.
+    torch's private ones: where a version has others the compiler looks, and nothing else is lost. Whether it passes
+    over what the function calls, too.
     """
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         from torch._C import _dynamo
 
         evaluation: Any = _dynamo.eval_frame
         if hasattr(evaluation, "set_code_exec_strategy"):
-            skip = evaluation._FrameAction.SKIP  # what it calls too
+            skip = evaluation._FrameAction.SKIP
             evaluation.set_code_exec_strategy(call.__code__, evaluation._FrameExecStrategy(skip, skip))
-        else:  # before torch 2.7
-            evaluation.skip_code(call.__code__)
+            return True
+        evaluation.skip_code(call.__code__)  # before torch 2.7
+    return False

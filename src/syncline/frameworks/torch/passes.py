@@ -97,27 +97,34 @@ class Passes:
 
     def on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """A parameter's gradient is complete, or, in a pass that is held, some of it."""
-        self._enter(index)
+        if torch._C._current_graph_task_id() not in self._backward.tasks:
+            self._enter(index)
         if not self._touched:
-            self._touched = True
-            if self._synchronises and (local := self._local) is not None:
-                local.forget()
-        if not self._synchronises or parameter.grad is None:  # an autograd function may give None
+            self._touch()
+        gradient = parameter.grad
+        if gradient is None or not self._synchronises:  # an autograd function may give None
             return
-        exchange = self._replica.exchange
-        if exchange.replaces and exchange.on_replacing is None:  # with owners, behind the optimizer's step
-            self._replica.replace_layout()
-        if exchange.times is not None:
-            exchange.times.produced(index)
+        times, produced = self._replica.exchange.times, self._produced
+        if times is not None:
+            times.produced(index)
         if not self._held:
-            self._produced.check_first(index)
-        share = 1.0 if self._held or not self._replica.trained.machine.due else self._share
-        self._produced.place(index, parameter, share, self._local)
-        if not self._produced.came(index, parameter, parameter.grad):
+            produced.check_first(index)
+        if produced.place(index, parameter, gradient, self._local):
+            self._untold.append(index)
+            if not self._held and self.counting.complete:
+                self._tell()
+
+    def _touch(self) -> None:
+        """The first gradient of a pass has come."""
+        self._touched = True
+        if not self._synchronises:
             return
-        self._untold.append(index)
-        if not self._held and self.counting.complete:
-            self._tell()
+        replica = self._replica
+        if (local := self._local) is not None:
+            local.forget()
+        if replica.exchange.replaces and replica.exchange.on_replacing is None:  # with owners, behind the optimizer
+            replica.replace_layout()
+        self._produced.share = 1.0 if self._held or not replica.trained.machine.due else self._share
 
     @property
     def _local(self) -> LocalSteps | None:
@@ -129,9 +136,10 @@ class Passes:
 
     def _tell(self) -> None:
         """Let the state machine know which gradients have come, and do what it says."""
-        replica = self._replica
+        trained = self._replica.trained
         for index in self._untold:
-            replica.trained.do(replica.trained.machine.produced(index))
+            if actions := trained.machine.produced(index):
+                trained.do(actions)
         self._untold.clear()
 
     def _came_through_output(self) -> None:
@@ -249,9 +257,9 @@ class Passes:
         if missing := replica.trained.machine.missing:
             if not self._fills_missing:
                 self._produced.refuse_missing(missing)
-            share = self._share if replica.trained.machine.due else 1.0
+            self._produced.share = self._share if replica.trained.machine.due else 1.0
             for index in missing:
-                self._produced.fill(index, share, self._local)
+                self._produced.fill(index, self._local)
             self._untold += missing
             self._tell()
         replica.trained.do(replica.trained.machine.backward_ended())
@@ -270,6 +278,7 @@ class Produced:
         self._named, self._fault = named, fault
         self.storage = storage
         """Where they are put, from one pass to the next."""
+        self.share = 1.0
         self._versions = [(0, 0)] * len(named)  # of parameters and gradients, as they were sent
         self.forget()
 
@@ -282,38 +291,45 @@ class Produced:
         """Whether one has come."""
         return True in self._came
 
-    def place(self, index: int, parameter: torch.Tensor, share: float, local: LocalSteps | None) -> None:
-        """Put ``share`` of a gradient where it belongs in its bucket; ``local`` keeps it as it was."""
-        gradient = parameter.grad
-        assert gradient is not None
+    @property
+    def share(self) -> float:
+        """Of each gradient that comes, what is put there."""
+        return self._share
+
+    @share.setter
+    def share(self, value: float) -> None:
+        self._share = value
+        self._factor = torch.tensor(value, dtype=torch.float32, device="cpu")
+
+    def place(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor, local: LocalSteps | None) -> bool:
+        """Put a gradient where it belongs in its bucket; whether it is the first of that parameter in the pass.
+
+        ``local`` keeps it as it was.
+        """
         if gradient.is_sparse or gradient.requires_grad:
             self._refuse(index, gradient)
-        storage = self.storage
+        storage, share = self.storage, self._share
         moves = gradient.data_ptr() != storage.places[index]
         if local is not None:
             local.keep(index, gradient, copy=not moves)
         if moves:
             view = storage.fresh(index)
-            torch.mul(gradient, share, out=view)
-            parameter.grad = view
+            # A number would be made a tensor in each call, which takes longer than the product of a small gradient.
+            torch.mul(gradient, self._factor if gradient.dtype is torch.float32 else share, out=view)
+            parameter.grad = gradient = view
         elif share != 1.0:
             gradient.mul_(share)
+        self._versions[index] = parameter._version, gradient._version
+        came, self._came[index] = self._came[index], True
+        return not came
 
-    def fill(self, index: int, share: float, local: LocalSteps | None) -> None:
+    def fill(self, index: int, local: LocalSteps | None) -> None:
         """Take a gradient that has not come for zeros, or for what was accumulated before, which still counts."""
         parameter = self._named[index][1]
         if parameter.grad is None:
             parameter.grad = self.storage.fresh(index).zero_()
         else:
-            self.place(index, parameter, share, local)
-
-    def came(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-        """A gradient lies in its bucket; whether it is the first of that parameter in the pass."""
-        self._versions[index] = parameter._version, gradient._version
-        if self._came[index]:
-            return False
-        self._came[index] = True
-        return True
+            self.place(index, parameter, parameter.grad, local)
 
     def share_out(self, share: float) -> None:
         """Multiply all that have come."""
