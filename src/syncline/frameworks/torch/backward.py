@@ -33,12 +33,12 @@ class Backward:
         self.nested = False  # some pass so far ran others inside it: a gradient may come several times in one
         self._ended, self._given_up = ended, given_up
         self.tasks: list[int] = []
-        """Those of the present pass that have been seen, in the order in which they came."""
+        """The tasks of the present pass that have been seen, in the order in which they came."""
         self._depth = 0  # of the outermost task that is known to surround them, in the thread where the first one came
         self._thread = 0
 
     def enter(self) -> None:
-        """Something comes in the task that autograd is running; called for every gradient."""
+        """Something comes in the task that autograd is running; called at least where that is none of ``tasks``."""
         task = torch._C._current_graph_task_id()
         if task in self.tasks:
             return

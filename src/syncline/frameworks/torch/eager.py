@@ -17,27 +17,25 @@ def eager(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(call)
     def outside(*arguments: Any, **keywords: Any) -> Any:
-        return call(*arguments, **keywords)
+        return within(*arguments, **keywords)
 
     outside._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return outside if _skip(outside) else _disabled(call)
+    within = call if _skip(outside) else _disabled(call)
+    return outside
 
 
 def _disabled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same by what torch has for it, which takes longer than many a hook."""
+    """The call as torch disables its compilation, once the compiler is loaded; that costs more than many a hook."""
     disabled: list[Callable[..., Any]] = []
 
-    @wraps(call)
-    def outside(*arguments: Any, **keywords: Any) -> Any:
+    def choose(*arguments: Any, **keywords: Any) -> Any:
         if not disabled and "torch._dynamo" in sys.modules:
             import torch
 
             disabled.append(torch.compiler.disable(call))  # type: ignore[no-untyped-call]
         return (disabled[0] if disabled else call)(*arguments, **keywords)
 
-    outside._torchdynamo_disable = True  # type: ignore[attr-defined]
-    _skip(outside)
-    return outside
+    return choose
 
 
 def eager_methods(kind: _C) -> _C:

@@ -97,7 +97,7 @@ class Passes:
 
     def on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """A parameter's gradient is complete, or, in a pass that is held, some of it."""
-        if torch._C._current_graph_task_id() not in self._backward.tasks:
+        if torch._C._current_graph_task_id() not in self._backward.tasks:  # two calls less for each other gradient
             self._enter(index)
         if not self._touched:
             self._touch()
@@ -278,7 +278,7 @@ class Produced:
         self._named, self._fault = named, fault
         self.storage = storage
         """Where they are put, from one pass to the next."""
-        self.share = 1.0
+        self._share, self._factor = 1.0, torch.ones((), dtype=torch.float32, device="cpu")
         self._versions = [(0, 0)] * len(named)  # of parameters and gradients, as they were sent
         self.forget()
 
@@ -298,8 +298,8 @@ class Produced:
 
     @share.setter
     def share(self, value: float) -> None:
-        self._share = value
-        self._factor = torch.tensor(value, dtype=torch.float32, device="cpu")
+        if value != self._share:
+            self._share, self._factor = value, torch.tensor(value, dtype=torch.float32, device="cpu")
 
     def place(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor, local: LocalSteps | None) -> bool:
         """Put a gradient where it belongs in its bucket; whether it is the first of that parameter in the pass.
