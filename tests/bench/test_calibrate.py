@@ -20,16 +20,25 @@ LIMIT_S = 120.0
 def test_two_ranks_write_a_network_that_can_be_read(tmp_path: Path) -> None:
     """The process with its children; nothing but the file is left."""
     path = tmp_path / "mine.json"
-    done = subprocess.run(
-        [*COMMAND, "--seconds", "0.1", "-o", str(path)], capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    # A busy machine may show no bandwidth in so short a time: then the command says so, and is asked again.
+    for seconds in ("0.1", "1", "4"):
+        done = subprocess.run(
+            [*COMMAND, "--seconds", seconds, "-o", str(path)],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        if "show no bandwidth" not in done.stderr:
+            break
+        assert not path.exists()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "between.alpha" in done.stdout
     assert f"--network {path}".replace("\n", "") in done.stdout.replace("\n", "")
     assert list(tmp_path.iterdir()) == [path]
     cluster = load_network(str(path))
     assert (cluster.name, cluster.cores, cluster.one_machine) == ("mine", len(os.sched_getaffinity(0)), True)
-    assert cluster.source.startswith("syncline calibrate --transport tcp --codecs none --seconds 0.1;")
+    assert cluster.source.startswith(f"syncline calibrate --transport tcp --codecs none --seconds {seconds};")
     wanted = {"between.alpha", "between.beta", "between.flight", "message", "byte_cpu", "bucket", "gamma", "copy"}
     assert wanted <= set(cluster.constants)
     assert all(cluster.constants[name].measured for name in wanted)

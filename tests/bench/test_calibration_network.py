@@ -13,7 +13,7 @@ from syncline.bench.calibration.links import Timed
 from syncline.bench.calibration.network import Hosts, calibration_of
 from syncline.bench.calibration.patterns import SIZES, cells_of
 from syncline.bench.calibration.request import Request, request_of
-from syncline.errors import UsageError
+from syncline.errors import SynclineError, UsageError
 from syncline.nouns import Rate
 from syncline.predict.networks import load_network, parse_network, to_json
 
@@ -26,13 +26,13 @@ ORIGIN: dict[str, Any] = {
 COMPUTED = Computed({"gamma": Estimate(1e-10, 9e-11, 1.1e-10, 15)}, {})
 
 
-def timed(alpha_s: float = 30e-6, later_s: float = 0.0) -> list[Timed]:
+def timed(alpha_s: float = 30e-6, later_s: float = 0.0, beta_s: float = 1e-9) -> list[Timed]:
     """A link on which messages of 128 KiB and more take ``later_s`` longer; one sample of each cell is far out."""
     found = []
     for nbytes in SIZES:
         for cell in cells_of(nbytes, 32 << 20):
             extra_s = later_s * (nbytes >= 1 << 17)
-            seconds = 20e-6 + cell.flights * 80e-6 + cell.messages * (alpha_s + extra_s + nbytes * 1e-9)
+            seconds = 20e-6 + cell.flights * 80e-6 + cell.messages * (alpha_s + extra_s + nbytes * beta_s)
             found.append(Timed(cell, Samples((*[seconds] * 8, 5 * seconds)), Samples((cell.moved * 1e-5 + 1e-5,) * 8)))
     return found
 
@@ -61,6 +61,12 @@ def test_pieces_and_links_inside_hosts_have_names_of_their_own() -> None:
     assert found.constants["between.from_131072.alpha"].value == pytest.approx(2.03e-3, rel=0.05)
     assert found.constants["inside.alpha"].value == pytest.approx(5e-6, rel=0.1)
     assert found.per_host == 2
+
+
+def test_times_that_do_not_grow_with_the_size_make_no_network() -> None:
+    """It would be one of unlimited bandwidth."""
+    with pytest.raises(SynclineError, match=r"between: .* show no bandwidth: measure longer, with --seconds"):
+        calibration_of("mine", place(0, 1), timed(beta_s=0.0), (), COMPUTED, ORIGIN, "")
 
 
 def test_outliers_are_told_with_the_farthest() -> None:

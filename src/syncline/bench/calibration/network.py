@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...errors import SynclineError
 from ...nouns import Rate
 from ...predict.cluster import Cluster, Constant
 from ...predict.networks import load_network
@@ -17,7 +18,7 @@ from ...report import units
 from ...report.calibration_table import ConstantRow
 from ...strategy.grammar import write_value
 from .computing import Computed
-from .fits import Estimate
+from .fits import TOLERANCE, Estimate
 from .links import LinkFit, Timed, fit_link, fit_processor
 
 ASSUMED = "loopback"
@@ -95,13 +96,21 @@ def calibration_of(
     origin: Mapping[str, Any],
     asked: str,
 ) -> Calibration:
-    """The network of what was measured; ``origin`` is what ``machine.provenance`` says, ``asked`` the command."""
+    """The network of what was measured; ``origin`` is what ``machine.provenance`` says, ``asked`` the command.
+
+    Raises SynclineError where the times of a link do not grow with the size of its messages.
+    """
     versions = ", ".join(f"{package} {version}" for package, version in origin["versions"].items())
     source = f"{asked}; {origin['machine']}, {origin['cores']} cores; {versions}"
     estimates, constants, remarks = _Estimates(), Constants(), []
     for end, timed in (("between", between), ("inside", inside)):
         if timed:
             found = fit_link(timed)
+            if not _shows_bandwidth(found, timed):
+                raise SynclineError(
+                    f"{end}: the times of messages of {_span(timed)} do not grow with their size, so they show no"
+                    " bandwidth: measure longer, with --seconds, on a machine that does nothing else"
+                )
             estimates.link(end, found, timed)
             remarks.append(_held_against(end, found))
     if between:
@@ -141,7 +150,7 @@ class _Estimates:
 
     def link(self, end: str, fit: LinkFit, timed: Sequence[Timed]) -> None:
         """Alpha, beta and flight."""
-        what = f"messages of {units.size(min(_sizes(timed)))} to {units.size(max(_sizes(timed)))}"
+        what = f"messages of {_span(timed)}"
         for start, alpha, beta in zip(fit.starts, fit.alpha, fit.beta, strict=True):
             key = f"{end}.from_{start}." if start else f"{end}."
             self._add(f"{key}alpha", alpha, f"{what}, one behind the other, by all ranks of a ring at once")
@@ -164,8 +173,15 @@ class _Estimates:
         self.constants[key] = Constant(estimate.value, estimate.low, estimate.high, measured, source)
 
 
-def _sizes(timed: Sequence[Timed]) -> set[int]:
-    return {one.cell.nbytes for one in timed}
+def _shows_bandwidth(fit: LinkFit, timed: Sequence[Timed]) -> bool:
+    """Whether bytes are a part of what the largest message takes: without, the network would be of unlimited rate."""
+    bytes_s = fit.beta[-1].value * max(one.cell.nbytes for one in timed)
+    return bytes_s > TOLERANCE * (fit.alpha[-1].value + bytes_s)
+
+
+def _span(timed: Sequence[Timed]) -> str:
+    sizes = {one.cell.nbytes for one in timed}
+    return f"{units.size(min(sizes))} to {units.size(max(sizes))}"
 
 
 def _row(key: str, constant: Constant, estimate: Estimate | None) -> ConstantRow:
