@@ -21,11 +21,11 @@ demo: install ## Train on handwritten digits: one worker, ring, parameter server
 # (tests/conftest.py). Cores are those that this process may use: nproc would answer with OMP_NUM_THREADS where it is set.
 PYTEST = $(BIN)/python -m pytest -n $$($(BIN)/python -c 'import os; print(min(8, 2 * len(os.sched_getaffinity(0))))') --dist loadfile --no-loadscope-reorder
 
-test: install ## Run all tests; those of trainers are skipped where their packages are not installed
-	$(PYTEST)
+test: install ## Run all tests but those that take long
+	$(PYTEST) -m "not slow"
 
-test-all: .venv/.trainers ## Install the trainers' packages too, and run the tests that make test skips without them
-	$(PYTEST) tests/trainers
+test-all: .venv/.trainers ## Install the trainers' packages too, and run the tests that make test leaves out
+	$(PYTEST) -m slow tests/trainers $$(grep -rl --include='test_*.py' 'mark\.slow' tests)
 
 check: install ## Run ruff and mypy
 	$(BIN)/ruff check

@@ -92,7 +92,10 @@ def compile_kernels(module: str) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let those of ``FIRST`` begin; the files of each keep their order. Tests from elsewhere are the last."""
+    """Let those of ``FIRST`` begin; the files of each keep their order. Tests from elsewhere are the last.
+
+    All that trainers have to do with is slow.
+    """
     root = Path(__file__).parent
 
     def place(item: pytest.Item) -> int:
@@ -102,6 +105,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((place for place, start in enumerate(FIRST) if name.startswith(start)), len(FIRST))
 
     items.sort(key=place)
+    for item in items:
+        if item.path.is_relative_to(root / "trainers"):
+            item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,7 @@
 """A training script for launchers: every rank prints "running" and trains until told otherwise.
 
-Arguments: how rank 1 ends (none, raise, kill, stop), and the liveness limit in seconds.
+Arguments: how rank 1 ends (none, raise, kill, stop), and the liveness limit in seconds. Only ranks that are ended from
+outside train by PyTorch, whose import takes more than all else here.
 """
 
 from __future__ import annotations
@@ -10,18 +11,16 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Callable
 
-import torch
+import numpy as np
 
 import syncline
 
 
 def main(how: str, liveness: float) -> None:
-    torch.set_num_threads(1)
     syncline.init(liveness=liveness)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(100, 100) for _ in range(4)))
-    model, optimizer = syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    train = by_torch() if how == "none" else by_numpy()
     for step in range(1_000_000):
         if step == 2:
             if how == "none":  # taking an interpreter apart takes a second
@@ -31,9 +30,38 @@ def main(how: str, liveness: float) -> None:
                 raise ValueError("the data of this rank are spoilt")
             if syncline.rank() == 1 and how != "none":
                 os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        train()
+
+
+def by_torch() -> Callable[[], None]:
+    """A step of a model of PyTorch."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(100, 100) for _ in range(4)))
+    model, optimizer = syncline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+    def step() -> None:
         optimizer.zero_grad()
         model(torch.ones(4, 100)).sum().backward()
         optimizer.step()
+
+    return step
+
+
+class Descent:
+    """Plain descent, of weights that are arrays."""
+
+    def update(self, weights: np.ndarray, gradient: np.ndarray, state: dict[str, np.ndarray]) -> None:  # noqa: ARG002
+        weights -= 0.01 * gradient
+
+
+def by_numpy() -> Callable[[], None]:
+    """A step of a model in NumPy."""
+    names = [f"layer {number}" for number in range(4)]
+    _, optimizer = syncline.prepare({name: np.ones((100, 100)) for name in names}, Descent())
+    return lambda: optimizer.step({name: np.ones((100, 100)) for name in names})
 
 
 def fork() -> None:

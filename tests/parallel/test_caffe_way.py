@@ -81,6 +81,7 @@ def run(folder: Path, name: str, *options: str) -> tuple[dict[str, Any], str]:
         return dict(file), done.stdout
 
 
+@pytest.mark.slow
 def test_both_ways_train_as_one_process_on_all_images_and_load_no_framework(tmp_path: Path) -> None:
     alone, _ = run(tmp_path, "alone", "-n", "1", "--")
     ring, of_ring = run(tmp_path, "ring", "-n", "2", "--", "--way", "ring")

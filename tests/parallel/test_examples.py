@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,15 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT_S = 120.0
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """One that has loaded what the examples take their data from, which takes a second."""
+    found = Pool(Path(__file__).parent, "rank_bodies", "sklearn.datasets")
+    yield found
+    found.close()
+
+
+@pytest.mark.slow
 def test_training_script() -> None:
     """By the launcher, with all of torch; without a strategy it runs in the tests of launchers, under torchrun."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}

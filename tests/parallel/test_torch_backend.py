@@ -280,6 +280,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_script_with_the_hook_ends_well(tmp_path: Path) -> None:
     """With nothing said, though the hook's threads and groups are still there."""
     script = tmp_path / "script.py"
@@ -291,6 +292,7 @@ def test_a_script_with_the_hook_ends_well(tmp_path: Path) -> None:
     assert "terminate" not in done.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_script_that_knows_torch_only(tmp_path: Path) -> None:
     """As where the package is installed: by its entry point, which is what ``register`` is."""
     package = tmp_path / "installed.dist-info"

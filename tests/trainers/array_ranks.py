@@ -138,27 +138,26 @@ def are_refused(folder: Path, function: str, processes: int, cases: Mapping[tupl
 
 
 def train_digits_without(folder: Path, others: Sequence[str], example: str, **environ: str) -> None:
-    """Through servers too, where another framework that is imported ends the script; all within one test image."""
+    """By a ring, where another framework that is imported ends the script; replicas are equal.
+
+    Through a server, and beside what one worker learns, the tests of comparisons train the same network.
+    """
     for name in others:
         (folder / f"{name}.py").write_text(f"raise ImportError('{name} is not installed')")
     script = Path(__file__).resolve().parents[2] / "examples" / example
     path = os.pathsep.join([str(folder), *filter(None, sys.path)])
-    right = []
-    for options in (["-n", "1"], ["-n", "4", "--strategy", "ring"], ["-n", "4", "--strategy", "ps(servers=1)"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "syncline", "run", *options, str(script)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environ,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "replicas equal" in done.stdout
-        right.append(int(done.stdout.partition(": ")[2].split()[0]))
-    assert right[0] > 340
-    assert all(abs(found - right[0]) <= 1 for found in right)
+    done = subprocess.run(
+        [sys.executable, "-m", "syncline", "run", "-n", "2", "--strategy", "ring", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environ,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "replicas equal" in done.stdout
+    assert int(done.stdout.partition(": ")[2].split()[0]) > 340
 
 
 def is_told_of(folder: Path, packages: Mapping[str, str], module: str, says: str) -> None:
