@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -111,7 +112,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported and collected stays: no search for garbage has to go through it again and again."""
+    """What has been imported and collected stays: no search for garbage has to go through it again and again.
+
+    pytest listens to each logger that does not propagate, six times a test, and PyTorch has fifty: the root hears them.
+    """
+    for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]:
+        logging.getLogger(name).propagate = True
     gc.collect()
     gc.freeze()
 
