@@ -11,8 +11,8 @@ from toy import Here, alone, batch, close, fill, loss_of, mlp, sgd, train, weigh
 from syncline.errors import GradientError, MismatchError, UsageError
 from syncline.frameworks.torch import prepare, release
 from syncline.session.groups import new_group
-from syncline.session.keys import BUCKET_KEYS
 from syncline.session.session import MODEL_KEYS, Session
+from syncline.session.tickets import BUCKET_KEYS
 
 KEPT = ["ring", "direct schedule=wait_free", "ps(servers=2, on=workers)", "ps(servers=1, on=workers, update=worker)"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from syncline.errors import UsageError
-from syncline.session.callers import Callers
+from syncline.session.tickets import Callers
 
 
 @pytest.fixture

@@ -17,9 +17,8 @@ from syncline.nouns import Group
 from syncline.plans.check import check
 from syncline.plans.plan import Plan
 from syncline.session.communicator import Communicator
-from syncline.session.numbers import COMMUNICATORS
 from syncline.session.session import Session
-from syncline.session.tickets import BARRIER
+from syncline.session.tickets import BARRIER, COMMUNICATORS
 
 GRID = ((0, 1), (2, 3))
 ROWS, COLUMNS = GRID, tuple(zip(*GRID, strict=True))
@@ -217,7 +216,7 @@ def test_a_number_of_which_something_may_be_left_is_not_used_again(group: Any, w
         if why == "calls" and session.rank == 0:
             first.come(BARRIER)  # which the other does not
         if why == "work":
-            first.hold(first.call_key(), Work("that goes on"))
+            first.keys.hold(first.keys.take(), Work("that goes on"))
         first.give_back()
         second = session.found([0, 1, 2] if why == "other ranks" else [0, 1], "second")
         return first.number, second.number

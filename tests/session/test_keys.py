@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from syncline.engine.order import Work
-from syncline.session import keys
-from syncline.session.keys import CALL_KEYS, CallKeys
+from syncline.session import tickets
+from syncline.session.tickets import CALL_KEYS, CallKeys
 
 
 def done(label: str) -> Work:
@@ -16,30 +16,36 @@ def done(label: str) -> Work:
 
 
 def test_keys_of_two_communicators_are_never_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "CALLS_IN_FLIGHT", 4)
-    first, second = ({one.take()[0] for _ in range(9)} for one in (CallKeys(0), CallKeys(1)))
+    monkeypatch.setattr(tickets, "CALLS_IN_FLIGHT", 4)
+    awaited: list[Work] = []
+    both = CallKeys(0, awaited.append), CallKeys(1, awaited.append)
+    first, second = ({one.take() for _ in range(9)} for one in both)
+    assert not awaited
     assert first == set(range(CALL_KEYS, CALL_KEYS + 4))
     assert second == set(range(CALL_KEYS + 4, CALL_KEYS + 8))
 
 
-def test_who_takes_a_key_again_learns_what_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "CALLS_IN_FLIGHT", 2)
-    mine, goes_on = CallKeys(0), Work("goes on")
-    key, holder = mine.take()
-    assert holder is None
+def test_who_takes_a_key_again_waits_for_what_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tickets, "CALLS_IN_FLIGHT", 2)
+    awaited: list[Work] = []
+    mine, goes_on = CallKeys(0, awaited.append), Work("goes on")
+    key = mine.take()
     mine.hold(key, goes_on)
-    assert mine.take()[1] is None
-    assert mine.take() == (key, goes_on)
+    mine.hold(mine.take(), done("over"))
+    assert not awaited
+    assert mine.take() == key
+    assert awaited == [goes_on]
     mine.take()
-    assert mine.take() == (key, None)  # whoever took it has waited
+    assert mine.take() == key
+    assert awaited == [goes_on]  # what is over is not waited for, nor anything twice
 
 
 def test_keys_are_held_until_every_work_is_done() -> None:
-    mine, goes_on = CallKeys(0), Work("goes on")
+    mine, goes_on = CallKeys(0, lambda _: None), Work("goes on")
     assert not mine.held
-    mine.hold(mine.take()[0], done("over"))
+    mine.hold(mine.take(), done("over"))
     assert not mine.held
-    mine.hold(mine.take()[0], goes_on)
+    mine.hold(mine.take(), goes_on)
     assert mine.held
     goes_on.done = True
     assert not mine.held

@@ -10,9 +10,8 @@ import pytest
 from syncline.errors import ClosedError, MismatchError, PeerTimeout, ProtocolError, UsageError
 from syncline.launch.connecting import in_process
 from syncline.nouns import numpy_dtype
-from syncline.session.keys import BUCKET_KEYS
 from syncline.session.session import Session
-from syncline.session.tickets import BARRIER, JOINED, NORM, STEP
+from syncline.session.tickets import BARRIER, BUCKET_KEYS, JOINED, NORM, STEP
 
 STRATEGIES = ["ring", "direct", "tree", "ps(servers=2)", "ps(servers=1, update=worker)", "ps(servers=1, on=workers)"]
 

@@ -126,7 +126,7 @@ def test_a_group_that_is_aborted_waits_for_nothing(groups: Any, monkeypatch: pyt
 @pytest.mark.parametrize("keys", [2, 7])
 def test_more_calls_are_made_than_there_are_keys(groups: Any, monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
     """Those of rank 0 before anybody else comes."""
-    monkeypatch.setattr("syncline.session.keys.CALLS_IN_FLIGHT", keys)
+    monkeypatch.setattr("syncline.session.tickets.CALLS_IN_FLIGHT", keys)
     made = threading.Event()
 
     def body(mine: SynclineGroup) -> list[float]:

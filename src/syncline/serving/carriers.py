@@ -21,9 +21,9 @@ from ..compression.versions import Hearing, Telling
 from ..engine.messages import chunk_edges
 from ..engine.order import CodedOrder, Order, When, Work
 from ..errors import UsageError
-from ..session.keys import WEIGHT_KEYS
 from ..session.programs import compiled
 from ..session.session import MODEL_KEYS, Session
+from ..session.tickets import WEIGHT_KEYS
 from .records import Array
 from .traffic import Model
 

@@ -23,9 +23,7 @@ from ..errors import MismatchError, PeerTimeout, UsageError, within
 from ..nouns import Group
 from ..plans.messages import Program
 from ..plans.plan import Plan
-from .callers import Callers
 from .grouped import AnyEngine, AnyMember
-from .keys import CallKeys
 from .numbers import Numbers
 from .programs import among, broadcast_plan, compiled, has_phases, phases_of, planned
 from .tickets import (
@@ -35,6 +33,8 @@ from .tickets import (
     CALLS,
     GATHER,
     TICKET_BYTES,
+    Callers,
+    CallKeys,
     Meeting,
     Ticket,
     fingerprint,
@@ -61,30 +61,23 @@ class Communicator:
 
     def __init__(self, member: AnyMember, ranks: Sequence[int], plan: Planner, number: int = 0) -> None:
         self.member, self.ranks, self.number = member, tuple(ranks), number
-        self.is_worker = member.index in self.ranks
+        self.index = member.index
+        """The number of this process in the run."""
+        self.is_worker = self.index in self.ranks
         """Whether this process is one of the ranks; a server is not."""
+        self.world_size = len(self.ranks)
+        """The number of workers."""
+        self.rank = self.ranks.index(self.index) if self.is_worker else self.world_size - 1
+        """This worker's rank; a server answers with the last worker's, so that scripts that shard data go on."""
         nodes = member.group.nodes
-        self._group = Group(len(self.ranks), nodes=tuple(nodes[place] for place in self.ranks) if nodes else ())
+        self._group = Group(self.world_size, nodes=tuple(nodes[place] for place in self.ranks) if nodes else ())
         self._plan = plan
         self.numbers = Numbers(member, self.ranks, self.agree, self.late)
         self.callers = Callers(self.titled)
         self._calls = 0
-        self._keys = CallKeys(number)
-
-    @property
-    def index(self) -> int:
-        """The number of this process in the run."""
-        return self.member.index
-
-    @property
-    def rank(self) -> int:
-        """This worker's rank; a server answers with the last worker's, so that scripts that shard data go on."""
-        return self.ranks.index(self.index) if self.is_worker else len(self.ranks) - 1
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers."""
-        return len(self.ranks)
+        self.keys = CallKeys(number, self._wait)
+        """Those of calls; all workers take as many for each."""
+        self._programs: dict[str, Program] = {}  # by algorithm, of those that need no arguments
 
     @property
     def engine(self) -> AnyEngine:
@@ -159,10 +152,12 @@ class Communicator:
             table[self.rank, TICKET_BYTES : TICKET_BYTES + brings.size] = brings
         work = None
         if self.world_size > 1:
+            engine = self.member.unchecked
+            assert engine is not None  # whoever came is one of several
             sign = self.sign(mine) if shown else None
             order = Order(program, table.reshape(-1), key, CALLS[kind], sign=sign)
-            work = self.engine.start(order, NOW if announce else UNANNOUNCED)
-            self.hold(key, work)
+            work = engine.start(order, NOW if announce else UNANNOUNCED)
+            self.keys.hold(key, work)
         return Meeting(work, table, mine, lambda rank, theirs: self.mismatch(rank, theirs, mine))
 
     def come(self, kind: int, argument: int = 0, weight: float = 0.0, flags: int = 0) -> tuple[Ticket, int]:
@@ -175,7 +170,7 @@ class Communicator:
             )
         self._calls += 1
         ticket = Ticket(kind, self._calls, argument & 0xFFFFFFFFFFFFFFFF, weight, flags)
-        return ticket, self.call_key() if self.world_size > 1 else -1
+        return ticket, self.keys.take() if self.world_size > 1 else -1
 
     def shows(self, program: Program | Collective, array: Array) -> bool:
         """Whether workers see in an exchange itself for which call the others have come, and need not meet before."""
@@ -274,11 +269,11 @@ class Communicator:
         gather = self._program("all_gather")
         sizes = np.zeros(self.world_size, np.int64)
         sizes[self.rank] = len(data)
-        self.engine.run(Order(gather, sizes, self.call_key(), "gather"))
+        self.engine.run(Order(gather, sizes, self.keys.take(), "gather"))
         widest = max(1, int(sizes.max()))
         table = np.zeros(self.world_size * widest, np.uint8)
         table[self.rank * widest : self.rank * widest + len(data)] = np.frombuffer(data, np.uint8)
-        self.engine.run(Order(gather, table, self.call_key(), "gather"))
+        self.engine.run(Order(gather, table, self.keys.take(), "gather"))
         return [table[rank * widest : rank * widest + int(size)].tobytes() for rank, size in enumerate(sizes)]
 
     def tell_all(self, data: bytes, root: int = 0) -> bytes:
@@ -294,7 +289,7 @@ class Communicator:
 
     def run(self, program: Program | Collective, array: Array, label: str) -> None:
         """Run a plan, or a library's collective, over the workers' arrays, at the same point of their scripts."""
-        self.engine.run(Order(program, array, self.call_key(), label))
+        self.engine.run(Order(program, array, self.keys.take(), label))
 
     # What runs.
 
@@ -331,23 +326,17 @@ class Communicator:
         return f"{self.member.title}: {text}" if self.member.title else text
 
     def _program(self, algorithm: str) -> Program:
-        return compiled(among(planned(algorithm, Group(self.world_size)), self.ranks), self.index)
+        found = self._programs.get(algorithm)
+        if found is None:
+            plan = among(planned(algorithm, Group(self.world_size)), self.ranks)
+            found = self._programs[algorithm] = compiled(plan, self.index)
+        return found
 
     def give_back(self) -> None:
         """Nothing more is done here among these ranks, which may use the number again; unless something goes on."""
-        if self.number and not self._keys.held:
+        if self.number and not self.keys.held:
             self.numbers.give_back(range(self.world_size), self.number, self._calls)
 
-    def call_key(self) -> int:
-        """The key of one more exchange of a call; all workers take as many for each.
-
-        There are so many, and then the first again: waits for what holds it, which needs nothing of this script.
-        """
-        key, holder = self._keys.take()
-        if holder is not None and not holder.done:
-            self.engine.wait(holder)
-        return key
-
-    def hold(self, key: int, work: Work) -> None:
-        """Keep a key until a work that goes on behind the script is done."""
-        self._keys.hold(key, work)
+    def _wait(self, work: Work) -> None:
+        """For what holds a key."""
+        self.engine.wait(work)

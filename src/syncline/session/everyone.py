@@ -12,8 +12,8 @@ from ..errors import ProtocolError
 from ..nouns import Group
 from .communicator import Array
 from .grouped import AnyMember
-from .keys import BUCKET_KEYS
 from .programs import among, broadcast_plan, compiled, planned
+from .tickets import BUCKET_KEYS
 
 _TOLD_KEY, _SHARE_KEY = BUCKET_KEYS, BUCKET_KEYS + 1
 _MOST_TOLD_BYTES, _MOST_SHARED_BYTES = 1 << 32, 1 << 44

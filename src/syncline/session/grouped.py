@@ -309,7 +309,7 @@ class GroupMember:
         self.title = title_of(self.ranks)
         self.before_calls: dict[int, Callable[[], None]] = {}
         """As the member's, of models that were prepared in the group."""
-        self._engine = None if len(self.ranks) == 1 else GroupEngine(process.engine, self.ranks, self.index, number)
+        self.unchecked = None if len(self.ranks) == 1 else GroupEngine(process.engine, self.ranks, self.index, number)
 
     @property
     def roll(self) -> Roll | None:
@@ -321,15 +321,15 @@ class GroupMember:
     @property
     def alone(self) -> bool:
         """True when there is nobody to exchange with."""
-        return self._engine is None
+        return self.unchecked is None
 
     @property
     def engine(self) -> GroupEngine:
         """The engine within the group; raises ClosedError after the end, in forked children and in a group of one."""
         self.process.check_usable()
-        if self._engine is None:
+        if self.unchecked is None:
             raise ClosedError("a group of one worker has no engine")
-        return self._engine
+        return self.unchecked
 
     def name(self, index: int) -> str:
         """How messages call a process: by its number in the run."""

@@ -39,6 +39,8 @@ class Member:
         observer: Observer | None = None,
     ) -> None:
         self.group, self.index, self.observer = group, index, observer
+        self.process: Member = self
+        """What is one for a process, whatever groups it is in: it fails, and it ends."""
         self.roll, self.local_rank = roll, local_rank
         self.communicators = 1
         """The least number that no communicator of this process has had; that of all workers is 0."""
@@ -57,9 +59,10 @@ class Member:
         ending = self.ending = Ending(group, index, self.name)
         self._pid = os.getpid()
         self._closed = False
-        self._engine: Engine | None = None
+        self.unchecked: Engine | None = None
+        """The engine, None in a world of one worker; for a call that has seen that this session can be used."""
         if transport is not None:
-            self._engine = Engine(
+            self.unchecked = Engine(
                 transport,
                 limit_s=limit_s,
                 explain=ending.explain,
@@ -68,12 +71,7 @@ class Member:
                 find_culprit=ending.find_culprit,
                 observer=observer,
             )
-            ending.answer = self._engine.answer
-
-    @property
-    def process(self) -> Member:
-        """What is one for a process, whatever groups it is in: it fails, and it ends."""
-        return self
+            ending.answer = self.unchecked.answer
 
     @property
     def title(self) -> str:
@@ -83,15 +81,15 @@ class Member:
     @property
     def alone(self) -> bool:
         """True when there is nobody to exchange with."""
-        return self._engine is None
+        return self.unchecked is None
 
     @property
     def engine(self) -> Engine:
         """The engine; raises ClosedError after the end and in forked children."""
         self.check_usable()
-        if self._engine is None:
+        if self.unchecked is None:
             raise ClosedError("a world of one worker has no engine")
-        return self._engine
+        return self.unchecked
 
     def name(self, index: int) -> str:
         """How messages call a process."""
@@ -122,31 +120,32 @@ class Member:
 
     def check_usable(self) -> None:
         """Raise ClosedError when nothing can be communicated (any more, or here)."""
+        if not (self._closed or os.getpid() != self._pid):
+            return
         if self.forked:
             raise ClosedError(
                 "this process was forked from one that uses Syncline; only the parent can communicate: call"
                 " syncline.init() after starting processes, or start them with the spawn method"
             )
-        if self._closed:
-            raise ClosedError("this session has been shut down")
+        raise ClosedError("this session has been shut down")
 
     def fail(self, error: Exception) -> None:
         """This process gives up: tell everyone and end the engine. In a forked child it is none of its business."""
         if self.forked:
             return
-        if self._engine is not None:
-            self._engine.fail(error)
+        if self.unchecked is not None:
+            self.unchecked.fail(error)
         self.ending.tell(error)
         self.ending.came_back()
 
     def interrupted(self, error: BaseException) -> None:
         """A call of several exchanges was left between two of them, by a signal's exception rather than one of ours."""
-        if self._engine is not None and self._engine.error is None and not isinstance(error, SynclineError):
-            self._engine.interrupted(error)
+        if self.unchecked is not None and self.unchecked.error is None and not isinstance(error, SynclineError):
+            self.unchecked.interrupted(error)
 
     def on_peer_failure(self, verdict: PeerError) -> None:
         """The watcher has found the first culprit: whoever waits here learns of it, with what it was waiting for."""
-        engine = self._engine
+        engine = self.unchecked
         if engine is not None:
             doing = f"{self.name(self.index)}: during {engine.doing}: {verdict}"
             engine.fail(type(verdict)(doing, rank=verdict.rank, host=verdict.host))
@@ -164,10 +163,10 @@ class Member:
         finally:
             try:
                 fault = None
-                if self._engine is None:
+                if self.unchecked is None:
                     self._part()
                 else:
-                    fault = self._engine.close(before_end=self._part)
+                    fault = self.unchecked.close(before_end=self._part)
             finally:
                 self._closed = True
                 self.ending.close()
@@ -176,11 +175,11 @@ class Member:
     def _part(self) -> None:
         """Say goodbye, and do what is to be done while the others can still be reached."""
         self.ending.say_goodbye()
-        self._at_end(self._engine is None or self._engine.error is None)
+        self._at_end(self.unchecked is None or self.unchecked.error is None)
 
     def _take_leave(self) -> Exception | None:
         """Call what comes before the end; what went wrong in it, which nobody has seen."""
-        while self.before_end and self._engine is not None and self._engine.error is None:
+        while self.before_end and self.unchecked is not None and self.unchecked.error is None:
             try:
                 self.before_end.pop()()
             except SynclineError as error:
@@ -190,5 +189,5 @@ class Member:
     def forget_in_child(self) -> None:
         """In a forked child: close the parent's descriptors without a word."""
         self.ending.forget_in_child()
-        if self._engine is not None:
-            self._engine.transport.close()
+        if self.unchecked is not None:
+            self.unchecked.transport.close()

@@ -14,10 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import PeerTimeout, UsageError
 from .grouped import AnyMember
-from .tickets import SPLIT, Ticket, making, numbers_of
-
-COMMUNICATORS = 1 << 10
-"""As many have keys of their own."""
+from .tickets import COMMUNICATORS, SPLIT, Ticket, making, numbers_of
 
 _FOUNDING = struct.Struct("<IIQ")
 """The least new number here, and one that may be used again with the calls made in its group, or nothing."""

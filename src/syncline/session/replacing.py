@@ -31,10 +31,9 @@ from ..nouns import Bucket, Layer, numpy_dtype
 from ..plans.messages import Program
 from ..schedules import Cost
 from .communicator import Array
-from .keys import BUCKET_KEYS
 from .layout import Lay, Layout, Passed, decide_layout
 from .session import Session
-from .tickets import CALLS, LAYOUT
+from .tickets import BUCKET_KEYS, CALLS, LAYOUT
 
 LABEL = CALLS[LAYOUT]
 

@@ -35,11 +35,10 @@ from .coordination import Coordination
 from .ending import Ending
 from .everyone import Everyone
 from .grouped import AnyMember, GroupMember
-from .keys import BUCKET_KEYS
 from .member import Member
 from .programs import compiled, has_phases, phases_of, planned
 from .stats import Stats
-from .tickets import TABLE
+from .tickets import BUCKET_KEYS, TABLE
 
 MODEL_KEYS = 1 << 16
 """Keys of one model among those of buckets: several models may be in flight at once."""

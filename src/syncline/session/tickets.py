@@ -1,22 +1,74 @@
-"""Tickets: what workers show each other at the beginning of every collective call.
+"""What every collective call of a group has: a ticket that workers show each other, keys, and the threads that call.
 
-A ticket says which call this is, its number, what must agree, and the weight of the worker's batch.
-Workers that do different things at the same point therefore get an error that names them, instead of a hang or wrong
-numbers. Tickets travel as one table of a row per worker, behind whose ticket there may be room for what the worker
-brings along; this file knows nothing of how.
+A ticket says which call this is, its number, what must agree, and the weight of the worker's batch. Workers that do
+different things at the same point therefore get an error that names them, instead of a hang or wrong numbers. Tickets
+travel as one table of a row per worker, behind whose ticket there may be room for what the worker brings along.
+
+Keys tell the messages of exchanges in flight apart: which are whose, and which is that of the next call. The lowest are
+those of models' buckets, then those of what all processes tell each other and of models' weights; above them each
+communicator has a block of its own for its calls. A group of workers with models of its own is a run in small: all of
+its keys are put into a block above these (``grouped``).
+
+This file knows nothing of what is called, nor of how it travels.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
+import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.order import Work
+from ..errors import UsageError
+
+COMMUNICATORS = 1 << 10
+"""As many of a process have keys of their own."""
+
+BUCKET_KEYS = 1 << 20
+WEIGHT_KEYS = 2 * BUCKET_KEYS
+CALL_KEYS = 4 * BUCKET_KEYS
+"""Of the calls of all workers; those of further communicators come after them."""
+CALLS_IN_FLIGHT = 1 << 12
+"""So many exchanges of one communicator's calls have keys of their own."""
+assert CALL_KEYS + COMMUNICATORS * CALLS_IN_FLIGHT <= 8 * BUCKET_KEYS
+
+
+class CallKeys:
+    """The keys of the calls of communicator ``number``: each in its turn, and then the first again.
+
+    ``wait`` is given the work that still holds one, which needs nothing of the script that waits.
+    """
+
+    def __init__(self, number: int, wait: Callable[[Work], None]) -> None:
+        self._wait = wait
+        self._first, self._in_flight = CALL_KEYS + number * CALLS_IN_FLIGHT, CALLS_IN_FLIGHT
+        self._next = 0
+        self._holders: dict[int, Work] = {}
+
+    def take(self) -> int:
+        """The next one, once nothing holds it any more."""
+        self._next = (self._next + 1) % self._in_flight
+        key = self._first + self._next
+        holder = self._holders.pop(key, None)
+        if holder is not None and not holder.done:
+            self._wait(holder)
+        return key
+
+    def hold(self, key: int, work: Work) -> None:
+        """Keep a key until a work that goes on behind the script is done."""
+        self._holders[key] = work
+
+    @property
+    def held(self) -> bool:
+        """Whether something goes on."""
+        return not all(work.done for work in self._holders.values())
+
 
 _TICKET = struct.Struct("<QQQdQ")
 TICKET_BYTES = _TICKET.size
@@ -228,3 +280,54 @@ class Meeting:
     def brought(self) -> NDArray[np.uint8]:
         """What all have brought along, a row per worker, once the work is done."""
         return self._table[:, TICKET_BYTES:]
+
+
+class Callers:
+    """The threads in the calls of one group; ``titled`` makes a message say of which.
+
+    No call is begun in a group that is being ended. Who begins one says so before it looks whether it may, and who ends
+    the group the other way round: one of the two sees the other.
+    """
+
+    def __init__(self, titled: Callable[[str], str]) -> None:
+        self._titled = titled
+        self._inside: list[int] = []  # the threads that are in a call, once for each
+        self._closing = threading.Lock()
+        self._closed_by: int | None = None  # the thread that ends it
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another thread of this process is in a call."""
+        return any(thread != threading.get_ident() for thread in list(self._inside))
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Inside this thread is in a call; UsageError where another one ends the group."""
+        thread = threading.get_ident()
+        begins = thread not in self._inside
+        self._inside.append(thread)
+        try:
+            if begins and self._closed_by not in (None, thread):
+                raise UsageError(
+                    self._titled("another thread ends this group, or has: make another one, and call in it")
+                )
+            yield
+        finally:
+            self._inside.remove(thread)
+
+    def close(self) -> bool:
+        """Let no other thread begin a call from now on.
+
+        False, and nothing changes, where another thread is in a call, or has closed the group before.
+        """
+        with self._closing:
+            if self._closed_by is None:
+                self._closed_by = threading.get_ident()
+                if not self.is_busy:
+                    return True
+                self._closed_by = None
+            return False
+
+    def reopen(self) -> None:
+        """Let other threads begin calls again."""
+        self._closed_by = None

@@ -54,7 +54,7 @@ class Combination:
         """True when servers apply the update; False when every worker does."""
         return self.roles is not None and self.roles.holds_weights
 
-    @property
+    @cached_property
     def collective(self) -> Collective | None:
         """The collective of the message library that takes the place of a plan; None where there is a plan."""
         if self.architecture.name not in registry.names("collectives"):

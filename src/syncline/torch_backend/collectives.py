@@ -97,10 +97,10 @@ class Call:
         engine, meeting = self.us.engine, self.meeting
         if isinstance(meeting, Single):
             work = engine.start(meeting.order._replace(after=meeting.done))
-            self.us.hold(meeting.order.key, work)
+            self.us.keys.hold(meeting.order.key, work)
             return work
         promised = engine.promise(self.label)
-        self.us.hold(self.key, promised)
+        self.us.keys.hold(self.key, promised)
 
         def check() -> None:
             meeting.tickets()
@@ -279,7 +279,7 @@ class Collectives:
         data = None if brings is None or brings.nbytes > ROOM else brings.view(np.uint8)
         argument, flags = shown(what, sizes)
         meeting = us.meet(kind, argument, flags=flags, announce=False, brings=data, room=ROOM, signed=True)
-        call = Call(us, CALLS[kind], meeting, us.call_key(), self.calls, iter(()))
+        call = Call(us, CALLS[kind], meeting, us.keys.take(), self.calls, iter(()))
         call.rest = rest(call)
         return call
 
@@ -290,7 +290,7 @@ class Collectives:
         argument, flags = shown(what, sizes)
         ticket, key = us.come(kind, argument, flags=flags)
         single = Single(Order(program, array, key, CALLS[kind], sign=us.sign(ticket)), done)
-        return Call(us, CALLS[kind], single, us.call_key(), self.calls, iter(()))
+        return Call(us, CALLS[kind], single, us.keys.take(), self.calls, iter(()))
 
     def _reduce(self, kind: int, what: str, array: Array, reduction: Reduction, sizes: Sizes, done: Done) -> Call:
         us, world = self.us, self.us.world_size

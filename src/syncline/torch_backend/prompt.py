@@ -86,13 +86,13 @@ class Prompt:
             else:
                 prepared.work = work
             if not work.done:
-                us.hold(key, work)
+                us.keys.hold(key, work)
             return work
 
     def _come(self, prepared: _Prepared) -> tuple[Ticket, int]:
         """Come to the call: as many keys are taken as on the long way."""
         ticket, key = self._us.come(ALLREDUCE, prepared.argument, flags=prepared.flags)
-        self._us.call_key()
+        self._us.keys.take()
         self._collectives.calls += 1
         return ticket, key
 

@@ -18,9 +18,9 @@ from ..errors import MismatchError
 from ..nouns import Bucket, Layer, Spec, numpy_dtype
 from ..session.communicator import Array
 from ..session.grouped import AnyEngine
-from ..session.keys import BUCKET_KEYS
 from ..session.layout import Layout, Placed, decide_layout, place_bucket, place_tensors
 from ..session.session import MODEL_KEYS, Session
+from ..session.tickets import BUCKET_KEYS
 
 Allocate = Callable[[int, "np.dtype[Any]"], Array]
 """Gives memory of so many bytes, as an array of that type."""

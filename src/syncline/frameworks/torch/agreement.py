@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from ...errors import MismatchError
-from ...session.keys import BUCKET_KEYS
 from ...session.session import Session
+from ...session.tickets import BUCKET_KEYS
 from .own_values import name_of
 from .storage import as_bytes, distinct
 
