@@ -11,11 +11,10 @@ import pytest
 from ends import KINDS, MPI_KINDS, network
 
 from syncline import registry
-from syncline.engine.exchange import Exchange
-from syncline.engine.messages import Run, chunk_edges
+from syncline.engine.exchange import Exchange, Run
 from syncline.engine.trace import Recorder, Span
 from syncline.nouns import Group
-from syncline.plans.messages import compile_program
+from syncline.plans.messages import chunk_edges, compile_program
 from syncline.plans.plan import Plan
 
 HERE = [kind for kind in KINDS if kind not in MPI_KINDS]

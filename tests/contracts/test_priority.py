@@ -13,8 +13,7 @@ import pytest
 from ends import KINDS, MESSAGE_KINDS, MPI_KINDS, network
 
 from syncline import registry
-from syncline.engine.exchange import Exchange
-from syncline.engine.messages import Run
+from syncline.engine.exchange import Exchange, Run
 from syncline.engine.trace import Recorder
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program

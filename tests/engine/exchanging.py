@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from syncline import registry
 from syncline.algorithms.ps import ps
-from syncline.engine.exchange import Exchange
-from syncline.engine.messages import Run, chunk_edges
+from syncline.engine.exchange import Exchange, Run
 from syncline.nouns import Group, numpy_dtype
-from syncline.plans.messages import compile_program
+from syncline.plans.messages import chunk_edges, compile_program
 from syncline.plans.plan import Plan
 from syncline.transports import Handle
 from syncline.transports._operations import Receive

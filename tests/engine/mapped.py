@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from syncline import registry
-from syncline.engine.exchange import Exchange
-from syncline.engine.messages import Run
+from syncline.engine.exchange import Exchange, Run
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program
 from syncline.plans.plan import Plan

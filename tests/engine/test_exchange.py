@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from syncline import registry
 from syncline.algorithms.ps import push_and_pull
 from syncline.collectives import Collective
-from syncline.engine.exchange import Exchange
-from syncline.engine.messages import KEYS, MOST_ACTIONS, Cut, Run, Segment, chunk_edges
+from syncline.engine.exchange import MOST_ACTIONS, Exchange, Run, Segment
+from syncline.engine.order import KEYS
 from syncline.engine.reducing import MOST_PIECES, Reducing
 from syncline.errors import PeerLost, SynclineError, UsageError
 from syncline.nouns import Group, numpy_dtype
-from syncline.plans.messages import compile_program
+from syncline.plans.messages import Cut, chunk_edges, compile_program
 from syncline.plans.plan import REDUCE, Plan
 from syncline.transports import Handle
 from syncline.transports.inproc import Hub, InProc

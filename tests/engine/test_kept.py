@@ -9,8 +9,7 @@ import numpy as np
 from mapped import machine, plan_of
 
 from syncline.engine.engine import Engine
-from syncline.engine.messages import Sign
-from syncline.engine.order import Order
+from syncline.engine.order import Order, Sign
 from syncline.errors import ClosedError, SynclineError
 from syncline.kernels.board import SIGN_WORDS
 from syncline.plans.messages import compile_program

@@ -7,7 +7,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from syncline.engine.mail import Mail
+from syncline.engine.engine import Mail
 from syncline.engine.order import Work
 from syncline.errors import PeerError, SynclineError
 from syncline.transports.inproc import Hub, InProc

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from syncline.engine import monitor as monitor_module
-from syncline.engine.monitor import Monitor
-from syncline.engine.order import Work
+from syncline.engine import order
+from syncline.engine.order import Monitor, Work
 from syncline.errors import SynclineError
 
 LIMIT_S = 30.0
@@ -166,7 +165,7 @@ def test_the_progress_thread_wakes_for_what_is_left_where_another_one_hands_over
 
 @pytest.mark.parametrize("any_of", [False, True], ids=["all", "any"])
 def test_a_fault_wakes_whoever_waits(monitor: Monitor, monkeypatch: pytest.MonkeyPatch, any_of: bool) -> None:
-    monkeypatch.setattr(monitor_module, "_UNTIL_S", 2 * LIMIT_S)  # it is not to look by itself
+    monkeypatch.setattr(order, "_UNTIL_S", 2 * LIMIT_S)  # it is not to look by itself
     came: list[bool] = []
 
     def wait() -> None:

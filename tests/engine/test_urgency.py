@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from mapped import anyone, machine, plan_of, run_of, turn
 
 from syncline import registry
-from syncline.engine.exchange import Exchange
+from syncline.engine.exchange import Exchange, Run
 from syncline.engine.memory import OneSided
-from syncline.engine.messages import Run
 from syncline.engine.order import Lane, Work
 from syncline.engine.trace import Recorder
 from syncline.nouns import Group

@@ -1,8 +1,7 @@
 """The engine: what runs plans and reducers in the background of training, and who drives them.
 
-``engine`` takes orders, ``driver`` drives them, ``order`` says what may start when. What threads share is in
-``monitor``; ``motion`` sees whether anything moves, and finds out who is to blame when nothing does. ``exchange`` runs
-plans over a transport: by ``messages``, or in mapped memory (``memory``, ``window``), by ``scripts``, met at ``slots``;
-``kept`` ones are run again and again by the thread that calls. ``reducing`` runs what is compressed. Single messages
-are ``mail``. ``trace`` tells an observer what begins and ends.
+``engine`` takes orders and single messages, and ``driver`` drives them. ``order`` says what may start when, and has
+what threads share of it. ``motion`` sees whether anything moves, and finds out who is to blame when nothing does.
+``exchange`` runs plans over a transport: by messages, or in mapped ``memory``, by ``scripts``. ``reducing`` runs what
+is compressed. ``trace`` tells an observer what begins and ends.
 """

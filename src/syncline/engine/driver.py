@@ -2,7 +2,7 @@
 
 One thread at a time *drives*: it owns the transport, turns the exchange and calls back. That is the progress thread
 while there is work that nobody waits for; a thread that would have to wait anyway drives itself when nobody else does,
-which saves two hand-overs between threads. What threads share is in ``monitor``. The time that they spend blocked here
+which saves two hand-overs between threads. What threads share is in ``order``. The time that they spend blocked here
 is counted, each by itself: it is the exposed communication.
 
 A fault while driving reaches every thread that waits, now or later, as the same exception. So does an interrupt
@@ -27,9 +27,8 @@ from ..errors import ClosedError, PeerLeft, PeerLost, PeerTimeout, ProtocolError
 from ..transports import Transport
 from ..wire.culprit import Answer, Found, Waits
 from .exchange import SPINS, Exchange
-from .monitor import Monitor
 from .motion import Motion
-from .order import Lane, Work
+from .order import Lane, Monitor, Work
 from .reducing import Reducing
 from .trace import Observer, begin
 

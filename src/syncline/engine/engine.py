@@ -1,13 +1,22 @@
 """Everything of one process that is under way in the background of training.
 
 The training thread hands over work (a bucket to exchange, a message to send) and later waits for it. Who drives it
-meanwhile is in ``driver``; what a work is, and in which order works start, in ``order``. Single messages are ``mail``;
-what is prepared for a thread that carries it out itself, again and again, is ``kept``.
+meanwhile is in ``driver``; what a work is, and in which order works start, in ``order``.
+
+Single messages (``Mail``) go to others over the transport, and to this process itself, which no transport carries.
+
+Most of the time of a small collective goes into what is done around it. So a plan may be prepared for many runs over
+arrays of one size and type (``Kept``), each carried out by the thread that calls, which hands nothing over; where all
+other ranks have come it does so in one go, and nothing has to be remembered of the run. Where it cannot finish at once,
+the run goes on as any other does. Where another thread drives, or anything is under way already, an earlier run of the
+same plan included, nothing is begun: the caller then uses ``Engine.run`` or ``Engine.start`` instead. To the other
+ranks that makes no difference.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -16,17 +25,196 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..collectives import Collective
+from ..errors import SynclineError, labelled
 from ..plans.messages import Program
-from ..transports import Bytes, Transport
+from ..transports import Bytes, Handle, Transport
 from ..wire.culprit import Found, Waits, find_culprit
-from .driver import LIMIT_S, Driver
-from .exchange import Exchange
-from .kept import Kept
-from .mail import Mail
-from .messages import Array, Run
-from .order import NOW, UNANNOUNCED, CodedOrder, Lane, Order, When, Work
+from .driver import LIMIT_S, SPINS_HERE, Driver
+from .exchange import Exchange, Run
+from .order import NOW, UNANNOUNCED, Array, CodedOrder, Lane, Order, Sign, When, Work
 from .reducing import Reducing
-from .trace import Observer, begin
+from .scripts import ScriptedRun
+from .trace import Kind, Observer, Span, begin
+
+
+class Mail:
+    """The messages under way, each of which a work stands for; ``finish`` is called when one is done.
+
+    ``has_left`` says of a process whether it has left in peace, which a ``tolerant`` work does not mind. Used from the
+    thread that drives.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        has_left: Callable[[int], bool],
+        observer: Observer | None,
+        finish: Callable[[Work], None],
+    ) -> None:
+        self._transport, self._has_left, self._observer, self._finish = transport, has_left, observer, finish
+        self._loopback = Loopback()
+        self._awaited: dict[Work, int] = {}  # from or to whom
+
+    @property
+    def waiting_for(self) -> Waits:
+        """For whom those wait whose peers may not leave; may be asked from another thread."""
+        return {peer: work.label for work, peer in list(self._awaited.items())}
+
+    def send(self, work: Work, dst: int, tag: int, body: Bytes) -> None:
+        """Send a message, which stays unchanged until the work is done."""
+        if dst == self._transport.rank:
+            self._loopback.send(tag, body.tobytes())
+            self._finish(work)
+            return
+        span = self._begun("send", work, dst, body.nbytes)
+        self._transport.send(dst, tag, body, owner=lambda handle: self._ended(work, handle, span))
+
+    def recv(
+        self, work: Work, src: int, tag: int, into: Bytes, placed: bool, left: Callable[[Exception], None]
+    ) -> None:
+        """Receive a message that fits ``into``; the work's result is its bytes, or, where it is ``placed``, how many.
+
+        Where a tolerant one does not come because its peer has left, ``left`` is told.
+        """
+        if src == self._transport.rank:
+            self._loopback.recv(tag, partial(self._came_back, work, into, placed))
+            return
+        span = self._begun("receive", work, src, into.nbytes)
+
+        def arrived(handle: Handle) -> None:
+            work.result = handle.nbytes if placed else into[: handle.nbytes].tobytes()
+            self._ended(work, handle, span, left)
+
+        self._transport.recv(src, tag, into, owner=arrived)
+
+    def _came_back(self, work: Work, into: Bytes, placed: bool, data: bytes) -> None:
+        """A message to this process itself."""
+        if len(data) > into.nbytes:
+            raise SynclineError(f"{work.label}: a message of {len(data)} bytes does not fit a receive of {into.nbytes}")
+        work.result = data
+        if placed:
+            into[: len(data)] = np.frombuffer(data, np.uint8)
+            work.result = len(data)
+        self._finish(work)
+
+    def _begun(self, kind: Kind, work: Work, peer: int, nbytes: int) -> Span | None:
+        if not work.tolerant:
+            self._awaited[work] = peer
+        if self._observer is None:
+            return None
+        return begin(self._observer, kind, work.label, work.span, peer=peer, nbytes=nbytes)
+
+    def _ended(
+        self, work: Work, handle: Handle, span: Span | None, left: Callable[[Exception], None] = lambda _: None
+    ) -> None:
+        self._awaited.pop(work, None)
+        if handle.error is not None:
+            if work.tolerant and self._has_left(handle.peer):
+                left(handle.error)
+                return
+            raise labelled(work.label, handle.error)
+        if span is not None:
+            span.end()
+        self._finish(work)
+
+
+class Loopback:
+    """Messages of a process to itself: what was sent and has not been asked for, and the other way round, by tag.
+
+    As between two processes, those of one tag are received in the order in which they were sent.
+    """
+
+    def __init__(self) -> None:
+        self._sent: defaultdict[int, deque[bytes]] = defaultdict(deque)
+        self._asked: defaultdict[int, deque[Callable[[bytes], None]]] = defaultdict(deque)
+
+    def send(self, tag: int, data: bytes) -> None:
+        """Give a message to whoever asked first, or keep it."""
+        if self._asked[tag]:
+            self._asked[tag].popleft()(data)
+        else:
+            self._sent[tag].append(data)
+
+    def recv(self, tag: int, came: Callable[[bytes], None]) -> None:
+        """Call with the next message, now or when it is sent."""
+        if self._sent[tag]:
+            came(self._sent[tag].popleft())
+        else:
+            self._asked[tag].append(came)
+
+
+LOOK_ONLY = -1
+"""For a thread that does not wait: looking again for a moment, without offering its core."""
+
+
+class Kept:
+    """What is prepared, until it is dropped. While a run of it is under way, ``run`` and ``begin`` begin no other."""
+
+    def __init__(self, driver: Driver, exchange: Exchange, program: Program, scripted: ScriptedRun) -> None:
+        self.program, self.scripted = program, scripted
+        self._driver, self._exchange = driver, exchange
+        self._monitor, self._motion = driver.monitor, driver.motion
+
+    def run(self, address: int, key: int, label: str, sign: Sign, timeout: float) -> bool:
+        """Run it over the array at ``address`` and return when that is done; False where it could not be begun.
+
+        Raises PeerTimeout after ``timeout`` seconds; the run is still under way then.
+        """
+        if not self._monitor.claim(first=True):
+            return False
+        begun, work = time.perf_counter(), Work(label)
+        try:
+            code = self._exchange.prompt(self.scripted, address, key, sign, SPINS_HERE)
+            work.done = code == 0  # nobody else knows the work yet: no lock
+            if code:
+                self._take_up(work, key, sign, None)
+                deadline = begun + timeout
+                self._driver.drive((work,), deadline, None, SPINS_HERE)
+            self._motion.moved()
+            self._monitor.hand_over()
+            if code and not work.done:
+                self._monitor.wait((work,), deadline)
+        except BaseException as error:
+            self._driver.left(error)
+            raise
+        finally:
+            self._driver.blocked.count(begun)
+        if code is None:
+            return False
+        if self._monitor.error is not None or not work.done:
+            raise self._driver.unfinished(work, timeout)
+        return True
+
+    def begin(self, address: int, key: int, label: str, sign: Sign, memory: object) -> Work | None:
+        """Begin what ``run`` runs; the work, which may be done. None where it could not be begun.
+
+        Where all others have come this thread does it all; else it goes on behind the script. ``memory`` is kept alive.
+        """
+        if not self._monitor.claim(first=True):
+            return None
+        work = Work(label)
+        work.key = key
+        try:
+            code = self._exchange.prompt(self.scripted, address, key, sign, LOOK_ONLY)
+            work.done = code == 0  # nobody else knows the work yet: no lock
+            if code:
+                self._take_up(work, key, sign, memory)
+            self._motion.moved()
+            self._monitor.hand_over()
+        except BaseException as error:
+            self._driver.left(error)
+            raise
+        return None if code is None else work
+
+    def _take_up(self, work: Work, key: int, sign: Sign, memory: object) -> None:
+        """A run was begun and is not done: it goes on as any other."""
+        self._monitor.expect(tolerant=False)
+
+        def done(_: object = memory) -> None:
+            self._driver.finish(work)
+
+        run = Run(self.program, self.scripted.array, key, work.label, on_done=done, sign=sign)
+        self._exchange.take_up(self.scripted, run)
 
 
 class Engine(Driver):

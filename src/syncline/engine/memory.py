@@ -1,7 +1,7 @@
 """Runs plans by one-sided access: scripts carried out over memory that all ranks of the group have mapped.
 
 Owns the runs under way: where their arrays lie, which goes on next, and what they wait for. Their tables are made in
-``scripts``, where others find them is for ``slots`` to say. Does not know how memory is shared (``window``) nor how
+``scripts``, which also says where others find them. Does not know how memory is shared (``scripts.Window``) nor how
 waiting is done (``exchange`` and the transport's poll).
 
 An array that lies in the transport's memory is read and written where it is. Any other is *staged*: copied segment by
@@ -45,11 +45,9 @@ from ..plans.plan import REDUCE, Plan
 from ..wire.links import broken
 from ..wire.scratch import Scratch, address_of
 from .cores import OFTEN, Cores
-from .messages import KEY_BITS, Sign
-from .scripts import ScriptedRun, Scripts, nothing
-from .slots import Slots
+from .order import KEY_BITS, Sign
+from .scripts import ScriptedRun, Scripts, Slots, Window, nothing
 from .trace import Kind, Observer, Span, begin
-from .window import Window
 
 
 def _priority(run: ScriptedRun) -> float:

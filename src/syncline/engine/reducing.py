@@ -19,8 +19,8 @@ from ..errors import ProtocolError, SynclineError, UsageError, labelled
 from ..kernels.cpu import add_in_order
 from ..plans.messages import Program
 from ..transports import Handle
-from .exchange import Exchange
-from .messages import KEYS, Array, Run
+from .exchange import Exchange, Run
+from .order import KEYS, Array
 from .trace import Kind, Observer, Span, begin
 
 OPEN = 4

@@ -1,24 +1,125 @@
-"""Scripts made ready for compiled code: tables for one size and type of array, and the runs of them.
+"""What runs in mapped memory need: the memory, the slots where peers find a run, and scripts for compiled code.
 
-Both are kept for the next run of the same kind: what is made here once is not made in every step.
+A script is made ready as tables for one size and type of array. Tables, and the runs of them, are kept for the next run
+of the same kind: what is made here once is not made in every step.
+
+A rank's slots are on its board and in tables beyond it. There is always one more: tables are added, each twice as large
+as the last, and said on the board (``kernels.board``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import SynclineError
+from ..kernels import board
 from ..plans.memory import Script, compile_scripts
 from ..plans.plan import Plan
 from ..transports import Bytes, Words
-from .messages import Sign
-from .slots import Table
+from ..wire.scratch import address_of
+from .order import Sign
 from .trace import Span
-from .window import Window
+
+
+class Window(Protocol):
+    """Memory that all processes of a group have mapped, with a board for each (``kernels.onesided``)."""
+
+    rank: int
+    world: int
+    members: Words
+    """Per process: the address of its board, 0 while unknown, and the descriptor of its bell, -1 while unknown."""
+    board: Words
+    """This process's own board."""
+    maps: Words
+    """Per process two words for each segment number: where the segment is mapped here, 0 while it is not; its size."""
+    gone: set[int]
+    """Processes whose connections have closed."""
+
+    def words_of(self, peer: int, segment: int) -> Words:
+        """A segment of a process, empty while unknown and after the end; may be asked from any thread."""
+        ...
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Zeroed shared memory, for good."""
+        ...
+
+    def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """Segment number and offset of memory of this process, or None when it is not shared."""
+        ...
+
+    def staging(self, nbytes: int) -> Bytes:
+        """Shared memory of at least that size, until ``free``."""
+        ...
+
+    def free(self, staging: Bytes) -> None:
+        """Give back what ``staging`` gave."""
+        ...
+
+    def count(self, sent: Words, received: Words) -> None:
+        """Add to the traffic: bytes per process."""
+        ...
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of this rank's slots.
+
+    ``users`` has per slot how many had to look at what was there last, and None while it is in use.
+    """
+
+    address: int
+    words: Words
+    users: list[int | None]
+
+
+class Slots:
+    """The slots of one process over one window."""
+
+    def __init__(self, window: Window) -> None:
+        from ..kernels import onesided  # compiled code: loaded where it is used
+
+        self._window = window
+        address, words = int(window.members[window.rank, onesided.BOARD]), window.board[board.BOARD_HEAD // 8 :]
+        self.tables = [Table(address + board.BOARD_HEAD, words, [0] * board.SLOTS)]
+
+    def take(self, wanted: int) -> tuple[Table, int]:
+        """A slot where peers look for a run of that identity, in the first table that has a free one."""
+        sets, level = board.SLOTS // board.WAYS, 0
+        while True:
+            if level == len(self.tables):
+                self._add_table()
+            table, first = self.tables[level], _first_slot(wanted, sets)
+            for slot in range(first, first + board.WAYS):
+                user = table.users[slot]
+                if user is None:
+                    continue
+                if user == 0 or table.words[(slot * board.SLOT_BYTES + board.SLOT_DONE_WITH) // 8] >= user:
+                    table.users[slot] = None
+                    return table, slot
+            sets, level = 2 * sets, level + 1
+
+    def _add_table(self) -> None:
+        """Make twice as many slots as the last table has, and say on the board where."""
+        further, slots = len(self.tables) - 1, 2 * len(self.tables[-1].users)
+        if further == board.MORE_TABLES:
+            used = sum(table.users.count(None) for table in self.tables)
+            raise SynclineError(f"{used} exchanges are under way at once, more than shared memory can show")
+        memory = self._window.allocate(slots * board.SLOT_BYTES)
+        place = self._window.find(address_of(memory), memory.nbytes)
+        assert place is not None
+        self.tables.append(Table(address_of(memory), memory.view(np.int64), [0] * slots))
+        self._window.board[board.TABLES // 8 + further] = place[0]
+
+
+def _first_slot(wanted: int, sets: int) -> int:
+    """As ``kernels.onesided.first_slot``, of which a call costs more than it does."""
+    return ((wanted * board.SPREAD & 0xFFFFFFFFFFFFFFFF) >> 32 & sets - 1) * board.WAYS
+
 
 MOST = 1024
 """How many sizes of arrays are remembered."""

@@ -1,20 +1,22 @@
 """What one rank does of a plan: its sends and receives, and what each has to wait for.
 
-Compiled once per plan and rank, executed by ``engine.messages`` for every segment of every bucket. All transfers of a
+Compiled once per plan and rank, executed by ``engine.exchange`` for every segment of every bucket. All transfers of a
 step read the values from before it, so the dependencies of a rank's action on one chunk are
 
 * a send waits for the receives of earlier steps into its chunks (it sends what they made),
 * a receive waits for the sends of earlier steps and of its own that read its chunks (it would overwrite what they
   send), and for the receives before it into its chunks (results keep plan order, so every run gives the same bits).
 
-Only the nearest ones are kept; the others follow from them. Nothing here knows about bytes or transports.
+Only the nearest ones are kept; the others follow from them. ``Cut`` says which elements each action moves, segment by
+segment of an array. Nothing here knows about bytes or transports.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -135,3 +137,70 @@ def _actions(plan: Plan, rank: int) -> list[Action]:
             empty.difference_update(fresh)
             found.append(Action(kind, transfer.src, index, transfer.step, lo, hi))
     return found
+
+
+class Move(NamedTuple):
+    """What an action moves of a segment: the elements from ``start`` to ``stop``, under a tag that ends in ``tag``.
+
+    What arrives for one that ``borrows`` cannot go straight to its place. One that ``adds`` is left to the transport,
+    which adds while a message comes in.
+    """
+
+    start: int
+    stop: int
+    tag: int
+    borrows: bool
+    adds: bool
+
+
+class Cut:
+    """The ``segments`` of arrays of one size under a program, and what each action moves of them.
+
+    ``adds`` says of each action whether the transport adds what it receives.
+
+    A plan whose chunks belong to ranks (reduce-scatter, all-gather) is cut inside each chunk, so that a rank's chunk of
+    the whole array stays in one piece; others are cut into contiguous segments, which are kinder to the cache.
+    """
+
+    def __init__(self, program: Program, size: int, per_segment: int, adds: Sequence[bool]) -> None:
+        self._program, self._size, self._per, self._adds = program, size, per_segment, adds
+        plan = program.plan
+        self._owned = plan.goal in ("reduce_scatter", "all_gather")
+        if not (size and program.actions):
+            self.segments = 0
+        elif not self._owned:
+            self.segments = -(-size // per_segment)
+        else:
+            widest = -(-size // plan.chunks)
+            together = any(action.hi - action.lo > 1 for action in program.actions)  # have to lie side by side
+            self._per = widest if together else max(1, per_segment // plan.chunks)
+            self.segments = -(-widest // self._per)
+        self.first: Sequence[Move] = self.moves(0) if self.segments else ()
+        """What each action moves of the first segment, which most arrays have alone."""
+
+    def moves(self, number: int) -> Sequence[Move]:
+        """What each action moves of a segment."""
+        size, per, chunks = self._size, self._per, self._program.plan.chunks
+        if self._owned:
+            edges = chunk_edges(size, chunks)
+            starts = [min(edges[chunk] + number * per, edges[chunk + 1]) for chunk in range(chunks)]
+            stops = [min(edges[chunk] + (number + 1) * per, edges[chunk + 1]) for chunk in range(chunks)]
+        else:
+            first = number * per
+            edges = [first + edge for edge in chunk_edges(min(size - first, per), chunks)]
+            starts, stops = edges[:-1], edges[1:]
+        return tuple(
+            Move(
+                starts[one.lo],
+                stops[one.hi - 1],
+                one.index,
+                one.kind == "reduce" or (one.kind == "copy" and one.swaps),
+                adds,
+            )
+            for one, adds in zip(self._program.actions, self._adds, strict=True)
+        )
+
+
+def chunk_edges(size: int, chunks: int) -> list[int]:
+    """Where the chunks of an array of ``size`` elements begin and end: ``chunks + 1`` indices."""
+    return [size * chunk // chunks for chunk in range(chunks + 1)]

@@ -18,9 +18,9 @@ from ..compression.compression import Compression
 from ..compression.reducers import Held, Message, Operand, Reducer, Round
 from ..compression.reducers.owners import share_out, taking
 from ..compression.versions import Hearing, Telling
-from ..engine.messages import chunk_edges
 from ..engine.order import CodedOrder, Order, When, Work
 from ..errors import UsageError
+from ..plans.messages import chunk_edges
 from ..session.programs import compiled
 from ..session.session import MODEL_KEYS, Session
 from ..session.tickets import WEIGHT_KEYS

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict
 
 from ..compression.updates import Updates
-from ..engine.messages import chunk_edges
 from ..errors import UsageError
 from ..nouns import Bucket, Slice
+from ..plans.messages import chunk_edges
 from ..plans.plan import Plan
 from .momenta import gathered, parted
 from .protocol import ALL

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..collectives import Collective
-from ..engine.messages import Sign
-from ..engine.order import NOW, UNANNOUNCED, Order, Work
+from ..engine.order import NOW, UNANNOUNCED, Order, Sign, Work
 from ..errors import MismatchError, PeerTimeout, UsageError, within
 from ..nouns import Group
 from ..plans.messages import Program

@@ -24,8 +24,7 @@ from ..collectives import Collective
 from ..compression.reducers import Lengths, Message, Reducer, Room, Round, Sum
 from ..engine.driver import Blocked
 from ..engine.engine import Engine
-from ..engine.messages import KEYS, Array
-from ..engine.order import NOW, CodedOrder, Order, When, Work
+from ..engine.order import KEYS, NOW, Array, CodedOrder, Order, When, Work
 from ..engine.trace import Observer
 from ..errors import ClosedError, UsageError
 from ..nouns import Group

@@ -31,13 +31,12 @@ from ..strategy.words import AUTO, NONE
 from ..transports import Transport
 from ..wire.member import Roll
 from .communicator import Array, Communicator
-from .coordination import Coordination
 from .ending import Ending
 from .everyone import Everyone
 from .grouped import AnyMember, GroupMember
 from .member import Member
 from .programs import compiled, has_phases, phases_of, planned
-from .stats import Stats
+from .stats import Coordination, Stats
 from .tickets import BUCKET_KEYS, TABLE
 
 MODEL_KEYS = 1 << 16

@@ -1,10 +1,12 @@
-"""What a session tells of itself: totals, and what was chosen for it.
+"""What a session tells of itself: totals, what was chosen for it, and how its steps went beside those of the others.
 
-A value for scripts and result rows; who counts is the engine and the transport.
+``Stats`` is a value for scripts and result rows. The engine and the transport count its totals; ``Coordination`` is fed
+by whoever coordinates steps, who knows the clocks. This file knows neither owners nor modes.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -46,3 +48,22 @@ class Stats:
         by_size = f", by size: {Choice(tuple(self.algorithms.items()))}" if self.algorithms else ""
         why = f" ({self.reason})" if self.reason else ""
         return f"{self.strategy}{by_size}{why}"
+
+
+class Coordination:
+    """Counts of one worker, as ``Stats`` describes them; used by the thread that trains."""
+
+    def __init__(self) -> None:
+        self.staleness: Counter[int] = Counter()
+        self.version_lag: Counter[int] = Counter()
+        self.waited_s: defaultdict[int, float] = defaultdict(float)
+
+    def begun(self, ahead: int = 0) -> None:
+        """A step has begun, so many clocks ahead of the slowest worker."""
+        self.staleness[ahead] += 1
+
+    def pushed(self, lag: int, waited_s: float, held_by: int) -> None:
+        """Its push was applied so many updates late; then the worker was held up by that rank, if for any time."""
+        self.version_lag[lag] += 1
+        if waited_s > 0:
+            self.waited_s[held_by] += waited_s

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from ..engine.kept import Kept
+from ..engine.engine import Kept
 from ..engine.order import Order, Work
 from ..errors import PeerTimeout
 from ..plans.messages import Program

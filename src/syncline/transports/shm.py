@@ -161,7 +161,7 @@ class Shm(Looped):
 
     @property
     def window(self) -> Shm:
-        """The memory that all processes have mapped, and its boards (``engine.window``)."""
+        """The memory that all processes have mapped, and its boards (``engine.scripts``)."""
         return self
 
     def words_of(self, peer: int, segment: int) -> Words:
