@@ -7,7 +7,7 @@ from ends import KINDS, MESSAGE_KINDS, MPI_KINDS, ONESIDED, TEXTS, network_for
 
 from syncline import registry
 from syncline.testing import check_transport
-from syncline.transports._outbox import AHEAD_BYTES
+from syncline.transports._frames import AHEAD_BYTES
 
 pytestmark = pytest.mark.usefixtures("no_old_garbage")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from syncline.transports import Bytes, Handle
 from syncline.transports._envelope import Enveloped
-from syncline.transports._outbox import AHEAD_BYTES, Outbox
+from syncline.transports._frames import AHEAD_BYTES, Outbox
 
 LARGE = AHEAD_BYTES // 4
 

@@ -9,8 +9,8 @@ import pytest
 
 from syncline.errors import ClosedError, PeerLost, UsageError
 from syncline.transports import Handle
+from syncline.transports._envelope import Turns
 from syncline.transports._operations import Matcher, Operations, Receive
-from syncline.transports._turns import Turns
 
 
 def receive(peer: int, nbytes: int = 8) -> Receive:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.wire.beats import Beats
+from syncline.wire.watch import Beats
 
 LIMIT_S = 20.0
 FRAME = b"beat"

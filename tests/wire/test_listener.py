@@ -15,9 +15,9 @@ from strangers import LIMIT_S, RUN, SECRET, Where, drain, knock
 
 from syncline.errors import GroupError, HandshakeError, SecretError, UsageError
 from syncline.wire import handshake
+from syncline.wire.doors import IN_FULL
 from syncline.wire.handshake import run_id
 from syncline.wire.listener import Listener, addresses_towards, dial, interface_address
-from syncline.wire.refusals import IN_FULL
 
 WORLD = 4
 

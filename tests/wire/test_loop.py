@@ -19,9 +19,8 @@ from frames import header
 from syncline.errors import ProtocolError
 from syncline.kernels.passes import CODES
 from syncline.kernels.rows import PIECE_BYTES
-from syncline.wire.adding import Adding, can_add
 from syncline.wire.links import _LARGE_BYTES, Frame, Link, Loop, broken, moved_bytes
-from syncline.wire.scratch import Scratch
+from syncline.wire.scratch import Adding, Scratch, can_add
 
 BODY = bytes(range(256)) * 700  # more than one reading takes
 

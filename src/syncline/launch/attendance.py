@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from ..wire.inherited import inherited
+from ..wire.saying import inherited
 
 VARIABLE = "SYNCLINE_ATTENDANCE"
 """What a rank finds in its environment: a descriptor and the place of its byte."""

@@ -10,11 +10,12 @@ I/O: a library's part is five methods that move *frames* and *bodies*, and a six
   its frame announces and that every library has a tag for. The receive of a body is posted when the receive that it
   belongs to has been: until then the library's own rendezvous holds the body back at the sender. A library that cannot
   hold it back, or cannot say when it has been taken, is *asked* for it by one more frame (``asks``).
-* Libraries know no priority: what waits does so in an ``outbox``. From the first message on whose priority is not 0
+* Libraries know no priority: what waits does so in an outbox. From the first message on whose priority is not 0
   bodies are *offered*: each is asked for, and when it is its turn one more frame says that it comes. Only then do both
   ends give it to the library: what that has been given flows, and in the order in which it was given.
-* A library matches collectives by the order in which they are called. Ranks may start theirs in different orders, so
-  rank 0 tells the others its own by frames: at most one frame of latency, which overlaps with the wait for the others.
+* A library matches collectives by the order in which they are called (``Turns``). Ranks may start theirs in different
+  orders, so rank 0 tells the others its own by frames: at most one frame of latency, which overlaps with the wait for
+  the others.
 * A rank that closes says so in a last frame, so what it sent before still arrives, and what waits for it fails. The
   frame tells in how many collectives the rank has been: others do not wait for it in a further one. A rank that dies
   says nothing: the watcher of the session finds out.
@@ -41,15 +42,85 @@ from numpy.typing import NDArray
 
 from ..errors import ProtocolError, UsageError
 from ..kernels.cpu import add_all_into
-from ..wire.adding import can_add
 from ..wire.links import CONTROL, broken
-from ..wire.scratch import Scratch
+from ..wire.scratch import Scratch, can_add
 from . import INLINE_BYTES, Bytes, Handle, HasAllreduce
 from ._bell import Bell
-from ._frames import ANNOUNCED, ASKED, COMING, END, HEADER_BYTES, OFFERED, SLOTS, TURN, WHOLE, read, written
+from ._frames import (
+    ANNOUNCED,
+    ASKED,
+    COMING,
+    END,
+    HEADER_BYTES,
+    OFFERED,
+    SLOTS,
+    TURN,
+    WHOLE,
+    Event,
+    Outbox,
+    read,
+    written,
+)
 from ._operations import UNCLAIMED_BYTES, Matcher, Operations, Receive
-from ._outbox import Event, Outbox
-from ._turns import Turns
+
+_MOST_TURNS = 1 << 16
+"""How many collectives rank 0 may be ahead."""
+
+
+class Turns:
+    """The collectives that rank 0 has begun, those that this rank has come to, and those of both that run.
+
+    ``begun`` counts the last.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._order: deque[int] = deque()  # keys, as rank 0 starts them
+        self._ready: dict[int, tuple[Handle, NDArray[Any]]] = {}
+        self._running: dict[int, Handle] = {}  # by number
+        self.begun = 0
+
+    def check_new(self, key: int) -> None:
+        """Raise UsageError for a key that this rank has come to already."""
+        if key in self._ready:
+            raise UsageError(f"rank {self._rank} has an allreduce with key {key} under way already")
+
+    def come(self, key: int, handle: Handle, array: NDArray[Any]) -> None:
+        """This rank has come to one."""
+        self._ready[key] = handle, array
+
+    @property
+    def full(self) -> bool:
+        """Whether rank 0 is as far ahead as it may be."""
+        return len(self._order) >= _MOST_TURNS
+
+    def add(self, key: int) -> None:
+        """It is the next one's turn, says rank 0."""
+        self._order.append(key)
+
+    def take(self) -> tuple[Handle, NDArray[Any]] | None:
+        """The next one that runs from now on; None where this rank or rank 0 has not come to it."""
+        if not self._order or self._order[0] not in self._ready:
+            return None
+        handle, array = self._ready.pop(self._order.popleft())
+        handle.note = self.begun
+        self._running[self.begun] = handle
+        self.begun += 1
+        return handle, array
+
+    def ended(self, handle: Handle) -> None:
+        """One has ended, or will never begin."""
+        self._running.pop(handle.note, None)
+
+    def left_out(self, begun: int) -> list[Handle]:
+        """Those that run and that a peer is not in, which has been in so many."""
+        return [handle for number, handle in self._running.items() if number >= begun]
+
+    def give_up(self) -> list[Handle]:
+        """Those that have not begun, and never will."""
+        found = [handle for handle, _ in self._ready.values()]
+        self._ready.clear()
+        return found
 
 
 @dataclass

@@ -60,13 +60,12 @@ from ..errors import GroupError, HandshakeError, ProtocolError, UsageError
 from ..kernels.cpu import add_all_into
 from ..registry import register
 from ..wire import handshake
+from ..wire.doors import Refusals
 from ..wire.links import broken
-from ..wire.refusals import Refusals
 from . import Bytes, Place
 from ._bell import Bell
 from ._envelope import Enveloped
-from ._frames import END
-from ._outbox import Event
+from ._frames import END, Event
 
 log = logging.getLogger("syncline.wire")
 

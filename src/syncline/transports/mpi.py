@@ -43,13 +43,12 @@ from ..errors import GroupError, UsageError
 from ..kernels.cpu import add_all_into
 from ..nouns import Size
 from ..registry import register
-from ..wire.adding import can_add
 from ..wire.links import broken
+from ..wire.scratch import can_add
 from . import INLINE_BYTES, Bytes, Handle, Place
 from ._envelope import Enveloped
-from ._frames import FRAME_BYTES, SLOTS
+from ._frames import FRAME_BYTES, SLOTS, Event
 from ._mpi_window import NOWHERE, Window, check_room
-from ._outbox import Event
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -28,9 +28,8 @@ from numpy.typing import NDArray
 from ..kernels.cpu import add_all_into
 from ..nouns import Rate, Seconds
 from ..registry import register
-from ..wire.adding import Adding, can_add
 from ..wire.links import CONTROL, Frame, Link, Loop, broken
-from ..wire.scratch import Scratch
+from ..wire.scratch import Adding, Scratch, can_add
 from ..wire.shape import NO_DELAY, Shape
 from ..wire.shaped import Line, ShapedLoop
 from . import INLINE_BYTES, Bytes, Handle

@@ -39,8 +39,7 @@ from ..errors import GroupError, PeerLost, UsageError
 from ..registry import register
 from . import Bytes, Handle, Place
 from ._envelope import Enveloped
-from ._frames import FRAME_BYTES, SLOTS, frame_bytes, is_last
-from ._outbox import Event
+from ._frames import FRAME_BYTES, SLOTS, Event, frame_bytes, is_last
 
 if TYPE_CHECKING:
     import torch

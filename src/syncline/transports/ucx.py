@@ -54,8 +54,7 @@ from ..wire.links import broken
 from . import Bytes, Place
 from ._bell import DescriptorBell
 from ._envelope import Enveloped
-from ._frames import FRAME_BYTES, SLOTS, frame_bytes
-from ._outbox import Event
+from ._frames import FRAME_BYTES, SLOTS, Event, frame_bytes
 
 log = logging.getLogger("syncline.wire")
 

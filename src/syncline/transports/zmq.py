@@ -52,8 +52,7 @@ from ..wire.scratch import address_of
 from . import Bytes, Place
 from ._bell import DescriptorBell
 from ._envelope import Enveloped
-from ._frames import FRAME_BYTES, HEADER_BYTES, read
-from ._outbox import Event
+from ._frames import FRAME_BYTES, HEADER_BYTES, Event, read
 
 if TYPE_CHECKING:
     import zmq

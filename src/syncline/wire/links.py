@@ -42,8 +42,7 @@ import numpy as np
 from ..errors import ProtocolError
 from ..kernels import rows
 from ..kernels.compiled import Bound
-from .adding import Adding
-from .scratch import address_of
+from .scratch import Adding, address_of
 
 HEADER = struct.Struct("<QQQ")
 """Kind (lowest 8 bits) and size of the body, tag, argument."""

@@ -1,7 +1,8 @@
 """What the processes of a run say of its end: every sentence once, not once per rank, and to their launcher who failed.
 
 A user's mistake is found by every rank at once, and every rank hears of it from the others. Ranks of one local launcher
-share a list of what has been said, in memory that they inherit; elsewhere each process knows what it has said itself.
+share a list of what has been said, in memory that they inherit as a descriptor, whose number the environment tells
+them; elsewhere each process knows what it has said itself.
 The list begins with the first culprit: in which order processes end tells nothing of that, since a rank that fails may
 need longer for its end than those that hear of it.
 """
@@ -19,7 +20,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .inherited import inherited
+
+def inherited(name: str, number: str) -> int | None:
+    """The descriptor of that number if it is memory of that name (memfd).
+
+    None else: a process may have the variable but not the descriptor, and another file in its place.
+    """
+    if not number.isdecimal():
+        return None
+    try:
+        found = str(Path(f"/proc/self/fd/{int(number)}").readlink())
+    except (OSError, ValueError):  # more digits than a number may have
+        return None
+    return int(number) if found == f"/memfd:{name} (deleted)" else None
+
 
 FAILED = "failed: "
 """How the reason begins of a process that ends with an error of its own; the error follows."""

@@ -2,7 +2,7 @@
 
 * A peer that dies closes its control connection without a goodbye: it is the culprit.
 * A peer of this machine and network namespace that is stopped (SIGSTOP) is seen in /proc. From all others heartbeats
-  are expected (``beats``): they stay away when the peer is stopped, when its machine hangs, and when the link to it is
+  are expected (``Beats``): they stay away when the peer is stopped, when its machine hangs, and when the link to it is
   dead, also where both ends see each other's pids (network namespaces, containers with the host's pids). Seen is
   what lasts longer than the liveness limit, at the next look, which comes once a second or four times within the limit.
   A busy interpreter is never taken for a dead one.
@@ -10,6 +10,14 @@
   blames a neighbour that merely left because of it.
 * Whoever finds that nothing moves asks for whom the others wait (``culprit``), more than once. The answer is given
   here, whatever the other threads do.
+
+Heartbeats come from compiled code in a thread of this process, without the interpreter lock. A thread of Python cannot
+send them: a call that holds the lock for longer than the liveness limit, as some extensions do, would look like death.
+The kernel cannot either: keepalive probes are answered for a process that is stopped. So they stop when the process is
+stopped or gone, when its machine hangs and when the link is dead, and at no other time. A connection has one writer at
+a time. Whoever has something to say ends the beats first: an object of ``Beats`` never begins again. After a goodbye,
+or the news of a failure, nobody asks for beats. After a question or an answer others still do: the watcher shows itself
+that it lives, and once its words are all sent it leaves that to new beats.
 
 The error is printed at once. If the user's thread has not come back to Syncline within ``GRACE_S``, for instance
 because it sits in a data loader that waits for a dead process, the process ends.
@@ -20,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import select
 import selectors
 import socket
 import struct
@@ -29,11 +38,64 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from ..errors import PeerError, PeerLost
-from .beats import Beats
 from .culprit import ANSWER_BYTES, Answer, pack, unpack
 from .member import Member, Roll, printable
 from .saying import FAILED, blame, first_time, in_bytes, say
+
+_POLLFD = struct.Struct("=ihh")
+
+START_S = 5.0
+"""How long ``start`` waits for its thread, which needs the interpreter lock until it runs compiled code."""
+
+
+class Beats:
+    """Sends ``frame`` over every connection once per ``period_s``, from ``start`` until ``end``."""
+
+    def __init__(self, socks: Mapping[int, socket.socket], frame: bytes, period_s: float) -> None:
+        from ..kernels.beats import beat  # compiled code: loaded where it is used
+
+        self._peers = tuple(socks)
+        self._frame = np.frombuffer(frame, np.uint8)
+        self._descriptors = np.array([sock.fileno() for sock in socks.values()], np.int64)
+        self._begun = np.zeros(len(socks), np.int64)
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = np.frombuffer(bytearray(_POLLFD.pack(self.bell, select.POLLIN, 0)), np.uint8)
+        self._running = np.zeros(1, np.int64)
+        arguments = (
+            self._descriptors,
+            self._begun,
+            self._running,
+            self._frame.ctypes.data,
+            self._frame.nbytes,
+            self._poll.ctypes.data,
+            max(1, int(period_s * 1000)),
+        )
+        self._thread = threading.Thread(target=beat, args=arguments, name="syncline-beats", daemon=True)
+        self._ended = False
+
+    def start(self) -> None:
+        """Begin: from then on no thread that holds the interpreter lock is in the way."""
+        self._thread.start()
+        deadline = time.monotonic() + START_S
+        while not self._running[0] and time.monotonic() < deadline:
+            time.sleep(0.0001)
+
+    def end(self) -> dict[int, bytes]:
+        """Send no more; by peer what is left of a frame that had begun. Called by one thread at a time."""
+        if self._ended:
+            return {}
+        self._ended = True
+        os.eventfd_write(self.bell, 1)
+        if self._thread.ident is not None:
+            self._thread.join()
+        bell, self.bell = self.bell, -1  # the number may be another file's from here on
+        os.close(bell)
+        begun = zip(self._peers, self._begun.tolist(), strict=True)
+        return {peer: self._frame[count:].tobytes() for peer, count in begun if count}
+
 
 LIVENESS_S = 8.0
 """Default limit after which a peer that gives no sign of life is lost."""
