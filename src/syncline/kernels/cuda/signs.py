@@ -96,9 +96,9 @@ def _encode_signs(
         rows += (value,)
     mean = tl.div_rn(folded(lanes), n.to(tl.float32))
     if _finite(mean):
-        scale = tl.full([], VOTE, tl.float32) if VOTE else mean
+        scale = tl.full([], VOTE, tl.float32) if VOTE != 0 else mean
         store_float(out, scale)
-        if FEEDBACK and VOTE:
+        if FEEDBACK and VOTE != 0:
             for k in tl.static_range(_BITS):
                 store_row(kept, rows[k], k, words, n, lane, WHOLE)
         elif FEEDBACK:
