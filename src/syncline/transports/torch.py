@@ -250,7 +250,8 @@ class GroupAllreduce:
 class StagedAllreduce:
     """The allreduce of a library that sees a device's memory only: there, and back, on a stream of its own.
 
-    ``stream`` gives the context to issue work in, ``synchronize`` waits for what was issued there.
+    ``stream`` gives the context to issue work in, ``synchronize`` waits for what was issued there. ``store`` is the
+    group's: the library holds it from C++, where the methods of an object of Python end with that object.
     """
 
     def __init__(
@@ -259,8 +260,10 @@ class StagedAllreduce:
         device: str,
         stream: Callable[[], contextlib.AbstractContextManager[Any]],
         synchronize: Callable[[], None],
+        store: Any = None,
     ) -> None:
         self._group, self._device, self._stream, self._synchronize = group, device, stream, synchronize
+        self._store = store
 
     def start(self, array: NDArray[Any]) -> Callable[[], Any]:
         """Begin to sum ``array`` over all ranks in place; the function returned waits for the end."""
@@ -326,9 +329,13 @@ def _nccl(place: Place) -> StagedAllreduce:
     device = f"cuda:{torch.cuda.current_device()}"
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = datetime.timedelta(seconds=place.timeout_s)
-    group = distributed.ProcessGroupNCCL(_notebook(place, "nccl"), place.rank, place.world, options)
+    store = _notebook(place, "nccl")
+    group = distributed.ProcessGroupNCCL(store, place.rank, place.world, options)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return StagedAllreduce(group, device, lambda: torch.cuda.stream(stream), stream.synchronize)
+    collective = StagedAllreduce(group, device, lambda: torch.cuda.stream(stream), stream.synchronize, store)
+    # NCCL connects in its first allreduce, through the run's store, which is there for the start only.
+    collective.start(np.zeros(1, np.float32))()
+    return collective
 
 
 def _notebook(place: Place, prefix: str) -> Any:

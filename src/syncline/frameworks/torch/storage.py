@@ -48,7 +48,9 @@ def flat_view(tensor: Any) -> tuple[Array, Callable[[], object]]:
         raise NotBuiltError("only dense tensors with memory of their own can be exchanged so far")
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise UsageError("this tensor is expanded, several of its elements are one in memory: give its .clone()")
-    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Pinned memory is kept by torch and copied by the device itself; new pages in each call cost more than the copy.
+    dense = _pinned(dense) if dense.is_cuda else dense.cpu()
     array = memory(dense).view(numpy_dtype(dtype_name(tensor.dtype)))
 
     def write_back() -> None:
@@ -59,6 +61,10 @@ def flat_view(tensor: Any) -> tuple[Array, Callable[[], object]]:
             torch.autograd.graph.increment_version(tensor)
 
     return array, write_back
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 class _Exported:
