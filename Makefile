@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check bench clean distclean
+.PHONY: help install demo test test-all check bench gpu clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +35,9 @@ check: install ## Run ruff and mypy
 bench: install ## Measure collectives beside Gloo and MPI, print the table of goals; rows and page in results/
 	@mkdir -p results
 	$(BIN)/syncline bench --goals --json results/bench.json --report results/bench.html
+
+gpu: ## Run all that needs a GPU, on a machine that has one, and print a table; PYTHON is what has torch, and is not changed
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu
 
 clean: ## Remove caches and what builds leave behind
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
