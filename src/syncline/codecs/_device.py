@@ -41,7 +41,7 @@ def kernels_for(family: str, array: Any) -> Any:
 
     Raises UsageError where a family has no kernels for devices, or Triton is not installed.
     """
-    return _kernels(family, on_device(array))
+    return _kernels(family, not isinstance(array, np.ndarray))
 
 
 @cache

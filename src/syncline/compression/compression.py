@@ -49,7 +49,7 @@ AGAIN = -1
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
-class _Divided(NamedTuple):
+class Divided(NamedTuple):
     """A bucket's parts, what has to be done for them, and of how many tensors the codec has not begun."""
 
     parts: list[Operand]
@@ -88,7 +88,7 @@ class Compression:
         self._served, self._held, self._alone, self._name = served, held, alone, name
         self._clock = [0] * len(buckets)
         self._converted: dict[int, Floats] = {}
-        self._pieces: dict[int, _Divided] = {}  # made with the first exchange
+        self._pieces: dict[int, Divided] = {}  # made with the first exchange
         self._codecs = [codec_of(codec, spec) for spec in self._specs]
         self._warmup = max((one.warmup for one in self._codecs), default=0)
         for layer in layers:
@@ -146,7 +146,7 @@ class Compression:
         if working is not array:
             np.copyto(working, array, casting="same_kind")
         step = self._clock[number]
-        warming = sum(step < one.warmup for one in self._codecs) if step < self._warmup else 0
+        warming = self.warming(step)
         if number not in self._pieces or self._pieces[number].warming != warming:
             self._pieces[number] = self._divided(self.parts(number, working, step), working, warming)
         parts, made, _ = self._pieces[number]
@@ -156,18 +156,23 @@ class Compression:
             self.tell_step(number, parts)
         return made
 
-    def _divided(self, parts: list[Operand], array: Floats, warming: int) -> _Divided:
+    def _divided(self, parts: list[Operand], array: Floats, warming: int) -> Divided:
         if self._held:
             first_half = pushing if self._alone else collecting
-            return _Divided(parts, first_half(parts, self.participant), warming)
+            return Divided(parts, first_half(parts, self.participant), warming)
         if self.participant.hosts:
-            return _Divided(parts, levels.pieces(parts, array, self.participant), warming)
-        return _Divided(parts, pieces(parts, self.participant, served=self._served), warming)
+            return Divided(parts, levels.pieces(parts, array, self.participant), warming)
+        return Divided(parts, pieces(parts, self.participant, served=self._served), warming)
+
+    def warming(self, step: int) -> int:
+        """How many tensors are not compressed yet at a step: parts are the same as long as it is the same number."""
+        return sum(step < one.warmup for one in self._codecs) if step < self._warmup else 0
 
     def tell_step(self, number: int, parts: Sequence[Operand]) -> None:
         """Let what owners encode of a bucket be of the step whose gradients it answers."""
+        step = self.answered(number)
         for part in parts:
-            part.again.step = self.answered(number)
+            part.again.step = step
 
     def answered(self, number: int) -> int:
         """The step whose gradients owners answer; where they hold the weights, these have been added by then."""

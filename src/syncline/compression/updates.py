@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from .compression import Compression
+from .compression import Compression, Divided
 from .reducers import Held, Operand, Reducer, pulled
 from .reducers.owners import share_out
 
@@ -39,6 +39,7 @@ class Updates:
     def __init__(self, compression: Compression, known: Sequence[Array]) -> None:
         self._compression, self._known = compression, known
         self._held: list[list[Held]] = []
+        self._pieces: dict[int, Divided] = {}  # made with the first update
         owned: list[Owned] = []
         number_of = {name: number for number, name in enumerate(compression.names)}
         for number in range(compression.buckets):
@@ -58,13 +59,20 @@ class Updates:
 
     def pieces(self, number: int) -> Sequence[Callable[[], Reducer]]:
         """The reducers of a bucket, whose owned weights have been updated."""
-        shares, me = self._shares(number, self._compression.answered(number)), self._compression.participant
+        step = self._compression.answered(number)
+        warming, made = self._compression.warming(step), self._pieces.get(number)
+        if made is None or made.warming != warming:
+            made = self._pieces[number] = self._divided(number, step, warming)
+        self._compression.tell_step(number, made.parts)
+        return made.reducers
+
+    def _divided(self, number: int, step: int, warming: int) -> Divided:
+        shares, me = self._shares(number, step), self._compression.participant
         if me.owner >= 0:
             shares[me.owner] = [
                 replace(part, held=held) for part, held in zip(shares[me.owner], self._held[number], strict=True)
             ]
-        self._compression.tell_step(number, [part for share in shares for part in share])
-        return pulled.pieces(shares, me)
+        return Divided([part for share in shares for part in share], pulled.pieces(shares, me), warming)
 
     def _shares(self, number: int, step: int | None = None) -> list[list[Operand]]:
         parts = self._compression.parts(number, self._known[number], step)

@@ -270,7 +270,8 @@ class Driver(ABC):
     # For what is handed over.
 
     def _post(self, task: Callable[[], None], tolerant: bool = False) -> None:
-        self.check_error()
+        if self.monitor.error is not None:
+            raise self._raised(self.monitor.error)
         self.monitor.hand_in(task, tolerant)
 
     def finish(self, work: Work, lane: Lane | None = None, after: Callable[[], None] | None = None) -> None:

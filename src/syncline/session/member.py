@@ -86,7 +86,8 @@ class Member:
     @property
     def engine(self) -> Engine:
         """The engine; raises ClosedError after the end and in forked children."""
-        self.check_usable()
+        if self._closed or os.getpid() != self._pid:
+            self.check_usable()  # raises
         if self.unchecked is None:
             raise ClosedError("a world of one worker has no engine")
         return self.unchecked
