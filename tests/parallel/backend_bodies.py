@@ -24,6 +24,7 @@ from syncline.compression.reducers import owners
 from syncline.torch_backend.hook import CompressedBucket
 
 BATCH = 12
+LIMIT = timedelta(seconds=60)
 
 
 @contextmanager
@@ -31,9 +32,9 @@ def grouped(place: Place, backend: str, **options: Any) -> Iterator[int]:
     rank, world, address = place
     host, _, port = address.rpartition(":")
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, SYNCLINE_SECRET=SECRET)
-    options.setdefault("timeout", timedelta(seconds=60))
-    if backend == "gloo":
-        options["store"] = dist.TCPStore(host, int(port), world, is_master=rank == 0, timeout=options["timeout"])
+    options.setdefault("timeout", LIMIT)
+    if backend == "gloo" or options["timeout"] < LIMIT:  # which begins to count when all have come to the store
+        options["store"] = dist.TCPStore(host, int(port), world, is_master=rank == 0, timeout=LIMIT)
     dist.init_process_group(backend, rank=rank, world_size=world, **options)
     yield rank
     if backend == "gloo":

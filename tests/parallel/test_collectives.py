@@ -76,7 +76,8 @@ def test_a_barrier_names_who_is_missing(pool: Pool, address: str) -> None:
         group.hear(1)
         group.end(among=[0, 2])
         group.ranks[1].line.send("now")
-        failures(group, "barrier", "not reached within 0.2 s by rank 1 (")
+        # On a busy machine, rank 0 or 2 may be late by so much too.
+        failures(group, "barrier", "not reached within 0.2 s by rank ", "rank 1 (")
 
 
 @pytest.mark.parametrize(

@@ -237,5 +237,6 @@ def test_a_late_rank_is_named(groups: Any, limit_s: float, told: str) -> None:
         finally:
             ready.set()
 
-    with pytest.raises(PeerTimeout, match=rf"barrier: not reached within {told} by rank 1"):
+    # Of ranks 0 and 2 the first may find the other one late too: with so little time, it is.
+    with pytest.raises(PeerTimeout, match=rf"barrier: not reached within {told} by (rank 0, )?rank 1"):
         groups(body)

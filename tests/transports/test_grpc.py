@@ -209,7 +209,7 @@ def test_nobody_listens_once_all_are_connected() -> None:
 
 def test_a_peer_with_another_secret_is_refused_by_both() -> None:
     mine = places(timeout_s=2.0)[0]
-    theirs = Place(1, 2, mine.store, timeout_s=2.0, secret=b"of another run")
+    theirs = Place(1, 2, mine.store, timeout_s=LIMIT_S, secret=b"of another run")
     with threads() as start:
         forming = start(Grpc, mine)
         with pytest.raises(SecretError, match=r"rank 0 at ipv4.*: it does not know this run's secret"):

@@ -180,13 +180,13 @@ def test_a_stranger_who_speaks_something_else_is_no_peer(said: bytes) -> None:
 
 def test_a_peer_with_another_secret_is_refused_by_both() -> None:
     mine, theirs = places()
-    theirs = Place(1, 2, theirs.store, timeout_s=1.0, secret=b"of another run")
-    mine = Place(0, 2, mine.store, timeout_s=1.0, secret=b"of this run")
+    theirs = Place(1, 2, theirs.store, timeout_s=LIMIT_S, secret=b"of another run")
+    mine = Place(0, 2, mine.store, timeout_s=2.0, secret=b"of this run")
     with ThreadPoolExecutor(1) as threads:
         forming = threads.submit(Zmq, mine)
         with pytest.raises(GroupError, match="rank 0 over ZeroMQ: it does not know this run's secret"):
             Zmq(theirs)
-        with pytest.raises(GroupError, match="no ZeroMQ connection with rank 1 within 1 s"):
+        with pytest.raises(GroupError, match="no ZeroMQ connection with rank 1 within 2 s"):
             forming.result(LIMIT_S)
 
 

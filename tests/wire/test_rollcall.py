@@ -72,16 +72,17 @@ def form_all(callers: Sequence[Caller], hint: Callable[[int], str] = lambda _: "
     meeting = Meeting(callers[0].world, b"", hint)
     server = MeetingServer((), run_id(RUN), SECRET, meeting, LIMIT_S)
 
-    def body(caller: Caller) -> Roll | GroupError:
-        client = MeetingClient(server.adopt(caller.index, "a test"), "here", caller.world)
+    def body(client: MeetingClient, caller: Caller) -> Roll | GroupError:
         try:
             return form(client, caller)
         except GroupError as error:
             return error
 
     try:
+        # Before any of them begins, since one may give up before another's thread has had its turn.
+        clients = [MeetingClient(server.adopt(one.index, "a test"), "here", one.world) for one in callers]
         with ThreadPoolExecutor(len(callers)) as pool:
-            return list(pool.map(body, callers, timeout=2 * LIMIT_S))
+            return list(pool.map(body, clients, callers, timeout=2 * LIMIT_S))
     finally:
         server.close()
         server.join()
