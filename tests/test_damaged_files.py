@@ -28,7 +28,7 @@ from syncline.report.prediction_rows import CollectivePrediction
 from syncline.report.result_file import ResultFile
 from syncline.report.rows import Result
 from syncline.report.step_rows import StepResult
-from syncline.session.replacing import reading_state
+from syncline.session.layout import reading_state
 from syncline.strategy.strategy import Strategy
 
 RESULTS: list[type[ResultFile]] = [

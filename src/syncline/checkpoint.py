@@ -16,8 +16,7 @@ from .compression.compression import Compression
 from .compression.saved import Saved
 from .errors import UsageError
 from .plans.plan import ranks_text
-from .session.layout import read_layout
-from .session.replacing import gather_saved, reading_state
+from .session.layout import gather_saved, read_layout, reading_state
 from .session.session import Session
 from .strategy.choice import Choice
 from .strategy.words import NONE

@@ -21,12 +21,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import SynclineError
+from ..errors import SynclineError, UsageError
 from ..nouns import Spec
 
 Floats = NDArray[np.float32]
@@ -290,3 +291,26 @@ def check_words(payload: Payload, expected: int) -> None:
     """Raise PayloadError unless a payload has exactly as many words as its codec makes for that many elements."""
     if len(payload) != expected:
         raise PayloadError(f"a payload of {4 * len(payload)} bytes came where {4 * expected} were expected")
+
+
+def check_block(block: int, codes: int) -> None:
+    """Raise UsageError unless a block has a whole number of words, and so few elements that they stay in the cache."""
+    if not codes <= block <= 1 << 20 or block % codes:
+        raise UsageError(f"block={block}: choose a multiple of {codes} from {codes} to {1 << 20}")
+
+
+@lru_cache(maxsize=1)
+def no_residual() -> Floats:
+    """How kernels are told that there is no error feedback: an empty array."""
+    return np.empty(0, np.float32)
+
+
+def words_of(elements: int, block: int, codes: int, heads: int = 1) -> int:
+    """The words of a payload whose blocks have ``heads`` words of scales and then ``codes`` codes to the word."""
+    full, rest = divmod(elements, block)
+    return full * (heads + -(-block // codes)) + (heads + -(-rest // codes) if rest else 0)
+
+
+def residual_of(state: State, start: int, elements: int) -> Floats:
+    """The residual of ``elements`` elements from ``start`` on; empty when there is no error feedback."""
+    return no_residual() if state.residual is None else state.residual[start : start + elements]

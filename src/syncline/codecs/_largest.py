@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import Encoded, Floats, Payload
-from ._checks import no_residual
+from . import Encoded, Floats, Payload, no_residual
 from ._device import kernels_for, on_device
 from ._pairs import Indices
 

@@ -17,8 +17,7 @@ from typing import ClassVar
 
 from ..nouns import Spec
 from ..registry import register
-from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state
-from ._blocks import residual_of, words_of
+from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state, residual_of, words_of
 from ._device import halves, kernels_for
 
 

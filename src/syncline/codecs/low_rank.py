@@ -28,8 +28,7 @@ import numpy as np
 from ..errors import UsageError
 from ..nouns import Spec
 from ..registry import register
-from . import Combine, Encoded, Floats, Payload, State, fresh_state
-from ._checks import no_residual
+from . import Combine, Encoded, Floats, Payload, State, fresh_state, no_residual
 
 _FACTOR = "q"
 

@@ -29,9 +29,7 @@ import numpy as np
 from ..errors import UsageError
 from ..nouns import Spec
 from ..registry import register
-from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state
-from ._blocks import residual_of, words_of
-from ._checks import no_residual
+from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state, no_residual, residual_of, words_of
 from ._device import kernels_for
 
 _BITS = 32

@@ -21,9 +21,7 @@ from typing import ClassVar
 from ..errors import UsageError
 from ..nouns import Spec
 from ..registry import register
-from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state
-from ._blocks import residual_of, words_of
-from ._checks import check_block
+from . import Combine, Encoded, Floats, Payload, State, check_block, check_words, fresh_state, residual_of, words_of
 from ._device import kernels_for
 
 

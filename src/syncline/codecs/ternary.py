@@ -24,8 +24,7 @@ from typing import ClassVar, Literal
 from ..errors import UsageError
 from ..nouns import Spec
 from ..registry import register
-from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state
-from ._blocks import residual_of, words_of
+from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state, residual_of, words_of
 from ._device import kernels_for
 
 _TRITS = 20

@@ -26,8 +26,7 @@ import numpy as np
 from ..errors import UsageError
 from ..nouns import Spec
 from ..registry import register
-from . import Combine, Encoded, Floats, Payload, State, fresh_state
-from ._checks import no_residual
+from . import Combine, Encoded, Floats, Payload, State, fresh_state, no_residual
 from ._device import on_device
 from ._largest import Source, encode_largest
 from ._pairs import decode_pairs, pair_words

@@ -1,7 +1,7 @@
 """Updates by version: what an owner tells a worker that has older weights than it has, where workers come one by one.
 
 Weights are never encoded. Behind every update the owner encodes by how much its weights differ from the *known* ones,
-and adds to these what the payload says; what it does not say is in the next difference, as in ``reducers.pulled``. So
+and adds to these what the payload says; what it does not say is in the next difference, as in ``updates``. So
 the known weights of a version follow from those of the version before and one payload, and all workers that have come
 to it have the same bits. A worker at version a gets the payloads of all versions since, which it adds in order, or,
 where these are more bytes, the known weights as they are. A worker that nobody has overtaken gets no more than its own

@@ -20,7 +20,7 @@ from ..errors import UsageError
 from ..nouns import Slice, Spec, numpy_dtype
 from ..serving.records import Elements, Record, State, pack, states_of, unpack
 from ..serving.shard import WEIGHTS
-from ..session.replacing import gather_saved, reading_state
+from ..session.layout import gather_saved, reading_state
 from ..session.session import Session
 from ..strategy.choice import Choice
 from ._agreed import AgreedWeights, MixedWeights

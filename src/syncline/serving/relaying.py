@@ -1,4 +1,4 @@
-"""What owners do when another layout takes the place of theirs (``session.replacing``): slices have other owners then.
+"""What owners do when another layout takes the place of theirs (``session.layout``): slices have other owners then.
 
 A server has posted its part in the next push, and that it hears of another layout. What it owns leaves the old memory
 before that is laid out anew, and comes to those who own it in the new one.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..nouns import Bucket
-from ..session.replacing import LABEL
+from ..session.layout import REPLACING
 from ..session.session import Session
 from .records import Array, Record, pack, unpack
 from .shard import Holding, Shard
@@ -49,5 +49,5 @@ class Leaving:
         session, roles = self._session, self._session.strategy.roles
         assert roles is not None
         owners = roles.places(session.group)
-        for process, told in zip(owners, session.everyone.share(owners, data, LABEL), strict=True):
+        for process, told in zip(owners, session.everyone.share(owners, data, REPLACING), strict=True):
             yield from unpack(told, session.name(process), session.member.number(process))

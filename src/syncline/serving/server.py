@@ -15,9 +15,7 @@ from typing import Any
 
 from ..engine.order import Work
 from ..session.everyone import Heard
-from ..session.layout import LABEL, Layout, Passed, hear_layout
-from ..session.replacing import LABEL as REPLACING
-from ..session.replacing import Recompressing, copy_weights
+from ..session.layout import LABEL, REPLACING, Layout, Passed, Recompressing, copy_weights, hear_layout
 from ..session.session import Session
 from .messages import ANSWERS, check_fields, nonsense, read_message, receive_body, send_body
 from .owner import Owner, shard_of
@@ -260,7 +258,7 @@ class Server:
         return unpack(body, self._session.name(worker), self._session.member.number(worker))
 
     def _replace(self, heard: Heard, relay: Relay) -> None:
-        """As ``session.replacing`` has it: the workers have been answered all that they have asked."""
+        """As ``session.layout`` has it: the workers have been answered all that they have asked."""
         session, model = self._session, relay.model
         layout, passed = hear_layout(session, model.layout.layers, heard)
         self._exchanges.rest()

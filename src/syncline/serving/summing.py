@@ -10,10 +10,8 @@ from ..errors import ProtocolError
 from ..nouns import Bucket
 from ..plans.messages import Program
 from ..session.everyone import Heard
-from ..session.layout import LABEL, Layout, hear_layout
+from ..session.layout import LABEL, REPLACING, Layout, Recompressing, hear_layout
 from ..session.programs import compiled
-from ..session.replacing import LABEL as REPLACING
-from ..session.replacing import Recompressing
 from ..session.session import Session
 from .merged import coded_posts, planned_posts
 from .records import Array
@@ -70,7 +68,7 @@ class Summing:
         self._posted = [session.engine.start(order) for order in orders]
 
     def _replace(self, heard: Heard, lay: Lay) -> None:
-        """As ``session.replacing`` has it."""
+        """As ``session.layout`` has it."""
         session, engine = self._session, self._session.engine
         layout, passed = hear_layout(session, self._layout.layers, heard)
         if passed.exchanges > self._exchanges and self._owns:

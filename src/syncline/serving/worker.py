@@ -13,7 +13,7 @@ from functools import partial
 
 from ..engine.order import NOW, When, Work
 from ..errors import UsageError
-from ..session.replacing import copy_weights
+from ..session.layout import copy_weights
 from ..session.session import Session
 from .owner import shard_of
 from .owners import LocalOwners, Owners, RemoteOwners

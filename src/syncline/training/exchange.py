@@ -6,7 +6,7 @@ The sync mode says, step by step, whether gradients lie in the buckets or weight
 codec's memory, of its own. Does not know when a bucket is complete (``engine.step``), nor what a tensor is.
 
 How tensors travel is a layout: buckets, the storage that is cut into them, and the codec's memory of them. Another one
-may take its place between two steps (``session.replacing``): the storage stays, with tensors where they are in it, and
+may take its place between two steps (``session.layout``): the storage stays, with tensors where they are in it, and
 is cut into other buckets. That happens after steps in which rank 0 has timed the layers, or when it chooses another
 schedule (``Chooser``), which its ticket says, or as a checkpoint has it.
 """
@@ -32,8 +32,7 @@ from ..nouns import Bucket, Layer
 from ..plans.messages import Program
 from ..schedules import Cost, PushAndPull
 from ..session.communicator import Array
-from ..session.layout import BUCKETS, Lay, Layout, Passed, place_tensors
-from ..session.replacing import Recompressing, agree_on_layout, push_nothing
+from ..session.layout import BUCKETS, Lay, Layout, Passed, Recompressing, agree_on_layout, place_tensors, push_nothing
 from ..session.session import Session
 from ..session.tickets import JOINED, STEP, Meeting, Ticket, step_of
 from ..strategy.strategy import Strategy

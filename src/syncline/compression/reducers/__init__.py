@@ -7,7 +7,6 @@ test a loop does.
 
     summed    payloads that can be added are summed by the plan, like gradients
     owners    every part has an owner, who decodes and adds all payloads and encodes the sum again for all
-    pulled    owners hold weights, and encode how an update has changed them, for all
     gathered  every rank sends its payload to all and adds up what comes
     merged    payloads meet on a binomial tree, two becoming one of the same size; the last one goes back to all
     rounds    the codec itself alternates between computing and sums

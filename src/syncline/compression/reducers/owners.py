@@ -10,7 +10,7 @@ everything, one decoding and 1/N encoding of everything at the owner. Tang et al
 two residuals.
 
 Of its two halves, ``collect`` leaves the sums with their owners, and ``answer`` encodes what an owner says of its
-parts for all. Where servers hold the weights the second half is another reducer's: ``pulled``.
+parts for all. Where servers hold the weights they say something else in the second half: ``updates``.
 
 What an owner owns follows from the bucket and the codecs alone (``share_out``). It is cut into pieces, so that one
 piece is encoded while another travels.

@@ -26,7 +26,7 @@ import torch
 
 from ...compression.saved import Saved
 from ...errors import UsageError
-from ...session.replacing import gather_saved
+from ...session.layout import gather_saved
 from ...session.tickets import AVERAGE, CONSOLIDATE, JOINED, Meeting, step_argument
 from .agreed import Exchanged, Tensors
 from .buffers import MeanBuffers
