@@ -183,6 +183,57 @@ def test_a_hook_that_steps_or_changes_gradients_is_refused(
         on_group(group, strategy, 2, make, body)
 
 
+@pytest.mark.parametrize("schedule", ["fixed", "wait_free", "auto"])
+@pytest.mark.parametrize("by", ["its own", "another's"])
+@pytest.mark.parametrize("does", CHANGES)
+def test_a_small_gradient_that_a_hook_changes_is_refused(group: Any, schedule: str, by: str, does: str) -> None:
+    """As a backward pass goes on, whoever changes it."""
+
+    def make(index: int) -> Any:  # noqa: ARG001
+        model = mlp().float()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body(here: Here) -> None:
+        passes = 0
+        first, *_, last = here.model.parameters()
+
+        def change(_: torch.Tensor) -> None:
+            nonlocal passes
+            passes += 1
+            if passes > 2:
+                with torch.no_grad():
+                    CHANGES[does](last)
+
+        (last if by == "its own" else first).register_post_accumulate_grad_hook(change)
+        for _ in range(3):
+            here.optimizer.zero_grad()
+            here.model(batch(0).float()).square().mean().backward()
+            here.optimizer.step()
+
+    with pytest.raises(GradientError, match=r"'2\.bias' or its gradient was changed during backward"):
+        on_group(group, f"ring schedule={schedule}", 2, make, body)
+
+
+@pytest.mark.parametrize("given", ["sparse", "differentiable"])
+def test_small_gradients_that_cannot_be_exchanged_are_refused(group: Any, given: str) -> None:
+    def make(index: int) -> Any:  # noqa: ARG001
+        model = torch.nn.Embedding(4, 3)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body(here: Here) -> None:
+        for step in range(3):
+            here.optimizer.zero_grad()
+            here.model.sparse = given == "sparse"  # type: ignore[assignment]
+            output = here.model(torch.tensor([step, 1])).square().mean()
+            if step == 2 or given == "sparse":
+                output.backward(create_graph=given == "differentiable")
+            else:
+                output.backward()
+
+    with pytest.raises(GradientError, match=r"is sparse|can itself be differentiated"):
+        on_group(group, "ring", 2, make, body)
+
+
 def test_a_hook_that_only_looks_is_left_alone(group: Any) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         seen = []

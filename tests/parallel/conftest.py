@@ -25,7 +25,7 @@ def address() -> str:
     return free_address()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def addresses() -> Callable[[], str]:
     """As many of them as are needed."""
     return free_address
