@@ -33,6 +33,8 @@ from .compression import Compression, Divided
 from .reducers import Bytes, Held, Operand, Participant, Reducer, Room
 from .reducers.owners import OwnedPiece, answer, divide, share_out
 
+Array = NDArray[Any]
+
 
 def _tell(piece: OwnedPiece, me: Participant) -> Reducer:
     """The reducer of one piece.
@@ -82,9 +84,6 @@ def _room_for(parts: Sequence[Operand], room: Room) -> tuple[Bytes, list[Floats]
         found.append(buffer[4 * at : 4 * (at + part.array.size)].view(np.float32))
         at += part.array.size
     return buffer, found
-
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)

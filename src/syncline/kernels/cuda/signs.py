@@ -96,6 +96,7 @@ def _encode_signs(
         rows += (value,)
     mean = tl.div_rn(folded(lanes), n.to(tl.float32))
     if _finite(mean):
+        # Compared: for a GPU no float compiles as a condition.
         scale = tl.full([], VOTE, tl.float32) if VOTE != 0 else mean
         store_float(out, scale)
         if FEEDBACK and VOTE != 0:

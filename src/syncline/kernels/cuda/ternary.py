@@ -54,6 +54,7 @@ def _encode(
         tl.store(out, NAN)
         tl.atomic_add(bad, 1)
     else:
+        # Compared: for a GPU no float compiles as a condition.
         maximum = _clipped(rows, largest, n, LANES, CLIP) if CLIP != 0 else float_of_bits(largest)
         other = other_key(seed)
         store_float(out, maximum)
