@@ -7,8 +7,7 @@ import pytest
 from syncline.errors import StrategyError, UsageError
 from syncline.frameworks._schedules import check_schedule
 from syncline.nouns import Group
-from syncline.strategy.live import check_asked
-from syncline.strategy.strategy import Strategy
+from syncline.strategy.strategy import Strategy, check_asked
 
 
 @pytest.mark.parametrize("text", ["auto(budget=60s)", "auto(budget=5min) transport=tcp", "auto(budget=250ms)"])

@@ -20,8 +20,7 @@ from ..engine.trace import Observer
 from ..errors import UsageError
 from ..nouns import Group
 from ..session.session import Session
-from ..strategy.live import check_asked
-from ..strategy.strategy import Strategy
+from ..strategy.strategy import Strategy, check_asked
 from ..strategy.words import AUTO, NONE
 from ..timeline import folder
 from ..timeline.recording import SessionSpans

@@ -40,6 +40,47 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Question:
+    """What is to be predicted, checked.
+
+    ``price`` is of one worker for an hour, ``epoch_images`` what an epoch has. Raises UsageError for numbers that make
+    no sense.
+    """
+
+    workload: str
+    model: Model
+    clusters: tuple[Cluster, ...]
+    workers: tuple[int, ...]
+    asked: tuple[Asked, ...]
+    per_node: int | None = None
+    price: float | None = None
+    epoch_images: int | None = None
+
+    def __post_init__(self) -> None:
+        for count in self.workers:
+            if count < 1:
+                raise UsageError(f"--workers has to be 1 or more, got {count}")
+        if not self.workers:
+            raise UsageError("--workers is missing: predict --workload googlenet --network 10gbe --workers 2,4,8")
+        if len(set(self.workers)) < len(self.workers):
+            raise UsageError(f"--workers takes numbers that differ, got {', '.join(map(str, self.workers))}")
+        if self.per_node is not None and self.per_node < 1:
+            raise UsageError(f"--per-node has to be 1 or more, got {self.per_node}")
+        if self.price is not None and not self.price >= 0:
+            raise UsageError(f"--price is of a worker for an hour and not negative, got {self.price:g}")
+        if self.price is not None and self.epoch_images is None:
+            raise UsageError(
+                "--price is of an epoch, and the workload's layers do not say how many images one has: give"
+                " --epoch-images, such as --epoch-images 1281167 for ImageNet"
+            )
+        if self.epoch_images is not None and self.epoch_images < 1:
+            raise UsageError(f"--epoch-images has to be 1 or more, got {self.epoch_images}")
+        names = [cluster.name for cluster in self.clusters]
+        if len(set(names)) < len(names) or not names:
+            raise UsageError(f"--network takes networks that differ, got {', '.join(names) or 'none'}")
+
+
+@dataclass(frozen=True)
 class Settled:
     """What runs, the iteration that it makes, and what was chosen for it, in words."""
 

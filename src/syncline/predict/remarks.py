@@ -7,18 +7,15 @@ prediction that does not move by ``NOTHING`` of itself is said not to depend on 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from ..report.forecast_rows import Predicted
 from ..strategy.parts import write
 from ..strategy.words import NONE
+from .asked import Question
 from .cluster import Cluster
 from .holdout import USUAL, Holdout
 from .topology import Switch
 from .vary import SHARED, Varied, unranged
-
-if TYPE_CHECKING:
-    from .rows import Question
 
 NOTHING = 0.001
 """The share of an iteration below which a change of it is none."""

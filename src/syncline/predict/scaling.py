@@ -9,16 +9,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..report.forecast_rows import Predicted
 from ..strategy.words import NONE
-from .asked import Asked, settled
+from .asked import Asked, Question, settled
 from .cluster import Cluster
 from .iterations import simulate
-
-if TYPE_CHECKING:
-    from .rows import Question
 
 KNEE = 1.5
 """Throughput of twice the workers: one more doubling that brings less than this many times brings too little."""

@@ -39,12 +39,11 @@ from ..errors import StrategyError, UsageError
 from ..nouns import Group, Seconds
 from ..sync import Averages, Mixes, backup_of
 from .combination import Combination
-from .grammar import Part, nearest, read_part, read_words, write_value
-from .live import budget_of, check_live
+from .grammar import Part, nearest, read_part, read_value, read_words, write_value
 from .parts import build, write
 from .presets import preset_of
 from .rules import fault_of, nearest_that_works
-from .words import AUTO, NONE, WORDS, belongs_to, bind_word, built_names, kind_of
+from .words import AUTO, NONE, WORDS, belongs_to, bind_word, built_names, kind_of, known_sync
 
 if TYPE_CHECKING:
     from ..codecs import Codec
@@ -315,3 +314,53 @@ def _needs_feedback(codec: Part) -> bool:
         return bool(built.biased and built.contraction)
     except UsageError:
         return False
+
+
+# ``auto(budget=60s)`` tries schedules on the live run, within so many seconds, of those that leave the weights equal to
+# the bit: other schedules, and other sizes of buckets and slices, under architectures that add in one order wherever an
+# element lies (``plans.sums``). All else of the strategy has to be such that a schedule changes nothing but time.
+
+SAME_BITS = "halving_doubling"
+"""A ring's bytes, and one order of additions."""
+
+
+def budget_of(part: Part) -> float:
+    """The seconds of ``auto(budget=...)``; raises StrategyError for other arguments and for none at all."""
+    for name, value in part.args:
+        if name != "budget":
+            hint = nearest(name, ["budget"]) if name else ""
+            raise StrategyError(f"architecture=auto takes budget, as in auto(budget=60s), not {name or value!r}{hint}")
+    if len(part.args) > 1:
+        raise StrategyError("auto has an argument that is given twice")
+    value = part.args[0][1]
+    seconds = float(read_value(value, Seconds, "budget of auto")) if isinstance(value, str) else float(value)
+    if not seconds > 0:
+        raise StrategyError("budget of auto has to be more than 0 seconds, such as 60s: leave it out to try nothing")
+    return seconds
+
+
+def check_live(strategy: Strategy) -> None:
+    """Raise StrategyError, with the remedy, for words beside which a schedule could change more than time."""
+    text = f"syncline tune --strategy {str(strategy).partition(')')[2].strip()!r}"
+    if strategy.architecture != AUTO:
+        return
+    for word, plain, why in (
+        ("sync", known_sync(strategy), "workers come together in every step"),
+        ("codec", strategy.codec == NONE, "gradients travel as they are"),
+    ):
+        if not plain:
+            part = getattr(strategy, word)
+            shown = part.name if part == AUTO else write({"sync": "sync", "codec": "codecs"}[word], part)
+            raise StrategyError(
+                f"auto(budget=) tries on the live run what leaves the weights equal to the bit, for which {why}, and"
+                f" {word}={shown} is asked for: leave the budget out, or search beforehand with {text}"
+            )
+
+
+def check_asked(strategy: Strategy) -> None:
+    """Raise StrategyError for a budget beside a schedule: a strategy that runs has both, and none may ask for both."""
+    if strategy.budget_s and strategy.architecture == AUTO and strategy.schedule != AUTO:
+        raise StrategyError(
+            f"auto(budget=) tries schedules, and schedule={write('schedules', strategy.schedule)} is asked for: leave"
+            " one of them out"
+        )

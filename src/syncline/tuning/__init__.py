@@ -27,8 +27,7 @@ from ..plans.plan import Plan
 from ..plans.sums import order_of_additions
 from ..session.session import Session
 from ..strategy.choice import Choice, choose
-from ..strategy.live import SAME_BITS
-from ..strategy.strategy import Strategy
+from ..strategy.strategy import SAME_BITS, Strategy
 from ..strategy.words import AUTO
 from . import cache
 from .measuring import SIZES, Measuring

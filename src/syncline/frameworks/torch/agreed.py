@@ -17,10 +17,10 @@ import torch
 from ...plans.check import check_mixing
 from ...plans.messages import Program
 from ...session.programs import compiled
+from ...session.session import Session
 from ...sync import Agrees, Mixes, mixes_of
 from ...sync._periodic import BLOCK_ELEMENTS, agree_in_blocks
-from .replica import Replica
-from .storage import as_bytes
+from .storage import Storage, as_bytes
 
 Tensors = dict[str, torch.Tensor]
 
@@ -94,11 +94,9 @@ class Exchanged(Protocol):
 class Differences:
     """By how much the weights of a model differ from those that all workers have agreed on last."""
 
-    def __init__(self, replica: Replica, mode: Agrees) -> None:
-        self._mode = mode
-        self._storage = replica.storages[-1]
-        self._parameters = [parameter for _, parameter in replica.named]
-        self._pull = mode.pull(replica.session.world_size)
+    def __init__(self, storage: Storage, parameters: Sequence[torch.Tensor], workers: int, mode: Agrees) -> None:
+        self._mode, self._storage, self._parameters = mode, storage, parameters
+        self._pull = mode.pull(workers)
         self._agreed = self._like_weights()
         self._memory = self._like_weights() if mode.remembers else {}
         self._views = self._views_in(self._agreed)
@@ -223,12 +221,9 @@ class Mixture:
     fingerprint = 0
     all_agree = False
 
-    def __init__(self, replica: Replica, mode: Mixes) -> None:
-        self._mode, self._session = mode, replica.session
-        self._storage = replica.storages[-1]
-        self._parameters = [parameter for _, parameter in replica.named]
-        check_mixing(mixes_of(mode, replica.session.world_size))
-        replica.exchange.program = lambda step: self.mix(step).program
+    def __init__(self, storage: Storage, parameters: Sequence[torch.Tensor], session: Session, mode: Mixes) -> None:
+        self._mode, self._session, self._storage, self._parameters = mode, session, storage, parameters
+        check_mixing(mixes_of(mode, session.world_size))
 
     def mix(self, step: int) -> Mix:
         """As the mode has it."""

@@ -204,11 +204,14 @@ def let_go(session: Session, model: torch.nn.Module) -> None:
 def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | None, replica: Replica) -> Prepared:
     """Every rank updates its own weights, with an optimizer that may be none of ours, or that of several models."""
     if optimizer is not None:
-        mode = session.strategy.sync_mode()
+        mode, parameters = session.strategy.sync_mode(), [item for _, item in replica.named]
         if isinstance(mode, Agrees):
-            replica.averaging = Averaging(replica, Differences(replica, mode))
+            differences = Differences(replica.storages[-1], parameters, session.world_size, mode)
+            replica.averaging = Averaging(replica, differences)
         elif isinstance(mode, Mixes):
-            replica.averaging = Averaging(replica, Mixture(replica, mode))
+            mixture = Mixture(replica.storages[-1], parameters, session, mode)
+            replica.exchange.program = lambda step: mixture.mix(step).program
+            replica.averaging = Averaging(replica, mixture)
         if session.strategy.schedule_object().apply != "step":
             defer_steps(replica, optimizer)
         replica.listeners.joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -36,8 +36,26 @@ from .replica import Replica
 from .shard import as_elements, in_memory_order, whole_state
 from .storage import Storage
 
-if TYPE_CHECKING:
-    from .pulling import Pulling
+
+class Overlap(Protocol):
+    """Steps that end in the next iteration, beside its forward pass."""
+
+    @property
+    def name(self) -> str:
+        """The schedule that asks for them."""
+        ...
+
+    def flush(self) -> None:
+        """Wait for all that is under way."""
+        ...
+
+    def take_step(self) -> None:
+        """The script has called the optimizer."""
+        ...
+
+    def zero_grad(self, plain: Callable[[], None], *, looks: bool) -> None:
+        """The script clears gradients, as ``plain`` does, which may look at them."""
+        ...
 
 
 class Client:
@@ -80,7 +98,7 @@ class Client:
         replica.listeners.loaded = self._note_loaded
         replica.exchange.on_replacing = self._prepare_to_lay_out
 
-    crossing: Pulling | None = None
+    crossing: Overlap | None = None
     """Where steps end in the next iteration."""
 
     def begin(self, groups: Groups) -> None:
