@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.errors import UsageError
+from syncline.errors import GroupError, PeerLost, UsageError
 from syncline.nouns import numpy_dtype
 from syncline.transports import Place
 from syncline.wire.store import MemoryStore
 
 torch = pytest.importorskip("torch")
 
-from syncline.transports.torch import StagedAllreduce, Torch  # noqa: E402
+from syncline.frameworks.torch.storage import _pinned  # noqa: E402
+from syncline.transports.torch import StagedAllreduce, Torch, _in_time  # noqa: E402
 
 
 class Doubling:
@@ -58,6 +59,33 @@ def test_arrays_are_staged_through_the_device_on_its_stream(dtype: str) -> None:
     wait()
     np.testing.assert_array_equal(array.astype(np.int64), 2 * before)
     assert log == ["in", "allreduce", "out", "in", "wait", "out", "synchronize"]
+
+
+def test_nccl_that_cannot_connect_is_an_error_with_the_remedy() -> None:
+    """Also where its call never comes back, or a rank is lost meanwhile."""
+
+    def refused() -> None:
+        raise RuntimeError("Duplicate GPU detected\nand more")
+
+    with pytest.raises(GroupError, match=r"by cuda:0: Duplicate GPU detected; every rank needs a GPU of its own"):
+        _in_time(Place(0, 2, MemoryStore()), refused, "cuda:0")
+    never = threading.Event()
+    with pytest.raises(GroupError, match="nothing came within 0 s"):
+        _in_time(Place(0, 2, MemoryStore(), timeout_s=0.01), never.wait, "cuda:0")
+
+    def lost() -> None:
+        raise PeerLost("rank 1 is lost", rank=1)
+
+    with pytest.raises(PeerLost):
+        _in_time(Place(0, 2, MemoryStore(), check=lost), never.wait, "cuda:0")
+    never.set()
+
+
+def test_pinned_memory_is_the_hosts_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, tensor = torch.empty, torch.arange(3)
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **named: empty(*args, **named))  # noqa: ARG005
+    with torch.device("meta"):
+        assert _pinned(tensor).tolist() == [0, 1, 2]
 
 
 def test_nccl_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

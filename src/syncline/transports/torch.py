@@ -328,14 +328,38 @@ def _nccl(place: Place) -> StagedAllreduce:
         raise UsageError("transport=torch(backend=nccl) needs a CUDA device and PyTorch with NCCL: use transport=torch")
     device = f"cuda:{torch.cuda.current_device()}"
     options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = datetime.timedelta(seconds=place.timeout_s)
+    options._timeout = _FOREVER
     store = _notebook(place, "nccl")
     group = distributed.ProcessGroupNCCL(store, place.rank, place.world, options)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     collective = StagedAllreduce(group, device, lambda: torch.cuda.stream(stream), stream.synchronize, store)
     # NCCL connects in its first allreduce, through the run's store, which is there for the start only.
-    collective.start(np.zeros(1, np.float32))()
+    _in_time(place, lambda: collective.start(np.zeros(1, np.float32))(), device)
     return collective
+
+
+def _in_time(place: Place, connect: Callable[[], Any], device: str) -> None:
+    """Have NCCL connect, in a thread, as nothing ends a call of it; raises GroupError where it fails or takes long."""
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            connect()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="syncline-nccl", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + place.timeout_s
+    while thread.is_alive() and time.monotonic() < deadline:
+        place.check()
+        thread.join(_POLL_S)
+    if failed or thread.is_alive():
+        why = str(failed[0]).splitlines()[0] if failed else f"nothing came within {place.timeout_s:.0f} s"
+        raise GroupError(
+            f"NCCL cannot connect all ranks, this one by {device}: {why}; every rank needs a GPU of its own, chosen"
+            " with torch.cuda.set_device() before syncline.init()"
+        ) from (failed[0] if failed else None)
 
 
 def _notebook(place: Place, prefix: str) -> Any:

@@ -49,8 +49,7 @@ def flat_view(tensor: Any) -> tuple[Array, Callable[[], object]]:
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise UsageError("this tensor is expanded, several of its elements are one in memory: give its .clone()")
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Pinned memory is kept by torch and copied by the device itself; new pages in each call cost more than the copy.
-    dense = _pinned(dense) if dense.is_cuda else dense.cpu()
+    dense = _pinned(dense) if dense.is_cuda and dense.nbytes <= _PINNED_BYTES else dense.cpu()
     array = memory(dense).view(numpy_dtype(dtype_name(tensor.dtype)))
 
     def write_back() -> None:
@@ -63,8 +62,14 @@ def flat_view(tensor: Any) -> tuple[Array, Callable[[], object]]:
     return array, write_back
 
 
+_PINNED_BYTES = 1 << 30
+"""Larger tensors are not pinned: torch keeps such memory until the process ends."""
+
+
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    """A copy in memory that the device itself copies to and from; pages that are new in each call cost more."""
+    # A default device, which a script may have set, has no memory to pin.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
 
 
 class _Exported:
