@@ -22,7 +22,7 @@ from syncline.wire.store import MemoryStore
 
 torch = pytest.importorskip("torch")
 
-from syncline.frameworks.torch.storage import _pinned  # noqa: E402
+from syncline.frameworks.torch.storage import _brought_down  # noqa: E402
 from syncline.transports.torch import StagedAllreduce, Torch, _in_time  # noqa: E402
 
 
@@ -81,11 +81,20 @@ def test_nccl_that_cannot_connect_is_an_error_with_the_remedy() -> None:
     never.set()
 
 
-def test_pinned_memory_is_the_hosts_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty, tensor = torch.empty, torch.arange(3)
-    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **named: empty(*args, **named))  # noqa: ARG005
+def test_tensors_come_down_to_pinned_memory_of_the_host_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the default device is; what is one element beyond the limit is copied to memory that is not kept."""
+    pinned, empty = list[Any](), torch.empty
+
+    def recorded(shape: Any, *, pin_memory: bool, **named: Any) -> Any:
+        pinned.append((pin_memory, tuple(shape)))
+        return empty(shape, **named)
+
+    tensors = [torch.arange(3), torch.arange(4)]
+    monkeypatch.setattr("syncline.frameworks.torch.storage._PINNED_BYTES", tensors[0].nbytes)
+    monkeypatch.setattr(torch, "empty", recorded)
     with torch.device("meta"):
-        assert _pinned(tensor).tolist() == [0, 1, 2]
+        assert [_brought_down(tensor).tolist() for tensor in tensors] == [[0, 1, 2], [0, 1, 2, 3]]
+    assert pinned == [(True, (3,))]
 
 
 def test_nccl_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def flat_view(tensor: Any) -> tuple[Array, Callable[[], object]]:
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise UsageError("this tensor is expanded, several of its elements are one in memory: give its .clone()")
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    dense = _pinned(dense) if dense.is_cuda and dense.nbytes <= _PINNED_BYTES else dense.cpu()
+    dense = _brought_down(dense) if dense.is_cuda else dense.cpu()
     array = memory(dense).view(numpy_dtype(dtype_name(tensor.dtype)))
 
     def write_back() -> None:
@@ -66,8 +66,10 @@ _PINNED_BYTES = 1 << 30
 """Larger tensors are not pinned: torch keeps such memory until the process ends."""
 
 
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+def _brought_down(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in memory that the device itself copies to and from; pages that are new in each call cost more."""
+    if tensor.nbytes > _PINNED_BYTES:
+        return tensor.cpu()
     # A default device, which a script may have set, has no memory to pin.
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
 
